@@ -1,0 +1,1 @@
+"""Atomic, verified checkpoints in the Hugging Face layout for any training loop."""

@@ -1,0 +1,1 @@
+"""Every document exactly once an epoch, resumable in constant time, for any training loop."""

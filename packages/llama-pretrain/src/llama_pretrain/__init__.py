@@ -1,0 +1,1 @@
+"""Pretrain a Llama end to end, on one machine or many."""

@@ -1,0 +1,1 @@
+"""Tokens per second, model FLOPs and utilization for any training loop."""
