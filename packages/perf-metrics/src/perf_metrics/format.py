@@ -1,0 +1,101 @@
+"""Turning the values of a log record into text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Literal, TypeAlias, cast
+
+Format: TypeAlias = str | Callable[[float], str]
+Reduce: TypeAlias = Literal["max", "min", "mean", "sum", "all"] | Callable[[list[float]], float] | None
+
+_INTEGER_TYPES = "bdoxX"
+_SI_PREFIXES = ("", "K", "M", "G", "T", "P", "E")
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "max": max,
+    "min": min,
+    "mean": lambda values: sum(values) / len(values),
+    "sum": sum,
+}
+
+
+def format_value(value: object, fmt: Format = "", reduce: Reduce = None) -> str:
+    """Return the text that the progress table shows for a value.
+
+    Args:
+        value: A scalar, or a list or tuple of scalars (one per rank).
+        fmt: A Python format spec (integer types cut the fraction off first); "si" for K, M, G, ... with two
+            decimals; "gib" for bytes in GiB with three; a callable from the value to text; or empty: four
+            significant digits for floats, thousands separators for integers. Formats other than a callable
+            are for numbers: anything else is shown by `str`, and nan and infinities by their names.
+        reduce: What to do with a list: None or "max", "min", "mean", "sum"; "all" formats each element and
+            joins them by "/"; a callable takes the list and its result is formatted. A scalar is left as it
+            is, except that a callable gets it as a list of one. An empty list gives "n/a".
+
+    Raises:
+        ValueError: `fmt` or `reduce` is not one of the above.
+    """
+    check_format(fmt)
+    check_reduce(reduce)
+    if not isinstance(value, list | tuple):
+        alone = reduce([cast("float", value)]) if callable(reduce) else value
+        return _format_scalar(alone, fmt)
+    elements = cast("list[float]", list(value))
+    if not elements:
+        return "n/a"
+    if reduce == "all":
+        return "/".join(_format_scalar(element, fmt) for element in elements)
+    reducer = reduce if callable(reduce) else _REDUCTIONS[reduce or "max"]
+    return _format_scalar(reducer(elements), fmt)
+
+
+def check_format(fmt: Format) -> None:
+    """Raise ValueError unless `fmt` is a format that `format_value` knows."""
+    if callable(fmt) or fmt in ("", "si", "gib"):
+        return
+    try:
+        format(1 if fmt[-1:] in _INTEGER_TYPES else 1.0, fmt)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f'fmt={fmt!r} is not a format for numbers ({error}); use a Python format spec such as ".3f", '
+            '"si", "gib" or a callable'
+        ) from None
+
+
+def check_reduce(reduce: Reduce) -> None:
+    """Raise ValueError unless `reduce` is a reduction that `format_value` knows."""
+    if reduce is not None and not callable(reduce) and reduce not in (*_REDUCTIONS, "all"):
+        raise ValueError(
+            f'reduce={reduce!r}: must be one of {", ".join(_REDUCTIONS)}, "all", None or a callable'
+        )
+
+
+def _format_scalar(value: object, fmt: Format) -> str:
+    if callable(fmt):
+        return fmt(value)  # type: ignore[arg-type]  # the user's callable knows what its column holds
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return str(value)
+    if isinstance(value, int) and not fmt:
+        return f"{value:,}"
+    number = float(value)
+    if not math.isfinite(number):
+        return str(number)
+    if fmt == "si":
+        return _format_si(number)
+    if fmt == "gib":
+        return f"{number / 2**30:.3f} GiB"
+    if fmt[-1:] in _INTEGER_TYPES and fmt:
+        return format(value if isinstance(value, int) else int(number), fmt)
+    return format(number, fmt or ".4g")
+
+
+def _format_si(number: float) -> str:
+    for prefix in _SI_PREFIXES:
+        # Compared after rounding: 999,999 is 1.00M, not 1000.00K.
+        if round(abs(number), 2) < 1000 or prefix == _SI_PREFIXES[-1]:
+            break
+        number /= 1000
+    if not prefix and 0 < abs(number) < 0.01:
+        return f"{number:.1e}"
+    return f"{number:.2f}{prefix}"

@@ -1,0 +1,59 @@
+"""Model FLOPs utilization, and the peak that it is measured against."""
+
+from __future__ import annotations
+
+import math
+
+
+def device_peak_flops(dtype: str = "bf16", *, value: float | str | None = None) -> float | None:
+    """Return the peak FLOP/s of one device of this process, or None when it is unknown.
+
+    The order of `hardware_table.get_peak_hardware_flops`: `value` if given, the user's `hardware.yaml`, the
+    table by the name of the current device. A processor without a record, the CPU for one, gives None.
+
+    Args:
+        dtype: The type that the matrix multiplications run in: "bf16", "fp16", "tf32", "fp32", "fp8", ...
+        value: A peak given by the user, in FLOP/s; text such as "165.2e12" will do.
+
+    Returns:
+        Dense FLOP/s of one device. Sum it over the ranks for the peak of a job.
+
+    Raises:
+        ValueError: `value` or the user's file holds something that is not a positive number.
+    """
+    # Imported here: the plain formulas and the file readers must not need the table.
+    from hardware_table import get_peak_hardware_flops
+
+    return get_peak_hardware_flops(value, dtype=dtype)
+
+
+def model_flops_utilization(flops: float, seconds: float, peak_flops: float | None) -> float | None:
+    """Return MFU: model FLOPs / (seconds x peak), as a share where 1.0 is the peak.
+
+    The value is not clamped: more than 1 means a wrong count, a wrong peak or a clock read too early.
+
+    Args:
+        flops: Model FLOPs done in the window by all devices.
+        seconds: Net wall time of the window.
+        peak_flops: Summed peak FLOP/s of the same devices; None when unknown.
+
+    Returns:
+        The share, or None when the peak is unknown or no time has passed.
+
+    Raises:
+        ValueError: `peak_flops` is not a positive finite number.
+    """
+    if peak_flops is None:
+        return None
+    check_peak("peak_flops", peak_flops)
+    return flops / (seconds * peak_flops) if seconds > 0 else None
+
+
+def check_peak(setting: str, value: float) -> None:
+    """Raise ValueError unless `value` is a positive finite number of FLOP/s."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise ValueError(
+            f"{setting}={value!r}: must be a positive number of FLOP/s, such as 989e12; "
+            "use None when the peak is unknown"
+        )
