@@ -1,0 +1,185 @@
+"""Writing what was detected into `hardware.yaml`, for the user to see.
+
+The section `detected` is never read back: a figure written there cannot go stale and win over the table. What
+the user wrote elsewhere in the file is left as it is, to the letter.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hardware_table.detection import DetectedDevice
+from hardware_table.dtypes import DTYPES
+from hardware_table.matching import match
+from hardware_table.userfile import HardwareFileError, Overrides, compose, parse_overrides, read_text
+
+if TYPE_CHECKING:
+    import yaml
+
+LOCK_SECONDS = 5.0
+"""How long to wait for another process that is writing the file."""
+
+_NEW_FILE = """\
+# Peak FLOP/s of this user's accelerators, for MFU: dense, per device.
+#
+# `overrides` wins over the built-in table. It is keyed by the device name, exactly as torch gives it, and by
+# number format: {dtypes}. Remove the # from the lines below to change a figure.
+overrides:
+#  {name}:
+#    bf16: 165.2e12
+
+# `detected` is what hardware-table found. It is rewritten and never read: change figures in `overrides`.
+"""
+
+
+def record_detected(path: Path, device: DetectedDevice) -> None:
+    """Write a device and its peaks into the section `detected` of a `hardware.yaml`.
+
+    Several processes may do this at once: the file is replaced as a whole, under a lock, and only when its
+    content changes.
+
+    Args:
+        path: The file; it is created if it does not exist, with its directory.
+        device: The device.
+
+    Raises:
+        HardwareFileError: If the file is there and is not valid.
+        OSError: If it cannot be written.
+        TimeoutError: If another process holds the lock for more than `LOCK_SECONDS`.
+    """
+    if sys.platform == "win32":
+        raise OSError(errno.ENOTSUP, "writing the file under a lock needs Linux or macOS")
+    path = path.resolve()  # a link stays a link
+    old = read_text(path)
+    if old is not None and _with_device(old, path, device) == old:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_name(f".{path.name}.lock")):
+        old = read_text(path)
+        text = old
+        if text is None:
+            text = _NEW_FILE.format(dtypes=", ".join(DTYPES), name=_quoted(device.name))
+        new = _with_device(text, path, device)
+        if new != old:
+            _replace(path, new)
+
+
+def _with_device(text: str, path: Path, device: DetectedDevice) -> str:
+    import yaml
+
+    overrides = parse_overrides(text, path)
+    root = compose(text, path)
+    lines = text.splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines[-1] += "\n"
+    first = last = len(lines)
+    entries: dict[str, str] = {}
+    indent = 2
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if key.value == "detected":
+            first, last = key.start_mark.line, _last_line(value) + 1
+            if isinstance(value, yaml.MappingNode) and not value.flow_style:
+                indent = value.value[0][0].start_mark.column
+                entries = dict(_entry_texts(value, lines))
+    entries[device.name] = _entry(device, indent)
+    new = "".join([*lines[:first], "detected:\n", *entries.values(), *lines[last:]])
+    _require_same_overrides(new, path, overrides)
+    return new
+
+
+def _entry_texts(section: yaml.MappingNode, lines: list[str]) -> Iterator[tuple[str, str]]:
+    for key, value in section.value:
+        yield str(key.value), "".join(lines[key.start_mark.line : _last_line(value) + 1])
+
+
+def _require_same_overrides(text: str, path: Path, overrides: Overrides) -> None:
+    # An unusual layout (one {...} mapping, an end marker) leaves no room for a section of ours.
+    try:
+        same = parse_overrides(text, path) == overrides
+    except HardwareFileError:
+        same = False
+    if not same:
+        raise OSError(
+            errno.EINVAL, "this layout has no room for a section; write its keys on lines of their own"
+        )
+
+
+def _last_line(node: yaml.Node) -> int:
+    import yaml
+
+    # A block mapping's own end lies behind the comments that follow it, which may belong to the next key.
+    if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
+        return _last_line(node.value[-1][1])
+    if isinstance(node, yaml.SequenceNode) and not node.flow_style and node.value:
+        return _last_line(node.value[-1])
+    return int(node.end_mark.line)
+
+
+def _entry(device: DetectedDevice, indent: int) -> str:
+    found = match(device.name, device.units)
+    fields: dict[str, object] = {"backend": device.backend, "units": device.units}
+    if found.accelerator is None:
+        fields["unknown"] = found.reason
+    else:
+        if found.accelerator.scaled_from is not None:
+            fields["scaled_from_units"] = found.accelerator.scaled_from
+        fields["confidence"] = found.accelerator.confidence
+        fields["peak_flops"] = {peak.dtype: peak.flops for peak in found.accelerator.peaks}
+    lines = [f"{' ' * indent}{_quoted(device.name)}:"]
+    lines += [f"{' ' * indent * 2}{key}: {_value(value)}" for key, value in fields.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, float):
+        # A point and a signed exponent: every YAML reader takes this for a number.
+        return f"{float(f'{value / 1e12:.7g}')!r}e+12"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+@contextmanager
+def _locked(lock: Path) -> Iterator[None]:
+    import fcntl
+
+    with lock.open("a") as file:
+        end = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(errno.ETIMEDOUT, f"{lock} is held by another process") from None
+                time.sleep(0.01)
+        yield
+
+
+def _replace(path: Path, text: str) -> None:
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, mode)
+            file.write(text.encode("utf-8"))
+            file.flush()
+            os.fsync(handle)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
