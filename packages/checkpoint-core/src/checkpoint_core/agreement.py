@@ -1,0 +1,210 @@
+"""Decisions that all ranks share: what one rank cannot do, every rank refuses, with the same message."""
+
+import json
+import socket
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TypedDict, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from checkpoint_core.encoding import EncodedState
+from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.files import DTYPE_CODES
+from dist_env import DistributedEnvInterface, RankTimeoutError, barrier
+
+_CHUNK_BYTES = 64 * 1024 * 1024
+_T = TypeVar("_T")
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+class _Report(TypedDict):
+    result: object
+    error: str | None
+    host: str
+
+
+class RankAgreement:
+    """Runs steps on all ranks and lets none go on unless all succeeded.
+
+    Messages travel as JSON over a gloo group of its own, which works beside any backend and has its own
+    timeout. Constructing it is collective when there is more than one rank.
+
+    Args:
+        env: Rank and world size.
+        timeout_seconds: How long to wait for the slowest rank.
+
+    Raises:
+        CheckpointError: More than one rank, but the default process group is missing or does not match.
+    """
+
+    def __init__(self, env: DistributedEnvInterface, timeout_seconds: float) -> None:
+        self.rank = env.rank
+        self.world_size = env.world_size
+        self._env = env
+        self._timeout_seconds = timeout_seconds
+        self._broken: str | None = None
+        self._group: dist.ProcessGroup | None = None
+        if self.world_size > 1:
+            _check_default_group(self.rank, self.world_size)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    def close(self) -> None:
+        """Destroy the group. Later calls with more than one rank fail."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def run(self, phase: str, action: Callable[[], _T]) -> list[_T]:
+        """Run one step on every rank. Collective.
+
+        Args:
+            phase: What the step does, for messages, such as ``saving checkpoint-10``.
+            action: The step. Its result travels as JSON: dict with text keys, list, str, int, float, bool
+                and None.
+
+        Returns:
+            The results of all ranks, by rank.
+
+        Raises:
+            CheckpointError: On every rank, with the same message, when the step failed on any; or when a rank
+                did not arrive within the timeout.
+        """
+        result: object = None
+        failure: BaseException | None = None
+        try:
+            result = action()
+        except BaseException as error:  # noqa: BLE001 - the other ranks must learn of any failure
+            failure = error
+        report = _Report(result=result, error=_message(failure), host=socket.gethostname())
+        reports = self._exchange(phase, report, failure) if self.world_size > 1 else [report]
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure  # Ctrl-C stays Ctrl-C where it was pressed.
+        failed = {rank: report for rank, report in enumerate(reports) if report["error"] is not None}
+        if failed:
+            raise CheckpointError(_summary(phase, failed, self.world_size)) from failure
+        return [cast(_T, report["result"]) for report in reports]
+
+    def run_on_main(self, phase: str, action: Callable[[], _T]) -> _T:
+        """Run one step on rank 0 and give every rank its result. Collective.
+
+        Args:
+            phase: What the step does, for messages.
+            action: The step, called on rank 0 only; its result travels as JSON.
+
+        Returns:
+            Rank 0's result.
+
+        Raises:
+            CheckpointError: As :meth:`run`.
+        """
+        return cast(_T, self.run(phase, action if self.rank == 0 else _nothing)[0])
+
+    def share(self, phase: str, encoded: EncodedState | None) -> EncodedState:
+        """Hand encoded state from rank 0 to every rank. Collective.
+
+        Args:
+            phase: What is shared, for messages.
+            encoded: The state; only rank 0's is used.
+
+        Returns:
+            Rank 0's state, with CPU tensors.
+
+        Raises:
+            CheckpointError: A rank failed or did not arrive within the timeout.
+        """
+        if encoded is None:
+            encoded = EncodedState(None)
+        if self.world_size == 1:
+            return encoded
+        source = encoded
+        document = self.run_on_main(phase, lambda: source.document)
+        layout = self.run_on_main(phase, lambda: _layout(source.tensors))
+        tensors = source.tensors if self.rank == 0 else _allocate(layout)
+        try:
+            for name in sorted(tensors):
+                self._broadcast(tensors[name])
+        except RuntimeError as error:
+            raise self._lost(phase, error) from error
+        return EncodedState(document, tensors)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            for piece in torch.split(tensor.reshape(-1).view(torch.uint8), _CHUNK_BYTES):
+                dist.broadcast(piece, group_src=0, group=self._group)
+
+    def _exchange(self, phase: str, report: _Report, failure: BaseException | None) -> list[_Report]:
+        if self._group is None or self._broken:
+            raise CheckpointError(
+                f"{phase}: the ranks can no longer agree ({self._broken or 'the manager was closed'}); "
+                "restart the job, it goes on from the last committed checkpoint"
+            ) from failure
+        try:
+            # The barrier knows which ranks are missing; the gather behind it would only hang.
+            barrier(self._env, timeout=self._timeout_seconds, tag=phase)
+            return [json.loads(text) for text in self._gather(json.dumps(report).encode())]
+        except (RuntimeError, RankTimeoutError) as error:
+            raise self._lost(phase, error) from (failure or error)
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded, group=self._group)
+        return [bytes(part[: int(size)].tolist()) for part, size in zip(parts, sizes, strict=True)]
+
+    def _lost(self, phase: str, error: Exception) -> CheckpointError:
+        if isinstance(error, RankTimeoutError):
+            late = ", ".join(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
+            reason = f"no answer within {self._timeout_seconds:g} s from {late}"
+        else:
+            reason = " ".join(str(error).split()) or type(error).__name__
+        self._broken = f"{phase}: {reason}"
+        return CheckpointError(
+            f"{phase}: {reason}. Look at the log of that rank; if it is only slow, raise "
+            "CheckpointConfig.timeout_seconds"
+        )
+
+
+def _check_default_group(rank: int, world_size: int) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise CheckpointError(
+            f"dist.world_size is {world_size}, but there is no process group; open the distributed "
+            "environment before making a CheckpointManager"
+        )
+    actual = (dist.get_rank(), dist.get_world_size())
+    if actual != (rank, world_size):
+        raise CheckpointError(
+            f"dist says rank {rank} of {world_size}, the process group says rank {actual[0]} of {actual[1]}; "
+            "pass the environment that opened the group"
+        )
+
+
+def _message(failure: BaseException | None) -> str | None:
+    return None if failure is None else describe_error(failure)
+
+
+def _summary(phase: str, failed: Mapping[int, _Report], world_size: int) -> str:
+    if world_size == 1:
+        return f"{phase}: {failed[0]['error']}"
+    # Ranks often fail for the same reason; say it once.
+    by_error: dict[object, list[str]] = {}
+    for rank, report in failed.items():
+        by_error.setdefault(report["error"], []).append(f"{rank} ({report['host']})")
+    reasons = [f"rank {', '.join(ranks)}: {error}" for error, ranks in by_error.items()]
+    return f"{phase}: {'; '.join(reasons)}"
+
+
+def _nothing() -> None:
+    return None
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[int]]]:
+    return {name: (DTYPE_CODES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _allocate(layout: Mapping[str, tuple[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=_DTYPES[code]) for name, (code, shape) in layout.items()}

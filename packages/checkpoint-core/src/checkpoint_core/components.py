@@ -1,0 +1,126 @@
+"""What persists: state components, declared by a provider and shared between ranks in a stated way."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch.distributed import ProcessGroup
+
+from checkpoint_core.errors import CheckpointError
+
+_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_RESERVED = {"manifest", "config", "eval_metrics"}
+_LEVELS = ("none", "structure", "tensor", "exact")
+
+
+class SharingPattern(Enum):
+    """How the ranks of a job share one component, which decides who writes and who reads."""
+
+    GLOBAL = "global"
+    """One authoritative copy on rank 0. Rank 0 writes and reads, and hands the state to the other ranks."""
+    PER_RANK = "per_rank"
+    """Different on every rank. Every rank writes and reads a file of its own; the world size must match."""
+    REPLICATED = "replicated"
+    """Identical on all ranks. Rank 0 writes, every rank reads the one copy."""
+    PER_GROUP = "per_group"
+    """Identical inside a named process group. The lowest rank of each group writes, its members read."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state can be taken out and put back."""
+
+    def state_dict(self) -> dict[str, object]:
+        """The state: nested dict, list, tuple, int, float, str, bool, None, bytes and dense tensors."""
+        ...
+
+    def load_state_dict(self, state: dict[str, object], /) -> object:
+        """Put back what :meth:`state_dict` returned. Tensors arrive on the CPU."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateComponent:
+    """One thing to save.
+
+    ``state_dict()`` is called on every rank that declares the component, except for GLOBAL, where only rank 0
+    is asked.
+
+    Raises:
+        CheckpointError: A key that cannot be a file name, or fields that contradict one another.
+        TypeError: ``stateful`` has no ``state_dict`` and ``load_state_dict``, or must be wrapped first.
+    """
+
+    key: str
+    """Unique name and file stem: letters, digits, ``_`` and ``-``, beginning with a letter."""
+    stateful: Stateful
+    """Source and sink of the state."""
+    sharing_pattern: SharingPattern
+    """How the ranks share it."""
+    required: bool = False
+    """True: loading fails when the component's file is missing. False: a warning, and fresh state stays."""
+    validate_replication: bool = False
+    """Compare the replicas when saving. Only accepted on one process so far."""
+    validation_level: str = "tensor"
+    """How thoroughly to compare: ``none``, ``structure``, ``tensor`` or ``exact``."""
+    process_group_name: str | None = None
+    """For PER_GROUP: a key of the provider's ``get_process_groups()``."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if not _KEY.fullmatch(self.key) or self.key in _RESERVED:
+            raise CheckpointError(
+                f"StateComponent key {self.key!r} cannot be a file stem: use letters, digits, '_' and '-', "
+                f"beginning with a letter, and none of {sorted(_RESERVED)}"
+            )
+        if isinstance(self.stateful, (torch.nn.Module, torch.optim.Optimizer)):
+            wrapper = "ModelState(model)"
+            if isinstance(self.stateful, torch.optim.Optimizer):
+                wrapper = "OptimizerState(optimizer, model)"
+            kind = type(self.stateful).__name__
+            raise TypeError(f"component {self.key!r}: wrap the {kind} as {wrapper} so that names are stable")
+        if not isinstance(self.stateful, Stateful):
+            kind = type(self.stateful).__name__
+            raise TypeError(f"component {self.key!r}: a {kind} has no state_dict() and load_state_dict()")
+        if self.validation_level not in _LEVELS:
+            raise CheckpointError(
+                f"component {self.key!r}: validation_level {self.validation_level!r} is not one of {_LEVELS}"
+            )
+        if (self.sharing_pattern is SharingPattern.PER_GROUP) != (self.process_group_name is not None):
+            raise CheckpointError(
+                f"component {self.key!r}: process_group_name goes with SharingPattern.PER_GROUP, and only "
+                f"with it; got {self.process_group_name!r} with {self.sharing_pattern.name}"
+            )
+
+
+class StatefulProvider(Protocol):
+    """The owner of the state, usually a trainer."""
+
+    def get_state_components(self) -> Sequence[StateComponent]:
+        """The components of this rank, in the order in which they are restored."""
+        ...
+
+    def get_process_groups(self) -> Mapping[str, ProcessGroup]:
+        """Named process groups for PER_GROUP components; empty when there are none."""
+        ...
+
+
+@dataclass(frozen=True)
+class StaticStatefulProvider:
+    """A provider for loops without a trainer: a fixed list of components."""
+
+    components: Sequence[StateComponent]
+    """The components of this rank."""
+    process_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
+    """Named process groups."""
+
+    def get_state_components(self) -> Sequence[StateComponent]:
+        """The components given."""
+        return self.components
+
+    def get_process_groups(self) -> Mapping[str, ProcessGroup]:
+        """The groups given."""
+        return self.process_groups

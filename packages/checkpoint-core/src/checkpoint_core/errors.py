@@ -1,0 +1,59 @@
+"""The one error of this package, and how operating system errors become it."""
+
+import errno
+import shutil
+from pathlib import Path
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, read, or applied.
+
+    The message names the file, component or tensor, says what is wrong, and how to go on. When several
+    ranks take part, every rank raises the error with the same message.
+    """
+
+
+def describe_error(error: BaseException) -> str:
+    """Say in one line what went wrong, with the file and the remedy where they are known.
+
+    Args:
+        error: Any exception raised while a checkpoint was written or read.
+
+    Returns:
+        The message for a :class:`CheckpointError`.
+    """
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        return _describe_os_error(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that this user may still write to the file system of ``directory``.
+
+    Args:
+        directory: A path; where it does not exist yet, its nearest existing parent is asked.
+
+    Returns:
+        Free space in bytes, without the part reserved for the superuser. Quotas are not included.
+    """
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def _describe_os_error(error: OSError) -> str:
+    where = error.filename2 or error.filename
+    text = f"{error.strerror or error}" + (f": {where}" if where else "")
+    if error.errno in _NO_ROOM:
+        text = f"no space left to write{f' {where}' if where else ''} ({error.strerror})"
+        if where is not None:
+            text += f"; {free_bytes(Path(str(where)))} bytes are free there"
+        return f"{text}. Free space, raise the quota or file size limit, or lower save_total_limit"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{text}. Make the directory writable for this user or choose another output_dir"
+    return text

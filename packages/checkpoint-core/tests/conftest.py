@@ -1,0 +1,100 @@
+"""What most tests need: a small model, its components, and a manager over a directory of the test."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis.configuration import set_hypothesis_home_dir
+from torch import nn
+
+from checkpoint_core import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelState,
+    OptimizerState,
+    RNGState,
+    SharingPattern,
+    StateComponent,
+    StaticStatefulProvider,
+)
+from dist_env import StaticDistributedEnvironment
+
+# Without this, every run would leave a directory of examples in the working tree.
+set_hypothesis_home_dir(tempfile.gettempdir())
+
+
+class Counter:
+    """The smallest state: one number."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.value = int(str(state["value"]))
+
+
+class TrainingJob:
+    """A model with dropout, AdamW, a scheduler and a step counter, with everything they need to persist."""
+
+    def __init__(self, output_dir: Path, *, seed: int = 0, **config: object) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, milestones=[3, 7])
+        self.counter = Counter()
+        shared = SharingPattern.REPLICATED
+        self.components = [
+            StateComponent(
+                key="model", stateful=ModelState(self.model), sharing_pattern=shared, required=True
+            ),
+            StateComponent(
+                key="optimizer",
+                stateful=OptimizerState(self.optimizer, self.model),
+                sharing_pattern=shared,
+            ),
+            StateComponent(key="scheduler", stateful=self.scheduler, sharing_pattern=shared),
+            StateComponent(key="trainer", stateful=self.counter, sharing_pattern=SharingPattern.GLOBAL),
+            StateComponent(key="rng", stateful=RNGState(), sharing_pattern=SharingPattern.PER_RANK),
+        ]
+        self.manager = CheckpointManager(
+            CheckpointConfig(output_dir=output_dir, **config),  # type: ignore[arg-type]
+            dist=StaticDistributedEnvironment(),
+            stateful_provider=StaticStatefulProvider(self.components),
+        )
+
+    def train(self, steps: int) -> list[float]:
+        """Train on random data and return the losses."""
+        losses = []
+        for _ in range(steps):
+            self.counter.value += 1
+            loss = self.model(torch.randn(4, 6)).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+    def save(self) -> Path:
+        return self.manager.save_checkpoint(self.counter.value)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., TrainingJob]:
+    """Makes jobs that share the output directory ``tmp_path / "run"``."""
+
+    def make(**options: object) -> TrainingJob:
+        return TrainingJob(tmp_path / "run", **options)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def counter() -> Callable[..., Counter]:
+    """Makes counters."""
+    return Counter

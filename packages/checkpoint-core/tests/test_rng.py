@@ -1,0 +1,44 @@
+"""Random number generators go on where they were."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoint_core import CheckpointError, RNGState
+from checkpoint_core.encoding import decode_state, encode_state
+
+
+def draw() -> list[object]:
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        random.getrandbits(70),
+        np.random.standard_normal(3).tolist(),
+        torch.rand(3).tolist(),
+        torch.randperm(5).tolist(),
+        torch.nn.functional.dropout(torch.ones(16)).tolist(),
+    ]
+
+
+def test_the_same_numbers_again() -> None:
+    np.random.seed(3)
+    np.random.standard_normal()  # Leaves half of a pair behind, which is part of the state.
+    random.gauss(0, 1)
+    encoded = encode_state(RNGState().state_dict())
+    text = json.dumps(encoded.document, allow_nan=False)
+    expected = draw()
+    draw()
+    RNGState().load_state_dict(decode_state(json.loads(text), encoded.tensors.__getitem__))
+    assert draw() == expected
+
+
+def test_malformed_state() -> None:
+    state = RNGState().state_dict()
+    for key, value in (("python", (1, 2, 3)), ("torch", torch.zeros(3)), ("numpy", {"bit_generator": "x"})):
+        with pytest.raises(CheckpointError, match="generator state is malformed"):
+            RNGState().load_state_dict({**state, key: value})
+    with pytest.raises(CheckpointError, match="malformed"):
+        RNGState().load_state_dict({})

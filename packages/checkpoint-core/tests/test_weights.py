@@ -1,0 +1,173 @@
+"""Weights: the model's own names, ties, shards, and what other readers make of the files."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from checkpoint_core import CheckpointError, ModelState, load_model_weights
+from checkpoint_core.hf_layout import weight_files
+from checkpoint_core.storage import capture
+
+
+class Tied(nn.Module):
+    """A language model in miniature: the head is the embedding."""
+
+    def __init__(self, tie: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 7, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+        self.register_buffer("kept", torch.arange(3.0))
+        self.register_buffer("dropped", torch.arange(3.0), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embed(ids)))
+
+
+def write(model: nn.Module, directory: Path, max_shard_size: int = 10**9) -> Path:
+    directory.mkdir()
+    capture(ModelState(model), "model", max_shard_size).write(directory)
+    return directory
+
+
+def test_tied_weights_once_with_alias(tmp_path: Path) -> None:
+    model = Tied()
+    write(model, tmp_path / "m")
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    assert "embed.weight" in stored
+    assert not {"head.weight", "dropped"} & set(stored)
+    assert torch.equal(stored["kept"], model.kept)
+
+    tied, untied, other_reader = Tied(), Tied(tie=False), Tied()
+    load_model_weights(tied, tmp_path / "m")
+    assert torch.equal(tied.embed.weight, model.embed.weight)
+    assert tied.head.weight is tied.embed.weight
+    load_model_weights(untied, tmp_path / "m")
+    assert torch.equal(untied.head.weight, model.embed.weight)
+    assert untied.head.weight is not untied.embed.weight
+    load_model(other_reader, tmp_path / "m" / "model.safetensors")
+    assert torch.equal(other_reader.head.weight, model.embed.weight)
+
+
+def test_untied_file_into_tied_model_is_refused(tmp_path: Path) -> None:
+    write(Tied(tie=False), tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"ties embed\.weight and head\.weight"):
+        load_model_weights(Tied(), tmp_path / "m")
+
+
+def test_wrappers_do_not_show(tmp_path: Path) -> None:
+    model = Tied()
+    expected = set(model.state_dict()) - {"head.weight"}
+    model.block[0] = torch.compile(model.block[0], backend="eager")
+    model.block[1] = checkpoint_wrapper(model.block[1])
+    compiled = torch.compile(model, backend="eager")
+    assert any("_orig_mod" in name for name in compiled.state_dict())
+    write(compiled, tmp_path / "m")
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    assert set(stored) == expected
+    plain = Tied()
+    load_model_weights(plain, tmp_path / "m")
+    assert torch.equal(plain.block[0].weight, stored["block.0.weight"])
+    write(plain, tmp_path / "n")
+    with torch.no_grad():
+        model.block[1].weight.zero_()
+    load_model_weights(compiled, tmp_path / "n")
+    assert torch.equal(model.block[1].weight, plain.block[1].weight)
+
+
+def test_a_submodule_called_module_keeps_its_name(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    write(model, tmp_path / "m")
+    assert set(load_file(tmp_path / "m" / "model.safetensors")) == {"module.weight", "module.bias"}
+
+
+def test_shards_and_index(tmp_path: Path) -> None:
+    model = Tied()
+    write(model, tmp_path / "m", max_shard_size=100)
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "m").glob("*.safetensors"))
+    count = len(files)
+    assert count > 2
+    assert files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    union = {}
+    for name in files:
+        union.update(load_file(tmp_path / "m" / name))
+    assert {name: tensor.shape for name, tensor in union.items()} == {
+        name: tensor.shape for name, tensor in model.state_dict().items() if name != "head.weight"
+    }
+    assert set(index["weight_map"]) == set(union)
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in union.values())
+    fresh = Tied()
+    load_model_weights(fresh, tmp_path / "m")
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_every_dtype_is_read_by_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.randn(5, 3).to(dtype), requires_grad=False)})
+    model.register_buffer("odd", torch.tensor([True, False, True]))
+    model.register_buffer("empty", torch.empty(0, 3))
+    model.register_buffer("scalar", torch.tensor(3, dtype=torch.int16))
+    model.register_buffer("strided", torch.arange(6).reshape(2, 3).t())
+    write(model, tmp_path / "m")
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert stored[name].dtype == tensor.dtype
+        assert stored[name].shape == tensor.shape
+        assert stored[name].tolist() == tensor.tolist()
+
+
+def test_mismatches_are_named_and_change_nothing(tmp_path: Path) -> None:
+    write(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), tmp_path / "m")
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "c": nn.Linear(2, 2)})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_model_weights(model, tmp_path / "m")
+    message = str(caught.value)
+    assert "missing: c.weight, c.bias" in message
+    assert "unexpected: b.weight" in message or "unexpected: b.bias" in message
+    assert "a.weight ([2, 2] in the file, [2, 3] in the model)" in message
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_dtype_difference_casts_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = nn.Linear(4, 4)
+    write(source, tmp_path / "m")
+    target = nn.Linear(4, 4).bfloat16()
+    with caplog.at_level(logging.WARNING):
+        load_model_weights(target, tmp_path / "m")
+    assert target.weight.dtype == torch.bfloat16
+    assert torch.equal(target.weight, source.weight.bfloat16())
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "casting 2 tensors" in caplog.text
+
+
+def test_extra_state_is_refused_by_name() -> None:
+    class WithExtra(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 3}
+
+        def set_extra_state(self, state: object) -> None:
+            pass
+
+    with pytest.raises(CheckpointError, match=r"layer .*_extra_state"):
+        ModelState(nn.ModuleDict({"layer": WithExtra(2, 2)})).state_dict()
+
+
+def test_index_cannot_point_outside_and_pickles_are_not_read(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "../secret.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="outside"):
+        weight_files(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, a pickle that is never read"):
+        load_model_weights(nn.Linear(2, 2), tmp_path)
