@@ -1,1 +1,26 @@
 """Which rank am I, on what device, and is the process group healthy?"""
+
+from dist_env.collectives import barrier, broadcast_object, gather_objects, main_process_first
+from dist_env.environment import DistributedEnvironment
+from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
+from dist_env.heartbeat import Heartbeat
+from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment
+from dist_env.logging import get_logger
+from dist_env.stall import RankStatus, StallReport
+
+__all__ = [
+    "DistributedEnvInterface",
+    "DistributedEnvironment",
+    "DistributedEnvironmentError",
+    "Heartbeat",
+    "RankFailedError",
+    "RankStatus",
+    "RankTimeoutError",
+    "StallReport",
+    "StaticDistributedEnvironment",
+    "barrier",
+    "broadcast_object",
+    "gather_objects",
+    "get_logger",
+    "main_process_first",
+]

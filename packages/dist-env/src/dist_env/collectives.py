@@ -1,0 +1,184 @@
+"""Meeting points and object exchange of the ranks of an environment.
+
+Every function is a no-op for one process, so that callers need no case for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from dist_env.coordination import Coordinator, shared_coordinator
+from dist_env.environment import DistributedEnvironment
+from dist_env.errors import DistributedEnvironmentError
+from dist_env.interface import DistributedEnvInterface
+from dist_env.objects import broadcast_pickled, gather_pickled
+
+T = TypeVar("T")
+
+_DEFAULT_TIMEOUT = 1800.0
+
+
+def barrier(
+    env: DistributedEnvInterface,
+    *,
+    timeout: float | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    tag: str = "",
+) -> None:
+    """Wait until every rank has arrived; on a timeout say who has not.
+
+    Goes through the store, not through the collective backend: the host waits, queued device work does not.
+
+    Args:
+        env: Environment of this process.
+        timeout: Seconds to wait; None takes the environment's `training_timeout`.
+        process_group: Ranks to wait for; None means all.
+        tag: What is waited for; appears in the message.
+
+    Raises:
+        RankTimeoutError: Names the missing ranks and their hosts.
+        RankFailedError: A rank left its environment with an error; carries that error.
+        DistributedEnvironmentError: There are several ranks but no process group.
+    """
+    if env.world_size == 1:
+        return
+    ranks, scope = _members(env, process_group)
+    _check_seconds(timeout)
+    coordinator_of(env).barrier(ranks, scope, _seconds(env, timeout), tag)
+
+
+@contextmanager
+def main_process_first(
+    env: DistributedEnvInterface, *, local: bool = False, timeout: float | None = None
+) -> Iterator[bool]:
+    """Run the body on rank 0 first and on the other ranks after it, for example to fill a cache once.
+
+    Args:
+        env: Environment of this process.
+        local: First on local rank 0 of each host, for what every host needs.
+        timeout: Seconds that the others wait; None takes the environment's `training_timeout`.
+
+    Yields:
+        Whether this process is one that goes first.
+
+    Raises:
+        RankTimeoutError: The main process did not finish the body in time.
+        RankFailedError: The main process raised inside the body; carries its error.
+    """
+    size = env.local_world_size if local else env.world_size
+    if size == 1:
+        yield True
+        return
+    _check_seconds(timeout)
+    coordinator = coordinator_of(env)
+    scope = f"first/{coordinator.record.host}" if local else "first"
+    key = f"{scope}/{coordinator.next_call(scope)}"
+    is_main = (env.local_rank if local else env.rank) == 0
+    if not is_main:
+        main = env.rank - env.local_rank if local else 0
+        coordinator.await_outcome(key, main, _seconds(env, timeout), readers=size - 1)
+        yield False
+        return
+    try:
+        yield True
+    except BaseException as error:
+        coordinator.announce(key, error)
+        raise
+    coordinator.announce(key, None)
+
+
+def broadcast_object(
+    obj: T, env: DistributedEnvInterface, src: int = 0, *, process_group: dist.ProcessGroup | None = None
+) -> T:
+    """Give every rank the object of rank `src`.
+
+    Args:
+        obj: Any object that pickles; only that of `src` counts.
+        env: Environment of this process.
+        src: Global rank of the sender.
+        process_group: Ranks that take part; None means all.
+
+    Returns:
+        On `src` the object itself, elsewhere an equal one.
+
+    Raises:
+        DistributedEnvironmentError: `src` is not one of the ranks, or there is no process group.
+    """
+    if env.world_size == 1:
+        _check_source(src, [0])
+        return obj
+    _check_source(src, _members(env, process_group)[0])
+    return cast(T, broadcast_pickled(obj, src, process_group, env.device))
+
+
+def gather_objects(
+    obj: T, env: DistributedEnvInterface, *, process_group: dist.ProcessGroup | None = None
+) -> list[T]:
+    """Give every rank the objects of all ranks, in the order of the ranks.
+
+    Args:
+        obj: Any object that pickles.
+        env: Environment of this process.
+        process_group: Ranks that take part; None means all.
+
+    Returns:
+        One object per rank.
+
+    Raises:
+        DistributedEnvironmentError: There are several ranks but no process group.
+    """
+    if env.world_size == 1:
+        return [obj]
+    _members(env, process_group)
+    return cast(list[T], gather_pickled(obj, process_group, env.device))
+
+
+def coordinator_of(env: DistributedEnvInterface) -> Coordinator:
+    """The coordinator of an opened environment, else one over the store of the existing default group.
+
+    Raises:
+        DistributedEnvironmentError: There is no process group.
+    """
+    if isinstance(env, DistributedEnvironment) and env.coordinator is not None:
+        return env.coordinator
+    if not (dist.is_available() and dist.is_initialized()):
+        raise _no_group(env)
+    return shared_coordinator(env)
+
+
+def _members(env: DistributedEnvInterface, process_group: dist.ProcessGroup | None) -> tuple[list[int], str]:
+    """Global ranks of a group, and a name for it that is the same on each of them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise _no_group(env)
+    if process_group is None:
+        return list(range(env.world_size)), "world"
+    if dist.get_rank(process_group) < 0:
+        raise DistributedEnvironmentError(f"process_group does not contain this rank, {env.rank}.")
+    return dist.get_process_group_ranks(process_group), f"group {process_group.group_name}"
+
+
+def _no_group(env: DistributedEnvInterface) -> DistributedEnvironmentError:
+    return DistributedEnvironmentError(
+        f"WORLD_SIZE={env.world_size} needs a process group, and there is none: "
+        "open a DistributedEnvironment first (`with DistributedEnvironment() as env:`)."
+    )
+
+
+def _check_source(src: int, ranks: list[int]) -> None:
+    if src not in ranks:
+        raise DistributedEnvironmentError(f"src={src} is not one of the ranks that take part: {ranks}.")
+
+
+def _check_seconds(timeout: float | None) -> None:
+    if timeout is not None and not timeout > 0:
+        raise DistributedEnvironmentError(f"timeout={timeout!r} is not a positive number of seconds.")
+
+
+def _seconds(env: DistributedEnvInterface, timeout: float | None) -> float:
+    if timeout is not None:
+        return timeout
+    return env.training_timeout if isinstance(env, DistributedEnvironment) else _DEFAULT_TIMEOUT

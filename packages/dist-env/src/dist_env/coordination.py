@@ -1,0 +1,222 @@
+"""What ranks tell one another through the store, beside the collective backend.
+
+A collective that waits for a missing rank can only say that it waits. The store also answers who arrived.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from dist_env.errors import RankFailedError, RankTimeoutError, one_line
+from dist_env.interface import DistributedEnvInterface
+from dist_env.records import UNKNOWN_HOST, RankRecord
+from dist_env.stores import clone_store, prefix_store
+
+if TYPE_CHECKING:
+    from dist_env.stores import Store
+
+
+class Coordinator:
+    """Barriers, outcomes and failure notes among ranks that have met.
+
+    Args:
+        store: Store that every rank can reach, with a prefix of its own.
+        record: This rank's record.
+    """
+
+    def __init__(self, store: Store, record: RankRecord) -> None:
+        self.store = store
+        self.record = record
+        self.world_size = record.world_size
+        self._calls: Counter[str] = Counter()
+        self._passed: set[str] = set()
+
+    def publish(self) -> None:
+        """Let the others know this rank's host."""
+        self.store.set(f"rank/{self.record.rank}", self.record.to_text())
+
+    def host_of(self, rank: int) -> str:
+        """The rank's host, or `"unknown host"`."""
+        key = f"rank/{rank}"
+        if not self.store.check([key]):
+            return UNKNOWN_HOST
+        return RankRecord.from_text(self.store.get(key)).host
+
+    def fail(self, error: BaseException) -> None:
+        """Note that this rank failed. The first note stays, so that the others name the cause."""
+        note = {"rank": self.record.rank, "host": self.record.host, "error": one_line(error)}
+        if self.store.add("failures", 1) == 1:
+            self.store.set("failure", json.dumps(note))
+
+    def raise_if_failed(self) -> None:
+        """Raise if another rank has noted a failure.
+
+        Raises:
+            RankFailedError: With the other rank, its host and its error.
+        """
+        if not self.store.check(["failure"]):
+            return
+        note = json.loads(self.store.get("failure"))
+        if note["rank"] != self.record.rank:
+            raise RankFailedError(
+                f"rank {note['rank']} on {note['host']} failed: {note['error']}", note["rank"]
+            )
+
+    def barrier(self, ranks: Sequence[int], scope: str, timeout: float, tag: str) -> None:
+        """Wait until all of `ranks` have called this as often as this rank has for `scope`.
+
+        Raises:
+            RankTimeoutError: Ranks are missing; names them and their hosts.
+            RankFailedError: A rank failed, so that it will never arrive.
+        """
+        count = self.next_call(f"barrier/{scope}")
+        here, before = f"barrier/{scope}/{count}", f"barrier/{scope}/{count - 1}"
+
+        def missing() -> RankTimeoutError:
+            late = [rank for rank in ranks if not self.store.check([f"{here}/{rank}"])]
+            return self._late(late, len(ranks), f"barrier{f' {tag!r}' if tag else ''}: timeout={timeout:g} s")
+
+        with self._connected():
+            self.store.set(f"{here}/{self.record.rank}", tag)
+            if scope in self._passed:
+                # Only after a barrier that held; others may still look who came to one that did not.
+                self._passed.discard(scope)
+                self.store.delete_key(f"{before}/{self.record.rank}")
+            if self.store.add(f"{here}/arrivals", 1) < len(ranks):
+                self._await(lambda: self.store.check([f"{here}/done"]), timeout, missing)
+            else:
+                self.store.set(f"{here}/done", "1")
+                # Everybody has arrived here, so nobody is in the one before.
+                self.store.delete_key(f"{before}/arrivals")
+                self.store.delete_key(f"{before}/done")
+            self._passed.add(scope)
+
+    def announce(self, key: str, error: BaseException | None) -> None:
+        """Publish the outcome of something that other ranks wait for with `await_outcome`."""
+        note = {
+            "rank": self.record.rank,
+            "host": self.record.host,
+            "error": one_line(error) if error else None,
+        }
+        with self._connected():
+            self.store.set(key, json.dumps(note))
+
+    def await_outcome(self, key: str, main: int, timeout: float, readers: int) -> None:
+        """Wait for `announce` on rank `main`; the last of `readers` clears the key.
+
+        Raises:
+            RankTimeoutError: `main` did not get there in time.
+            RankFailedError: `main` announced a failure, or some rank failed.
+        """
+
+        def missing() -> RankTimeoutError:
+            return self._late([main], self.world_size, f"main_process_first: timeout={timeout:g} s")
+
+        with self._connected():
+            self._await(lambda: self.store.check([key]), timeout, missing)
+            note = json.loads(self.store.get(key))
+            if self.store.add(f"{key}/readers", 1) == readers:
+                self.store.delete_key(key)
+                self.store.delete_key(f"{key}/readers")
+        if note["error"] is not None:
+            raise RankFailedError(
+                f"rank {note['rank']} on {note['host']} failed while others waited for it: {note['error']}",
+                note["rank"],
+            )
+
+    def next_call(self, scope: str) -> int:
+        """How often this was called for `scope` before, counted alike on every rank."""
+        self._calls[scope] += 1
+        return self._calls[scope] - 1
+
+    def leave(self, timeout: float) -> list[int]:
+        """Sign off. The holder of the store waits for the others, which still need it.
+
+        Returns:
+            The ranks that had not signed off after `timeout` seconds.
+        """
+        self.store.set(f"left/{self.record.rank}", "1")
+        if self.store.add("left", 1) >= self.world_size or timeout <= 0:
+            return []
+        try:
+            self._await(lambda: self.store.add("left", 0) >= self.world_size, timeout, _StillHere)
+        except (_StillHere, RankFailedError):
+            return [rank for rank in range(self.world_size) if not self.store.check([f"left/{rank}"])]
+        return []
+
+    def clone(self) -> Coordinator:
+        """The same with a connection of its own, for another thread."""
+        return Coordinator(clone_store(self.store), self.record)
+
+    def _late(self, late: list[int], total: int, what: str) -> RankTimeoutError:
+        hosts = {rank: self.host_of(rank) for rank in late}
+        named = ", ".join(f"rank {rank} ({host})" for rank, host in hosts.items())
+        return RankTimeoutError(
+            f"{what} passed on rank {self.record.rank} on {self.record.host}; "
+            f"{len(late)} of {total} ranks did not arrive: {named}.",
+            hosts,
+        )
+
+    def _await(self, arrived: Callable[[], bool], timeout: float, missing: Callable[[], Exception]) -> None:
+        # Polled, because a blocking wait on a store holds its connection and logs every timeout.
+        deadline = time.monotonic() + timeout
+        pause, next_look = 0.0005, time.monotonic() + 0.2
+        while not arrived():
+            now = time.monotonic()
+            if now >= next_look:
+                self.raise_if_failed()
+                next_look = now + 0.2
+            if now >= deadline:
+                raise missing()
+            time.sleep(pause)
+            pause = min(pause * 1.3, 0.05)
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistNetworkError:
+            raise lost_store(self.record) from None
+
+
+def lost_store(record: RankRecord) -> RankFailedError:
+    """The error of a rank whose connection to the store broke."""
+    return RankFailedError(
+        f"rank {record.rank} on {record.host} lost the store of the job: the process that holds it (rank 0, "
+        "or the launcher) has ended.",
+        None,
+    )
+
+
+# The coordinator over a group that somebody else formed, kept as long as that group is the default one.
+_shared: tuple[dist.ProcessGroup, Coordinator] | None = None
+
+
+def shared_coordinator(env: DistributedEnvInterface) -> Coordinator:
+    """A coordinator over the store of the default group, the same for every caller."""
+    global _shared
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("there is no default process group.")
+    if _shared is None or _shared[0] is not group:
+        store = prefix_store("dist_env/shared", group.get_group_store())
+        _shared = (group, Coordinator(store, RankRecord.of(env)))
+        _shared[1].publish()
+    return _shared[1]
+
+
+def forget_shared() -> None:
+    """Let go of the default group, which is about to be destroyed."""
+    global _shared
+    _shared = None
+
+
+class _StillHere(Exception):
+    """Ends a wait whose outcome is not an error."""

@@ -1,0 +1,215 @@
+"""`python -m dist_env doctor`: look at the environment of every rank and try it out."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+from dist_env.all_reduce import AllReduceResult, measure_all_reduce, sizes_for
+from dist_env.checks import find_warnings, name_ranks
+from dist_env.collectives import barrier, gather_objects
+from dist_env.environment import DistributedEnvironment
+from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
+from dist_env.heartbeat import Heartbeat
+from dist_env.stall import StallReport
+from dist_env.survey import RankReport, survey
+from dist_env.tables import format_table
+
+OK, PROBLEMS, USAGE = 0, 1, 2
+PHASES = ("describe", "barrier", "all_reduce")
+STALL_VARIABLE = "DIST_ENV_TEST_STALL"
+_STALL_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Everything the doctor found.
+
+    Attributes:
+        ranks: What each rank says about itself.
+        all_reduce: One result per size.
+        warnings: Settings to look at.
+        problems: Wrong results.
+        seconds: Duration of the examination, from before the ranks met.
+    """
+
+    ranks: list[RankReport]
+    all_reduce: list[AllReduceResult]
+    warnings: list[str]
+    problems: list[str]
+    seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `doctor`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--backend", help="collective backend; default: the one for the device")
+    parser.add_argument("--no-accelerator", action="store_true", help="use the CPU")
+    parser.add_argument("--max-bytes", type=_positive, help="largest all-reduce to time, in bytes")
+    parser.add_argument(
+        "--timeout", type=_positive, default=60.0, help="seconds for all ranks to join (default 60)"
+    )
+    parser.add_argument(
+        "--stall-timeout",
+        type=_positive,
+        default=8.0,
+        help="seconds without progress after which the doctor says who is missing and ends (default 8)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the doctor on this rank.
+
+    Returns:
+        0 if all is well, 1 if there are problems, 2 if a variable or option is wrong.
+    """
+    try:
+        stall = _parse_stall(os.environ.get(STALL_VARIABLE))
+        env = DistributedEnvironment(
+            backend=options.backend,
+            no_accelerator=options.no_accelerator,
+            init_timeout=options.timeout,
+            log_level="WARNING",
+        )
+    except DistributedEnvironmentError as error:
+        return _refuse(error, USAGE)
+    start = time.monotonic()
+    try:
+        env.open()
+    except DistributedEnvironmentError as error:
+        return _refuse(error, USAGE)
+    except (RankTimeoutError, RankFailedError) as error:
+        return _refuse(error, PROBLEMS)
+    try:
+        with env:
+            diagnosis = _examine(env, options, stall, start)
+    except (RankTimeoutError, RuntimeError):
+        if env.world_size == 1:
+            raise
+        # Leaving the environment has logged the error with rank and host.
+        return PROBLEMS
+    if env.rank == 0:
+        print(_as_json(diagnosis) if options.json else _as_text(diagnosis), flush=True)
+    return PROBLEMS if diagnosis.problems else OK
+
+
+def _examine(
+    env: DistributedEnvironment, options: argparse.Namespace, stall: tuple[int, str] | None, start: float
+) -> Diagnosis:
+    def end_of_stall(report: StallReport) -> None:
+        if options.json:
+            print(json.dumps({"ok": False, "stall": asdict(report)}), flush=True)
+        # The main thread hangs in a collective, so only this thread can end the process.
+        sys.stderr.flush()
+        os._exit(PROBLEMS)
+
+    with Heartbeat(env, stall_timeout=options.stall_timeout, interval=0.5, on_stall=end_of_stall) as heart:
+        steps = itertools.count()
+
+        def reach(phase: str) -> None:
+            heart.beat(next(steps), phase)
+            if stall == (env.rank, phase):
+                time.sleep(_STALL_SECONDS)
+
+        reach("describe")
+        reports = gather_objects(survey(env), env)
+        reach("barrier")
+        barrier(env, timeout=options.timeout, tag="doctor")
+        results = [
+            measure_all_reduce(env, size, lambda: reach("all_reduce"))
+            for size in sizes_for(env, options.max_bytes)
+        ]
+    problems = [
+        f"all-reduce of {r.bytes} bytes gave a wrong sum on {name_ranks(r.wrong_ranks, env.world_size)}."
+        for r in results
+        if r.wrong_ranks
+    ]
+    return Diagnosis(
+        ranks=reports,
+        all_reduce=results,
+        warnings=find_warnings(reports, os.environ),
+        problems=problems,
+        seconds=time.monotonic() - start,
+    )
+
+
+def _refuse(reason: object, code: int) -> int:
+    print(f"dist_env doctor: {' '.join(str(reason).split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def _parse_stall(text: str | None) -> tuple[int, str] | None:
+    """The test hook `DIST_ENV_TEST_STALL=RANK:PHASE`: that rank sleeps when it reaches that phase."""
+    if text is None:
+        return None
+    rank, colon, phase = text.partition(":")
+    if not colon or not rank.isdecimal() or phase not in PHASES:
+        raise DistributedEnvironmentError(
+            f"{STALL_VARIABLE}={text!r} is not RANK:PHASE with a phase of {', '.join(PHASES)}: "
+            "correct it or unset it."
+        )
+    return int(rank), phase
+
+
+def _as_json(diagnosis: Diagnosis) -> str:
+    return json.dumps({"ok": not diagnosis.problems, **asdict(diagnosis)}, indent=2)
+
+
+def _as_text(diagnosis: Diagnosis) -> str:
+    ranks = format_table(
+        ("rank", "local", "host", "device", "backend", "python", "torch", "nccl", "interface"),
+        [
+            (
+                r.rank,
+                r.local_rank,
+                r.host,
+                r.device,
+                r.backend,
+                r.python,
+                r.torch,
+                r.collective_library,
+                r.interface,
+            )
+            for r in diagnosis.ranks
+        ],
+        right=(0, 1),
+    )
+    speed = format_table(
+        ("all-reduce", "time", "algorithm GB/s", "bus GB/s", "sum"),
+        [
+            (
+                _size(r.bytes),
+                f"{r.seconds * 1e6:.0f} us",
+                _giga(r.algorithm_bandwidth),
+                _giga(r.bus_bandwidth),
+                "wrong" if r.wrong_ranks else "right",
+            )
+            for r in diagnosis.all_reduce
+        ],
+        right=(0, 1, 2, 3),
+    )
+    notes = [f"warning: {text}" for text in diagnosis.warnings]
+    notes += [f"problem: {text}" for text in diagnosis.problems]
+    verdict = "problems found" if diagnosis.problems else "healthy"
+    end = f"{verdict}: {len(diagnosis.ranks)} rank(s) in {diagnosis.seconds:.1f} s"
+    return "\n\n".join(part for part in (ranks, speed, "\n".join(notes), end) if part)
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
+
+
+def _giga(number: float | None) -> str | None:
+    return None if number is None else f"{number / 1e9:.3f}"
+
+
+def _size(size: int) -> str:
+    return f"{size // 1024**2} MiB" if size >= 1024**2 else f"{size // 1024} KiB"

@@ -1,0 +1,319 @@
+"""The environment of a process of a distributed job, and the process group that belongs to it."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import sys
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from dist_env.coordination import Coordinator, forget_shared
+from dist_env.device import DeviceMap, choose_backend, choose_device, device_identity, set_current_device
+from dist_env.errors import DistributedEnvironmentError, RankFailedError
+from dist_env.joining import join
+from dist_env.logging import get_logger, parse_level, set_speaker
+from dist_env.process_group import abandon_group, close_group, form_group, set_group_timeout
+from dist_env.records import RankRecord
+from dist_env.rendezvous import Rendezvous, open_store
+from dist_env.stores import prefix_store
+from dist_env.variables import ExportedVariables, resolve_variables
+
+logger = get_logger("dist_env")
+
+# The holder of the store waits this long for the other ranks to sign off, because they still need it.
+_LEAVE_SECONDS = 30.0
+# After a failure it waits only this long, for the others to read the reason.
+_FAREWELL_SECONDS = 2.0
+
+
+class DistributedEnvironment:
+    """Rank, device and process group of this process; a context manager.
+
+    The constructor reads and checks; it changes nothing. `open` (or `with`) exports missing variables, sets
+    the current device, meets the other ranks and forms the process group. `close` (or the end of `with`)
+    undoes exactly that: it destroys the group if it formed it, and unsets the variables that it exported.
+
+    A variable of the launcher (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
+    `MASTER_PORT`) wins over the argument of the same name. Without either, the job is one process on this
+    host; a job whose `MASTER_ADDR` is this very host takes its local numbers from the global ones.
+
+    If a group already exists it is used with a warning, and left alone at the end.
+
+    Args:
+        rank: Global rank, for a missing `RANK`. Default 0.
+        local_rank: Rank on this host, for a missing `LOCAL_RANK`. Default 0.
+        world_size: Number of processes, for a missing `WORLD_SIZE`. Default 1.
+        local_world_size: Processes on this host, for a missing `LOCAL_WORLD_SIZE`. Default 1.
+        master_addr: Host of rank 0, for a missing `MASTER_ADDR`. Default `localhost`.
+        master_port: Port of the rendezvous, for a missing `MASTER_PORT`. Default 29501; if nobody names a
+            port and all processes run on this host, another one is taken when 29501 is not free.
+        backend: `gloo`, `nccl`, ..., or pairs such as `cpu:gloo,cuda:nccl`. None takes the one that PyTorch
+            registers for the device: `gloo` on CPU, `nccl` on CUDA, `xccl` on XPU.
+        device_map: Accelerator index by global rank; a mapping or a sequence. None uses the local rank.
+        log_level: Level of the loggers of `get_logger` while the environment is open.
+        always: Form a group even for one process.
+        no_accelerator: Use the CPU although an accelerator is there.
+        init_timeout: Seconds that meeting the other ranks and forming the group may take.
+        training_timeout: Seconds that a collective may take afterwards, and default of `barrier`.
+
+    Raises:
+        DistributedEnvironmentError: A variable or argument is wrong; names it, the rule and the fix.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int | None = None,
+        local_rank: int | None = None,
+        world_size: int | None = None,
+        local_world_size: int | None = None,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+        backend: str | None = None,
+        device_map: DeviceMap | None = None,
+        log_level: str | int = "INFO",
+        always: bool = True,
+        no_accelerator: bool = False,
+        init_timeout: float = 300.0,
+        training_timeout: float = 1800.0,
+    ) -> None:
+        if dist.is_available() and dist.is_initialized():
+            # Whoever formed the group without the variables has told the group what they would say.
+            rank = dist.get_rank() if rank is None else rank
+            world_size = dist.get_world_size() if world_size is None else world_size
+        self._variables = resolve_variables(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
+        for name, seconds in (("init_timeout", init_timeout), ("training_timeout", training_timeout)):
+            if not seconds > 0:
+                raise DistributedEnvironmentError(f"{name}={seconds!r} is not a positive number of seconds.")
+        if self.world_size > 1 and not dist.is_available():
+            raise DistributedEnvironmentError(
+                f"WORLD_SIZE={self.world_size} needs torch.distributed, which this build of torch lacks: "
+                "install a build that has it, or start one process."
+            )
+        self.hostname = socket.gethostname()
+        self.master_port = self._variables.master_port
+        self.device_map = device_map
+        self.device = choose_device(
+            self.rank, self.local_rank, device_map=device_map, no_accelerator=no_accelerator
+        )
+        self.backend = choose_backend(self.device, backend)
+        self.always = always
+        self.no_accelerator = no_accelerator
+        self.log_level = parse_level(log_level)
+        self.init_timeout = float(init_timeout)
+        self.training_timeout = float(training_timeout)
+        self.coordinator: Coordinator | None = None
+        self.owns_process_group = False
+        self._exported = ExportedVariables()
+        self._rendezvous: Rendezvous | None = None
+        self._speaker_before: tuple[int | None, int, int] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self._variables.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this host."""
+        return self._variables.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the job."""
+        return self._variables.world_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of processes of the job on this host."""
+        return self._variables.local_world_size
+
+    @property
+    def master_addr(self) -> str:
+        """Host of rank 0."""
+        return self._variables.master_addr
+
+    @property
+    def device_type(self) -> str:
+        """`device.type`."""
+        return self.device.type
+
+    @property
+    def use_accelerator(self) -> bool:
+        """Whether the device is an accelerator."""
+        return self.device.type != "cpu"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` was called and `close` was not."""
+        return self._speaker_before is not None
+
+    def open(self) -> Self:
+        """Take effect: variables, device, process group.
+
+        Returns:
+            This environment.
+
+        Raises:
+            DistributedEnvironmentError: The port is taken, the host unknown, or ranks contradict one another.
+            RankTimeoutError: Ranks did not join within `init_timeout`; names them.
+            RankFailedError: Another rank refused the environment; carries its reason.
+            RuntimeError: The environment is open already.
+        """
+        if self.is_open:
+            raise RuntimeError(f"{self!r} is open already; close it first, or make another one.")
+        self._speaker_before = set_speaker(self.rank, self.world_size, self.log_level)
+        atexit.register(self._close_at_exit)
+        try:
+            for text in self._variables.overruled:
+                logger.warning("%s.", text)
+            set_current_device(self.device)
+            self._join_group()
+            self._exported.export(self._variables, self.master_port)
+        except BaseException as error:
+            self._release(error)
+            raise
+        return self
+
+    def close(self) -> None:
+        """Undo what `open` did. Closing twice does nothing."""
+        self._release(None)
+
+    def set_training_timeout(self, seconds: float) -> None:
+        """Set how long later collectives may take, for example around a slow first step.
+
+        Args:
+            seconds: Positive number of seconds.
+
+        Raises:
+            DistributedEnvironmentError: The number is not positive.
+        """
+        if not seconds > 0:
+            raise DistributedEnvironmentError(
+                f"training_timeout={seconds!r} is not a positive number of seconds."
+            )
+        self.training_timeout = float(seconds)
+        if self.is_open and dist.is_initialized():
+            set_group_timeout(self.training_timeout)
+
+    def _join_group(self) -> None:
+        if not dist.is_available() or (self.world_size == 1 and not self.always):
+            return
+        if dist.is_initialized():
+            self._adopt_group()
+            return
+        self._rendezvous = open_store(self._variables, self.init_timeout)
+        self.master_port = self._rendezvous.port
+        record = RankRecord.of(self, device_identity=device_identity(self.device))
+        self.coordinator = join(self._rendezvous.store, record, self.init_timeout)
+        form_group(
+            prefix_store("group", self.coordinator.store),
+            rank=self.rank,
+            world_size=self.world_size,
+            backend=self.backend,
+            device=self.device,
+            timeout=self.init_timeout,
+        )
+        self.owns_process_group = True
+        set_group_timeout(self.training_timeout)
+
+    def _adopt_group(self) -> None:
+        place = (dist.get_rank(), dist.get_world_size())
+        if place != (self.rank, self.world_size):
+            raise DistributedEnvironmentError(
+                f"RANK={self.rank}, WORLD_SIZE={self.world_size} contradict the process group that exists "
+                f"already (rank {place[0]} of {place[1]}): set both to the group's values, or unset them."
+            )
+        self.backend = dist.get_backend()
+        logger.warning(
+            "a process group (%s, %d ranks) exists already; it is used and not destroyed at the end.",
+            self.backend,
+            self.world_size,
+        )
+
+    def _close_at_exit(self) -> None:
+        # Set by the interpreter when an exception ends the program.
+        self._release(getattr(sys, "last_value", None))
+
+    def _release(self, error: BaseException | None) -> None:
+        if self._speaker_before is None:
+            return
+        try:
+            if error is None or self.world_size == 1:
+                self._warn_of(self._sign_off(_LEAVE_SECONDS))
+                close = close_group
+            else:
+                self._tell_failure(error)
+                close = abandon_group
+            if self.owns_process_group and dist.is_initialized():
+                self.coordinator = None
+                forget_shared()
+                close()
+        finally:
+            self.owns_process_group = False
+            self.coordinator = None
+            self._rendezvous = None
+            self._exported.restore()
+            set_speaker(*self._speaker_before)
+            self._speaker_before = None
+            atexit.unregister(self._close_at_exit)
+
+    def _sign_off(self, patience: float) -> list[int]:
+        """Tell the holder of the store that this rank needs it no more; the holder waits for the others."""
+        if self.coordinator is None or self._rendezvous is None:
+            return []
+        try:
+            return self.coordinator.leave(patience if self._rendezvous.hosts_store else 0.0)
+        except dist.DistError:
+            # Who held the store has gone first; there is nobody left to sign off with.
+            return []
+
+    def _warn_of(self, late: list[int]) -> None:
+        if late:
+            ranks = ", ".join(map(str, late))
+            logger.warning(
+                "rank %d ends the store of the job, but rank(s) %s still use it.", self.rank, ranks
+            )
+
+    def _tell_failure(self, error: BaseException) -> None:
+        if self.coordinator is None:
+            return
+        try:
+            self.coordinator.fail(error)
+            if not isinstance(error, RankFailedError):
+                self.coordinator.raise_if_failed()
+        except RankFailedError as first:
+            logger.error("before that, %s", first)
+        except dist.DistError:
+            logger.error("the other ranks could not be told: the store of the job is gone.")
+        # The others need a moment to read the note before its holder ends.
+        self._sign_off(_FAREWELL_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self if self.is_open else self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
+        if not ended_well and self.world_size > 1:
+            logger.error("this rank failed with %s: %s", type(error).__name__, error)
+        self._release(None if ended_well else error)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(rank={self.rank}, local_rank={self.local_rank}, "
+            f"world_size={self.world_size}, local_world_size={self.local_world_size}, "
+            f"hostname={self.hostname!r}, master_addr={self.master_addr!r}, master_port={self.master_port}, "
+            f"backend={self.backend!r}, device='{self.device}')"
+        )

@@ -1,0 +1,43 @@
+"""The errors of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class DistributedEnvironmentError(ValueError):
+    """A variable or argument that describes the environment is wrong.
+
+    The message is one line: the variable, its value, the rule it breaks and what to set instead.
+    """
+
+
+class RankTimeoutError(TimeoutError):
+    """Some ranks did not arrive in time.
+
+    Attributes:
+        missing: The host of each rank that did not arrive, keyed by global rank; `"unknown host"` for a rank
+            that was never heard of.
+    """
+
+    def __init__(self, message: str, missing: Mapping[int, str]) -> None:
+        super().__init__(message)
+        self.missing = dict(missing)
+
+
+class RankFailedError(RuntimeError):
+    """Another rank failed, so that waiting for it is pointless.
+
+    Attributes:
+        rank: The global rank that failed, or None when only the lost connection is known.
+    """
+
+    def __init__(self, message: str, rank: int | None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message of an error, without line breaks, at most 500 characters of the message."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__

@@ -1,0 +1,123 @@
+"""What the other packages need to know about where they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+import torch
+
+from dist_env.errors import DistributedEnvironmentError
+
+
+@runtime_checkable
+class DistributedEnvInterface(Protocol):
+    """Where this process stands in the job. Any object with these attributes will do."""
+
+    @property
+    def rank(self) -> int:
+        """Global rank, 0 <= rank < world_size."""
+        ...
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this host, 0 <= local_rank < local_world_size."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the job."""
+        ...
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of processes of the job on this host."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process, with an index for accelerators (`cuda:0`), without for `cpu`."""
+        ...
+
+    @property
+    def device_type(self) -> str:
+        """`device.type`: `cpu`, `cuda`, `xpu`, ..."""
+        ...
+
+    @property
+    def backend(self) -> str | None:
+        """Name of the collective backend (`gloo`, `nccl`, ...), or None without torch.distributed."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticDistributedEnvironment:
+    """Plain values, no process group: one CPU process unless told otherwise.
+
+    For single-process programs, for tests, and for programs that formed their process group themselves.
+
+    Args:
+        rank: Global rank.
+        local_rank: Rank on this host.
+        world_size: Number of processes.
+        local_world_size: Number of processes on this host.
+        device: Device of this process; a string such as `"cuda:0"` is accepted.
+        backend: Name of the backend of an existing group, if there is one.
+
+    Raises:
+        DistributedEnvironmentError: The numbers contradict one another.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", torch.device(self.device))
+        check_ranks(self.rank, self.local_rank, self.world_size, self.local_world_size)
+
+    @property
+    def device_type(self) -> str:
+        """`device.type`."""
+        return self.device.type
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """There is nothing to close."""
+
+
+def check_ranks(rank: int, local_rank: int, world_size: int, local_world_size: int) -> None:
+    """Refuse rank numbers that are out of range or contradict one another.
+
+    Raises:
+        DistributedEnvironmentError: Names the variable, its value and the rule.
+    """
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": local_world_size,
+    }
+    for name, value in values.items():
+        least = 1 if name.endswith("SIZE") else 0
+        if value < least:
+            raise DistributedEnvironmentError(f"{name}={value} is out of range: it must be {least} or more.")
+    for part, whole in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if values[part] >= values[whole]:
+            raise DistributedEnvironmentError(
+                f"{part}={values[part]} contradicts {whole}={values[whole]}: "
+                f"{part} must be less than {whole}; set both, or start the job with torchrun."
+            )
+    if local_world_size > world_size:
+        raise DistributedEnvironmentError(
+            f"LOCAL_WORLD_SIZE={local_world_size} contradicts WORLD_SIZE={world_size}: a host cannot run "
+            "more processes than the job has; set both, or start the job with torchrun."
+        )
