@@ -49,6 +49,17 @@ def test_only_the_last_batch_of_an_epoch_is_smaller() -> None:
     assert sizes == [7] * (total // 7) + [total % 7]
 
 
+def test_progress_is_the_share_of_documents_behind_the_cursor() -> None:
+    loader = loader_of(1)
+    finished = []
+    for batch in loader:
+        finished.append(loader.epoch_progress)
+        assert batch
+    assert finished == [*sorted(finished[:-1]), 0.0]  # the last batch turns to the next epoch
+    assert 0.9 < finished[-2] < 1
+    assert all((share * len(DOCUMENTS)) % 1 == pytest.approx(0, abs=1e-9) for share in finished)
+
+
 @pytest.mark.parametrize("batch_size", [2, 3, 7, 1000])
 def test_rows_do_not_depend_on_the_batch_size(batch_size: int) -> None:
     loader = loader_of(batch_size)

@@ -52,6 +52,11 @@ class PackedLoader:
         """Epoch of the next batch, from 0."""
         return self.dataset.epoch
 
+    @property
+    def epoch_progress(self) -> float:
+        """Share of the epoch's documents that were delivered whole, from 0 to below 1."""
+        return self.dataset.epoch_progress
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, or do nothing when the position is in that epoch already."""
         self.dataset.set_epoch(epoch)

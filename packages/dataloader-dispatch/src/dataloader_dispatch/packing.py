@@ -107,6 +107,14 @@ class PackedDocuments(IterableDataset[dict[str, torch.Tensor]]):
         """Epoch of the next row, from 0."""
         return self._cursor.epoch
 
+    @property
+    def epoch_progress(self) -> float:
+        """Share of the epoch's documents that are behind the cursor, from 0 to below 1."""
+        finished = sum(
+            (place.document - number) // self.streams for number, place in enumerate(self._cursor.places)
+        )
+        return finished / len(self.source)
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, or do nothing when the cursor is in that epoch already.
 
