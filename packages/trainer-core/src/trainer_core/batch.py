@@ -1,0 +1,87 @@
+"""Batches: a mapping with `labels`, grouped into the windows of one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from .errors import DataError
+from .loss import TokenLoss
+
+Batch = Mapping[str, object]
+"""`labels` int64 [batch, sequence] and the model's keyword arguments, usually `input_ids`."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The microbatches of one optimizer step on this rank, with their token counts.
+
+    Counts are int64 scalars that stay where the data is, so that nothing waits for the device.
+    """
+
+    batches: list[Batch]
+    target_tokens: Tensor
+    input_tokens: Tensor
+    compute_tokens: int
+
+
+def next_window(batches: Iterator[Batch], size: int, loss: TokenLoss) -> Window | None:
+    """Take up to `size` microbatches; the last window of an epoch may be shorter.
+
+    Returns:
+        The window, or None when the epoch has no more data.
+
+    Raises:
+        DataError: If a batch is not a mapping with a `labels` tensor.
+    """
+    taken = list(islice(batches, size))
+    if not taken:
+        return None
+    labels = [labels_of(batch) for batch in taken]
+    return Window(
+        batches=taken,
+        target_tokens=torch.stack([loss.count(part) for part in labels]).sum(),
+        input_tokens=torch.stack(
+            [_input_tokens(batch, part) for batch, part in zip(taken, labels, strict=True)]
+        ).sum(),
+        compute_tokens=sum(part.numel() for part in labels),
+    )
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """The labels of a batch.
+
+    Raises:
+        DataError: If the batch is not a mapping, or has no tensor named `labels`.
+    """
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"a batch is of type {type(batch).__name__}, but must map names to tensors; "
+            "give a data_collator that returns a dict with 'labels'"
+        )
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor):
+        raise DataError(
+            f"a batch has the keys {sorted(batch)} but no tensor 'labels'; "
+            "add it in the dataset or the data_collator"
+        )
+    return labels
+
+
+def to_device(batch: Batch, device: torch.device) -> dict[str, object]:
+    """Copy the tensors of a batch to a device without waiting; other values pass through."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
+
+
+def _input_tokens(batch: Batch, labels: Tensor) -> Tensor:
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        return mask.sum(dtype=torch.int64)
+    return torch.tensor(labels.numel(), dtype=torch.int64, device=labels.device)

@@ -1,0 +1,105 @@
+"""Calls the handlers of callbacks, and remembers which one stopped the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from .state import StopCause, TrainerControl, TrainerState
+
+EVENTS = (
+    "on_init_end",
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_step_begin",
+    "on_step_end",
+    "on_forward_backward_begin",
+    "on_forward_backward_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_train_metrics",
+    "on_log_step",
+    "on_log",
+    "on_prediction_step",
+    "on_evaluate",
+    "on_save",
+)
+"""Every event, in the order of a run. A callback is any object; it has a method for each event it wants."""
+
+Handler = Callable[..., TrainerControl | None]
+
+
+class CallbackHandler:
+    """Fires events at callbacks in the order in which they were added.
+
+    Args:
+        callbacks: Objects, or classes that are instantiated without arguments.
+        args: The run's arguments, handed to every handler.
+        state: The run's state, handed to every handler.
+    """
+
+    def __init__(self, callbacks: Iterable[object], args: object, state: TrainerState) -> None:
+        self.callbacks: list[object] = []
+        self.args = args
+        self.state = state
+        self.control = TrainerControl()
+        self.stop_cause: StopCause | None = None
+        self.shared: Mapping[str, object] = {}
+        """Keywords that every handler gets: model, optimizer and so on."""
+        self._handlers: dict[str, list[tuple[str, Handler]]] = {}
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: object) -> object:
+        """Add a callback, or an instance of a callback class.
+
+        Returns:
+            The object added.
+        """
+        instance = callback() if isinstance(callback, type) else callback
+        self.callbacks.append(instance)
+        self._handlers.clear()
+        return instance
+
+    def pop(self, callback: object) -> object | None:
+        """Take out a callback by identity, or the first one of exactly that class.
+
+        Returns:
+            The object taken out; None if there was none.
+        """
+        for position, held in enumerate(self.callbacks):
+            if held is callback or type(held) is callback:
+                self._handlers.clear()
+                return self.callbacks.pop(position)
+        return None
+
+    def fire(self, event: str, **extra: object) -> TrainerControl:
+        """Call every handler of an event.
+
+        A handler may change the control it is given or return another one, whose raised flags are added.
+
+        Returns:
+            The control after all handlers have run.
+        """
+        for name, handler in self._handlers_of(event):
+            stopped, aborted = self.control.should_training_stop, self.control.should_abort_without_save
+            returned = handler(self.args, self.state, self.control, **self.shared, **extra)
+            if isinstance(returned, TrainerControl) and returned is not self.control:
+                self.control.merge(returned)
+            if self.control.should_abort_without_save and not aborted:
+                self.stop_cause = StopCause(name, event, aborted=True)
+            elif self.control.should_training_stop and not stopped and self.stop_cause is None:
+                self.stop_cause = StopCause(name, event, aborted=False)
+        return self.control
+
+    def _handlers_of(self, event: str) -> list[tuple[str, Handler]]:
+        if event not in self._handlers:
+            self._handlers[event] = list(self._find_handlers(event))
+        return self._handlers[event]
+
+    def _find_handlers(self, event: str) -> Iterable[tuple[str, Handler]]:
+        for callback in self.callbacks:
+            handler = getattr(callback, event, None)
+            if callable(handler):
+                yield str(getattr(callback, "name", type(callback).__name__)), handler

@@ -1,0 +1,165 @@
+"""Arguments from dicts and from TOML or YAML files, with strict keys."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import re
+import textwrap
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar, get_type_hints
+
+import dacite
+import yaml
+
+from .errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+def arguments_from_dict(cls: type[T], mapping: Mapping[str, object]) -> T:
+    """Build an argument dataclass from a plain mapping.
+
+    Args:
+        cls: The dataclass; nested dataclasses are built as well.
+        mapping: Field names and values. A whole number is accepted where a float is asked for.
+
+    Returns:
+        The checked instance.
+
+    Raises:
+        ConfigurationError: For an unknown key (with the nearest known one), a wrong type, or a broken rule.
+    """
+    _refuse_unknown_keys(cls, mapping, prefix="")
+    config = dacite.Config(strict=True, type_hooks={float: _float_from_int})
+    try:
+        return dacite.from_dict(cls, dict(mapping), config=config)
+    except dacite.WrongTypeError as error:
+        name = error.field_path or "?"
+        raise ConfigurationError(
+            name,
+            error.value,
+            f"has the type {type(error.value).__name__} and must be {_type_name(error.field_type)}",
+            "write a value of that type",
+        ) from error
+    except dacite.MissingValueError as error:
+        raise ConfigurationError(
+            error.field_path or "?", None, "has no default and was not given", "give it a value"
+        ) from error
+
+
+def load_config_file(path: str | Path) -> dict[str, object]:
+    """Read settings from a TOML or YAML file, by its suffix.
+
+    Numbers with an exponent but no dot or sign, such as `3e4`, are numbers in YAML files too.
+
+    Args:
+        path: A file that ends in .toml, .yaml or .yml.
+
+    Returns:
+        Its top-level table.
+
+    Raises:
+        ConfigurationError: If it is missing, unreadable, malformed, or holds no table at the top.
+    """
+    path = Path(path)
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise ConfigurationError(
+            "config", str(path), "must end in .toml, .yaml or .yml", "rename or convert the file"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            "config", str(path), f"cannot be read ({error})", "check path and rights"
+        ) from error
+    try:
+        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, Loader=_YamlLoader)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError("config", str(path), f"is malformed: {error}", "mend that line") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigurationError(
+            "config", str(path), "must hold names with values at the top", "write `name: value`"
+        )
+    return content
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Say which known name comes nearest to a mistyped one.
+
+    Returns:
+        A hint such as "did you mean 'max_steps'?", or where to find the names.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else "see the list of settings for what exists"
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Read the string literal below each dataclass field, parents included.
+
+    Args:
+        cls: A dataclass whose source can be read.
+
+    Returns:
+        Field name to its text, in one line; fields without a string are left out.
+    """
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            docs.update(_docs_in_source(base))
+    return docs
+
+
+def _docs_in_source(cls: type) -> dict[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    if not isinstance(body, ast.ClassDef):
+        return {}
+    docs: dict[str, str] = {}
+    for statement, below in zip(body.body, body.body[1:], strict=False):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            continue
+        if (
+            isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            docs[statement.target.id] = " ".join(below.value.value.split())
+    return docs
+
+
+def _refuse_unknown_keys(cls: type, mapping: Mapping[str, object], prefix: str) -> None:
+    known = {field.name for field in dataclasses.fields(cls)}
+    hints = get_type_hints(cls)
+    for key, value in mapping.items():
+        if key not in known:
+            raise ConfigurationError(
+                f"{prefix}{key}", value, "is not a known setting", suggest(str(key), known)
+            )
+        if dataclasses.is_dataclass(hints[key]) and isinstance(value, Mapping):
+            _refuse_unknown_keys(hints[key], value, prefix=f"{prefix}{key}.")
+
+
+def _float_from_int(value: object) -> object:
+    """Let `1` stand for `1.0`, but not `True`."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _type_name(kind: object) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Reads `3e-4` and `1e6` as numbers, as YAML 1.2 and TOML do."""
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)

@@ -1,0 +1,101 @@
+"""Loaders for the data a trainer is given: built from datasets, taken as they are otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from dataloader_dispatch import PackedDocuments, PackedLoader, build_loader
+
+from .arguments import TrainingArguments
+from .batch import Batch
+from .evaluation import EvaluationData
+from .parallelism import Parallelism
+
+Collator = Callable[[list[object]], Batch]
+
+
+def train_loader(
+    data: object, args: TrainingArguments, parallel: Parallelism, collator: Collator | None
+) -> object:
+    """This rank's batches of the training data."""
+    if is_loader(data):
+        return parallel.wrap_loader(data)
+    if isinstance(data, PackedDocuments):
+        return parallel.wrap_loader(PackedLoader(data, args.per_device_train_batch_size))
+    loader = build_loader(
+        cast("Dataset[object]", data),
+        args.per_device_train_batch_size,
+        collate_fn=collator,
+        num_workers=args.dataloader_num_workers,
+        drop_last=args.dataloader_drop_last,
+        pin_memory=_pin(args, parallel),
+        prefetch_factor=args.dataloader_prefetch_factor,
+        persistent_workers=args.dataloader_persistent_workers,
+        shuffle=args.dataloader_shuffle and not isinstance(data, IterableDataset),
+        seed=max(0, args.seed),
+    )
+    return parallel.wrap_loader(loader)
+
+
+def evaluation_data(
+    data: object, args: TrainingArguments, parallel: Parallelism, collator: Collator | None
+) -> EvaluationData:
+    """This rank's batches of the evaluation data, in order."""
+    loader = (
+        PackedLoader(data, args.per_device_eval_batch_size) if isinstance(data, PackedDocuments) else data
+    )
+    if is_loader(loader):
+        return EvaluationData(lambda: parallel.wrap_loader(loader), rewindable=True)
+
+    def make() -> object:
+        loader = build_loader(
+            cast("Dataset[object]", data),
+            args.per_device_eval_batch_size,
+            collate_fn=collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=_pin(args, parallel),
+        )
+        return parallel.wrap_loader(loader)
+
+    return EvaluationData(make, rewindable=False)
+
+
+def is_loader(data: object) -> bool:
+    """Whether this yields batches already: it is iterable and tells its `batch_size`."""
+    return hasattr(data, "__iter__") and hasattr(data, "batch_size")
+
+
+def enter_epoch(loader: object, epoch: int) -> None:
+    """Tell the loader, or else its dataset or sampler, which epoch comes; nothing if none of them asks."""
+    for target in (loader, getattr(loader, "dataset", None), getattr(loader, "sampler", None)):
+        if callable(announce := getattr(target, "set_epoch", None)):
+            announce(epoch)
+            return
+
+
+def epoch_of(loader: object) -> int | None:
+    """The epoch that a loader says it stands in, if it keeps count."""
+    epoch = getattr(loader, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
+
+
+def epoch_progress_of(loader: object) -> float:
+    """The share of its epoch that a loader says is done; 0 if it does not say."""
+    return float(getattr(loader, "epoch_progress", 0.0))
+
+
+def start_iterating(loader: object) -> Iterator[Batch]:
+    """Begin or go on with an epoch, leaving the random generators as they are.
+
+    torch's loaders draw a seed when their iterator is made; a resumed run makes one more of them.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return iter(cast("Iterator[Batch]", loader))
+
+
+def _pin(args: TrainingArguments, parallel: Parallelism) -> bool:
+    return args.dataloader_pin_memory and parallel.device.type != "cpu"

@@ -1,0 +1,80 @@
+"""When to log, evaluate, save and stop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .arguments import MinimalTrainingArguments
+from .errors import ConfigurationError
+from .state import TrainerState
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """Due at multiples of a period, counted in absolute optimizer steps, so that a resume moves nothing."""
+
+    strategy: str
+    period: int
+    first_step: bool = False
+
+    def due(self, step: int) -> bool:
+        """Whether it is due after this optimizer step."""
+        if self.strategy != "steps":
+            return False
+        return step % self.period == 0 or (self.first_step and step == 1)
+
+    @property
+    def each_epoch(self) -> bool:
+        """Whether it is due at the end of every epoch."""
+        return self.strategy == "epoch"
+
+
+def batches_per_epoch(loader: object) -> int | None:
+    """Length of a loader in batches, or None when it cannot tell."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def updates_per_epoch(loader: object, accumulation: int) -> int | None:
+    """Optimizer steps per epoch; a last window that is not full counts as one."""
+    batches = batches_per_epoch(loader)
+    return None if batches is None else math.ceil(batches / accumulation)
+
+
+def total_steps(args: MinimalTrainingArguments, per_epoch: int | None) -> int:
+    """Optimizer steps at which the run ends, as far as that is known beforehand.
+
+    Args:
+        args: `max_steps` and `num_train_epochs`; the smaller limit wins.
+        per_epoch: Optimizer steps per epoch, or None when the loader cannot tell.
+
+    Returns:
+        The number of steps, or -1 when only the end of the data will tell.
+
+    Raises:
+        ConfigurationError: For a fraction of an epoch of unknown length without `max_steps`.
+    """
+    by_epochs = -1
+    if args.num_train_epochs >= 0:
+        if per_epoch is not None:
+            by_epochs = math.floor(per_epoch * args.num_train_epochs + 1e-9)
+        elif args.num_train_epochs != int(args.num_train_epochs) and args.max_steps < 0:
+            raise ConfigurationError(
+                "num_train_epochs",
+                args.num_train_epochs,
+                "is a fraction of an epoch, and this data cannot tell how long an epoch is",
+                "set max_steps, or a whole number of epochs",
+            )
+    limits = [limit for limit in (by_epochs, args.max_steps) if limit >= 0]
+    return min(limits, default=-1)
+
+
+def set_length(state: TrainerState, args: MinimalTrainingArguments, loader: object | None) -> None:
+    """Write into the state where the run ends and how long an epoch is, as far as known."""
+    if loader is None:
+        return
+    state.epoch_train_steps = updates_per_epoch(loader, args.gradient_accumulation_steps)
+    state.max_steps = total_steps(args, state.epoch_train_steps)

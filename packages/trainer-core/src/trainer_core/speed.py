@@ -1,0 +1,81 @@
+"""Speed of a whole session, for the summary at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .state import TrainerState
+
+
+@dataclass(frozen=True)
+class _Mark:
+    step: int
+    input_tokens: int
+    flos: float
+
+
+class RunSpeed:
+    """Times the optimizer steps of this session after the first `start_step` ones.
+
+    Numerators and denominators cover the same steps: neither warm-up nor earlier sessions count.
+
+    Args:
+        start_step: Steps of this session to leave out.
+        samples_per_step: Examples per optimizer step over all ranks.
+    """
+
+    def __init__(self, start_step: int, samples_per_step: int) -> None:
+        self.start_step = start_step
+        self.samples_per_step = samples_per_step
+        self.net_seconds = 0.0
+        self.gross_seconds = 0.0
+        self._session_step = 0
+        self._mark: _Mark | None = None
+
+    def begin(self, state: TrainerState) -> None:
+        """Note where the session begins."""
+        self._session_step = state.global_step
+        if self.start_step == 0:
+            self.mark(state)
+
+    def starts_after(self, state: TrainerState) -> bool:
+        """Whether the step just done is the last one to leave out."""
+        return self.start_step > 0 and state.global_step - self._session_step == self.start_step
+
+    def mark(self, state: TrainerState) -> None:
+        """Start timing; the state's totals must be up to date."""
+        self._mark = _Mark(state.global_step, state.num_input_tokens_seen, state.total_flos)
+
+    def add(self, net_seconds: float, gross_seconds: float) -> None:
+        """Add time, if timing has started."""
+        if self._mark is not None:
+            self.net_seconds += net_seconds
+            self.gross_seconds += gross_seconds
+
+    def summary(self, state: TrainerState) -> dict[str, float]:
+        """Final metrics; speeds are left out when nothing was timed."""
+        metrics: dict[str, float] = {
+            "epoch": state.epoch,
+            "effective_batch_size": self.samples_per_step,
+            "total_tokens": state.num_target_tokens_seen,
+        }
+        if state.total_flos > 0:
+            metrics["total_flops"] = state.total_flos
+        if self._mark is None or self.net_seconds <= 0:
+            return metrics
+        steps = max(0, state.global_step - self._mark.step)
+        flos = state.total_flos - self._mark.flos
+        metrics |= {
+            "train_runtime": round(self.net_seconds, 3),
+            "train_runtime_gross": round(self.gross_seconds, 3),
+            "timed_steps": steps,
+            "train_samples": steps * self.samples_per_step,
+            "train_samples_per_second": round(steps * self.samples_per_step / self.net_seconds, 3),
+            "train_steps_per_second": round(steps / self.net_seconds, 3),
+            "tokens_per_second": round(
+                (state.num_input_tokens_seen - self._mark.input_tokens) / self.net_seconds, 2
+            ),
+        }
+        if flos > 0:
+            metrics["flops_per_second"] = round(flos / self.net_seconds, 2)
+        return metrics

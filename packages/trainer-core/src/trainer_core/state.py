@@ -1,0 +1,84 @@
+"""What a run is at this moment, and what callbacks may ask of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(kw_only=True)
+class TrainerState:
+    """Where the run stands; callbacks read it, the trainer alone writes it.
+
+    Token counts are totals over all data-parallel ranks and all sessions of the run.
+    """
+
+    logging_steps: int
+    eval_steps: int
+    train_batch_size: int
+    max_steps: int
+    """Optimizer steps at which the run ends; -1 while that is unknown."""
+    num_train_epochs: float
+    max_eval_steps: int
+    save_steps: int = 0
+    epoch: float = 0.0
+    """Epochs done; the fraction is known only when the length of an epoch is."""
+    global_step: int = 0
+    """Optimizer steps completed."""
+    raw_epoch: int = 0
+    """Epochs completed."""
+    epoch_start_step: int = 0
+    """`global_step` at which the current epoch began."""
+    epoch_train_steps: int | None = None
+    """Optimizer steps per epoch, when known."""
+    num_processes: int = 1
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    num_input_tokens_seen: int = 0
+    """Non-padding input positions."""
+    num_target_tokens_seen: int = 0
+    """Positions that counted in the loss."""
+    total_flos: float = 0.0
+    """Model FLOPs, forward and backward."""
+    log_history: list[dict[str, object]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class TrainerControl:
+    """What callbacks ask for; a flag is cleared when it has been served."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+    should_abort_without_save: bool = False
+
+    def merge(self, other: TrainerControl) -> None:
+        """Raise every flag that is raised in `other`."""
+        for name in vars(self):
+            if getattr(other, name):
+                setattr(self, name, True)
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether somebody asked to stop or to abort."""
+        return self.should_training_stop or self.should_abort_without_save
+
+
+class StopCause(NamedTuple):
+    """Who ended the run before its time, and when."""
+
+    name: str
+    """Name of the callback or of the signal."""
+    event: str
+    """The event during which it asked."""
+    aborted: bool
+    """Whether it asked to leave without saving."""
+
+
+class TrainOutput(NamedTuple):
+    """What `Trainer.train` returns."""
+
+    global_step: int
+    metrics: dict[str, float]

@@ -1,0 +1,109 @@
+"""How long a run is, and which learning rate each step gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dataloader_dispatch import PackedDocuments, PackedLoader
+from trainer_core import ConfigurationError, DataError, Trainer
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"num_train_epochs": 1}, 6),
+        ({"num_train_epochs": 2.5}, 15),
+        ({"num_train_epochs": 2, "max_steps": 4}, 4),
+        ({"num_train_epochs": 1, "max_steps": 100}, 6),
+        ({"num_train_epochs": -1, "max_steps": 14}, 14),
+        ({"max_steps": 0}, 0),
+    ],
+)
+def test_the_smaller_limit_wins(
+    make_trainer: Callable[..., Trainer], settings: dict[str, object], steps: int
+) -> None:
+    assert make_trainer(**settings).train().global_step == steps
+
+
+def rates_of(trainer: Trainer) -> list[object]:
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        ("linear", lambda share: 1 - share),
+        ("cosine", lambda share: 0.5 * (1 + math.cos(math.pi * share))),
+        ("cosine_with_min_lr", lambda share: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))),
+        ("constant_with_warmup", lambda share: 1.0),
+    ],
+)
+def test_rates_follow_the_schedule_per_optimizer_step(
+    make_trainer: Callable[..., Trainer], name: str, after: Callable[[float], float], accumulation: int
+) -> None:
+    trainer = make_trainer(
+        lr_scheduler_type=name,
+        num_train_epochs=-1,
+        max_steps=10,
+        warmup_steps=4,
+        gradient_accumulation_steps=accumulation,
+    )
+    trainer.train()
+    expected = [1e-2 * (step / 4 if step < 4 else after((step - 4) / 6)) for step in range(10)]
+    assert rates_of(trainer) == pytest.approx(expected)
+
+
+class Unsized:
+    """Batches of unknown number, in epochs of five."""
+
+    batch_size = 2
+
+    def __iter__(self) -> object:
+        for _ in range(5):
+            ids = torch.arange(8).view(2, 4)
+            yield {"input_ids": ids, "labels": ids}
+
+
+def test_data_of_unknown_length_ends_by_epochs_or_steps(make_trainer: Callable[..., Trainer]) -> None:
+    by_epochs = make_trainer(
+        loader=Unsized(), num_train_epochs=2, lr_scheduler_type="constant", warmup_steps=0
+    )
+    assert by_epochs.train().global_step == 10
+    assert by_epochs.state.epoch == 2.0
+    assert make_trainer(loader=Unsized(), num_train_epochs=-1, max_steps=7).train().global_step == 7
+
+
+def test_loaders_without_length_tell_their_progress(make_trainer: Callable[..., Trainer]) -> None:
+    texts = [f"text number {number} of ten" for number in range(10)]
+    rows = PackedDocuments(
+        texts, sequence_length=8, encode=lambda text: [ord(c) % 23 for c in text], eos_token_id=0
+    )
+    trainer = make_trainer(
+        loader=PackedLoader(rows, 2), num_train_epochs=2, lr_scheduler_type="constant", warmup_steps=0
+    )
+    trainer.train()
+    epochs = [float(entry["epoch"]) for entry in trainer.state.log_history if "loss" in entry]  # type: ignore[arg-type]
+    assert epochs == sorted(epochs)
+    assert 0 <= epochs[0] < epochs[1] < 0.5
+    assert trainer.state.epoch == 2.0
+
+
+def test_what_needs_the_length_says_so(make_trainer: Callable[..., Trainer]) -> None:
+    with pytest.raises(ConfigurationError, match=r"num_train_epochs=1\.5.*set max_steps"):
+        make_trainer(loader=Unsized(), num_train_epochs=1.5).train()
+    with pytest.raises(ConfigurationError, match=r"lr_scheduler_type='cosine'.*set max_steps"):
+        make_trainer(loader=Unsized(), num_train_epochs=1).train()
+    with pytest.raises(ConfigurationError, match="lr_scheduler_kwargs"):
+        make_trainer(lr_scheduler_kwargs={"min_lr": 0.1}).train()
+
+
+def test_empty_data_is_an_error_and_not_an_endless_loop(
+    make_trainer: Callable[..., Trainer], ragged_loader: Callable[..., object]
+) -> None:
+    with pytest.raises(DataError, match="gave no batch"):
+        make_trainer(loader=ragged_loader(rows=0), num_train_epochs=-1, max_steps=3).train()

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
+
+from dist_env import StaticDistributedEnvironment
+from trainer_core import ConfigurationError, DataError, MeanLoss, Trainer, TrainingArguments
+
+
+class CountReads(TorchDispatchMode):
+    """Counts the times a tensor's value is brought to Python, which on a GPU waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.reads += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def reads_in(trainer: Trainer) -> int:
+    with CountReads() as counter:
+        trainer.train()
+    return counter.reads
+
+
+def test_steps_between_log_entries_read_nothing_from_the_device(make_trainer: Callable[..., Trainer]) -> None:
+    quiet = {"logging_steps": 1000, "num_train_epochs": -1, "max_grad_norm": 1.0, "learning_rate": 1e-3}
+    short, long = make_trainer(**quiet, max_steps=4), make_trainer(**quiet, max_steps=24)
+    assert reads_in(short) == reads_in(long)
+
+
+def test_clipping_bounds_the_step_and_logs_the_norm_before(make_trainer: Callable[..., Trainer]) -> None:
+    norms: list[float] = []
+
+    class AfterClipping:
+        def on_pre_optimizer_step(self, args: object, state: object, control: object, **kw: object) -> None:
+            model = kw["model"]
+            parameters = model.parameters()  # type: ignore[attr-defined]
+            norms.append(float(torch.stack([p.grad.norm() for p in parameters]).norm()))
+
+    trainer = make_trainer(max_grad_norm=0.05, max_steps=3, callbacks=[AfterClipping()])
+    trainer.train()
+    logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert norms == pytest.approx([0.05] * 3, rel=1e-3)
+    assert all(float(norm) > 0.1 for norm in logged)  # type: ignore[arg-type]
+
+
+def test_weight_decay_spares_vectors(make_trainer: Callable[..., Trainer]) -> None:
+    trainer = make_trainer(weight_decay=0.5)
+    assert trainer.optimizer is not None
+    decays = {
+        group["weight_decay"]: [p.ndim for p in group["params"]] for group in trainer.optimizer.param_groups
+    }
+    assert set(decays[0.5]) == {2}
+    assert set(decays[0.0]) == {1}
+
+
+def test_records_carry_counts_totals_and_times(make_trainer: Callable[..., Trainer]) -> None:
+    trainer = make_trainer(num_train_epochs=2, logging_steps=5)
+    output = trainer.train()
+    records = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [record["global_step"] for record in records] == [5, 10, 12]
+    assert sum(int(record["tokens"]) for record in records) == records[-1]["total_tokens"]  # type: ignore[call-overload]
+    assert all(float(record["interval_seconds"]) > 0 for record in records)  # type: ignore[arg-type]
+    assert output.metrics["timed_steps"] == 11
+    assert output.metrics["train_samples"] == 44
+    assert output.metrics["total_tokens"] == records[-1]["total_tokens"]
+    assert output.metrics["train_runtime"] <= output.metrics["train_runtime_gross"]
+
+
+def test_speeds_are_left_out_when_nothing_was_timed(make_trainer: Callable[..., Trainer]) -> None:
+    metrics = make_trainer(max_steps=1).train().metrics
+    assert "train_steps_per_second" not in metrics or metrics["timed_steps"] == 0
+    whole = make_trainer(max_steps=2, speed_metrics_start_step=0).train().metrics
+    assert whole["timed_steps"] == 2
+
+
+def test_resume_from_a_path_that_is_none_is_an_error(
+    make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        make_trainer(resume_from_checkpoint=str(tmp_path / "nowhere")).train()
+
+
+def test_datasets_become_shuffled_loaders_and_resume_exactly(tmp_path: Path, tiny_model: type) -> None:
+    ids = torch.randint(0, 23, (20, 6), generator=torch.Generator().manual_seed(1))
+
+    def collate(examples: list[object]) -> dict[str, object]:
+        rows = torch.stack([example[0] for example in examples])  # type: ignore[index]
+        return {"input_ids": rows, "labels": rows}
+
+    def run(directory: str, max_steps: int) -> list[object]:
+        trainer = Trainer(
+            {
+                "output_dir": str(tmp_path / directory),
+                "seed": 3,
+                "per_device_train_batch_size": 4,
+                "max_steps": max_steps,
+                "num_train_epochs": -1,
+                "logging_steps": 1,
+                "lr_scheduler_type": "constant",
+                "save_steps": 100,
+            },
+            model_init=tiny_model,
+            train_dataset=TensorDataset(ids),
+            data_collator=collate,
+            callbacks=[],
+        )
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    whole = run("whole", 12)
+    assert len(set(whole)) == 12
+    assert run("parts", 4) + run("parts", 5) + run("parts", 9) + run("parts", 12) == whole
+
+
+def test_careless_constructions_are_refused_at_once(
+    make_trainer: Callable[..., Trainer],
+    tiny_model: type,
+    ragged_loader: Callable[..., object],
+    tmp_path: Path,
+) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"model=None.*model_init"):
+        Trainer(args)
+    with pytest.raises(ConfigurationError, match="give one of the two"):
+        Trainer(args, model=tiny_model(), model_init=tiny_model)
+    with pytest.raises(ConfigurationError, match="MeanLoss"):
+        Trainer(args, model=tiny_model(), compute_loss_func=torch.nn.functional.cross_entropy)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"eval_strategy='steps'.*eval_dataset"):
+        make_trainer(eval_strategy="steps")
+    with pytest.raises(ConfigurationError, match=r"per_device_train_batch_size=3.*4"):
+        make_trainer(per_device_train_batch_size=3)
+    with pytest.raises(ConfigurationError, match="world_size=2"):
+        Trainer(args, model=tiny_model(), distributed_env=StaticDistributedEnvironment(world_size=2))
+    with pytest.raises(DataError, match="train_dataset"):
+        Trainer(args, model=tiny_model(), callbacks=[]).train()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_batches_without_labels_name_their_keys(make_trainer: Callable[..., Trainer]) -> None:
+    class NoLabels:
+        batch_size = 1
+
+        def __iter__(self) -> object:
+            yield {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}
+
+    with pytest.raises(DataError, match=r"\['input_ids'\].*'labels'"):
+        make_trainer(loader=NoLabels(), max_steps=1).train()
+
+
+def test_a_mean_loss_with_a_count_trains_the_same(make_trainer: Callable[..., Trainer]) -> None:
+    def mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    built_in = make_trainer(max_steps=5)
+    built_in.train()
+    own = make_trainer(max_steps=5)
+    own.loss = MeanLoss(mean, own.loss.count)
+    own.train()
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (built_in, own)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_mixed_precision_runs_in_bfloat16_and_keeps_float32_weights(
+    make_trainer: Callable[..., Trainer],
+) -> None:
+    dtypes: set[torch.dtype] = set()
+
+    class Watch:
+        def on_init_end(self, args: object, state: object, control: object, **kw: object) -> None:
+            kw["model"].mix.register_forward_hook(lambda m, i, out: dtypes.add(out.dtype))  # type: ignore[attr-defined]
+
+    trainer = make_trainer(mixed_precision="bf16", max_steps=3, callbacks=[Watch()])
+    trainer.train()
+    assert dtypes == {torch.bfloat16}
+    assert {p.dtype for p in trainer.unwrapped_model().parameters()} == {torch.float32}
+
+
+def test_saved_model_is_a_hugging_face_directory(
+    make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    trainer = make_trainer(max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    assert (tmp_path / "model" / "model.safetensors").is_file()
