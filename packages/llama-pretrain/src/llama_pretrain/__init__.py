@@ -1,1 +1,61 @@
 """Pretrain a Llama end to end, on one machine or many."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+    from .config import LlamaConfig
+    from .generation import generate
+    from .interchange import load_pretrained, save_pretrained
+    from .model import Llama
+    from .options import PretrainArguments
+    from .presets import preset, preset_names
+    from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "KVCache",
+    "Llama",
+    "LlamaConfig",
+    "PretrainArguments",
+    "Tokenizer",
+    "generate",
+    "load_pretrained",
+    "load_tokenizer",
+    "preset",
+    "preset_names",
+    "save_pretrained",
+]
+
+_MODULES = {
+    "KVCache": "cache",
+    "LlamaConfig": "config",
+    "generate": "generation",
+    "load_pretrained": "interchange",
+    "save_pretrained": "interchange",
+    "Llama": "model",
+    "PretrainArguments": "options",
+    "preset": "presets",
+    "preset_names": "presets",
+    "ByteTokenizer": "tokenizer",
+    "HuggingFaceTokenizer": "tokenizer",
+    "Tokenizer": "tokenizer",
+    "load_tokenizer": "tokenizer",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used: the command line sets up threads before torch is loaded."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

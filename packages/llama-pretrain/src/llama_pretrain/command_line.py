@@ -1,0 +1,172 @@
+"""Command-line options made from the fields of an argument dataclass."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import shutil
+import sys
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NoReturn, Union, get_args, get_origin, get_type_hints
+
+from trainer_core import field_docs
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, with the nearest option for a mistyped one."""
+
+    def __init__(
+        self, *, prog: str, description: str, usage: str | None = None, epilog: str | None = None
+    ) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            usage=usage,
+            epilog=epilog,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=_Formatter,
+        )
+
+    def parse_args_strictly(self, argv: Sequence[str]) -> dict[str, object]:
+        """Return the options that were given, by field name; a mistake exits with code 2 and one line."""
+        given, unknown = self.parse_known_args(argv)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the options"
+            self.error(f"unknown argument {unknown[0]!r}; {hint}")
+        return vars(given)
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with code 2."""
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def add_field_options(
+    parser: Parser, cls: type, groups: Mapping[str, Sequence[str]], *, leave_out: Collection[str] = ()
+) -> None:
+    """Add one option per field of a dataclass; none has a default, so that only given values are returned.
+
+    Args:
+        parser: Where to add them.
+        cls: A dataclass. The string below each field is its help.
+        groups: Heading and the names below it, in the order to show. Other fields come under a last heading.
+        leave_out: Fields that get no option.
+    """
+    hints, docs = get_type_hints(cls), field_docs(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    named = {*leave_out, *(name for names in groups.values() for name in names)}
+    rest = [name for name in fields if name not in named]
+    for title, names in {**groups, "other settings" if groups else "settings": rest}.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            _add_option(group, name, hints[name], docs.get(name, ""), _default(fields[name]))
+
+
+def _default(field: dataclasses.Field[object]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _add_option(group: argparse._ArgumentGroup, name: str, hint: object, doc: str, default: object) -> None:
+    flag = "--" + name.replace("_", "-")
+    text = f"{doc} [{_shown(default)}]".replace("%", "%%").strip()
+    if hint is bool:
+        group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
+        return
+    kinds = _members(hint)
+    group.add_argument(flag, dest=name, type=_reader(kinds), metavar=_metavar(kinds), help=text)
+
+
+def _members(hint: object) -> tuple[object, ...]:
+    """The types of a union, or the one type."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _reader(kinds: tuple[object, ...]) -> Callable[[str], object]:
+    """Make the function that turns a word of the command line into a value of one of these types."""
+
+    def read(text: str) -> object:
+        for kind in sorted(kinds, key=_strictness):
+            value = _read_as(kind, text)
+            if value is not _NO_VALUE:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {_expected(kinds)}")
+
+    return read
+
+
+_NO_VALUE = object()
+_ORDER = (type(None), bool, int, float)
+
+
+def _strictness(kind: object) -> int:
+    """Types that few words fit come first; `str` fits every word."""
+    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER) + (kind is str)
+
+
+def _read_as(kind: object, text: str) -> object:
+    if kind is type(None):
+        return None if text.lower() in ("none", "null") else _NO_VALUE
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), _NO_VALUE)
+    if kind is str:
+        return text
+    if get_origin(kind) is dict:
+        return _read_table(text)
+    if kind not in (int, float):
+        raise TypeError(f"no option can be made for the type {kind!r}")
+    try:
+        return int(text) if kind is int else float(text)
+    except ValueError:
+        return _NO_VALUE
+
+
+def _read_table(text: str) -> object:
+    """Read `name=number,name=number`."""
+    table: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, number = part.partition("=")
+        value = _read_as(float, number)
+        if not name or not isinstance(value, float):
+            return _NO_VALUE
+        table[name.strip()] = value
+    return table
+
+
+def _expected(kinds: tuple[object, ...]) -> str:
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        type(None): "none",
+        str: "a text",
+    }
+    return " or ".join(words.get(kind, "name=number,...") for kind in kinds)  # type: ignore[call-overload]
+
+
+def _metavar(kinds: tuple[object, ...]) -> str:
+    words = {int: "N", float: "X", bool: "true|false", type(None): "", str: "TEXT"}
+    shown = [words.get(kind, "NAME=X,...") for kind in kinds]  # type: ignore[call-overload]
+    return "|".join(filter(None, shown))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={item}" for key, item in value.items()) or "empty"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wide enough to read, with the help beside the option."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(110, shutil.get_terminal_size((100, 24)).columns)
+        super().__init__(prog, max_help_position=38, width=width)

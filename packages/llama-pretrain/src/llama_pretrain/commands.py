@@ -1,0 +1,70 @@
+"""The commands: words of the command line to arguments, arguments to work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from checkpoint_core import CheckpointError
+from dataloader_dispatch import DataError
+from dist_env import DistributedEnvironmentError
+from trainer_core import ConfigurationError, arguments_from_dict
+from trainer_core import DataError as TrainerDataError
+
+from .cli import PROG
+from .command_line import Parser, add_field_options
+from .options import resolve, train_parser
+from .results import (
+    EvalArguments,
+    ExportArguments,
+    GenerateArguments,
+    evaluate,
+    export,
+    generate_text,
+)
+from .train import train
+
+USER_ERRORS = (
+    ConfigurationError,
+    DataError,
+    TrainerDataError,
+    CheckpointError,
+    DistributedEnvironmentError,
+    OSError,
+)
+
+
+def _train(words: Sequence[str]) -> int:
+    return train(resolve(train_parser(PROG).parse_args_strictly(words)))
+
+
+def _eval(words: Sequence[str]) -> int:
+    parser = Parser(prog=f"{PROG} eval", description="Score a trained model on text.")
+    add_field_options(parser, EvalArguments, {})
+    evaluate(arguments_from_dict(EvalArguments, parser.parse_args_strictly(words)))
+    return 0
+
+
+def _generate(words: Sequence[str]) -> int:
+    parser = Parser(prog=f"{PROG} generate", description="Let a trained model continue a text.")
+    parser.add_argument("prompt", nargs="?", help="text to continue [def ]")
+    add_field_options(parser, GenerateArguments, {}, leave_out=("prompt",))
+    generate_text(arguments_from_dict(GenerateArguments, parser.parse_args_strictly(words)))
+    return 0
+
+
+def _export(words: Sequence[str]) -> int:
+    parser = Parser(
+        prog=f"{PROG} export", description="Write a trained model as a directory that transformers reads."
+    )
+    parser.add_argument("directory", help="where to write; must be new or empty")
+    add_field_options(parser, ExportArguments, {}, leave_out=("directory",))
+    export(arguments_from_dict(ExportArguments, parser.parse_args_strictly(words)))
+    return 0
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "train": _train,
+    "eval": _eval,
+    "generate": _generate,
+    "export": _export,
+}

@@ -1,0 +1,254 @@
+"""The shape of a Llama, with the field names of Hugging Face's configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from trainer_core import ConfigurationError
+
+CONFIG_FILE = "config.json"
+
+# Settings that Hugging Face allows and this model does not compute: only these values are accepted.
+_FIXED: dict[str, object] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "rope_scaling": None,
+    "pretraining_tp": 1,
+}
+# Keys that do not change what the model computes. They are accepted and not kept.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "chunk_size_feed_forward",
+        "dtype",
+        "id2label",
+        "is_encoder_decoder",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Shape and constants of a Llama, in Hugging Face's names.
+
+    `num_key_value_heads` and `head_dim` may be left out: they become `num_attention_heads` and
+    `hidden_size // num_attention_heads`.
+
+    Raises:
+        ConfigurationError: If a value breaks a rule. The message names setting, value, rule and fix.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = 1
+    eos_token_id: int | None = 2
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if self.num_key_value_heads == 0:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        for name in _COUNTS:
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1", "raise it")
+        if self.head_dim == 0:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        _check_shape(self)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the content of a `config.json` that transformers reads as `LlamaForCausalLM`."""
+        values: dict[str, object] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        values |= {field.name: getattr(self, field.name) for field in fields(self)}
+        # transformers 4 reads rope_theta, transformers 5 reads rope_parameters.
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        values |= {key: value for key, value in _FIXED.items() if key != "rope_scaling"}
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> LlamaConfig:
+        """Read the content of a `config.json`.
+
+        Args:
+            values: Keys of Hugging Face's Llama configuration, of transformers 4 or 5.
+
+        Raises:
+            ConfigurationError: If a key is unknown, or a value asks for something this model does not compute
+                (scaled rotary embedding, biases, dropout, another activation or architecture).
+        """
+        remaining = {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
+        _refuse_unsupported(remaining)
+        theta = _rope_theta(remaining)
+        names = {field.name for field in fields(cls)}
+        unknown = sorted(set(remaining) - names)
+        if unknown:
+            raise ConfigurationError(
+                unknown[0],
+                remaining[unknown[0]],
+                "is a key that this model cannot represent",
+                "remove it if it does not change what the model computes",
+            )
+        # Hugging Face writes null where a default is meant.
+        nullable = {"bos_token_id", "eos_token_id", "pad_token_id"}
+        given = {key: value for key, value in remaining.items() if value is not None or key in nullable}
+        if theta is not None:
+            given["rope_theta"] = theta
+        return cls(**given)  # type: ignore[arg-type]  # the types are checked by the class
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Write `config.json` into an existing directory and return its path."""
+        path = Path(directory) / CONFIG_FILE
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> LlamaConfig:
+        """Read `config.json` of a directory.
+
+        Raises:
+            ConfigurationError: If the file is missing, is not JSON, or describes another kind of model.
+        """
+        path = Path(directory) / CONFIG_FILE
+        if not path.is_file():
+            raise ConfigurationError(
+                "model", str(directory), f"holds no {CONFIG_FILE}", "name a model directory"
+            )
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigurationError(
+                "model", str(path), f"is not valid JSON ({error})", "write it again"
+            ) from error
+        if not isinstance(values, dict):
+            raise ConfigurationError("model", str(path), "must hold a JSON object", "write it again")
+        try:
+            return cls.from_dict(values)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"{path}: {error.setting}", error.value, error.rule, error.fix
+            ) from error
+
+
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+
+def _require(condition: bool, name: str, value: object, rule: str, fix: str) -> None:
+    if not condition:
+        raise ConfigurationError(name, value, rule, fix)
+
+
+def _check_types(config: LlamaConfig) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        expected = str(field.type)
+        if expected == "bool":
+            right = isinstance(value, bool)
+        elif expected == "float":
+            right = isinstance(value, int | float) and not isinstance(value, bool)
+        elif value is None:
+            right = "None" in expected
+        else:
+            right = isinstance(value, int) and not isinstance(value, bool)
+        _require(right, field.name, value, f"must be {expected}", "correct the value")
+
+
+def _check_shape(config: LlamaConfig) -> None:
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    _require(
+        heads % groups == 0,
+        "num_key_value_heads",
+        groups,
+        f"must divide num_attention_heads={heads}",
+        f"use a divisor of {heads}",
+    )
+    # head_dim is free, but transformers refuses a width that the heads do not divide.
+    _require(
+        config.hidden_size % heads == 0,
+        "hidden_size",
+        config.hidden_size,
+        f"must be a multiple of num_attention_heads={heads}",
+        f"use {(config.hidden_size // heads + 1) * heads} or change the number of heads",
+    )
+    _require(
+        config.head_dim >= 2 and config.head_dim % 2 == 0,
+        "head_dim",
+        config.head_dim,
+        "must be even and at least 2, because the rotary embedding turns pairs",
+        "set an even head_dim",
+    )
+    for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+        _require(getattr(config, name) > 0, name, getattr(config, name), "must be above 0", "raise it")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = getattr(config, name)
+        _require(
+            token is None or 0 <= token < config.vocab_size,
+            name,
+            token,
+            f"must be an id below vocab_size={config.vocab_size}",
+            "correct the id or raise vocab_size",
+        )
+
+
+def _refuse_unsupported(values: dict[str, object]) -> None:
+    """Take the settings with one permitted value out of `values`, or refuse them."""
+    for key, permitted in _FIXED.items():
+        value = values.pop(key, permitted)
+        if value is None or value == permitted:
+            continue
+        raise ConfigurationError(
+            key, value, f"only {permitted!r} is implemented", "use a model without this feature"
+        )
+
+
+def _rope_theta(values: dict[str, object]) -> object:
+    """Take `rope_parameters` (transformers 5) out of `values` and return its base, if there is one."""
+    parameters = values.pop("rope_parameters", None)
+    if parameters is None:
+        return None
+    if not isinstance(parameters, Mapping):
+        raise ConfigurationError(
+            "rope_parameters", parameters, "must be a table", "write rope_type and rope_theta"
+        )
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    extra = sorted(set(parameters) - {"rope_type", "type", "rope_theta"})
+    if kind != "default" or extra:
+        raise ConfigurationError(
+            "rope_parameters",
+            dict(parameters),
+            "only rope_type 'default' with a rope_theta is implemented",
+            "use a model without rotary scaling",
+        )
+    return parameters.get("rope_theta")

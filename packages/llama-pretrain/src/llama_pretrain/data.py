@@ -1,0 +1,95 @@
+"""The text a run learns from: the user's files, or the Python standard library found on the machine."""
+
+from __future__ import annotations
+
+import glob
+import sysconfig
+from pathlib import Path
+from typing import Literal, cast
+
+from dataloader_dispatch import (
+    DocumentSource,
+    PackedDocuments,
+    PackedLoader,
+    open_documents,
+    split_documents,
+)
+
+from .options import PretrainArguments
+from .tokenizer import Tokenizer
+
+# Some distributions leave the tests out, and installed packages may lie inside. Without them the corpus is
+# much the same everywhere.
+_NO_LIBRARY_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
+
+
+def standard_library() -> DocumentSource:
+    """Open the Python files of the standard library of this interpreter, without tests: about 11 MB of text.
+
+    Raises:
+        DataError: If the interpreter came without them.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    return open_documents(
+        str(Path(glob.escape(str(root))) / "**" / "*.py"), exclude=_NO_LIBRARY_TEXT, undecodable="replace"
+    )
+
+
+def open_data(args: PretrainArguments) -> DocumentSource:
+    """Open the documents that the setting `data` names.
+
+    Raises:
+        DataError: If there is nothing to read, or it cannot be read.
+    """
+    if args.data is None:
+        return standard_library()
+    return open_documents(
+        args.data,
+        undecodable=cast(Literal["error", "skip", "replace"], args.undecodable),
+        text_column=args.text_column,
+    )
+
+
+def split_data(
+    documents: DocumentSource, args: PretrainArguments
+) -> tuple[DocumentSource, DocumentSource | None]:
+    """Divide documents into those to train on and those held out for evaluation; None when `held_out` is 0.
+
+    Whole documents are held out, so that no piece of one is trained on while another is evaluated on.
+
+    Raises:
+        DataError: If there are too few documents to divide.
+    """
+    if args.held_out == 0:
+        return documents, None
+    return split_documents(documents, args.held_out, args.seed)
+
+
+def training_loader(documents: DocumentSource, tokenizer: Tokenizer, args: PretrainArguments) -> PackedLoader:
+    """Return batches of packed rows, in an order that the seed and the epoch decide."""
+    return PackedLoader(_rows(documents, tokenizer, args, args.seed), args.per_device_train_batch_size)
+
+
+def evaluation_loader(
+    documents: DocumentSource, tokenizer: Tokenizer, args: PretrainArguments
+) -> PackedLoader:
+    """Return batches of packed rows, always the same ones in the same order.
+
+    As many documents as there are streams give rows in turn, so that few batches sample many documents.
+    """
+    return PackedLoader(_rows(documents, tokenizer, args, seed=0), args.per_device_eval_batch_size)
+
+
+def _rows(
+    documents: DocumentSource, tokenizer: Tokenizer, args: PretrainArguments, seed: int
+) -> PackedDocuments:
+    pad = tokenizer.pad_token_id
+    return PackedDocuments(
+        documents,
+        sequence_length=args.sequence_length,
+        encode=tokenizer.encode,
+        eos_token_id=tokenizer.eos_token_id,
+        seed=seed,
+        pad_token_id=tokenizer.eos_token_id if pad is None else pad,
+        streams=args.streams,
+    )

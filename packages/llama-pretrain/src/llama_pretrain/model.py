@@ -1,0 +1,185 @@
+"""A Llama whose parameters have the names of Hugging Face's `LlamaForCausalLM`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .cache import KVCache
+from .config import LlamaConfig
+from .rotary import RotaryEmbedding, apply_rotary
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square in float32, then scale (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed `x`, in the shape and dtype of `x` `[..., size]`."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; several query heads may share a key-value head."""
+
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.grouped = config.num_key_value_heads != config.num_attention_heads
+        width, wide = config.hidden_size, config.num_attention_heads * config.head_dim
+        narrow = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(width, wide, bias=False)
+        self.k_proj = nn.Linear(width, narrow, bias=False)
+        self.v_proj = nn.Linear(width, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        """Attend from `x` `[batch, positions, hidden]` to itself and to what `cache` holds."""
+        batch, length, _ = x.shape
+        heads = (batch, length, -1, self.head_dim)
+        query = apply_rotary(self.q_proj(x).view(heads).transpose(1, 2), cos, sin)
+        key = apply_rotary(self.k_proj(x).view(heads).transpose(1, 2), cos, sin)
+        value = self.v_proj(x).view(heads).transpose(1, 2)
+        mask: Tensor | None = None
+        causal = length > 1
+        if cache is not None:
+            key, value = cache.extend(self.layer, key, value)
+            if causal and cache.length > 0:
+                # is_causal lines up the first positions, new queries belong to the last ones.
+                mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=x.device).tril(cache.length)
+                causal = False
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped
+        )
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward (Shazeer 2020)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` `[..., hidden]` to the same shape."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each normed before and added to the stream."""
+
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        """Return the stream `[batch, positions, hidden]` after this layer."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class LlamaBackbone(nn.Module):
+    """Everything up to the last norm. The attribute names are those of Hugging Face's `LlamaModel`."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope_theta)
+
+    def forward(self, input_ids: Tensor, cache: KVCache | None) -> Tensor:
+        """Return the normed hidden states `[batch, positions, hidden]`."""
+        start = 0 if cache is None else cache.length
+        cos, sin = self.rotary_emb(start, input_ids.shape[1])
+        x: Tensor = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin, cache)
+        if cache is not None:
+            cache.advance(input_ids.shape[1])
+        out: Tensor = self.norm(x)
+        return out
+
+
+class Llama(nn.Module):
+    """A causal language model; weights interchange with Hugging Face's `LlamaForCausalLM`.
+
+    Args:
+        config: Shape of the model. Kept as `.config`.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaBackbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.init_weights()
+
+    def forward(self, input_ids: Tensor, *, cache: KVCache | None = None) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: Token ids `[batch, positions]`, int64.
+            cache: Earlier positions of the same sequences. It is extended by the new ones.
+
+        Returns:
+            Logits `[batch, positions, vocab_size]` in the dtype of the computation.
+
+        Raises:
+            ValueError: If there are more positions than `max_position_embeddings`.
+        """
+        end = input_ids.shape[1] + (0 if cache is None else cache.length)
+        if end > self.config.max_position_embeddings:
+            raise ValueError(
+                f"input of {end} positions: the model has max_position_embeddings="
+                f"{self.config.max_position_embeddings}; shorten the input"
+            )
+        logits: Tensor = self.lm_head(self.model(input_ids, cache))
+        return logits
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the token embedding."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the projection to logits."""
+        return self.lm_head
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw fresh weights.
+
+        Matrices are normal with standard deviation `initializer_range`. The two projections of a layer that
+        are added to the stream are drawn narrower by `1 / sqrt(2 * num_hidden_layers)`, so that the variance
+        of the stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Norm weights are 1.
+        """
+        std = self.config.initializer_range
+        residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.normal_(parameter, std=residual_std)
+            elif name.endswith("norm.weight"):
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=std)

@@ -1,0 +1,85 @@
+"""From the settings of a run to its model and tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from trainer_core import ConfigurationError
+
+from .config import CONFIG_FILE, LlamaConfig
+from .interchange import has_weights, load_pretrained
+from .model import Llama
+from .options import PretrainArguments
+from .presets import preset
+from .tokenizer import Tokenizer
+
+# Sizes that are multiples of this use matrix units well; 32000 is one.
+_VOCABULARY_MULTIPLE = 64
+
+
+def model_config(args: PretrainArguments, tokenizer: Tokenizer) -> LlamaConfig:
+    """Return the shape of the model to train, checked against tokenizer and sequence length.
+
+    A preset takes the vocabulary of the tokenizer, rounded up to a multiple of 64. A directory keeps its own.
+
+    Raises:
+        ConfigurationError: If there is no such model, or it does not fit.
+    """
+    if (Path(args.model) / CONFIG_FILE).is_file():
+        config = _checked_vocabulary(LlamaConfig.load(args.model), args, tokenizer)
+    else:
+        size = -(-tokenizer.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+        config = preset(
+            args.model,
+            vocab_size=size,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    _check_positions("sequence_length", args.sequence_length, args.sequence_length, config)
+    if args.sample_tokens:
+        prompt = len(tokenizer.encode(args.prompt))
+        _check_positions("sample_tokens", args.sample_tokens, prompt + args.sample_tokens, config)
+    return config
+
+
+def new_model(args: PretrainArguments, config: LlamaConfig) -> Llama:
+    """Return the model to begin with: fresh, or with the weights that the directory `model` holds."""
+    if starts_from_weights(args):
+        loaded = load_pretrained(args.model)
+        loaded.config = config
+        return loaded.train()
+    return Llama(config)
+
+
+def starts_from_weights(args: PretrainArguments) -> bool:
+    """Whether the setting `model` is a directory that holds weights, not only a shape."""
+    return has_weights(args.model)
+
+
+def _checked_vocabulary(config: LlamaConfig, args: PretrainArguments, tokenizer: Tokenizer) -> LlamaConfig:
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigurationError(
+            "tokenizer",
+            args.tokenizer,
+            f"has {tokenizer.vocab_size} ids, the model in {args.model} has vocab_size={config.vocab_size}",
+            "use the tokenizer that belongs to the model",
+        )
+    return replace(
+        config,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _check_positions(setting: str, value: int, positions: int, config: LlamaConfig) -> None:
+    if positions > config.max_position_embeddings:
+        raise ConfigurationError(
+            setting,
+            value,
+            f"needs {positions} positions, the model has max_position_embeddings="
+            f"{config.max_position_embeddings}",
+            f"lower {setting}, or choose a model with more positions",
+        )

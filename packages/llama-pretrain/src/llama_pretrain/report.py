@@ -1,0 +1,102 @@
+"""What `train` says before and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+from torch import nn
+
+from checkpoint_core import find_latest_checkpoint
+from dataloader_dispatch import DocumentSource
+
+from .config import LlamaConfig
+from .generation import generate
+from .model import Llama
+from .options import PretrainArguments
+from .run_directory import CONFIG_NAME, RunDirectory
+from .tokenizer import Tokenizer, unit_of
+
+SAMPLE_TEMPERATURE = 0.8
+
+
+def announce(
+    config: LlamaConfig,
+    documents: DocumentSource,
+    held_out: DocumentSource | None,
+    args: PretrainArguments,
+    changes: Mapping[str, tuple[object, object]],
+) -> None:
+    """Say what is trained on what, and which settings differ from those of the last start."""
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Llama(config).parameters())
+    source = "the Python standard library" if args.data is None else args.data
+    kept = "none" if held_out is None else str(len(held_out))
+    print(f"model      {args.model}, {parameters:,} parameters, {args.sequence_length} tokens a row")
+    print(f"data       {source}: {len(documents)} documents to train on, {kept} held out")
+    print(f"output     {args.output_dir}")
+    for name, (old, new) in changes.items():
+        print(f"changed    {name}: {old} at the last start, now {new}")
+    print(flush=True)
+
+
+def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:
+    """Say where an interrupted run stands and how it goes on."""
+    newest = find_latest_checkpoint(args.output_dir)
+    print(f"\nstopped by {cause} after step {step}.")
+    if newest is None:
+        print("No checkpoint was saved; the same command begins again.", flush=True)
+    else:
+        print(f"The newest checkpoint is {newest}. The same command continues from there.", flush=True)
+
+
+def show_result(
+    directory: RunDirectory, args: PretrainArguments, model: nn.Module, tokenizer: Tokenizer, seconds: float
+) -> None:
+    """Print a sample of generated text, draw the loss curve, and say where everything lies."""
+    if args.sample_tokens:
+        print(f"\nsample, temperature {SAMPLE_TEMPERATURE}:\n")
+        print(_indented(_sample(cast(Llama, model), tokenizer, args)))
+    losses = directory.held_out_losses(args)
+    print(f"\ndone in {int(seconds // 60)} min {seconds % 60:.0f} s")
+    if losses:
+        print(f"  held-out loss   {losses[max(losses)]:.4f} nats per {unit_of(tokenizer)}")
+    newest = find_latest_checkpoint(args.output_dir)
+    if newest is not None:
+        print(f"  checkpoint      {newest}")
+    curve = directory.draw_curve(args)
+    if curve is not None:
+        print(f"  loss curve      {curve}")
+    print(f"  log             {directory.log_file(args)}")
+    print(f"  settings        {directory.path / CONFIG_NAME}")
+    where = "" if args.output_dir == "runs/default" else f" --output-dir {args.output_dir}"
+    print(f"try it            llama-pretrain generate {args.prompt.strip()!r}{where}", flush=True)
+
+
+def _sample(model: Llama, tokenizer: Tokenizer, args: PretrainArguments) -> str:
+    device = model.lm_head.weight.device
+    prompt = torch.tensor([list(tokenizer.encode(args.prompt))], device=device)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    with _uncompiled(args):
+        ids = generate(
+            model,
+            prompt,
+            max_new_tokens=args.sample_tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            eos_token_id=tokenizer.eos_token_id,
+            generator=generator,
+        )
+    return tokenizer.decode(ids[0].tolist())
+
+
+def _uncompiled(args: PretrainArguments) -> AbstractContextManager[object]:
+    """Each new length would compile a compiled model again; its eager form gives the same sample at once."""
+    if not args.torch_compile:
+        return nullcontext()
+    return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

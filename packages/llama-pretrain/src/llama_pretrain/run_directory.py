@@ -1,0 +1,210 @@
+"""The directory of one run: what belongs to it, and whether a command may go on in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+
+from perf_metrics import load_logs, plot_logs
+from trainer_core import ConfigurationError, arguments_from_dict, load_config_file
+
+from .options import PretrainArguments
+
+CONFIG_NAME = "config.yaml"
+IDENTITY_NAME = "run.json"
+LOGS_NAME = "trainer_logs.json"
+CURVE_NAME = "loss_curve.png"
+
+# The optimizer's own settings travel in its checkpoint, so another value would have no effect after a resume.
+_SETTINGS_OF_A_RUN = (
+    "seed",
+    "sequence_length",
+    "held_out",
+    "streams",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
+_NOT_WORTH_SAYING = ("output_dir", "logging_dir", "resume_from_checkpoint", *_SETTINGS_OF_A_RUN)
+
+
+class RunDirectory:
+    """The output directory of `train`.
+
+    Two files tell which run it is: `config.yaml`, all settings as resolved, which `--config` reads again; and
+    `run.json`, the identity: what must not change while the run goes on.
+
+    Args:
+        path: The directory, which need not exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def begin(
+        self, args: PretrainArguments, subject: Mapping[str, object]
+    ) -> dict[str, tuple[object, object]]:
+        """Claim the directory for a run, or make sure that the same run goes on.
+
+        Nothing is written before everything is checked.
+
+        Args:
+            args: The settings as resolved.
+            subject: What is trained, on what: plain JSON values that tell model, tokenizer and data.
+
+        Returns:
+            Settings that differ from those of the last start: name to (old, new).
+
+        Raises:
+            ConfigurationError: If the directory holds something else, or a run of another identity.
+            OSError: If it cannot be made or written.
+        """
+        identity = _identity(args, subject)
+        changes: dict[str, tuple[object, object]] = {}
+        if self._is_run():
+            self._refuse_other_identity(identity)
+            self._refuse_fresh_start(args)
+            changes = self._changes(args)
+        else:
+            self._refuse_foreign_files()
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write(self.path / IDENTITY_NAME, json.dumps(identity, indent=2) + "\n")
+        _write(self.path / CONFIG_NAME, yaml.safe_dump(asdict(args), sort_keys=False))
+        return changes
+
+    def arguments(self) -> PretrainArguments:
+        """Read the settings of the run that is here.
+
+        Raises:
+            ConfigurationError: If there is none, or `config.yaml` was damaged.
+        """
+        if not self._is_run() or not (self.path / CONFIG_NAME).is_file():
+            raise ConfigurationError(
+                "output_dir",
+                str(self.path),
+                "holds no run",
+                "name the output directory of a run, or a --checkpoint",
+            )
+        return arguments_from_dict(PretrainArguments, load_config_file(self.path / CONFIG_NAME))
+
+    def check_identity(self, args: PretrainArguments, subject: Mapping[str, object]) -> None:
+        """Make sure that settings and data are still those with which the run was begun.
+
+        Raises:
+            ConfigurationError: If they are not.
+        """
+        self._refuse_other_identity(_identity(args, subject))
+
+    def log_file(self, args: PretrainArguments) -> Path:
+        """Where the log entries of the run are."""
+        return args.log_path / LOGS_NAME
+
+    def held_out_losses(self, args: PretrainArguments) -> dict[int, float]:
+        """Return the losses of all evaluations in the log, by step."""
+        path = self.log_file(args)
+        entries = load_logs(path) if path.is_file() else []
+        found = ((entry.get("global_step"), entry.get("eval_loss")) for entry in entries)
+        return {int(step): loss for step, loss in found if isinstance(step, int) and isinstance(loss, float)}
+
+    def draw_curve(self, args: PretrainArguments) -> Path | None:
+        """Draw the loss curve; None when the log holds no loss yet."""
+        path = self.log_file(args)
+        entries = load_logs(path) if path.is_file() else []
+        if not any(isinstance(entry.get("loss"), float) for entry in entries):
+            return None
+        return plot_logs(path, self.path / CURVE_NAME)
+
+    def _is_run(self) -> bool:
+        return (self.path / IDENTITY_NAME).is_file()
+
+    def _refuse_foreign_files(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigurationError(
+                "output_dir", str(self.path), "is not a directory", "choose another output_dir"
+            )
+        found = sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
+        foreign = [name for name in found if name not in _PARTIAL_NAMES]
+        if foreign:
+            raise ConfigurationError(
+                "output_dir",
+                str(self.path),
+                f"holds files that are no run of llama-pretrain (such as {foreign[0]!r})",
+                "choose another --output-dir, or move them away",
+            )
+
+    def _refuse_other_identity(self, identity: Mapping[str, object]) -> None:
+        path = self.path / IDENTITY_NAME
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigurationError(
+                "output_dir",
+                str(self.path),
+                f"has a damaged {IDENTITY_NAME} ({error})",
+                "choose another --output-dir",
+            ) from error
+        if not isinstance(before, dict):
+            before = {}
+        for name in sorted({*before, *identity}):
+            old, new = before.get(name), identity.get(name)
+            if old != new:
+                raise ConfigurationError(
+                    name,
+                    _shorter(new, old),
+                    f"the run in {self.path} was begun with {_shorter(old, new)!r}",
+                    "choose another --output-dir, or go back to that value",
+                )
+
+    def _refuse_fresh_start(self, args: PretrainArguments) -> None:
+        """A run that starts anew beside old checkpoints would later go on from the wrong ones."""
+        if args.resume_from_checkpoint is False and any(self.path.glob("checkpoint-*")):
+            raise ConfigurationError(
+                "resume_from_checkpoint",
+                False,
+                f"means a fresh start, but {self.path} holds checkpoints",
+                "choose another --output-dir, or remove that directory",
+            )
+
+    def _changes(self, args: PretrainArguments) -> dict[str, tuple[object, object]]:
+        if not (self.path / CONFIG_NAME).is_file():
+            return {}
+        before, now = load_config_file(self.path / CONFIG_NAME), asdict(args)
+        return {
+            name: (before.get(name), value)
+            for name, value in now.items()
+            if name not in _NOT_WORTH_SAYING and before.get(name) != value
+        }
+
+
+def _identity(args: PretrainArguments, subject: Mapping[str, object]) -> dict[str, object]:
+    """What must not change, as JSON reads it back."""
+    settings = {name: getattr(args, name) for name in _SETTINGS_OF_A_RUN}
+    identity: dict[str, object] = json.loads(json.dumps({**subject, **settings}))
+    return identity
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file in one step."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+_PARTIAL_NAMES = {f".{IDENTITY_NAME}.partial", f".{CONFIG_NAME}.partial"}
+
+
+def _shorter(value: object, other: object) -> object:
+    """Of two tables, the part in which the first differs; any other value as it is."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return {key: item for key, item in value.items() if other.get(key) != item}
+    return value

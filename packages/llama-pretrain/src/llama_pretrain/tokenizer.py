@@ -1,0 +1,195 @@
+"""Text to token ids and back: bytes, or any Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from trainer_core import ConfigurationError
+
+BYTE_TOKENIZER_FILE = "byte_tokenizer.json"
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What this package asks of a tokenizer. No method ever adds special tokens by itself."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special ones included."""
+        ...
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id that begins a text, if there is one."""
+        ...
+
+    @property
+    def eos_token_id(self) -> int:
+        """Id that ends a document."""
+        ...
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Id that fills up a row, if there is one."""
+        ...
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the ids of a text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; special tokens are left out."""
+        ...
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the tokenizer into an existing directory."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, then begin (256), end (257) and padding (258)."""
+
+    vocab_size = 259
+    bos_token_id = 256
+    eos_token_id = 257
+    pad_token_id = 258
+
+    def encode(self, text: str) -> bytes:
+        """Return the UTF-8 bytes of `text`, which is a sequence of ids."""
+        return text.encode("utf-8")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; bytes that are not UTF-8 show as U+FFFD, ids above 255 are left out."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write a small JSON file that says which tokenizer this is."""
+        content = {"tokenizer": "byte", "vocab_size": self.vocab_size, "eos_token_id": self.eos_token_id}
+        path = Path(directory) / BYTE_TOKENIZER_FILE
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> ByteTokenizer:
+        """Read what `save_pretrained` wrote.
+
+        Raises:
+            ConfigurationError: If the directory holds no byte tokenizer.
+        """
+        path = Path(directory) / BYTE_TOKENIZER_FILE
+        if not path.is_file():
+            raise ConfigurationError(
+                "tokenizer",
+                str(directory),
+                f"holds no {BYTE_TOKENIZER_FILE}",
+                "name a directory that has one",
+            )
+        return cls()
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of transformers that never adds special tokens by itself.
+
+    A tokenizer that adds its own separator beside the loader's doubles it, which is seen only when a model is
+    evaluated. So ids are made without special tokens, and the data pipeline adds one separator per document.
+
+    Args:
+        directory: A directory with tokenizer files. Nothing is fetched.
+
+    Raises:
+        ConfigurationError: If transformers is not installed, the directory holds no tokenizer, or the
+            tokenizer has no end-of-text token.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigurationError(
+                "tokenizer",
+                str(directory),
+                "needs transformers, which is not installed",
+                "pip install 'llama-pretrain[hf]', or use --tokenizer byte",
+            ) from error
+        if not Path(directory).is_dir():
+            raise ConfigurationError(
+                "tokenizer",
+                str(directory),
+                "is neither 'byte' nor a directory",
+                "name a directory with tokenizer files",
+            )
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise ConfigurationError(
+                "tokenizer",
+                str(directory),
+                f"cannot be read ({first_line})",
+                "name a directory with tokenizer files",
+            ) from error
+        if self._tokenizer.eos_token_id is None:
+            raise ConfigurationError(
+                "tokenizer",
+                str(directory),
+                "has no end-of-text token to separate documents",
+                "set its eos_token",
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special ones included."""
+        return len(self._tokenizer)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id that begins a text, if there is one."""
+        return _optional_id(self._tokenizer.bos_token_id)
+
+    @property
+    def eos_token_id(self) -> int:
+        """Id that ends a document."""
+        return int(self._tokenizer.eos_token_id)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Id that fills up a row, if there is one."""
+        return _optional_id(self._tokenizer.pad_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text` with no special token added. Long documents are not cut."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; special tokens are left out."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the tokenizer's own files."""
+        self._tokenizer.save_pretrained(str(directory))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return a tokenizer by its setting.
+
+    Args:
+        name: `byte`, a directory that a `ByteTokenizer` was saved in, or one of a Hugging Face tokenizer.
+
+    Raises:
+        ConfigurationError: If it cannot be loaded.
+    """
+    if name == "byte" or (Path(name) / BYTE_TOKENIZER_FILE).is_file():
+        return ByteTokenizer()
+    return HuggingFaceTokenizer(name)
+
+
+def unit_of(tokenizer: Tokenizer) -> str:
+    """What one id of a tokenizer stands for, in a word: byte or token."""
+    return "byte" if isinstance(tokenizer, ByteTokenizer) else "token"
+
+
+def _optional_id(value: int | None) -> int | None:
+    return None if value is None else int(value)

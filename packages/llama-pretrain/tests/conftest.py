@@ -1,0 +1,51 @@
+"""What several test files use."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from llama_pretrain import Llama, LlamaConfig
+
+# tests/hf compares with transformers. A session that installs the extra hf runs it; the plain one has none.
+_HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+collect_ignore = [] if _HAS_TRANSFORMERS else ["hf"]
+
+
+def pytest_report_header() -> str:
+    return "transformers: " + (
+        "found" if _HAS_TRANSFORMERS else "not installed, so tests/hf is not collected"
+    )
+
+
+def _small_config(**changes: object) -> LlamaConfig:
+    """A Llama of odd shape: grouped heads, and a head size that is not hidden_size / heads."""
+    shape: dict[str, object] = {
+        "vocab_size": 61,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": 128,
+        "rope_theta": 5000.0,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return LlamaConfig(**(shape | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def small_config() -> Callable[..., LlamaConfig]:
+    return _small_config
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def small_model(request: pytest.FixtureRequest) -> Llama:
+    torch.manual_seed(0)
+    return Llama(_small_config(tie_word_embeddings=request.param)).eval()

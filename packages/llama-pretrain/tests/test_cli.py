@@ -1,0 +1,328 @@
+"""The command line end to end: real runs in real processes, on a very small model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llama_pretrain import PretrainArguments, load_pretrained, preset
+from llama_pretrain.cli import main
+
+STEPS = 60
+ENTRY_KEYS = {
+    "global_step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "epoch",
+    "tokens",
+    "total_tokens",
+    "tok_per_sec",
+    "mfu",
+}
+
+
+def _words(work: Path, output: str, *more: str) -> list[str]:
+    """A run of a fraction of a second per ten steps: 2 layers of 32, rows of 64 bytes."""
+    settings = {
+        "model": work / "shape",
+        "data": work / "data",
+        "output-dir": work / output,
+        "sequence-length": 64,
+        "held-out": 0.2,
+        "max-steps": STEPS,
+        "warmup-steps": 5,
+        "logging-steps": 5,
+        "eval-steps": 20,
+        "save-steps": 25,
+        "sample-tokens": 12,
+    }
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))] + list(more)
+
+
+def _start(words: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "llama_pretrain", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _entries(output: Path) -> list[dict[str, float]]:
+    entries = json.loads((output / "trainer_logs.json").read_text())
+    assert isinstance(entries, list)
+    return entries
+
+
+def _curve(output: Path, key: str) -> dict[int, float]:
+    return {int(entry["global_step"]): entry[key] for entry in _entries(output) if key in entry}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with data, a model's shape, and an uninterrupted run in `whole`."""
+    work = tmp_path_factory.mktemp("work")
+    (work / "data" / "deep").mkdir(parents=True)
+    for number in range(20):
+        text = "".join(f"def f{n}(x):\n    return x + {n * number}\n\n" for n in range(number + 4))
+        (work / "data" / ("deep" if number % 2 else ".") / f"{number:02d}.py").write_text(text)
+    shape = replace(preset("tiny"), hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8)
+    (work / "shape").mkdir()
+    shape.save(work / "shape")
+    run = _start(_words(work, "whole"))
+    out, err = run.communicate(timeout=300)
+    assert run.returncode == 0, err
+    (work / "stdout.txt").write_text(out)
+    return work
+
+
+def test_a_run_leaves_logs_a_picture_and_checkpoints(work: Path) -> None:
+    run = work / "whole"
+    assert {path.name for path in run.iterdir() if not path.name.startswith(".")} == {
+        "trainer_logs.json",
+        "loss_curve.png",
+        "config.yaml",
+        "run.json",
+        "checkpoint-50",
+        "checkpoint-60",
+    }
+    assert (run / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    losses = [entry for entry in _entries(run) if "loss" in entry]
+    assert [entry["global_step"] for entry in losses] == [1, *range(5, STEPS + 1, 5)]
+    assert all(set(entry) >= ENTRY_KEYS for entry in losses)
+    assert losses[-1]["loss"] < losses[0]["loss"] / 1.5
+    assert losses[-1]["total_tokens"] == sum(entry["tokens"] for entry in losses)
+    assert sorted(_curve(run, "eval_loss")) == [20, 40, 60]
+    shown = (work / "stdout.txt").read_text()
+    assert "16 documents to train on, 4 held out" in shown
+    assert f"held-out loss   {_curve(run, 'eval_loss')[60]:.4f} nats per byte" in shown
+    assert "sample, temperature" in shown
+    assert "    def " in shown
+    assert str(run / "loss_curve.png") in shown
+
+
+def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(work: Path) -> None:
+    words = _words(work, "interrupted")
+    run = _start(words)
+    assert run.stdout is not None
+    seen = ""
+    for line in run.stdout:
+        seen += line
+        if line.split()[:1] == [f"10/{STEPS}"]:
+            run.send_signal(signal.SIGINT)
+            break
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 130, seen + out + err
+    assert "Traceback" not in err
+    saved = (work / "interrupted").glob("checkpoint-*")
+    stopped_at = max(int(path.name.rpartition("-")[2]) for path in saved)
+    assert 10 <= stopped_at < STEPS
+    assert f"stopped by SIGINT after step {stopped_at}" in out
+    assert "The same command continues" in out
+    assert max(_curve(work / "interrupted", "loss")) <= stopped_at
+
+    again = _start(words)
+    out, err = again.communicate(timeout=300)
+    assert again.returncode == 0, err
+    assert f"at step {stopped_at}" in err
+    for key in ("loss", "grad_norm", "learning_rate", "total_tokens", "eval_loss"):
+        assert _curve(work / "interrupted", key) == _curve(work / "whole", key), key
+    assert (work / "interrupted" / "loss_curve.png").is_file()
+    ours, theirs = (load_pretrained(work / name / "checkpoint-60") for name in ("interrupted", "whole"))
+    for name, value in ours.state_dict().items():
+        assert bool((value == theirs.state_dict()[name]).all()), name
+
+
+def test_a_finished_run_says_so_again_and_can_be_made_longer(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = _curve(work / "whole", "loss"), _curve(work / "whole", "eval_loss")
+    assert main(_words(work, "whole")) == 0
+    assert (_curve(work / "whole", "loss"), _curve(work / "whole", "eval_loss")) == before
+    assert "held-out loss" in capsys.readouterr().out
+
+
+def test_eval_gives_the_figure_of_the_run(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--output-dir", str(work / "whole")]) == 0
+    last = _curve(work / "whole", "eval_loss")[60]
+    assert f"loss        {last:.4f} nats per byte" in capsys.readouterr().out
+    checkpoint = str(work / "whole" / "checkpoint-60")
+    words = ["--checkpoint", checkpoint, "--data", str(work / "data"), "--sequence-length", "64"]
+    assert main(["eval", *words]) == 0
+    assert "nats per byte" in capsys.readouterr().out
+
+
+def test_a_directory_with_weights_is_trained_on(work: Path) -> None:
+    weights = work / "whole" / "checkpoint-60"
+    assert (
+        main(_words(work, "further", "--model", str(weights), "--max-steps", "2", "--logging-steps", "1"))
+        == 0
+    )
+    first = _curve(work / "further", "loss")[1]
+    assert first < _curve(work / "whole", "loss")[1] - 1.0
+    assert first == pytest.approx(_curve(work / "whole", "loss")[60], abs=0.5)
+
+
+def test_generate_repeats_itself_by_seed(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        words = ["--output-dir", str(work / "whole"), "--max-new-tokens", "30", "--seed", seed]
+        assert main(["generate", "def f1(", *words]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith("def f1(") for text in texts)
+
+
+def test_export_is_a_hugging_face_directory(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = work / "export"
+    words = ["export", str(target), "--output-dir", str(work / "whole"), "--dtype", "bfloat16"]
+    assert main(words) == 0
+    assert {path.name for path in target.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "byte_tokenizer.json",
+    }
+    assert main(["generate", "def ", "--checkpoint", str(target), "--max-new-tokens", "5"]) == 0
+    assert "def " in capsys.readouterr().out
+    assert main(words) == 2
+    assert "is not an empty directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("--data {work}/missing", "missing"),
+        ("--data {work}/empty", "empty"),
+        ("--data {work}/shape/config.json", "config.json"),
+        ("--data {work}/data/02.py", "hold out"),
+        ("--sequence-length 1025", "max_position_embeddings=1024"),
+        ("--sample-tokens 1021", "needs 1025 positions"),
+        ("--model 170m", "did you mean '160m'"),
+        ("--model {work}/data", "neither a preset nor a directory with a config.json"),
+        ("--tokenizer {work}/data", "tokenizer="),
+        ("--config {work}/missing.toml", "missing.toml"),
+        ("--output-dir {work}/data", "no run of llama-pretrain"),
+        ("--output-dir {work}/whole --seed 5", "was begun with 1"),
+        ("--output-dir {work}/whole --data {work}/data/deep", "data="),
+        ("--output-dir {work}/whole --model tiny", "was begun with {'hidden_size': 32"),
+        ("--output-dir /proc/nowhere", "/proc/nowhere"),
+        ("--mixed-precision fp64", "mixed_precision='fp64'"),
+        ("--resume-from-checkpoint {work}/data", "is no checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    work: Path, changes: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work / "empty").mkdir(exist_ok=True)
+    whole = {path: path.stat().st_mtime_ns for path in (work / "whole").rglob("*")}
+    words = _words(work, "refused", *changes.replace("{work}", str(work)).split())
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.startswith("llama-pretrain: error: ")
+    assert shown.err.count("\n") == 1
+    assert not (work / "refused").exists()
+    assert {path: path.stat().st_mtime_ns for path in (work / "whole").rglob("*")} == whole
+
+
+def test_a_full_disk_is_told_and_earlier_checkpoints_stay(work: Path) -> None:
+    """Files may not grow beyond a limit that the weights keep and the optimizer state breaks."""
+    script = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+        "from llama_pretrain.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, *_words(work, "full", "--save-steps", "5")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert "space" in result.stderr.lower() or "file too large" in result.stderr.lower()
+    assert not list((work / "full").glob("checkpoint-*"))
+    assert _entries(work / "full")[-1]["global_step"] == 5
+
+
+def test_the_overview_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"llama-pretrain {name}" in shown for name in ("[train]", "eval", "generate", "export"))
+    defaults = PretrainArguments()
+    for value in (defaults.output_dir, defaults.model, defaults.max_steps, defaults.learning_rate):
+        assert f"[{value}]" in shown
+
+
+@pytest.mark.parametrize("name", ["train", "eval", "generate", "export"])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "usage: llama-pretrain" in shown
+    assert "--output-dir" in shown
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("eval --output-dir {work}/nowhere", "holds no checkpoint"),
+        ("generate --checkpoint {work}/data", "holds no config.json"),
+        ("generate --output-dir {work}/whole --temperature -1", "temperature=-1.0"),
+        ("generate --output-dir {work}/whole --max-new-tokens 5000", "the model has 1024"),
+        ("export {work}/out --output-dir {work}/whole --dtype int4", "dtype='int4'"),
+        ("eval --checkpoint {work}/whole/checkpoint-60", "--data"),
+    ],
+)
+def test_mistakes_of_the_other_commands(
+    work: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.replace("{work}", str(work)).split()) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+    assert not (work / "out").exists()
+
+
+def test_the_overview_needs_no_torch_and_threads_are_set_before_it_is_loaded() -> None:
+    script = (
+        "import os, sys\n"
+        "from llama_pretrain.cli import main\n"
+        "assert main(['--help']) == 0 and main(['--version']) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert main(['nothing']) == 2\n"
+        "assert 'torch' in sys.modules and os.environ['OMP_WAIT_POLICY'] == 'PASSIVE'\n"
+        "import llama_pretrain\n"
+        "assert all(hasattr(llama_pretrain, name) for name in llama_pretrain.__all__)\n"
+        "assert set(llama_pretrain.__all__) <= set(dir(llama_pretrain))\n"
+        "assert not hasattr(llama_pretrain, 'nothing')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr

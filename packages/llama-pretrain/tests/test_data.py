@@ -1,0 +1,74 @@
+"""The default corpus, and the division into training and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataloader_dispatch import DataError
+from llama_pretrain import ByteTokenizer, PretrainArguments
+from llama_pretrain.data import evaluation_loader, open_data, split_data, standard_library, training_loader
+
+
+def test_the_standard_library_is_found_without_tests_and_packages() -> None:
+    source = standard_library()
+    assert len(source) > 300
+    places = [str(source.where(index)) for index in range(len(source))]
+    assert all(place.endswith(".py") for place in places)
+    parts = {part for place in places for part in Path(place).parts}
+    assert not parts & {"site-packages", "dist-packages", "test", "tests"}
+    assert any(place.endswith("argparse.py") for place in places)
+
+
+def _write(directory: Path, count: int) -> PretrainArguments:
+    for number in range(count):
+        (directory / f"{number:02d}.txt").write_text(f"document {number}: " + "word " * (5 * number + 40))
+    return PretrainArguments(data=str(directory), sequence_length=32, held_out=0.25, seed=3)
+
+
+def test_no_document_is_on_both_sides(tmp_path: Path) -> None:
+    args = _write(tmp_path, 12)
+    train, held_out = split_data(open_data(args), args)
+    assert held_out is not None
+    texts = [train[i] for i in range(len(train))], [held_out[i] for i in range(len(held_out))]
+    assert (len(texts[0]), len(texts[1])) == (9, 3)
+    assert len({*texts[0], *texts[1]}) == 12
+
+
+def test_every_byte_and_one_separator_per_document_comes_once(tmp_path: Path) -> None:
+    args = replace(_write(tmp_path, 12), streams=1)
+    documents = open_data(args)
+    loader = training_loader(documents, ByteTokenizer(), args)
+    kept = torch.cat([batch["labels"].flatten() for batch in loader])
+    kept = kept[kept != -100]
+    texts = [documents[i] for i in range(12)]
+    assert len(kept) == sum(len(text) + 1 for text in texts)
+    assert int((kept == 257).sum()) == 12
+    parts = bytes(i if i < 256 else 0 for i in kept.tolist()).split(b"\0")
+    assert sorted(parts) == sorted([text.encode() for text in texts] + [b""])
+
+
+def test_evaluation_rows_are_the_same_each_time(tmp_path: Path) -> None:
+    args = _write(tmp_path, 12)
+    documents = open_data(args)
+    first, second = (
+        [batch["input_ids"] for batch in evaluation_loader(documents, ByteTokenizer(), args)]
+        for _ in range(2)
+    )
+    assert len(first) == len(second)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    args = _write(tmp_path, 3)
+    (tmp_path / "odd.txt").write_bytes(b"caf\xe9 " * 30)
+    with pytest.raises(DataError, match=r"odd\.txt: not UTF-8"):
+        list(training_loader(open_data(args), ByteTokenizer(), args))
+    replaced = PretrainArguments(data=str(tmp_path), sequence_length=32, undecodable="replace")
+    rows = torch.cat(
+        [b["input_ids"] for b in training_loader(open_data(replaced), ByteTokenizer(), replaced)]
+    )
+    assert "caf\ufffd" in ByteTokenizer().decode(rows.flatten().tolist())

@@ -1,0 +1,123 @@
+"""The model: its names, its arithmetic, its cache, its compilation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_pretrain import KVCache, Llama, LlamaConfig
+
+MakeConfig = Callable[..., LlamaConfig]
+
+
+def _ids(batch: int = 2, length: int = 60) -> Tensor:
+    return torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_parameters_have_the_names_of_hugging_face(small_config: MakeConfig) -> None:
+    names = set(Llama(small_config(num_hidden_layers=1)).state_dict())
+    layer = "model.layers.0."
+    assert names == {
+        "model.embed_tokens.weight",
+        layer + "self_attn.q_proj.weight",
+        layer + "self_attn.k_proj.weight",
+        layer + "self_attn.v_proj.weight",
+        layer + "self_attn.o_proj.weight",
+        layer + "mlp.gate_proj.weight",
+        layer + "mlp.up_proj.weight",
+        layer + "mlp.down_proj.weight",
+        layer + "input_layernorm.weight",
+        layer + "post_attention_layernorm.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    }
+
+
+def test_tied_embeddings_are_one_parameter(small_config: MakeConfig) -> None:
+    tied = Llama(small_config(tie_word_embeddings=True))
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert "lm_head.weight" not in dict(tied.named_parameters())
+
+
+def test_a_position_sees_the_past_only(small_model: Llama) -> None:
+    ids = _ids()
+    changed = ids.clone()
+    changed[:, 40] = (changed[:, 40] + 1) % 61
+    with torch.no_grad():
+        before, after = small_model(ids), small_model(changed)
+    assert before.shape == (2, 60, 61)
+    torch.testing.assert_close(before[:, :40], after[:, :40], rtol=0, atol=1e-5)
+    assert not torch.allclose(before[:, 40:], after[:, 40:], atol=1e-2)
+
+
+def test_scores_depend_on_distances_alone(small_config: MakeConfig) -> None:
+    """Rotary embedding: queries and keys moved by the same number of positions have the same products."""
+    model = Llama(small_config())
+    rotary = model.model.rotary_emb
+    generator = torch.Generator().manual_seed(2)
+    query, key = torch.randn(2, 1, 1, 9, 10, generator=generator)
+    from llama_pretrain.rotary import apply_rotary
+
+    products = []
+    for start in (0, 37):
+        cos, sin = rotary(start, 9)
+        products.append(apply_rotary(query, cos, sin) @ apply_rotary(key, cos, sin).transpose(-1, -2))
+    torch.testing.assert_close(products[0], products[1], rtol=0, atol=1e-4)
+    assert not torch.allclose(products[0], query @ key.transpose(-1, -2), atol=1e-2)
+
+
+@pytest.mark.parametrize("pieces", [[60], [1] * 60, [7, 1, 30, 1, 21]])
+def test_the_cache_changes_nothing(small_model: Llama, pieces: list[int]) -> None:
+    ids = _ids()
+    cache = KVCache(small_model.config, batch_size=2, max_length=64)
+    with torch.no_grad():
+        parts = [small_model(part, cache=cache) for part in ids.split(pieces, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), small_model(ids), rtol=0, atol=2e-4)
+    assert cache.length == 60
+
+
+def test_tables_stay_float32_and_survive_the_meta_device(small_config: MakeConfig) -> None:
+    config = small_config()
+    reference = Llama(config).model.rotary_emb.cos
+    lowered = Llama(config).to(torch.bfloat16)
+    assert lowered.model.rotary_emb.cos.dtype == torch.float32
+    assert lowered(_ids()).dtype == torch.bfloat16
+    with torch.device("meta"):
+        empty = Llama(config)
+    assert torch.equal(empty.to_empty(device="cpu").model.rotary_emb.cos, reference)
+
+
+def test_fresh_weights_have_the_documented_spread(small_config: MakeConfig) -> None:
+    torch.manual_seed(0)
+    model = Llama(small_config(hidden_size=240, intermediate_size=480, initializer_range=0.02))
+    layer = model.model.layers[1]
+    assert float(layer.self_attn.q_proj.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
+    for narrow in (layer.self_attn.o_proj, layer.mlp.down_proj):
+        assert float(narrow.weight.detach().std()) == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
+    assert torch.equal(layer.input_layernorm.weight, torch.ones(240))
+
+
+def test_too_many_positions_are_refused(small_model: Llama) -> None:
+    with pytest.raises(ValueError, match=r"129 positions.*max_position_embeddings=128"):
+        small_model(torch.zeros(1, 129, dtype=torch.int64))
+
+
+def test_it_compiles_as_one_graph(small_model: Llama) -> None:
+    ids = _ids()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(small_model, fullgraph=True, backend=count)
+    compiled(ids).sum().backward()
+    assert len(graphs) == 1
+    assert not any("complex" in str(node.target) for node in graphs[0].graph.nodes)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids), small_model(ids), rtol=0, atol=1e-5)

@@ -1,0 +1,126 @@
+"""Settings: command line over file over defaults, and a clear word about each mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llama_pretrain import PretrainArguments
+from llama_pretrain.options import resolve, train_parser
+from trainer_core import ConfigurationError, field_docs
+
+
+def _resolve(*words: str) -> PretrainArguments:
+    return resolve(train_parser().parse_args_strictly(words))
+
+
+def test_without_a_word_the_defaults_hold() -> None:
+    args = _resolve()
+    assert args == PretrainArguments()
+    assert (args.model, args.output_dir, args.data) == ("tiny", "runs/default", None)
+
+
+def test_command_line_beats_file_beats_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'max_steps = 7\nsave-steps = 3\nmodel = "160m"\nlr_scheduler_kwargs = {min_lr_rate = 0.2}\n'
+    )
+    args = _resolve("--config", str(path), "--max-steps", "9")
+    assert (args.max_steps, args.save_steps, args.model) == (9, 3, "160m")
+    assert args.lr_scheduler_kwargs == {"min_lr_rate": 0.2}
+    assert args.eval_steps == PretrainArguments().eval_steps
+
+
+def test_a_file_of_all_settings_reads_back(tmp_path: Path) -> None:
+    args = _resolve("--learning-rate", "1e-3", "--max-grad-norm", "none", "--data", "some/where")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(dataclasses.asdict(args)))
+    assert _resolve("--config", str(path)) == args
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--max-steps 5", "max_steps", 5),
+        ("--learning-rate=2e-4", "learning_rate", 2e-4),
+        ("--save-total-limit none", "save_total_limit", None),
+        ("--save-total-limit 3", "save_total_limit", 3),
+        ("--torch-compile", "torch_compile", True),
+        ("--no-logging-first-step", "logging_first_step", False),
+        ("--resume-from-checkpoint false", "resume_from_checkpoint", False),
+        ("--resume-from-checkpoint some/path", "resume_from_checkpoint", "some/path"),
+        ("--lr-scheduler-kwargs min_lr_rate=0.5", "lr_scheduler_kwargs", {"min_lr_rate": 0.5}),
+    ],
+)
+def test_words_become_values(words: str, name: str, value: object) -> None:
+    got = getattr(_resolve(*words.split()), name)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--max-step 5", "unknown argument '--max-step'; did you mean --max-steps?"),
+        ("--frobnicate 5", "unknown argument '--frobnicate'"),
+        ("stray", "unknown argument 'stray'"),
+        ("--max-steps five", "--max-steps: 'five' is not a whole number"),
+        ("--learning-rate fast", "--learning-rate: 'fast' is not a number"),
+        ("--lr-scheduler-kwargs half", "name=number"),
+        ("--max-steps", "--max-steps: expected one argument"),
+    ],
+)
+def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        _resolve(*words.split())
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max_step: 5", "max_step=5: is not a known setting; did you mean 'max_steps'"),
+        ("max_steps: five", "max_steps='five'"),
+        ("held_out: 1.0", "held_out=1.0"),
+        ("seed: -1", "seed=-1"),
+        ("sequence_length: 1", "sequence_length=1"),
+        ("undecodable: ignore", "undecodable='ignore'"),
+        ("streams: 0", "streams=0"),
+        ("sample_tokens: -1", "sample_tokens=-1"),
+        ("prompt: ''", "prompt=''"),
+        ("dataloader_num_workers: 2", "dataloader_num_workers=2: has no effect"),
+        ("overwrite_output_dir: true", "overwrite_output_dir=True: has no effect"),
+        ("max-steps: 5\nmax_steps: 6", "given twice"),
+        ("max_steps: [", "malformed"),
+        ("- 1", "must hold names with values"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError) as caught:
+        _resolve("--config", str(path))
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"nowhere\.toml"):
+        _resolve("--config", str(tmp_path / "nowhere.toml"))
+
+
+def test_help_has_every_option_with_its_text() -> None:
+    shown = " ".join(train_parser().format_help().split())
+    docs = field_docs(PretrainArguments)
+    for field in dataclasses.fields(PretrainArguments):
+        assert docs.get(field.name), f"{field.name} has no text"
+        flag = "--" + field.name.replace("_", "-")
+        left_out = field.name.startswith("dataloader_") or field.name == "overwrite_output_dir"
+        assert (f"{flag} " in shown or f"{flag}," in shown) != left_out, flag
+    assert "[runs/default]" in shown
+    assert "[0.002]" in shown

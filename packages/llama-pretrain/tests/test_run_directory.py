@@ -1,0 +1,94 @@
+"""The output directory belongs to one run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llama_pretrain import PretrainArguments
+from llama_pretrain.run_directory import RunDirectory
+from trainer_core import ConfigurationError
+
+SUBJECT = {"model": {"hidden_size": 64, "num_hidden_layers": 2}, "data": "abc", "tokenizer": {"name": "byte"}}
+
+
+def _begun(tmp_path: Path, **settings: object) -> tuple[RunDirectory, PretrainArguments]:
+    args = PretrainArguments(output_dir=str(tmp_path / "deep" / "run"), **settings)  # type: ignore[arg-type]
+    directory = RunDirectory(args.output_dir)
+    assert directory.begin(args, SUBJECT) == {}
+    return directory, args
+
+
+def test_a_new_directory_is_made_and_tells_its_settings(tmp_path: Path) -> None:
+    directory, args = _begun(tmp_path, max_steps=9)
+    assert sorted(path.name for path in directory.path.iterdir()) == ["config.yaml", "run.json"]
+    assert yaml.safe_load((directory.path / "config.yaml").read_text())["max_steps"] == 9
+    assert directory.arguments() == args
+
+
+def test_the_same_run_goes_on_and_changes_are_told(tmp_path: Path) -> None:
+    directory, args = _begun(tmp_path, max_steps=9)
+    assert directory.begin(args, SUBJECT) == {}
+    longer = replace(args, max_steps=20, eval_steps=7)
+    assert directory.begin(longer, SUBJECT) == {"max_steps": (9, 20), "eval_steps": (200, 7)}
+    assert directory.arguments() == longer
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "words"),
+    [
+        ({"seed": 2}, {}, ["seed=2", "begun with 1"]),
+        ({"sequence_length": 64}, {}, ["sequence_length=64", "begun with 128"]),
+        ({"learning_rate": 0.1}, {}, ["learning_rate=0.1", "begun with 0.002"]),
+        ({}, {"data": "abd"}, ["data='abd'", "begun with 'abc'"]),
+        (
+            {},
+            {"model": {"hidden_size": 64, "num_hidden_layers": 3}},
+            ["model={'num_hidden_layers': 3}", "begun with {'num_hidden_layers': 2}"],
+        ),
+        ({"resume_from_checkpoint": False}, {}, ["resume_from_checkpoint=False", "holds checkpoints"]),
+    ],
+)
+def test_another_run_is_refused_and_nothing_changes(
+    tmp_path: Path, changes: dict[str, object], subject: dict[str, object], words: list[str]
+) -> None:
+    directory, args = _begun(tmp_path)
+    (directory.path / "checkpoint-5").mkdir()
+    before = {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
+    with pytest.raises(ConfigurationError) as caught:
+        directory.begin(replace(args, **changes), SUBJECT | subject)  # type: ignore[arg-type]
+    for word in [*words, "--output-dir"]:
+        assert word in str(caught.value)
+    assert {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()} == before
+
+
+def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
+    args = PretrainArguments(output_dir=str(tmp_path))
+    (tmp_path / "thesis.tex").write_text("all of it")
+    with pytest.raises(ConfigurationError, match=r"no run of llama-pretrain \(such as 'thesis.tex'\)"):
+        RunDirectory(tmp_path).begin(args, SUBJECT)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ConfigurationError, match="is not a directory"):
+        RunDirectory(tmp_path / "thesis.tex").begin(args, SUBJECT)
+
+
+def test_a_start_that_was_killed_half_way_can_be_repeated(tmp_path: Path) -> None:
+    (tmp_path / ".run.json.partial").write_text("{")
+    args = PretrainArguments(output_dir=str(tmp_path))
+    assert RunDirectory(tmp_path).begin(args, SUBJECT) == {}
+    (tmp_path / "config.yaml").unlink()
+    assert RunDirectory(tmp_path).begin(args, SUBJECT) == {}
+    assert RunDirectory(tmp_path).arguments() == args
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    directory, args = _begun(tmp_path)
+    (directory.path / "run.json").write_text(json.dumps(SUBJECT)[:20])
+    with pytest.raises(ConfigurationError, match=r"damaged run\.json"):
+        directory.begin(args, SUBJECT)
+    with pytest.raises(ConfigurationError, match="holds no run"):
+        RunDirectory(tmp_path / "other").arguments()
