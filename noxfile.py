@@ -1,0 +1,165 @@
+"""Every check of the workspace. `uv run nox` runs all of them, `uv run nox --list` names them.
+
+Each session has an environment of its own. A `tests-<package>` session holds that package and what it
+declares, and nothing else, so an import of something undeclared fails there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import nox
+
+nox.needs_version = ">=2025.5"
+nox.options.default_venv_backend = "uv"
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+
+# The package tests run on this Python; on others with NOX_PYTHONS=3.11,3.12,3.13 uv run nox
+# One version is given as text, so that session names stay without a version.
+THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+_versions = os.environ.get("NOX_PYTHONS", THIS_PYTHON).split(",")
+PYTHONS = _versions if len(_versions) > 1 else _versions[0]
+
+# One thread a process: tests start several ranks on few cores, and sums do not depend on the machine.
+# Safe path: nothing is imported by accident from the folder a test happens to run in.
+ENV = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+
+# Packages that must work where torch is not installed.
+TORCH_FREE = {"hardware-table"}
+NO_TORCH = "import importlib.util; assert importlib.util.find_spec('torch') is None, 'torch is installed'"
+
+
+def project_table(package: str) -> dict[str, Any]:
+    """Return the [project] table of a package."""
+    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
+    table: dict[str, Any] = tomllib.loads(text)["project"]
+    return table
+
+
+def extras(package: str) -> list[str]:
+    """Return the optional dependency sets that a package declares."""
+    return sorted(project_table(package).get("optional-dependencies", {}))
+
+
+def extra_tests(package: str) -> dict[str, str]:
+    """Return {extra: folder} for each extra whose tests have a folder of their own, `tests/<extra>`."""
+    folders = {extra: f"packages/{package}/tests/{extra}" for extra in extras(package)}
+    return {extra: folder for extra, folder in folders.items() if (ROOT / folder).is_dir()}
+
+
+def install_package(session: nox.Session, package: str, extra: str = "") -> None:
+    """Install one package of the workspace with its test tools; siblings come in only if it declares them."""
+    here = f"packages/{package}"
+    target = f"./{here}[{extra}]" if extra else f"./{here}"
+    # Reinstall: with a reused environment (nox -r) uv would keep yesterday's copy of the package.
+    session.install("--reinstall-package", package, target, "--group", f"{here}/pyproject.toml:test")
+
+
+def install_everything(session: nox.Session, group: str) -> None:
+    """Install all packages of the workspace with all their extras, and a dependency group of the root."""
+    targets = [f"./packages/{p}[{','.join(extras(p))}]" if extras(p) else f"./packages/{p}" for p in PACKAGES]
+    session.install(*(part for target in targets for part in ("-e", target)), "--group", group)
+
+
+def add_package_sessions(package: str) -> None:
+    """Define `tests-<package>`, and one `tests-<package>-<extra>` for each extra with a test folder."""
+    with_extra = extra_tests(package)
+
+    def tests(session: nox.Session) -> None:
+        install_package(session, package)
+        if package in TORCH_FREE:
+            session.run("python", "-c", NO_TORCH)
+        ignored = [f"--ignore={folder}" for folder in with_extra.values()]
+        session.run("pytest", f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
+        if not session.posargs:
+            session.run("pytest", "--markdown-docs", f"packages/{package}/README.md", env=ENV)
+
+    tests.__doc__ = f"Test {package} with nothing but what it declares."
+    nox.session(name=f"tests-{package}", python=PYTHONS)(tests)
+
+    for extra, folder in with_extra.items():
+        add_extra_session(package, extra, folder)
+
+
+def add_extra_session(package: str, extra: str, folder: str) -> None:
+    """Define `tests-<package>-<extra>`."""
+
+    def tests(session: nox.Session) -> None:
+        install_package(session, package, extra)
+        session.run("pytest", folder, *session.posargs, env=ENV)
+
+    tests.__doc__ = f"Test the `{extra}` extra of {package}."
+    nox.session(name=f"tests-{package}-{extra}", python=PYTHONS)(tests)
+
+
+for _package in PACKAGES:
+    add_package_sessions(_package)
+
+
+@nox.session
+def workspace(session: nox.Session) -> None:
+    """Test what holds for the repository as a whole."""
+    session.install("--group", "test")
+    session.run("pytest", "tests/workspace", *session.posargs, env=ENV)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format."""
+    session.install("--group", "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of all packages, strictly."""
+    install_everything(session, "types")
+    session.run("mypy", "--strict", *(f"packages/{package}/src" for package in PACKAGES))
+
+
+@nox.session
+def contracts(session: nox.Session) -> None:
+    """Check that imports point downwards and that only a package itself imports its submodules."""
+    session.install("--group", "guards")
+    sources = os.pathsep.join(str(ROOT / "packages" / package / "src") for package in PACKAGES)
+    session.run("lint-imports", env={"PYTHONPATH": sources})
+
+
+@nox.session
+def dependencies(session: nox.Session) -> None:
+    """Check that each package declares what it imports, and imports what it declares."""
+    install_everything(session, "guards")
+    for package in PACKAGES:
+        with session.chdir(ROOT / "packages" / package):
+            session.run("deptry", "src")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/, check it, and run the code blocks of the guides."""
+    session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "docs")
+    session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("pytest", "tests/docs", env=ENV)
+    session.run("pytest", "--markdown-docs", "docs", env=ENV)
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build all packages, install the wheels, and use them as a stranger would."""
+    dist = Path(session.create_tmp()) / "dist"
+    session.run_install(
+        "uv", "build", "-q", "--all-packages", "--no-sources", "--clear", "-o", str(dist), external=True
+    )
+    built = sorted(map(str, dist.glob("*.whl")))
+    if len(built) != len(PACKAGES):
+        session.error(f"{len(PACKAGES)} packages gave {len(built)} wheels: {built}")
+    session.install("--no-sources", *built)
+    session.run("python", "-I", "tests/wheels/check_installed.py", *PACKAGES)

@@ -1,0 +1,99 @@
+"""The built documentation, in site/: complete, and readable with no other host in reach."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Package
+
+SITE = Path(__file__).parents[2] / "site"
+
+# A browser fetches these on its own; a link in the text waits for the reader.
+FETCHED = {
+    "audio": ("src",),
+    "embed": ("src",),
+    "iframe": ("src",),
+    "image": ("href", "xlink:href"),
+    "img": ("src", "srcset"),
+    "input": ("src",),
+    "link": ("href",),
+    "object": ("data",),
+    "script": ("src",),
+    "source": ("src", "srcset"),
+    "track": ("src",),
+    "use": ("href", "xlink:href"),
+    "video": ("src", "poster"),
+}
+OUTSIDE = re.compile(r"^\s*(?:[a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
+OUTSIDE_IN_STYLE = re.compile(
+    r"""(?:url\(|@import)\s*["']?\s*((?:[a-z][a-z0-9+.-]*:)?//[^"')\s]+)""", re.IGNORECASE
+)
+
+
+class Page(HTMLParser):
+    """Collects what a browser would fetch from other hosts to show a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if value and name in FETCHED.get(tag, ()) and OUTSIDE.match(value):
+                self.outside.append(f"<{tag} {name}={value}>")
+            if value and name == "style":
+                self.outside.extend(OUTSIDE_IN_STYLE.findall(value))
+
+
+def fetched_from_outside(html: str) -> list[str]:
+    """Return what a page, its style blocks included, would fetch from other hosts."""
+    page = Page()
+    page.feed(html)
+    return page.outside + OUTSIDE_IN_STYLE.findall(html)
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    """Return {path in the site: HTML}."""
+    assert (SITE / "index.html").is_file(), "build the site first: uv run nox -s docs"
+    return {str(path.relative_to(SITE)): path.read_text(encoding="utf-8") for path in SITE.rglob("*.html")}
+
+
+def test_no_page_fetches_from_another_host(pages: dict[str, str]) -> None:
+    assert not {path: found for path, html in pages.items() if (found := fetched_from_outside(html))}
+
+
+def test_no_style_fetches_from_another_host() -> None:
+    styles = list(SITE.rglob("*.css"))
+    assert styles
+    assert not {path: found for path in styles if (found := OUTSIDE_IN_STYLE.findall(path.read_text()))}
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<script src="https://host.example/a.js"></script>',
+        '<link rel="stylesheet" href="//host.example/a.css">',
+        "<style>@import 'https://host.example/a.css'</style>",
+        '<p style="background: url(https://host.example/a.png)">',
+    ],
+)
+def test_a_fetch_from_another_host_is_seen(html: str) -> None:
+    assert fetched_from_outside(html)
+
+
+def test_pages_of_a_package(package: Package, pages: dict[str, str]) -> None:
+    assert f"pip install {package.name}" in pages[f"packages/{package.name}.html"]
+    reference = pages[f"api/{package.name}.html"]
+    undocumented = [
+        name
+        for name in package.public_names()
+        if not name.startswith("_") and f'id="{package.module}.{name}"' not in reference
+    ]
+    assert not undocumented, f"the reference of {package.name} leaves out {undocumented}"
