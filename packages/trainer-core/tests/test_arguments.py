@@ -32,6 +32,8 @@ BAD = [
     ({"peak_hardware_flops": 0.0}, "peak_hardware_flops"),
     ({"lr_scheduler_type": "cos"}, "lr_scheduler_type='cos'.*'cosine'"),
     ({"adam_beta2": 1.0}, "adam_beta2"),
+    ({"num_train_epochs": float("inf")}, "num_train_epochs=inf"),
+    ({"lr_scheduler_kwargs": {"min_lr": 0.1}}, "lr_scheduler_kwargs.*min_lr, which 'linear'"),
     ({"speed_metrics_start_step": -1}, "speed_metrics_start_step"),
 ]
 
@@ -60,6 +62,7 @@ def test_every_field_is_documented() -> None:
     [
         ("run.yaml", "learning_rate: 3e-4\nmax_steps: 10\n"),
         ("run.yml", "learning_rate: 0.0003\nmax_steps: 10\n"),
+        ("run.yaml", "learning_rate: 3E-4\nmax_steps: 10\nsave_strategy: no\n"),
         ("run.toml", "learning_rate = 3e-4\nmax_steps = 10\n"),
     ],
 )

@@ -98,8 +98,6 @@ def test_what_needs_the_length_says_so(make_trainer: Callable[..., Trainer]) -> 
         make_trainer(loader=Unsized(), num_train_epochs=1.5).train()
     with pytest.raises(ConfigurationError, match=r"lr_scheduler_type='cosine'.*set max_steps"):
         make_trainer(loader=Unsized(), num_train_epochs=1).train()
-    with pytest.raises(ConfigurationError, match="lr_scheduler_kwargs"):
-        make_trainer(lr_scheduler_kwargs={"min_lr": 0.1}).train()
 
 
 def test_empty_data_is_an_error_and_not_an_endless_loop(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -114,6 +115,12 @@ class PackedDocuments(IterableDataset[dict[str, torch.Tensor]]):
             (place.document - number) // self.streams for number, place in enumerate(self._cursor.places)
         )
         return finished / len(self.source)
+
+    def reader(self, epoch: int = 0) -> PackedDocuments:
+        """The same rows with a position of their own, at the start of an epoch."""
+        other = copy.copy(self)
+        other._move(other._start(epoch))
+        return other
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, or do nothing when the cursor is in that epoch already.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
@@ -13,6 +14,8 @@ from .table import ProgressTable, render_summary
 
 if TYPE_CHECKING:
     from tqdm import tqdm  # type: ignore[import-untyped]
+
+_logger = logging.getLogger("perf_metrics")
 
 OutputStream: TypeAlias = Literal["stdout", "stderr"] | TextIO | None
 
@@ -54,6 +57,7 @@ class ProgressCallback:
         self._final_columns = merge_columns(FINAL_METRICS, final_metrics)
         self._table = ProgressTable(merge_columns(STEP_COLUMNS, step_columns), header_interval)
         self._bar: tqdm[object] | None = None
+        self._reader_gone = False
 
     def on_train_begin(self, args: object, state: ProgressState, control: object, **_: object) -> None:
         """Open the bar, at the step where the run goes on."""
@@ -116,13 +120,20 @@ class ProgressCallback:
             self._bar = None
 
     def _print(self, lines: list[str]) -> None:
+        """Write lines; a reader that has gone (`| head`, a closed terminal) ends the display, not the run."""
+        if self._reader_gone:
+            return
         stream = self._stream()
         text = "\n".join(lines)
-        if self._bar is not None:
-            self._bar.write(text, file=stream)
-        else:
-            print(text, file=stream)
-        stream.flush()
+        try:
+            if self._bar is not None:
+                self._bar.write(text, file=stream)
+            else:
+                print(text, file=stream)
+            stream.flush()
+        except BrokenPipeError:
+            self._reader_gone = True
+            _logger.warning("nobody reads the progress display any more; the run goes on without it")
 
     def _stream(self) -> TextIO:
         # Looked up at each write: tests, notebooks and loggers replace the standard streams.

@@ -93,6 +93,6 @@ class Actions:
             control.should_evaluate = False
             self.evaluate(run.evaluation)
         wanted = save or control.should_save
+        control.should_save = False
         if wanted and run.saved_step != run.state.global_step and not control.should_abort_without_save:
-            control.should_save = False
             self.save()

@@ -13,7 +13,14 @@ from . import rules
 from .errors import ConfigurationError
 
 STRATEGIES = ("no", "steps", "epoch")
-SCHEDULES = ("linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup")
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": (),
+    "cosine_with_min_lr": ("min_lr_rate",),
+    "constant": (),
+    "constant_with_warmup": (),
+}
+"""Names of the learning-rate schedules, with the options of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +140,7 @@ class MinimalTrainingArguments:
         self._check_compile()
 
     def _check_length(self) -> None:
-        if not rules.is_number(self.num_train_epochs):
-            raise ConfigurationError(
-                "num_train_epochs", self.num_train_epochs, "must be a number", "set a number"
-            )
+        rules.within("num_train_epochs", self.num_train_epochs, -1e9, 1e9)
         if self.num_train_epochs < 0 and self.max_steps < 0:
             raise ConfigurationError(
                 "num_train_epochs",
@@ -165,6 +169,14 @@ class MinimalTrainingArguments:
         rules.within("adam_beta2", self.adam_beta2, 0.0, 1.0 - 1e-9)
         rules.within("adam_epsilon", self.adam_epsilon, 0.0, 1.0)
         rules.one_of("lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
+        unknown = sorted(set(self.lr_scheduler_kwargs) - set(SCHEDULES[self.lr_scheduler_type]))
+        if unknown:
+            raise ConfigurationError(
+                "lr_scheduler_kwargs",
+                self.lr_scheduler_kwargs,
+                f"holds {', '.join(unknown)}, which {self.lr_scheduler_type!r} does not have",
+                "take it out",
+            )
         if self.max_grad_norm is not None:
             rules.within("max_grad_norm", self.max_grad_norm, 0.0, 1e9)
         if self.warmup_steps and self.lr_scheduler_type == "constant":
@@ -228,7 +240,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
         """Name of the dtype in which matrix products run, as the peak tables name it."""
         if self.mixed_precision == "bf16":
             return "bf16"
-        return "tf32" if self.float32_matmul_precision == "high" else "fp32"
+        return "tf32" if self.float32_matmul_precision in ("high", "medium") else "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)

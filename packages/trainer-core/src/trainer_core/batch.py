@@ -84,4 +84,4 @@ def _input_tokens(batch: Batch, labels: Tensor) -> Tensor:
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == labels.shape:
         return mask.sum(dtype=torch.int64)
-    return torch.tensor(labels.numel(), dtype=torch.int64, device=labels.device)
+    return torch.full((), labels.numel(), dtype=torch.int64, device=labels.device)

@@ -51,6 +51,11 @@ class CallbackHandler:
         for callback in callbacks:
             self.add(callback)
 
+    def begin_run(self) -> None:
+        """Forget what was asked for, and by whom, before."""
+        self.control = TrainerControl()
+        self.stop_cause = None
+
     def add(self, callback: object) -> object:
         """Add a callback, or an instance of a callback class.
 

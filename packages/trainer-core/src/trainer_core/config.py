@@ -155,9 +155,17 @@ def _type_name(kind: object) -> str:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Reads `3e-4` and `1e6` as numbers, as YAML 1.2 and TOML do."""
+    """Reads `3e-4` as a number and `no` as text, as YAML 1.2 does."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),

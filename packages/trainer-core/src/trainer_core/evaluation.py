@@ -9,6 +9,9 @@ from itertools import islice
 from typing import NamedTuple, cast
 
 import torch
+from torch import nn
+
+from checkpoint_core import RNGState
 
 from .arguments import TrainingArguments
 from .batch import Batch, labels_of
@@ -46,7 +49,7 @@ def evaluate(
     """
     limit = args.max_eval_steps if args.max_eval_steps > 0 else None
     sums = torch.zeros(3, dtype=torch.float64, device=parallel.device)
-    with _undisturbed(parallel):
+    with _undisturbed(parallel.model):
         for batch in islice(cast(Iterable[Batch], loader), limit):
             sums[0] += parallel.forward(batch, loss, args)
             sums[1] += loss.count(labels_of(batch))
@@ -66,43 +69,33 @@ class EvaluationData:
     """Gives the evaluation set from its beginning, as often as asked.
 
     Args:
-        make: Builds the loader; called for each evaluation of a dataset, once for a ready-made loader.
-        rewindable: Whether the loader keeps a position that must be set back.
+        make: Gives the loader.
+        beginning: State to set it back to first, for a ready-made loader that keeps a position.
     """
 
-    def __init__(self, make: Callable[[], object], *, rewindable: bool) -> None:
+    def __init__(self, make: Callable[[], object], beginning: object | None = None) -> None:
         self._make = make
-        self._loader = make() if rewindable else None
-        self._beginning = self._position()
+        self._beginning = beginning
 
     def fresh(self) -> object:
         """A loader at the beginning of the set."""
-        if self._loader is None:
-            return self._make()
+        loader = self._make()
         if self._beginning is not None:
-            self._loader.load_state_dict(copy.deepcopy(self._beginning))  # type: ignore[attr-defined]
-        return self._loader
-
-    def _position(self) -> object | None:
-        if self._loader is None or not hasattr(self._loader, "load_state_dict"):
-            return None
-        position: object = self._loader.state_dict()  # type: ignore[attr-defined]
-        return copy.deepcopy(position)
+            loader.load_state_dict(copy.deepcopy(self._beginning))  # type: ignore[attr-defined]
+        return loader
 
 
 @contextmanager
-def _undisturbed(parallel: Parallelism) -> Iterator[None]:
-    """Evaluation mode without gradients; mode and random generators are put back."""
-    model = parallel.model
-    was_training = model.training
-    devices = [] if parallel.device.type == "cpu" else [parallel.device]
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; the mode of every module and all random generators are put back."""
+    modes = {module: module.training for module in model.modules()}
+    generators = RNGState()
+    before = generators.state_dict()
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices, device_type=_fork_type(parallel.device)):
+        with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
-
-
-def _fork_type(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type
+        generators.load_state_dict(before)
+        for module, training in modes.items():
+            module.training = training

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from types import FrameType, TracebackType
 
@@ -12,6 +11,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class InterruptGuard:
     """Remembers the first interrupt; a second one stops at once.
+
+    Nothing is printed here: the terminal may be gone, and a handler runs in the midst of anything.
 
     Committed checkpoints survive either way. Outside the main thread Python delivers no signals, and
     the guard does nothing.
@@ -38,8 +39,3 @@ class InterruptGuard:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
-        print(
-            f"\n{self.received.name}: finishing this step, then saving; once more to stop at once.",
-            file=sys.stderr,
-            flush=True,
-        )

@@ -118,7 +118,8 @@ class Interval:
         totals.flos += flos
         totals.updates += sums.updates
         totals.grad_norm_square_sum += square_sum
-        totals.grad_norm_max = max(totals.grad_norm_max, largest)
+        # Written so that a norm that is not a number shows.
+        totals.grad_norm_max = totals.grad_norm_max if largest <= totals.grad_norm_max else largest
         state.num_target_tokens_seen += int(target)
         state.num_input_tokens_seen += int(inputs)
         state.total_flos += flos

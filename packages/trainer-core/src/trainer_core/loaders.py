@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable
 from typing import cast
 
-import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from dataloader_dispatch import PackedDocuments, PackedLoader, build_loader
@@ -22,10 +22,10 @@ def train_loader(
     data: object, args: TrainingArguments, parallel: Parallelism, collator: Collator | None
 ) -> object:
     """This rank's batches of the training data."""
+    if isinstance(data, PackedDocuments):
+        data = PackedLoader(data, args.per_device_train_batch_size)
     if is_loader(data):
         return parallel.wrap_loader(data)
-    if isinstance(data, PackedDocuments):
-        return parallel.wrap_loader(PackedLoader(data, args.per_device_train_batch_size))
     loader = build_loader(
         cast("Dataset[object]", data),
         args.per_device_train_batch_size,
@@ -45,11 +45,13 @@ def evaluation_data(
     data: object, args: TrainingArguments, parallel: Parallelism, collator: Collator | None
 ) -> EvaluationData:
     """This rank's batches of the evaluation data, in order."""
-    loader = (
-        PackedLoader(data, args.per_device_eval_batch_size) if isinstance(data, PackedDocuments) else data
-    )
-    if is_loader(loader):
-        return EvaluationData(lambda: parallel.wrap_loader(loader), rewindable=True)
+    packed = data.dataset if isinstance(data, PackedLoader) else data
+    if isinstance(packed, PackedDocuments):
+        size = data.batch_size if isinstance(data, PackedLoader) else args.per_device_eval_batch_size
+        return EvaluationData(lambda: parallel.wrap_loader(PackedLoader(packed.reader(), size)))
+    if is_loader(data):
+        loader = parallel.wrap_loader(data)
+        return EvaluationData(lambda: loader, beginning=position_of(loader))
 
     def make() -> object:
         loader = build_loader(
@@ -61,12 +63,20 @@ def evaluation_data(
         )
         return parallel.wrap_loader(loader)
 
-    return EvaluationData(make, rewindable=False)
+    return EvaluationData(make)
 
 
 def is_loader(data: object) -> bool:
     """Whether this yields batches already: it is iterable and tells its `batch_size`."""
     return hasattr(data, "__iter__") and hasattr(data, "batch_size")
+
+
+def position_of(loader: object) -> object | None:
+    """A copy of a loader's state, if it keeps one."""
+    if not hasattr(loader, "load_state_dict") or not hasattr(loader, "state_dict"):
+        return None
+    position: object = loader.state_dict()
+    return copy.deepcopy(position)
 
 
 def enter_epoch(loader: object, epoch: int) -> None:
@@ -86,15 +96,6 @@ def epoch_of(loader: object) -> int | None:
 def epoch_progress_of(loader: object) -> float:
     """The share of its epoch that a loader says is done; 0 if it does not say."""
     return float(getattr(loader, "epoch_progress", 0.0))
-
-
-def start_iterating(loader: object) -> Iterator[Batch]:
-    """Begin or go on with an epoch, leaving the random generators as they are.
-
-    torch's loaders draw a seed when their iterator is made; a resumed run makes one more of them.
-    """
-    with torch.random.fork_rng(devices=[]):
-        return iter(cast("Iterator[Batch]", loader))
 
 
 def _pin(args: TrainingArguments, parallel: Parallelism) -> bool:

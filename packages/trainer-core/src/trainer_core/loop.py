@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
+
+from dist_env import get_logger
 
 from .actions import Actions
 from .batch import Batch, Window, next_window
 from .errors import DataError
 from .interrupt import InterruptGuard
-from .loaders import enter_epoch, start_iterating
+from .loaders import enter_epoch, epoch_of
 from .run import Run
 from .state import StopCause, TrainOutput
+
+logger = get_logger(__name__)
 
 
 class TrainingLoop:
@@ -32,21 +39,25 @@ class TrainingLoop:
         """Train, save and sum up."""
         run = self.run
         run.parallel.model.train()
+        run.parallel.zero_grad()
         run.meter.start()
         run.speed.begin(run.state)
         run.events.fire("on_train_begin")
+        if (epoch_of(run.loader) or 0) > run.state.raw_epoch:
+            self._close_epoch()  # the checkpoint is of the last step of an epoch, and the loader has moved on
         while not self._run_is_over():
             self._train_epoch()
         self.actions.after_run()
         metrics = run.speed.summary(run.state)
-        self.actions.log(dict(metrics))
+        if "train_runtime" in metrics:
+            self.actions.log(dict(metrics))
         run.events.fire("on_train_end")
         return TrainOutput(run.state.global_step, metrics)
 
     def _train_epoch(self) -> None:
         run = self.run
         enter_epoch(run.loader, run.state.raw_epoch)
-        batches = start_iterating(run.loader)
+        batches = iter(cast(Iterable[Batch], run.loader))
         control = run.events.control
         control.should_epoch_stop = False
         run.events.fire("on_epoch_begin")
@@ -99,7 +110,7 @@ class TrainingLoop:
             raise RuntimeError("the optimizer is built before the first step")
         run.learning_rate = float(run.optimizer.param_groups[0]["lr"])
         run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
+        run.parallel.zero_grad()
         run.events.fire("on_optimizer_step")
         if run.scheduler is not None:
             run.scheduler.step()
@@ -113,10 +124,12 @@ class TrainingLoop:
             self._saw_empty_epoch = True
             return
         self._saw_empty_epoch = False
-        self.actions.after_epoch()
+        # Counters and loader move first, so that a checkpoint made here begins with the next epoch.
         state.raw_epoch += 1
         state.epoch_start_step = state.global_step
+        enter_epoch(run.loader, state.raw_epoch)
         run.update_epoch()
+        self.actions.after_epoch()
 
     def _run_is_over(self) -> bool:
         state, control = self.run.state, self.run.events.control
@@ -130,7 +143,7 @@ class TrainingLoop:
         events, received = self.run.events, self.interrupt.received
         if not self.run.parallel.any([received is not None])[0] or events.control.should_training_stop:
             return
+        name = received.name if received else "a signal on another rank"
+        logger.warning("%s: saving, then stopping; once more to stop at once", name)
         events.control.should_training_stop = True
-        events.stop_cause = StopCause(
-            received.name if received else "a signal on another rank", "signal", False
-        )
+        events.stop_cause = StopCause(name, "signal", aborted=False)

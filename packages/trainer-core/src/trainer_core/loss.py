@@ -93,7 +93,9 @@ class MeanLoss:
         return self._count(labels)
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean times count; 0 where nothing counts, since the mean of nothing is not a number."""
+        """Mean times count; 0 with a gradient of 0 where nothing counts, as such a mean is not a number."""
         counted = self._count(labels)
-        mean = self.function(logits, labels).float()
+        # Both ends are replaced: the function's own gradient is not a number there either.
+        safe = torch.where(counted > 0, logits, torch.zeros_like(logits))
+        mean = self.function(safe, labels).float()
         return torch.where(counted > 0, mean * counted, torch.zeros_like(mean))

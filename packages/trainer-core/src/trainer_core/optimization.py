@@ -52,9 +52,8 @@ def build_schedule(args: MinimalTrainingArguments, optimizer: Optimizer, total: 
         total: Optimizer steps of the run; -1 when unknown.
 
     Raises:
-        ConfigurationError: If the schedule needs the total and it is unknown, or an option is unknown.
+        ConfigurationError: If the schedule needs the total and it is unknown.
     """
-    options = dict(args.lr_scheduler_kwargs)
     name = args.lr_scheduler_type
     if name in ("constant", "constant_with_warmup"):
         factor = partial(_warmed_up, warmup=args.warmup_steps, after=lambda step: 1.0)
@@ -66,14 +65,10 @@ def build_schedule(args: MinimalTrainingArguments, optimizer: Optimizer, total: 
                 "needs to know where the run ends, and this data cannot tell",
                 "set max_steps, or use constant_with_warmup",
             )
-        floor = options.pop("min_lr_rate", 0.1) if name == "cosine_with_min_lr" else 0.0
+        floor = args.lr_scheduler_kwargs.get("min_lr_rate", 0.1) if name == "cosine_with_min_lr" else 0.0
         shape = _linear if name == "linear" else _cosine
         decay = partial(_decay, shape=shape, start=args.warmup_steps, end=total, floor=floor)
         factor = partial(_warmed_up, warmup=args.warmup_steps, after=decay)
-    if options:
-        raise ConfigurationError(
-            "lr_scheduler_kwargs", options, f"holds options that {name!r} does not have", "take them out"
-        )
     return LambdaLR(optimizer, factor)
 
 

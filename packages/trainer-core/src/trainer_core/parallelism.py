@@ -126,6 +126,10 @@ class Parallelism(ABC):
         torch.autograd.backward(total / denominator)
         return total.detach()
 
+    def zero_grad(self) -> None:
+        """Drop every gradient, also those of parameters that no optimizer steps."""
+        self.unwrapped_model().zero_grad(set_to_none=True)
+
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Measure the gradient's 2-norm, and scale the gradient down to `max_norm` if it is longer.
 

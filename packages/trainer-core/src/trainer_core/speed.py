@@ -61,9 +61,9 @@ class RunSpeed:
         }
         if state.total_flos > 0:
             metrics["total_flops"] = state.total_flos
-        if self._mark is None or self.net_seconds <= 0:
+        steps = 0 if self._mark is None else state.global_step - self._mark.step
+        if self._mark is None or steps <= 0 or self.net_seconds <= 0:
             return metrics
-        steps = max(0, state.global_step - self._mark.step)
         flos = state.total_flos - self._mark.flos
         metrics |= {
             "train_runtime": round(self.net_seconds, 3),

@@ -15,7 +15,7 @@ from perf_metrics import DefaultMetrics, ProgressCallback, ThroughputMeter, devi
 from .actions import Actions
 from .arguments import TrainingArguments
 from .callbacks import CallbackHandler
-from .checkpointing import RunComponents, RunProgress, build_manager, resume
+from .checkpointing import RunComponents, RunProgress, build_manager, load, resume
 from .config import arguments_from_dict
 from .errors import ConfigurationError, DataError
 from .interrupt import InterruptGuard
@@ -36,7 +36,8 @@ from .state import StopCause, TrainerState, TrainOutput
 class Trainer:
     """Trains a model: one loop, whatever the parallelism.
 
-    Everything is built once, at the first `train`, `evaluate`, `save_model` or `load_checkpoint`.
+    Everything is built once, at the first call that needs it. Only `train` goes on from a checkpoint by
+    itself; call `load_checkpoint` to evaluate or save another state.
 
     Args:
         args: The arguments, or a dict of them.
@@ -90,6 +91,7 @@ class Trainer:
         chosen = self.default_callbacks(self.args) if callbacks is None else callbacks
         self._events = CallbackHandler(chosen, self.args, self.state)
         self._prepared: Run | None = None
+        self._resumed = False
 
     @staticmethod
     def default_callbacks(args: TrainingArguments) -> list[object]:
@@ -110,7 +112,11 @@ class Trainer:
         """
         if self._train_data is None:
             raise DataError("train() needs train_dataset; give one to the Trainer")
+        self._events.begin_run()
         run = self._prepare()
+        if not self._resumed:
+            resume(run)
+            self._resumed = True
         with matmul_precision(self.args), InterruptGuard() as interrupt:
             return TrainingLoop(run, Actions(run), interrupt).train()
 
@@ -142,6 +148,18 @@ class Trainer:
     def save_checkpoint(self) -> None:
         """Save everything that a run needs to go on."""
         Actions(self._prepare()).save()
+
+    def load_checkpoint(self, path: str | None = None) -> bool:
+        """Go to the state of the checkpoint at `path`, or of the newest one in the output directory.
+
+        Returns:
+            Whether there was one to load.
+
+        Raises:
+            checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it.
+        """
+        self._resumed = load(self._prepare(), path) is not None
+        return self._resumed
 
     def add_callback(self, callback: object) -> None:
         """Add a callback, or an instance of a callback class."""
@@ -204,7 +222,11 @@ class Trainer:
         speed = RunSpeed(args.speed_metrics_start_step, self._samples_per_step())
         interval = Interval(parallel, state, meter, speed)
         components = RunComponents(
-            parallel, RunProgress(state, interval), optimizer=optimizer, scheduler=scheduler, dataset=loader
+            parallel,
+            RunProgress(state, interval, speed.samples_per_step),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            dataset=loader,
         )
         run = Run(
             args=args,
@@ -222,7 +244,6 @@ class Trainer:
             scheduler=scheduler,
         )
         self._share_with_callbacks(run)
-        resume(run)
         return run
 
     def _build_optimizer(self) -> tuple[Optimizer, LRScheduler]:
@@ -299,10 +320,11 @@ def _check_data(args: TrainingArguments, train_data: object, eval_data: object) 
             "needs an eval_dataset",
             "give one, or set eval_strategy='no'",
         )
-    if is_loader(train_data) and getattr(train_data, "batch_size", None) != args.per_device_train_batch_size:
+    size = getattr(train_data, "batch_size", None) if is_loader(train_data) else None
+    if size is not None and size != args.per_device_train_batch_size:
         raise ConfigurationError(
             "per_device_train_batch_size",
             args.per_device_train_batch_size,
-            f"differs from the batch size of the loader given, {getattr(train_data, 'batch_size', None)}",
+            f"differs from the batch size of the loader given, {size}",
             "set both to the same number",
         )
