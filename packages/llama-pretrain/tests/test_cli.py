@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_pretrain import PretrainArguments, load_pretrained, preset
+from llama_pretrain import LlamaConfig, PretrainArguments, load_pretrained, preset
 from llama_pretrain.cli import main
 
 STEPS = 60
@@ -66,6 +66,13 @@ def _entries(output: Path) -> list[dict[str, float]]:
 
 def _curve(output: Path, key: str) -> dict[int, float]:
     return {int(entry["global_step"]): entry[key] for entry in _entries(output) if key in entry}
+
+
+def _result(capsys: pytest.CaptureFixture[str]) -> str:
+    """What `eval` has found out: count of tokens and loss, without the time it took."""
+    lines = capsys.readouterr().out.splitlines()
+    scored = next(line.partition(" tokens")[0] for line in lines if line.startswith("scored"))
+    return f"{scored}; {next(line for line in lines if line.startswith('loss'))}"
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +164,35 @@ def test_eval_gives_the_figure_of_the_run(work: Path, capsys: pytest.CaptureFixt
     last = _curve(work / "whole", "eval_loss")[60]
     assert f"loss        {last:.4f} nats per byte" in capsys.readouterr().out
     checkpoint = str(work / "whole" / "checkpoint-60")
-    words = ["--checkpoint", checkpoint, "--data", str(work / "data"), "--sequence-length", "64"]
-    assert main(["eval", *words]) == 0
-    assert "nats per byte" in capsys.readouterr().out
+    words = ["eval", "--checkpoint", checkpoint, "--data", str(work / "data")]
+    assert main([*words, "--sequence-length", "64"]) == 0
+    as_in_the_run = _result(capsys)
+    assert "nats per byte" in as_in_the_run
+    assert main(words) == 0
+    assert _result(capsys) == as_in_the_run
+
+
+def test_eval_takes_rows_of_another_length(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", "--output-dir", str(work / "whole")]
+    assert main([*words, "--sequence-length", "32"]) == 0
+    shorter = _result(capsys)
+    assert main(words) == 0
+    assert _result(capsys) != shorter
+
+
+def test_eval_of_a_model_of_no_run_fills_its_positions(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = work / "copy"
+    assert main(["export", str(target), "--output-dir", str(work / "whole")]) == 0
+    capsys.readouterr()
+    words = ["eval", "--checkpoint", str(target), "--data", str(work / "data")]
+    results = {}
+    for positions, more in ((1024, []), (2048, []), (2048, ["--sequence-length", "1024"]), (96, [])):
+        replace(LlamaConfig.load(target), max_position_embeddings=positions).save(target)
+        assert main([*words, *more]) == 0
+        results[positions, bool(more)] = _result(capsys)
+    assert results[1024, False] == results[2048, False] == results[2048, True] != results[96, False]
 
 
 def test_a_directory_with_weights_is_trained_on(work: Path) -> None:
@@ -217,6 +250,10 @@ def test_export_is_a_hugging_face_directory(work: Path, capsys: pytest.CaptureFi
         ("--output-dir {work}/whole --model tiny", "was begun with {'hidden_size': 32"),
         ("--output-dir /proc/nowhere", "/proc/nowhere"),
         ("--mixed-precision fp64", "mixed_precision='fp64'"),
+        ("--lr-scheduler-kwargs half=2", "lr_scheduler_kwargs="),
+        ("--num-train-epochs nan", "num_train_epochs=nan"),
+        ("--num-train-epochs inf", "num_train_epochs=inf"),
+        ("--max-steps -1 --num-train-epochs 1", "set max_steps"),
         ("--resume-from-checkpoint {work}/data", "is no checkpoint"),
     ],
 )
@@ -291,6 +328,16 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
         ("generate --output-dir {work}/whole --max-new-tokens 5000", "the model has 1024"),
         ("export {work}/out --output-dir {work}/whole --dtype int4", "dtype='int4'"),
         ("eval --checkpoint {work}/whole/checkpoint-60", "--data"),
+        (
+            "eval --checkpoint {work}/whole/checkpoint-60 --data {work}/data --sequence-length 1025",
+            "needs 1025 positions, the model in",
+        ),
+        (
+            "eval --output-dir {work}/whole --data {work}/data --sequence-length 1025",
+            "max_position_embeddings=1024",
+        ),
+        ("eval --output-dir {work}/whole --sequence-length 1025", "max_position_embeddings=1024"),
+        ("eval --output-dir {work}/whole --sequence-length 1", "sequence_length=1"),
     ],
 )
 def test_mistakes_of_the_other_commands(

@@ -45,8 +45,11 @@ def test_the_end_token_is_kept_and_fills_up(small_model: Llama) -> None:
 def test_nothing_new_and_the_mode_is_put_back(small_model: Llama) -> None:
     assert torch.equal(generate(small_model, PROMPT, max_new_tokens=0), PROMPT)
     small_model.train()
+    small_model.model.layers[1].eval()
+    before = {name: module.training for name, module in small_model.named_modules()}
     generate(small_model, PROMPT, max_new_tokens=2)
-    assert small_model.training
+    assert {name: module.training for name, module in small_model.named_modules()} == before
+    assert set(before.values()) == {True, False}
 
 
 @pytest.mark.parametrize(

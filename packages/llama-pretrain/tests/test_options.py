@@ -34,6 +34,24 @@ def test_command_line_beats_file_beats_defaults(tmp_path: Path) -> None:
     assert args.eval_steps == PretrainArguments().eval_steps
 
 
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"])
+def test_every_schedule_goes_with_the_defaults(name: str) -> None:
+    args = _resolve("--lr-scheduler-type", name)
+    assert (args.lr_scheduler_type, args.lr_scheduler_kwargs, args.warmup_steps) == (name, {}, 40)
+
+
+def test_a_constant_rate_has_no_warmup_unless_one_was_asked_for(tmp_path: Path) -> None:
+    assert _resolve("--lr-scheduler-type", "constant").warmup_steps == 0
+    path = tmp_path / "run.toml"
+    path.write_text('lr_scheduler_type = "constant"')
+    assert _resolve("--config", str(path)).warmup_steps == 0
+    with pytest.raises(ConfigurationError, match=r"warmup_steps=40: .*constant"):
+        _resolve("--config", str(path), "--warmup-steps", "40")
+    path.write_text("warmup-steps = 7")
+    with pytest.raises(ConfigurationError, match=r"warmup_steps=7: .*constant"):
+        _resolve("--config", str(path), "--lr-scheduler-type", "constant")
+
+
 def test_a_file_of_all_settings_reads_back(tmp_path: Path) -> None:
     args = _resolve("--learning-rate", "1e-3", "--max-grad-norm", "none", "--data", "some/where")
     path = tmp_path / "config.yaml"

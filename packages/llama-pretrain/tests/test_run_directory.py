@@ -32,10 +32,26 @@ def test_a_new_directory_is_made_and_tells_its_settings(tmp_path: Path) -> None:
 
 def test_the_same_run_goes_on_and_changes_are_told(tmp_path: Path) -> None:
     directory, args = _begun(tmp_path, max_steps=9)
+    (directory.path / "checkpoint-5").mkdir()
     assert directory.begin(args, SUBJECT) == {}
     longer = replace(args, max_steps=20, eval_steps=7)
     assert directory.begin(longer, SUBJECT) == {"max_steps": (9, 20), "eval_steps": (200, 7)}
     assert directory.arguments() == longer
+
+
+def test_a_run_without_checkpoint_may_become_another(tmp_path: Path) -> None:
+    directory, args = _begun(tmp_path)
+    (directory.path / "trainer_logs.json").write_text("[]")
+    other = replace(args, seed=2, resume_from_checkpoint=False)
+    subject = SUBJECT | {"data": "abd"}
+    assert directory.check(other, subject) == {}
+    assert directory.arguments() == args
+    assert directory.begin(other, subject) == {}
+    assert directory.arguments() == other
+    (directory.path / "checkpoint-5").mkdir()
+    directory.check_identity(other, subject)
+    with pytest.raises(ConfigurationError, match="begun with 'abd'"):
+        directory.begin(args, SUBJECT)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +103,7 @@ def test_a_start_that_was_killed_half_way_can_be_repeated(tmp_path: Path) -> Non
 
 def test_damage_is_named(tmp_path: Path) -> None:
     directory, args = _begun(tmp_path)
+    (directory.path / "checkpoint-5").mkdir()
     (directory.path / "run.json").write_text(json.dumps(SUBJECT)[:20])
     with pytest.raises(ConfigurationError, match=r"damaged run\.json"):
         directory.begin(args, SUBJECT)

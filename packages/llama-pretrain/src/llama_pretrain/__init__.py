@@ -1,4 +1,4 @@
-"""Pretrain a Llama end to end, on one machine or many."""
+"""Pretrain a Llama end to end: train, resume, evaluate, generate, export."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ options of train that are used most (all of them: {PROG} train --help):
   --output-dir DIR           checkpoints, logs, figures and config.yaml [runs/default]
   --model NAME               tiny, 160m, 1b, 7b, 13b, 34b, 70b, or a directory [tiny]
   --data PATH                directory, glob or file of text [the Python standard library]
-  --max-steps N              optimizer steps [600]
+  --max-steps N              optimizer steps [800]
   --learning-rate X          highest learning rate [0.002]
   --config FILE              TOML or YAML file with any of the options
   --version                  print the version

@@ -19,8 +19,17 @@ from .options import PretrainArguments
 from .tokenizer import Tokenizer
 
 # Some distributions leave the tests out, and installed packages may lie inside. Without them the corpus is
-# much the same everywhere.
-_NO_LIBRARY_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
+# much the same everywhere. The last two are generated: help texts and tables of character codes.
+_NO_LIBRARY_TEXT = (
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "pydoc_data",
+    "encodings",
+)
 
 
 def standard_library() -> DocumentSource:

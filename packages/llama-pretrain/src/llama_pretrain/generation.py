@@ -26,7 +26,7 @@ def generate(
     """Continue token sequences, one token at a time.
 
     Args:
-        model: The model. Its training mode is restored afterwards.
+        model: The model. It runs in evaluation mode; afterwards each of its modules has its own mode again.
         input_ids: Prompts of one length `[batch, positions]`, int64, on the model's device.
         max_new_tokens: Most tokens to add.
         temperature: Divides the logits; 0 takes the most probable token.
@@ -46,12 +46,13 @@ def generate(
     _check(model, input_ids, max_new_tokens, temperature, top_k, top_p)
     if max_new_tokens == 0:
         return input_ids
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         return _continue(model, input_ids, max_new_tokens, temperature, top_k, top_p, eos_token_id, generator)
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
 
 
 def _continue(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from trainer_core import ConfigurationError, TrainingArguments, arguments_from_dict, load_config_file
@@ -46,7 +46,7 @@ class PretrainArguments(TrainingArguments):
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 16
     num_train_epochs: float = -1
-    max_steps: int = 600
+    max_steps: int = 800
     logging_steps: int = 20
     logging_first_step: bool = True
     eval_strategy: str = "steps"
@@ -57,7 +57,6 @@ class PretrainArguments(TrainingArguments):
     weight_decay: float = 0.1
     adam_beta2: float = 0.95
     lr_scheduler_type: str = "cosine_with_min_lr"
-    lr_scheduler_kwargs: dict[str, float] = field(default_factory=lambda: {"min_lr_rate": 0.1})
     warmup_steps: int = 40
     max_grad_norm: float | None = 1.0
 
@@ -196,6 +195,8 @@ def train_parser(prog: str = "llama-pretrain") -> Parser:
 def resolve(given: Mapping[str, object]) -> PretrainArguments:
     """Combine defaults, the file named by `config`, and given options, in rising order of weight.
 
+    The default of `warmup_steps` is left out where it could have no effect: with the schedule `constant`.
+
     Raises:
         ConfigurationError: For an unknown name, a wrong type or a broken rule.
     """
@@ -204,7 +205,10 @@ def resolve(given: Mapping[str, object]) -> PretrainArguments:
     settings: dict[str, object] = {}
     if path is not None:
         settings = _with_underscores(load_config_file(Path(str(path))))
-    return arguments_from_dict(PretrainArguments, settings | options)
+    settings |= options
+    if settings.get("lr_scheduler_type") == "constant":
+        settings.setdefault("warmup_steps", 0)
+    return arguments_from_dict(PretrainArguments, settings)
 
 
 def _with_underscores(settings: Mapping[str, object]) -> dict[str, object]:

@@ -60,7 +60,8 @@ def show_result(
         print(f"\nsample, temperature {SAMPLE_TEMPERATURE}:\n")
         print(_indented(_sample(cast(Llama, model), tokenizer, args)))
     losses = directory.held_out_losses(args)
-    print(f"\ndone in {int(seconds // 60)} min {seconds % 60:.0f} s")
+    minutes, rest = divmod(round(seconds), 60)
+    print(f"\ndone in {minutes} min {rest} s")
     if losses:
         print(f"  held-out loss   {losses[max(losses)]:.4f} nats per {unit_of(tokenizer)}")
     newest = find_latest_checkpoint(args.output_dir)

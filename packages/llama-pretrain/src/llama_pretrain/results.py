@@ -13,7 +13,7 @@ from dataloader_dispatch import DocumentSource
 from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer
 
-from .config import CONFIG_FILE
+from .config import CONFIG_FILE, LlamaConfig
 from .data import evaluation_loader, open_data
 from .generation import generate
 from .interchange import dtype_names, load_pretrained, save_pretrained
@@ -21,6 +21,9 @@ from .options import PretrainArguments
 from .run_directory import RunDirectory
 from .tokenizer import Tokenizer, load_tokenizer, unit_of
 from .train import prepare
+
+# Longest row that `eval` chooses by itself for a model of no run: scores stay comparable, and memory small.
+_LONGEST_ROW = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,8 @@ class EvalArguments(ResultArguments):
     data: str | None = None
     """Text to score, all of it; none: the documents that the run has held out."""
     sequence_length: int | None = None
-    """Tokens of a row; none: as in the run."""
+    """Tokens of a row; none: as in the run, with --checkpoint the run whose directory it lies in; outside of
+    a run the model's max_position_embeddings, but at most 1024."""
     per_device_eval_batch_size: int = 16
     """Rows at once."""
     max_eval_steps: int = -1
@@ -132,15 +136,13 @@ def evaluate(args: EvalArguments) -> dict[str, float]:
 def _what_to_score(args: EvalArguments, weights: Path) -> tuple[PretrainArguments, Tokenizer, DocumentSource]:
     """Return the settings, the tokenizer and the documents of an evaluation."""
     directory = RunDirectory(args.output_dir)
-    settings = directory.arguments() if args.checkpoint is None else PretrainArguments(tokenizer=str(weights))
+    own = directory.arguments() if args.checkpoint is None else PretrainArguments(tokenizer=str(weights))
+    own = replace(own, resume_from_checkpoint=False, eval_strategy="no", save_strategy="no")
     settings = replace(
-        settings,
-        sequence_length=settings.sequence_length if args.sequence_length is None else args.sequence_length,
+        own,
+        sequence_length=_row_length(args, weights),
         per_device_eval_batch_size=args.per_device_eval_batch_size,
         max_eval_steps=args.max_eval_steps,
-        resume_from_checkpoint=False,
-        eval_strategy="no",
-        save_strategy="no",
     )
     if args.data is not None:
         settings = replace(settings, data=args.data)
@@ -149,13 +151,30 @@ def _what_to_score(args: EvalArguments, weights: Path) -> tuple[PretrainArgument
         raise ConfigurationError(
             "data", None, "is needed with --checkpoint", "name text to score with --data"
         )
-    experiment = prepare(settings)
+    experiment = prepare(own)
     directory.check_identity(experiment.args, experiment.subject)
     if experiment.held_out_documents is None:
         raise ConfigurationError(
             "data", None, "is needed: this run has held nothing out", "name text with --data"
         )
     return settings, experiment.tokenizer, experiment.held_out_documents
+
+
+def _row_length(args: EvalArguments, weights: Path) -> int:
+    """Return the tokens of a row: as asked for, else those of the run, else what the model can take."""
+    positions = LlamaConfig.load(weights).max_position_embeddings
+    length = args.sequence_length
+    if length is None:
+        run = RunDirectory(args.output_dir if args.checkpoint is None else weights.resolve().parent)
+        length = run.arguments().sequence_length if run.holds_run() else min(positions, _LONGEST_ROW)
+    if length > positions:
+        raise ConfigurationError(
+            "sequence_length",
+            length,
+            f"needs {length} positions, the model in {weights} has max_position_embeddings={positions}",
+            f"use a --sequence-length of at most {positions}",
+        )
+    return length
 
 
 def generate_text(args: GenerateArguments) -> str:

@@ -48,36 +48,57 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
-    def begin(
+    def check(
         self, args: PretrainArguments, subject: Mapping[str, object]
     ) -> dict[str, tuple[object, object]]:
-        """Claim the directory for a run, or make sure that the same run goes on.
+        """Make sure that a run may begin here or go on here; write nothing.
 
-        Nothing is written before everything is checked.
+        A run that has no checkpoint yet may become another one: there is nothing to lose but its log.
 
         Args:
             args: The settings as resolved.
             subject: What is trained, on what: plain JSON values that tell model, tokenizer and data.
 
         Returns:
-            Settings that differ from those of the last start: name to (old, new).
+            Settings of the run that goes on which differ from those of its last start: name to (old, new).
 
         Raises:
             ConfigurationError: If the directory holds something else, or a run of another identity.
-            OSError: If it cannot be made or written.
         """
-        identity = _identity(args, subject)
-        changes: dict[str, tuple[object, object]] = {}
-        if self._is_run():
-            self._refuse_other_identity(identity)
-            self._refuse_fresh_start(args)
-            changes = self._changes(args)
-        else:
+        if not self._is_run():
             self._refuse_foreign_files()
+            return {}
+        if not self._has_checkpoint():
+            return {}
+        self.check_identity(args, subject)
+        self._refuse_fresh_start(args)
+        return self._changes(args)
+
+    def begin(
+        self, args: PretrainArguments, subject: Mapping[str, object]
+    ) -> dict[str, tuple[object, object]]:
+        """Check as `check` does, then claim the directory: write `run.json` and `config.yaml`.
+
+        Args:
+            args: As in `check`.
+            subject: As in `check`.
+
+        Returns:
+            As `check`.
+
+        Raises:
+            ConfigurationError: As in `check`; nothing is written then.
+            OSError: If the directory cannot be made or written.
+        """
+        changes = self.check(args, subject)
         self.path.mkdir(parents=True, exist_ok=True)
-        _write(self.path / IDENTITY_NAME, json.dumps(identity, indent=2) + "\n")
+        _write(self.path / IDENTITY_NAME, json.dumps(_identity(args, subject), indent=2) + "\n")
         _write(self.path / CONFIG_NAME, yaml.safe_dump(asdict(args), sort_keys=False))
         return changes
+
+    def holds_run(self) -> bool:
+        """Whether a run was begun here, so that `arguments` can read its settings."""
+        return self._is_run() and (self.path / CONFIG_NAME).is_file()
 
     def arguments(self) -> PretrainArguments:
         """Read the settings of the run that is here.
@@ -85,7 +106,7 @@ class RunDirectory:
         Raises:
             ConfigurationError: If there is none, or `config.yaml` was damaged.
         """
-        if not self._is_run() or not (self.path / CONFIG_NAME).is_file():
+        if not self.holds_run():
             raise ConfigurationError(
                 "output_dir",
                 str(self.path),
@@ -123,6 +144,9 @@ class RunDirectory:
 
     def _is_run(self) -> bool:
         return (self.path / IDENTITY_NAME).is_file()
+
+    def _has_checkpoint(self) -> bool:
+        return any(self.path.glob("checkpoint-*"))
 
     def _refuse_foreign_files(self) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -164,7 +188,7 @@ class RunDirectory:
 
     def _refuse_fresh_start(self, args: PretrainArguments) -> None:
         """A run that starts anew beside old checkpoints would later go on from the wrong ones."""
-        if args.resume_from_checkpoint is False and any(self.path.glob("checkpoint-*")):
+        if args.resume_from_checkpoint is False:
             raise ConfigurationError(
                 "resume_from_checkpoint",
                 False,

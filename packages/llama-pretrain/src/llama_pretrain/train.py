@@ -119,8 +119,11 @@ def _train_on(env: DistributedEnvInterface, args: PretrainArguments) -> int:
     experiment = prepare(args)
     trainer = build_trainer(experiment, env)
     directory = RunDirectory(args.output_dir)
-    changes = directory.begin(args, experiment.subject)
+    changes = directory.check(args, experiment.subject)
     announce(experiment.config, experiment.train_documents, experiment.held_out_documents, args, changes)
+    # Builds model, optimizer and schedule: what they refuse must come before the directory is claimed.
+    trainer.unwrapped_model()
+    directory.begin(args, experiment.subject)
     output = trainer.train()
     if trainer.stop_cause is not None:
         say_how_to_continue(args, output.global_step, trainer.stop_cause.name)
