@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,7 +157,13 @@ def test_a_finished_run_says_so_again_and_can_be_made_longer(
     before = _curve(work / "whole", "loss"), _curve(work / "whole", "eval_loss")
     assert main(_words(work, "whole")) == 0
     assert (_curve(work / "whole", "loss"), _curve(work / "whole", "eval_loss")) == before
-    assert "held-out loss" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "nothing left to train: the run has reached step 60" in shown
+    assert "held-out loss" in shown
+    shutil.copytree(work / "whole", work / "longer")
+    assert main(_words(work, "longer", "--max-steps", "65")) == 0
+    assert max(_curve(work / "longer", "loss")) == 65
+    assert "nothing left" not in capsys.readouterr().out
 
 
 def test_eval_gives_the_figure_of_the_run(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,7 +140,7 @@ def test_the_closing_summary(run) -> None:
     )
     final = {"train_runtime": 1234.56, "total_tokens": 8_192_000, "epoch": 2.0, "best_loss": 1.5, "step": 9}
     assert lines(run, callback, stream, final) == [
-        "training finished",
+        "this session",
         "  runtime (s)   1,234.6",
         "  total tokens    8.19M",
         "  best_loss        1.50",
@@ -184,7 +184,7 @@ def test_the_bar_goes_to_stderr_and_the_table_above_it(run, capsys: pytest.Captu
         "   4/6   0.00    4.00000",
         "   5/6   0.00    5.00000",
         "   6/6   0.00    6.00000",
-        "training finished",
+        "this session",
         "  runtime (s)  1.0",
     ]
     assert "3/6" in err

@@ -52,6 +52,11 @@ def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:
         print(f"The newest checkpoint is {newest}. The same command continues from there.", flush=True)
 
 
+def say_nothing_was_left(step: int) -> None:
+    """Say that the run had reached its end before this start."""
+    print(f"nothing left to train: the run has reached step {step}; a larger --max-steps goes on", flush=True)
+
+
 def show_result(
     directory: RunDirectory, args: PretrainArguments, model: nn.Module, tokenizer: Tokenizer, seconds: float
 ) -> None:

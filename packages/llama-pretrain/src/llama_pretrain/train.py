@@ -18,7 +18,7 @@ from .config import LlamaConfig
 from .data import evaluation_loader, open_data, split_data, training_loader
 from .model_choice import model_config, new_model, starts_from_weights
 from .options import PretrainArguments
-from .report import announce, say_how_to_continue, show_result
+from .report import announce, say_how_to_continue, say_nothing_was_left, show_result
 from .run_directory import LOGS_NAME, RunDirectory
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -128,6 +128,8 @@ def _train_on(env: DistributedEnvInterface, args: PretrainArguments) -> int:
     if trainer.stop_cause is not None:
         say_how_to_continue(args, output.global_step, trainer.stop_cause.name)
         return EXIT_INTERRUPTED
+    if not any("loss" in entry for entry in trainer.state.log_history):
+        say_nothing_was_left(output.global_step)
     if experiment.held_out_documents is not None and output.global_step not in directory.held_out_losses(
         args
     ):

@@ -91,7 +91,7 @@ class ProgressCallback:
             return
         if "train_runtime" in logs:
             self._close_bar()
-            self._print(render_summary("training finished", self._final_columns, logs))
+            self._print(render_summary("this session", self._final_columns, logs))
         elif not _is_evaluation(logs):
             self._print(self._table.row(_with_position(logs, state)))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -11,8 +13,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class InterruptGuard:
     """Remembers the first interrupt; a second one stops at once.
-
-    Nothing is printed here: the terminal may be gone, and a handler runs in the midst of anything.
 
     Committed checkpoints survive either way. Outside the main thread Python delivers no signals, and
     the guard does nothing.
@@ -39,3 +39,9 @@ class InterruptGuard:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
+        message = (
+            f"\n{self.received.name}: finishing what is under way, then saving; once more to stop at once.\n"
+        )
+        # Straight to the descriptor: a handler may interrupt another print, and the terminal may be gone.
+        with suppress(OSError):
+            os.write(2, message.encode())

@@ -7,8 +7,6 @@ from typing import cast
 
 import torch
 
-from dist_env import get_logger
-
 from .actions import Actions
 from .batch import Batch, Window, next_window
 from .errors import DataError
@@ -16,8 +14,6 @@ from .interrupt import InterruptGuard
 from .loaders import enter_epoch, epoch_of
 from .run import Run
 from .state import StopCause, TrainOutput
-
-logger = get_logger(__name__)
 
 
 class TrainingLoop:
@@ -144,6 +140,5 @@ class TrainingLoop:
         if not self.run.parallel.any([received is not None])[0] or events.control.should_training_stop:
             return
         name = received.name if received else "a signal on another rank"
-        logger.warning("%s: saving, then stopping; once more to stop at once", name)
         events.control.should_training_stop = True
         events.stop_cause = StopCause(name, "signal", aborted=False)
