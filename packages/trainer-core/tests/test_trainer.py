@@ -138,6 +138,11 @@ def test_careless_constructions_are_refused_at_once(
         make_trainer(eval_strategy="steps")
     with pytest.raises(ConfigurationError, match=r"per_device_train_batch_size=3.*4"):
         make_trainer(per_device_train_batch_size=3)
+    for name, value in {"dataloader_num_workers": 2, "dataloader_drop_last": True}.items():
+        with pytest.raises(ConfigurationError, match=f"{name}={value}: has no effect"):
+            make_trainer(**{name: value})
+    with pytest.raises(ConfigurationError, match=r"data_collator.*has no effect"):
+        Trainer(args, model=tiny_model(), train_dataset=ragged_loader(batch_size=16), data_collator=dict)
     with pytest.raises(ConfigurationError, match="world_size=2"):
         Trainer(args, model=tiny_model(), distributed_env=StaticDistributedEnvironment(world_size=2))
     with pytest.raises(DataError, match="train_dataset"):

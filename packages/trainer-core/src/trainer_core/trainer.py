@@ -17,10 +17,11 @@ from .arguments import TrainingArguments
 from .callbacks import CallbackHandler
 from .checkpointing import RunComponents, RunProgress, build_manager, load, resume
 from .config import arguments_from_dict
+from .data_rules import check_data
 from .errors import ConfigurationError, DataError
 from .interrupt import InterruptGuard
 from .interval import Interval
-from .loaders import Collator, evaluation_data, is_loader, train_loader
+from .loaders import Collator, evaluation_data, train_loader
 from .loop import TrainingLoop
 from .loss import CausalLMLoss, TokenLoss
 from .optimization import OptimizerFactory, SchedulerFactory, build_adamw, build_schedule
@@ -86,7 +87,7 @@ class Trainer:
         self._lr_scheduler_factory = lr_scheduler_factory
         self.parallel = parallelism or SingleDevice(distributed_env or StaticDistributedEnvironment())
         self.parallel.check(self.args)
-        _check_data(self.args, train_dataset, eval_dataset)
+        check_data(self.args, train_dataset, eval_dataset, data_collator)
         self.state = self._new_state()
         chosen = self.default_callbacks(self.args) if callbacks is None else callbacks
         self._events = CallbackHandler(chosen, self.args, self.state)
@@ -310,21 +311,3 @@ def _checked_loss(loss: TokenLoss | None) -> TokenLoss:
             "wrap a loss that returns a mean: MeanLoss(function, count)",
         )
     return loss
-
-
-def _check_data(args: TrainingArguments, train_data: object, eval_data: object) -> None:
-    if args.eval_strategy != "no" and eval_data is None:
-        raise ConfigurationError(
-            "eval_strategy",
-            args.eval_strategy,
-            "needs an eval_dataset",
-            "give one, or set eval_strategy='no'",
-        )
-    size = getattr(train_data, "batch_size", None) if is_loader(train_data) else None
-    if size is not None and size != args.per_device_train_batch_size:
-        raise ConfigurationError(
-            "per_device_train_batch_size",
-            args.per_device_train_batch_size,
-            f"differs from the batch size of the loader given, {size}",
-            "set both to the same number",
-        )
