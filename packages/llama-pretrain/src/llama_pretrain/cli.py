@@ -7,9 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-PROG = "llama-pretrain"
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
+from .program import EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG
 
 _OVERVIEW = f"""\
 usage: {PROG} [train] [options]     train a Llama, or go on with a run that was stopped

@@ -10,9 +10,9 @@ from dist_env import DistributedEnvironmentError
 from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_core import DataError as TrainerDataError
 
-from .cli import PROG
 from .command_line import Parser, add_field_options
 from .options import resolve, train_parser
+from .program import PROG
 from .results import (
     EvalArguments,
     ExportArguments,

@@ -13,11 +13,11 @@ from dist_env import DistributedEnvInterface, DistributedEnvironment
 from perf_metrics import JsonLogger
 from trainer_core import ConfigurationError, Trainer
 
-from .cli import EXIT_INTERRUPTED
 from .config import LlamaConfig
 from .data import evaluation_loader, open_data, split_data, training_loader
 from .model_choice import model_config, new_model, starts_from_weights
 from .options import PretrainArguments
+from .program import EXIT_INTERRUPTED
 from .report import announce, say_how_to_continue, say_nothing_was_left, show_result
 from .run_directory import LOGS_NAME, RunDirectory
 from .tokenizer import Tokenizer, load_tokenizer

@@ -1,0 +1,5 @@
+"""Name and exit codes of the program."""
+
+PROG = "llama-pretrain"
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
