@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 
@@ -91,6 +92,26 @@ def test_loaders_without_length_tell_their_progress(make_trainer: Callable[..., 
     assert epochs == sorted(epochs)
     assert 0 <= epochs[0] < epochs[1] < 0.5
     assert trainer.state.epoch == 2.0
+
+
+class BrokenLength(Unsized):
+    """Claims a length and fails to tell it."""
+
+    def __len__(self) -> int:
+        raise TypeError("the index file holds text")
+
+
+def test_a_length_that_fails_is_said_with_its_reason(
+    make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    make_trainer(
+        loader=BrokenLength(), num_train_epochs=1, lr_scheduler_type="constant", warmup_steps=0
+    ).train()
+    assert "BrokenLength) is unknown: the index file holds text" in caplog.text
+    caplog.clear()
+    make_trainer(loader=Unsized(), num_train_epochs=1, lr_scheduler_type="constant", warmup_steps=0).train()
+    assert "is unknown" not in caplog.text
 
 
 def test_what_needs_the_length_says_so(make_trainer: Callable[..., Trainer]) -> None:

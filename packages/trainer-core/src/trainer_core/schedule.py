@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dist_env import get_logger
+
 from .arguments import MinimalTrainingArguments
 from .errors import ConfigurationError
 from .state import TrainerState
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,10 @@ def batches_per_epoch(loader: object) -> int | None:
     """Length of a loader in batches, or None when it cannot tell."""
     try:
         return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError) as error:
+        # Iterable loaders of torch say in this way that they have no length; so might a mistake in __len__.
+        if hasattr(type(loader), "__len__"):
+            logger.info("the length of the training loader (%s) is unknown: %s", type(loader).__name__, error)
         return None
 
 
