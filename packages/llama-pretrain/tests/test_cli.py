@@ -166,6 +166,24 @@ def test_a_finished_run_says_so_again_and_can_be_made_longer(
     assert "nothing left" not in capsys.readouterr().out
 
 
+def test_a_document_that_cannot_be_read_ends_the_run_and_may_be_left_out(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(work / "data", work / "damaged")
+    words = _words(work, "unread", "--data", str(work / "damaged"), "--save-steps", "5", "--max-steps", "30")
+    assert main(words) == 0
+    for path in (work / "damaged").rglob("*.py"):
+        text = path.read_bytes()
+        path.write_bytes(b"\xff" + text[1:])
+    longer = [*words, "--max-steps", "40"]
+    assert main(longer) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "not UTF-8 at byte 0" in message
+    assert "undecodable" in message
+    assert main([*longer, "--undecodable", "replace"]) == 0
+    assert max(_curve(work / "unread", "loss")) == 40
+
+
 def test_eval_gives_the_figure_of_the_run(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--output-dir", str(work / "whole")]) == 0
     last = _curve(work / "whole", "eval_loss")[60]

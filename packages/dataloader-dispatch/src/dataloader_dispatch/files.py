@@ -125,8 +125,12 @@ class FileDocuments:
         return reader.where(place)
 
     def fingerprint(self) -> str:
-        """Digest of relative names, sizes and numbers of documents, and of the options of reading."""
-        digest = hashlib.sha256(f"{len(self)} documents {self._policy} {self._text_column!r}\n".encode())
+        """Digest of relative names, sizes and numbers of documents, and of the text column.
+
+        How undecodable documents are treated does not count: under "error" none has been delivered, so a run
+        that met one can go on with another choice.
+        """
+        digest = hashlib.sha256(f"{len(self)} documents {self._text_column!r}\n".encode())
         for file, reader in zip(self._files, self._readers, strict=True):
             digest.update(f"{file.name!r} {file.size} {reader.count}\n".encode())
         return digest.hexdigest()
