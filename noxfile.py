@@ -142,13 +142,26 @@ def dependencies(session: nox.Session) -> None:
             session.run("deptry", "src")
 
 
+@nox.session(default=False)
+def benchmarks(session: nox.Session) -> None:
+    """Measure one benchmark; name it, with its options: `nox -s benchmarks -- checkpoint --scale 0.1`."""
+    scripts = (path.stem for path in ROOT.glob("tests/benchmarks/*.py"))
+    names = sorted(name for name in scripts if not name.startswith(("_", "test_")))
+    if not session.posargs or session.posargs[0] not in names:
+        session.error(f"name a benchmark after `--`: {', '.join(names)}")
+    install_everything(session, "benchmarks")
+    name, *options = session.posargs
+    session.run("python", f"tests/benchmarks/{name}.py", *options, env=ENV)
+
+
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/, check it, and run the code blocks of the guides."""
     session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "docs")
     session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
     session.run("pytest", "tests/docs", env=ENV)
-    session.run("pytest", "--markdown-docs", "docs", env=ENV)
+    # This spelling of a block's options, `{.python continuation}`, is the one that MkDocs shows as code.
+    session.run("pytest", "--markdown-docs", "--markdown-docs-syntax=superfences", "docs", env=ENV)
 
 
 @nox.session
@@ -163,3 +176,27 @@ def wheels(session: nox.Session) -> None:
         session.error(f"{len(PACKAGES)} packages gave {len(built)} wheels: {built}")
     session.install("--no-sources", *built)
     session.run("python", "-I", "tests/wheels/check_installed.py", *PACKAGES)
+    for package in PACKAGES:
+        install_alone(session, package, dist)
+
+
+def install_alone(session: nox.Session, package: str, dist: Path) -> None:
+    """Install one package's wheel, with nothing but what it declares, and run the example of its README."""
+    home = Path(session.create_tmp()) / "alone"
+    # Files, not names: a registry might know something else under the name of a sibling.
+    wheels = [str(next(dist.glob(f"{name.replace('-', '_')}-*.whl"))) for name in sorted(siblings(package))]
+    session.run_install("uv", "venv", "-q", "--clear", str(home), external=True)
+    python = str(home / "bin" / "python")
+    session.run_install(
+        "uv", "pip", "install", "-q", "--no-sources", "--python", python, *wheels, external=True
+    )
+    session.run(python, "-I", "tests/wheels/run_readme.py", package, external=True)
+
+
+def siblings(package: str) -> set[str]:
+    """Return a package and the packages of this workspace that it needs, directly or not."""
+    names = {requirement.split("==")[0] for requirement in project_table(package).get("dependencies", [])}
+    found = {package}
+    for name in names & set(PACKAGES):
+        found |= siblings(name)
+    return found

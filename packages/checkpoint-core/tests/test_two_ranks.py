@@ -16,7 +16,7 @@ from checkpoint_core import (
     StateComponent,
     StaticStatefulProvider,
 )
-from checkpoint_core.discovery import verify_checkpoint
+from checkpoint_core.directory.discovery import verify_checkpoint
 from dist_env import StaticDistributedEnvironment
 
 WORKER = Path(__file__).parent / "workers" / "two_ranks.py"

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from checkpoint_core import CheckpointError, ModelState, load_model_weights
-from checkpoint_core.hf_layout import weight_files
-from checkpoint_core.storage import capture
+from checkpoint_core.storage.hf_layout import weight_files
+
+Write = Callable[..., Path]
 
 
 class Tied(nn.Module):
@@ -32,13 +34,17 @@ class Tied(nn.Module):
         return self.head(self.block(self.embed(ids)))
 
 
-def write(model: nn.Module, directory: Path, max_shard_size: int = 10**9) -> Path:
-    directory.mkdir()
-    capture(ModelState(model), "model", max_shard_size).write(directory)
-    return directory
+@pytest.fixture
+def write(store: Callable[..., Path]) -> Callable[..., Path]:
+    """Writes a model's weights into a directory."""
+
+    def weights(model: nn.Module, directory: Path, max_shard_size: int = 10**9) -> Path:
+        return store(ModelState(model), "model", directory, max_shard_size)
+
+    return weights
 
 
-def test_tied_weights_once_with_alias(tmp_path: Path) -> None:
+def test_tied_weights_once_with_alias(write: Write, tmp_path: Path) -> None:
     model = Tied()
     write(model, tmp_path / "m")
     stored = load_file(tmp_path / "m" / "model.safetensors")
@@ -57,13 +63,13 @@ def test_tied_weights_once_with_alias(tmp_path: Path) -> None:
     assert torch.equal(other_reader.head.weight, model.embed.weight)
 
 
-def test_untied_file_into_tied_model_is_refused(tmp_path: Path) -> None:
+def test_untied_file_into_tied_model_is_refused(write: Write, tmp_path: Path) -> None:
     write(Tied(tie=False), tmp_path / "m")
     with pytest.raises(CheckpointError, match=r"ties embed\.weight and head\.weight"):
         load_model_weights(Tied(), tmp_path / "m")
 
 
-def test_wrappers_do_not_show(tmp_path: Path) -> None:
+def test_wrappers_do_not_show(write: Write, tmp_path: Path) -> None:
     model = Tied()
     expected = set(model.state_dict()) - {"head.weight"}
     model.block[0] = torch.compile(model.block[0], backend="eager")
@@ -83,13 +89,13 @@ def test_wrappers_do_not_show(tmp_path: Path) -> None:
     assert torch.equal(model.block[1].weight, plain.block[1].weight)
 
 
-def test_a_submodule_called_module_keeps_its_name(tmp_path: Path) -> None:
+def test_a_submodule_called_module_keeps_its_name(write: Write, tmp_path: Path) -> None:
     model = nn.ModuleDict({"module": nn.Linear(2, 2)})
     write(model, tmp_path / "m")
     assert set(load_file(tmp_path / "m" / "model.safetensors")) == {"module.weight", "module.bias"}
 
 
-def test_shards_and_index(tmp_path: Path) -> None:
+def test_shards_and_index(write: Write, tmp_path: Path) -> None:
     model = Tied()
     write(model, tmp_path / "m", max_shard_size=100)
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
@@ -111,7 +117,7 @@ def test_shards_and_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
-def test_every_dtype_is_read_by_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_is_read_by_safetensors(write: Write, tmp_path: Path, dtype: torch.dtype) -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.randn(5, 3).to(dtype), requires_grad=False)})
     model.register_buffer("odd", torch.tensor([True, False, True]))
     model.register_buffer("empty", torch.empty(0, 3))
@@ -125,7 +131,7 @@ def test_every_dtype_is_read_by_safetensors(tmp_path: Path, dtype: torch.dtype) 
         assert stored[name].tolist() == tensor.tolist()
 
 
-def test_mismatches_are_named_and_change_nothing(tmp_path: Path) -> None:
+def test_mismatches_are_named_and_change_nothing(write: Write, tmp_path: Path) -> None:
     write(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), tmp_path / "m")
     model = nn.ModuleDict({"a": nn.Linear(3, 2), "c": nn.Linear(2, 2)})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -138,7 +144,9 @@ def test_mismatches_are_named_and_change_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_dtype_difference_casts_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dtype_difference_casts_with_one_warning(
+    write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = nn.Linear(4, 4)
     write(source, tmp_path / "m")
     target = nn.Linear(4, 4).bfloat16()

@@ -1,23 +1,27 @@
 """Atomic, verified checkpoints in the Hugging Face layout for any training loop."""
 
 from checkpoint_core.components import (
+    Reshardable,
     SharingPattern,
     StateComponent,
     Stateful,
     StatefulProvider,
     StaticStatefulProvider,
 )
-from checkpoint_core.discovery import find_latest_checkpoint
+from checkpoint_core.config import CheckpointConfig
+from checkpoint_core.directory.best import BestCheckpoint
+from checkpoint_core.directory.discovery import find_latest_checkpoint
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.hf_layout import load_model_weights
+from checkpoint_core.hf_directory import load_model_weights
 from checkpoint_core.loading import LoadedCheckpoint
-from checkpoint_core.manager import CheckpointConfig, CheckpointManager
-from checkpoint_core.optimizer import OptimizerState
-from checkpoint_core.rng import RNGState
+from checkpoint_core.manager import CheckpointManager
 from checkpoint_core.saving import Preprocessor
-from checkpoint_core.weights import ModelState
+from checkpoint_core.state.optimizer import OptimizerState
+from checkpoint_core.state.rng import RNGState
+from checkpoint_core.state.weights import ModelState
 
 __all__ = [
+    "BestCheckpoint",
     "CheckpointConfig",
     "CheckpointError",
     "CheckpointManager",
@@ -26,6 +30,7 @@ __all__ = [
     "OptimizerState",
     "Preprocessor",
     "RNGState",
+    "Reshardable",
     "SharingPattern",
     "StateComponent",
     "Stateful",

@@ -27,6 +27,13 @@ class SharingPattern(Enum):
     """Identical on all ranks. Rank 0 writes, every rank reads the one copy."""
     PER_GROUP = "per_group"
     """Identical inside a named process group. The lowest rank of each group writes, its members read."""
+    SHARDED = "sharded"
+    """Parts of one state, put together by name: slices of DTensors, or the tensors of pipeline stages. Every
+    rank writes and reads its own bytes. The files are those of a REPLICATED component, whatever the number of
+    ranks, so the one can be loaded as the other."""
+
+
+_REPLICATED = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP)
 
 
 @runtime_checkable
@@ -34,11 +41,26 @@ class Stateful(Protocol):
     """An object whose state can be taken out and put back."""
 
     def state_dict(self) -> dict[str, object]:
-        """The state: nested dict, list, tuple, int, float, str, bool, None, bytes and dense tensors."""
+        """The state: nested dict, list, tuple, int, float, str, bool, None, bytes and tensors."""
         ...
 
     def load_state_dict(self, state: dict[str, object], /) -> object:
         """Put back what :meth:`state_dict` returned. Tensors arrive on the CPU."""
+        ...
+
+
+@runtime_checkable
+class Reshardable(Protocol):
+    """A stateful object whose PER_RANK states can be distributed anew over another number of ranks."""
+
+    def load_resharded(self, states: Sequence[dict[str, object]], /, *, rank: int, world_size: int) -> object:
+        """Take up the states that other ranks saved.
+
+        Args:
+            states: What ``state_dict`` returned on each rank of the job that saved, by rank.
+            rank: This rank.
+            world_size: Number of ranks now.
+        """
         ...
 
 
@@ -63,9 +85,10 @@ class StateComponent:
     required: bool = False
     """True: loading fails when the component's file is missing. False: a warning, and fresh state stays."""
     validate_replication: bool = False
-    """Compare the replicas when saving. Only accepted on one process so far."""
+    """Compare the copies of a REPLICATED or PER_GROUP component before saving."""
     validation_level: str = "tensor"
-    """How thoroughly to compare: ``none``, ``structure``, ``tensor`` or ``exact``."""
+    """How thoroughly to compare: ``none``; ``structure`` (names, dtypes, shapes, scalars); ``tensor``, also a
+    checksum of every tensor; or ``exact``, which also finds the first element that differs."""
     process_group_name: str | None = None
     """For PER_GROUP: a key of the provider's ``get_process_groups()``."""
 
@@ -88,6 +111,11 @@ class StateComponent:
         if self.validation_level not in _LEVELS:
             raise CheckpointError(
                 f"component {self.key!r}: validation_level {self.validation_level!r} is not one of {_LEVELS}"
+            )
+        if self.validate_replication and self.sharing_pattern not in _REPLICATED:
+            raise CheckpointError(
+                f"component {self.key!r}: validate_replication=True compares copies, but a component that is "
+                f"{self.sharing_pattern.name} has none; set it to False, or declare REPLICATED or PER_GROUP"
             )
         if (self.sharing_pattern is SharingPattern.PER_GROUP) != (self.process_group_name is not None):
             raise CheckpointError(

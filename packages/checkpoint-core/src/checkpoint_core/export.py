@@ -3,14 +3,19 @@
 import re
 from pathlib import Path
 
-from checkpoint_core.commit import check_space, clean_leftovers, create_staging, discard
+from checkpoint_core.component_files import ComponentFiles, plan_files
+from checkpoint_core.components import SharingPattern
+from checkpoint_core.directory.commit import check_space, clean_leftovers, create_staging, discard
+from checkpoint_core.directory.manifest import MANIFEST_NAME
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.files import sync_file
-from checkpoint_core.hf_layout import MODEL_STEM
-from checkpoint_core.manifest import MANIFEST_NAME
+from checkpoint_core.ranks.agreement import RankAgreement
+from checkpoint_core.ranks.plan import Plan
+from checkpoint_core.ranks.whole import join_states, own_state
 from checkpoint_core.saving import Preprocessor, save_preprocessor
-from checkpoint_core.storage import capture
-from checkpoint_core.weights import ModelState
+from checkpoint_core.state.capture import CapturedState, capture
+from checkpoint_core.state.weights import ModelState
+from checkpoint_core.storage.files import sync_file
+from checkpoint_core.storage.hf_layout import MODEL_STEM
 
 _WEIGHTS = re.compile(
     r"model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors"
@@ -18,60 +23,130 @@ _WEIGHTS = re.compile(
 )
 
 
-def export_model(
-    model: ModelState,
-    output_dir: Path,
-    *,
-    overwrite: bool,
-    max_shard_size: int,
-    preprocessor: Preprocessor | None,
-) -> None:
-    """Write weights, configuration and preprocessor. Called by one rank.
+class ModelExport:
+    """The weights, configuration and preprocessor of one model, written as a Hugging Face directory.
 
-    Everything is written aside first; then each file takes its place by one rename, the index last.
+    Everything is written aside first; then each file takes its place by one rename, the index last. Every
+    rank writes its own bytes straight from its memory, so no rank ever holds a tensor that it does not have.
 
     Args:
-        model: The model.
+        ranks: The ranks that export together.
+        plan: Declares the component ``model``.
         output_dir: The directory; made if needed. Other files in it stay.
         overwrite: Replace weights that are there.
         max_shard_size: Bytes of tensor data per file.
         preprocessor: The tokenizer or processor.
-
-    Raises:
-        CheckpointError: Weights are there already, or the directory is a checkpoint.
     """
-    existing = _existing_weights(output_dir)
-    if (output_dir / MANIFEST_NAME).exists():
-        raise CheckpointError(
-            f"{output_dir} is a checkpoint, which must not change; choose another directory"
-        )
-    if existing and not overwrite:
-        raise CheckpointError(
-            f"{output_dir / existing[0]} exists; pass overwrite_output_dir=True to replace the weights, or "
-            "choose another directory"
-        )
-    captured = capture(model, MODEL_STEM, max_shard_size)
-    clean_leftovers(output_dir)
-    check_space(output_dir, captured.size)
-    staging = create_staging(output_dir, 0)
-    try:
-        if preprocessor is not None:
-            save_preprocessor(preprocessor, staging)
-        captured.write(staging)
+
+    def __init__(
+        self,
+        ranks: RankAgreement,
+        plan: Plan,
+        output_dir: Path,
+        *,
+        overwrite: bool,
+        max_shard_size: int,
+        preprocessor: Preprocessor | None,
+    ) -> None:
+        self._ranks = ranks
+        self._plan = plan
+        self._output_dir = output_dir
+        self._overwrite = overwrite
+        self._max_shard_size = max_shard_size
+        self._preprocessor = preprocessor
+        self._phase = f"saving the model to {output_dir}"
+        self._files: ComponentFiles | None = None
+        self._staging: Path | None = None
+
+    def run(self) -> None:
+        """Export. Collective.
+
+        Raises:
+            CheckpointError: On every rank: weights are there already, the directory is a checkpoint, there is
+                no component ``model``, or writing failed.
+        """
+        self._ranks.run_on_leaders(self._phase, self._check_target)
+        captured: dict[str, CapturedState] = {}
+        self._ranks.run(self._phase, lambda: self._capture(captured))
+        self._plan_files(captured)
+        try:
+            staging = self._output_dir / self._ranks.run_on_leaders(self._phase, self._begin)
+            self._ranks.run(self._phase, lambda: self._write(staging))
+            self._ranks.run_on_leaders(self._phase, lambda: self._publish(staging))
+        finally:
+            if self._staging is not None:
+                discard(self._staging)
+
+    def _check_target(self) -> None:
+        if (self._output_dir / MANIFEST_NAME).exists():
+            raise CheckpointError(
+                f"{self._output_dir} is a checkpoint, which must not change; choose another directory"
+            )
+        existing = existing_weights(self._output_dir)
+        if existing and not self._overwrite:
+            raise CheckpointError(
+                f"{self._output_dir / existing[0]} exists; pass overwrite_output_dir=True to replace the "
+                "weights, or choose another directory"
+            )
+
+    def _capture(self, captured: dict[str, CapturedState]) -> None:
+        assignment = self._plan.assignments.get(MODEL_STEM)
+        if assignment is None or not isinstance(assignment.component.stateful, ModelState):
+            raise CheckpointError(
+                "save_model() needs a component with key 'model' whose stateful is a ModelState; declared "
+                f"are {sorted(self._plan.assignments)}"
+            )
+        # Every replica is asked, because taking the state may itself need all ranks.
+        captured[MODEL_STEM] = capture(assignment.component.stateful, MODEL_STEM, sharded=self._sharded)
+
+    @property
+    def _sharded(self) -> bool:
+        return self._plan.patterns[MODEL_STEM] is SharingPattern.SHARDED
+
+    def _plan_files(self, captured: dict[str, CapturedState]) -> None:
+        if self._sharded:
+            whole = join_states(self._ranks, self._phase, captured)[MODEL_STEM]
+            self._files = plan_files(whole, MODEL_STEM, self._max_shard_size)
+        elif self._ranks.is_leader:
+            self._files = plan_files(own_state(captured[MODEL_STEM]), MODEL_STEM, self._max_shard_size)
+
+    def _begin(self) -> str:
+        clean_leftovers(self._output_dir)
+        if self._files is not None:
+            check_space(self._output_dir, self._files.size)
+        self._staging = create_staging(self._output_dir, 0)
+        if self._preprocessor is not None:
+            save_preprocessor(self._preprocessor, self._staging)
+        if self._files is not None:
+            self._files.create(self._staging)
+        return self._staging.name
+
+    def _write(self, staging: Path) -> None:
+        if self._files is not None:
+            self._files.write(staging, self._ranks.threads)
+
+    def _publish(self, staging: Path) -> None:
+        existing = existing_weights(self._output_dir)
         written = sorted(
             (path.relative_to(staging) for path in staging.rglob("*") if path.is_file()), key=_order
         )
         for name in written:
-            (output_dir / name).parent.mkdir(parents=True, exist_ok=True)
-            (staging / name).replace(output_dir / name)
-    finally:
-        discard(staging)
-    for stale in set(existing) - {str(name) for name in written}:
-        (output_dir / stale).unlink()
-    sync_file(output_dir)
+            (self._output_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            (staging / name).replace(self._output_dir / name)
+        for stale in set(existing) - {str(name) for name in written}:
+            (self._output_dir / stale).unlink()
+        sync_file(self._output_dir)
 
 
-def _existing_weights(directory: Path) -> list[str]:
+def existing_weights(directory: Path) -> list[str]:
+    """Weight files that a directory holds already.
+
+    Args:
+        directory: The directory; it need not exist.
+
+    Returns:
+        Their names, in order.
+    """
     if not directory.is_dir():
         return []
     return sorted(path.name for path in directory.iterdir() if _WEIGHTS.fullmatch(path.name))

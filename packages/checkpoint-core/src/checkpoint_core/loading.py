@@ -1,18 +1,22 @@
 """One load, from the chosen checkpoint to restored components."""
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
-from checkpoint_core.agreement import RankAgreement
-from checkpoint_core.components import SharingPattern
-from checkpoint_core.discovery import checkpoint_directories, good_checkpoints, verify_checkpoint
-from checkpoint_core.encoding import EncodedState
+from checkpoint_core.components import Reshardable, SharingPattern
+from checkpoint_core.directory.choosing import choose
+from checkpoint_core.directory.manifest import ComponentPart, ComponentRecord, Manifest
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.manifest import ComponentPart, ComponentRecord, Manifest, read_manifest
-from checkpoint_core.plan import Assignment, Plan, interchangeable
-from checkpoint_core.storage import read, restore
+from checkpoint_core.ranks.agreement import RankAgreement
+from checkpoint_core.ranks.plan import Assignment, Plan, interchangeable
+from checkpoint_core.state.encoding import EncodedState
+from checkpoint_core.state.optimizer import OptimizerState
+from checkpoint_core.state.optimizer import check_nothing_left as check_no_parameters_left
+from checkpoint_core.state.receive import Reception, StoredState, decode, read_all, receive
+from checkpoint_core.state.weights import ModelState
+from checkpoint_core.state.weights import check_nothing_left as check_no_weights_left
 
 _logger = logging.getLogger(__name__)
 
@@ -27,11 +31,9 @@ class LoadedCheckpoint:
     """The step at which it was saved."""
     missing: tuple[str, ...]
     """Keys of declared components that the checkpoint does not hold; they kept their fresh state."""
-
-
-class _Choice(TypedDict):
-    path: str
-    step: int
+    bytes_read: int
+    """Bytes of tensors and file headers that this rank read to restore its components. Verification, which
+    the ranks share evenly, reads the bytes of all files once more."""
 
 
 class CheckpointLoad:
@@ -45,6 +47,8 @@ class CheckpointLoad:
     def __init__(self, ranks: RankAgreement, plan: Plan) -> None:
         self._ranks = ranks
         self._plan = plan
+        self._directory = Path()
+        self._manifest: Manifest | None = None
 
     def run(self, output_dir: Path, path: Path | None) -> tuple[LoadedCheckpoint, Manifest] | None:
         """Choose, verify and restore. Collective.
@@ -59,28 +63,19 @@ class CheckpointLoad:
         Raises:
             CheckpointError: On every rank, when any failed.
         """
-        choice = self._ranks.run_on_main("choosing a checkpoint", lambda: _choose(output_dir, path))
-        if choice is None:
+        chosen = choose(self._ranks, output_dir, path)
+        if chosen is None:
             return None
-        directory = Path(choice["path"])
+        directory, manifest = chosen
         phase = f"loading {directory}"
-        manifest: Manifest | None = None
-
-        def check() -> list[str]:
-            nonlocal manifest
-            manifest = read_manifest(directory)
-            return self._missing(directory, manifest)
-
-        missing_on_ranks = self._ranks.run(phase, check)
+        missing_on_ranks = self._ranks.run(phase, lambda: self._missing(directory, manifest))
         # Old state on some ranks and fresh state on others would be neither: one missing file counts for all.
         missing = {key for keys in missing_on_ranks for key in keys}
-        if manifest is None:
-            raise CheckpointError(f"{phase}: no manifest was read")
-        for key, pattern in self._plan.patterns.items():
-            if key not in missing:
-                self._restore(phase, directory, manifest, key, pattern)
+        keys = [key for key in self._plan.patterns if key not in missing]
+        with ExitStack() as files:
+            count = _Restoring(self._ranks, self._plan, directory, manifest, phase, files).run(keys)
         ordered = tuple(key for key in self._plan.patterns if key in missing)
-        return LoadedCheckpoint(directory, manifest.step, ordered), manifest
+        return LoadedCheckpoint(directory, manifest.step, ordered, count), manifest
 
     def _missing(self, directory: Path, manifest: Manifest) -> list[str]:
         missing = []
@@ -104,66 +99,123 @@ class CheckpointLoad:
         present = [name for part in record.parts for name in part.files if (directory / name).is_file()]
         if not present:
             return f"{record.parts[0].files[0]} was deleted"
-        part = _part(record, assignment, manifest, self._ranks.world_size)
-        deleted = [name for name in part.files if not (directory / name).is_file()]
+        parts = _parts(record, assignment, manifest, self._ranks.world_size)
+        deleted = [name for part in parts for name in part.files if not (directory / name).is_file()]
         return f"{', '.join(deleted)} was deleted" if deleted else None
 
-    def _restore(
-        self, phase: str, directory: Path, manifest: Manifest, key: str, pattern: SharingPattern
+
+class _Restoring:
+    """Restores components: first all are matched with their objects, then all are read."""
+
+    def __init__(
+        self,
+        ranks: RankAgreement,
+        plan: Plan,
+        directory: Path,
+        manifest: Manifest,
+        phase: str,
+        files: ExitStack,
     ) -> None:
+        self._ranks = ranks
+        self._plan = plan
+        self._directory = directory
+        self._manifest = manifest
+        self._phase = phase
+        self._files = files
+        self._stored: dict[str, list[StoredState]] = {}
+        self._receptions: dict[str, Reception] = {}
+        self._shared: dict[str, EncodedState] = {}
+
+    def run(self, keys: list[str]) -> int:
+        """Restore components. Collective.
+
+        Args:
+            keys: Their keys.
+
+        Returns:
+            Bytes read by this rank.
+        """
+        for key in keys:
+            self._ranks.run(f"{self._phase}, component {key!r}", lambda key=key: self._open(key))  # type: ignore[misc]
+        unclaimed = self._ranks.run(self._phase, self._unclaimed)
+        for key in keys:
+            self._check_unclaimed(key, [each.get(key, []) for each in unclaimed])
+        for key in keys:
+            self._restore(key, self._plan.patterns[key])
+        return sum(stored.bytes_read for some in self._stored.values() for stored in some)
+
+    def _open(self, key: str) -> None:
         assignment = self._plan.assignments.get(key)
+        record = self._manifest.component(key)
+        if assignment is None or record is None or not self._reads(key):
+            return
+        stored = []
+        for part in _parts(record, assignment, self._manifest, self._ranks.world_size):
+            stored.append(StoredState([self._directory / name for name in part.files], record.format))
+            self._files.callback(stored[-1].close)
+        self._stored[key] = stored
+        stateful = assignment.component.stateful
+        if self._plan.patterns[key] is not SharingPattern.GLOBAL and len(stored) == 1:
+            self._receptions[key] = receive(stateful, stored[0])
+
+    def _reads(self, key: str) -> bool:
+        return self._plan.patterns[key] is not SharingPattern.GLOBAL or self._ranks.rank == 0
+
+    def _unclaimed(self) -> dict[str, list[str]]:
+        return {key: list(reception.unclaimed) for key, reception in self._receptions.items()}
+
+    def _check_unclaimed(self, key: str, by_rank: list[list[str]]) -> None:
+        # A pure function of what all ranks gathered, so all ranks come to the same error.
+        assignment = self._plan.assignments.get(key)
+        sharded = self._plan.patterns[key] is SharingPattern.SHARDED
+        left = (
+            set(by_rank[0]).intersection(*by_rank[1:]) if sharded else {n for names in by_rank for n in names}
+        )
+        if not left or assignment is None:
+            return
+        names = sorted(left)
+        try:
+            if isinstance(assignment.component.stateful, ModelState):
+                check_no_weights_left(names)
+            elif isinstance(assignment.component.stateful, OptimizerState):
+                check_no_parameters_left(names)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._phase}, component {key!r}: {error}") from error
+
+    def _restore(self, key: str, pattern: SharingPattern) -> None:
+        assignment = self._plan.assignments.get(key)
+        what = f"{self._phase}, component {key!r}"
         encoded: EncodedState | None = None
 
-        def read_part() -> None:
+        def read() -> None:
             nonlocal encoded
-            record = manifest.component(key)
-            if record is None or assignment is None:
-                return
-            if pattern is not SharingPattern.GLOBAL or self._ranks.rank == 0:
-                part = _part(record, assignment, manifest, self._ranks.world_size)
-                encoded = read(directory, part.files, record.format)
+            if key in self._receptions:
+                self._stored[key][0].fill(self._receptions[key].fills, self._ranks.threads)
+            elif pattern is SharingPattern.GLOBAL and key in self._stored:
+                encoded = EncodedState(*read_all(self._stored[key][0], self._ranks.threads))
 
         def put_back() -> None:
-            if assignment is not None and encoded is not None:
-                restore(assignment.component.stateful, encoded)
+            if assignment is None:
+                return
+            stateful = assignment.component.stateful
+            if key in self._receptions:
+                self._receptions[key].finish()
+            elif encoded is not None:
+                stateful.load_state_dict(decode(encoded.document, encoded.tensors))
+            elif isinstance(stateful, Reshardable):
+                states = [decode(*read_all(stored, self._ranks.threads)) for stored in self._stored[key]]
+                stateful.load_resharded(states, rank=self._ranks.rank, world_size=self._ranks.world_size)
 
-        what = f"{phase}, component {key!r}"
-        self._ranks.run(what, read_part)
+        self._ranks.run(what, read)
         if pattern is SharingPattern.GLOBAL:
             encoded = self._ranks.share(what, encoded)
         self._ranks.run(what, put_back)
 
 
-def _choose(output_dir: Path, path: Path | None) -> _Choice | None:
-    if path is None:
-        found = next(good_checkpoints(output_dir, checksums=True), None)
-        if found is None:
-            return None
-        return _Choice(path=str(found[0].absolute()), step=found[1].step)
-    if not (path / "manifest.json").is_file() and checkpoint_directories(path):
-        newest = checkpoint_directories(path)[0][1]
-        raise CheckpointError(f"{path} holds checkpoints but is none; pass one of them, such as {newest}")
-    manifest = verify_checkpoint(path, checksums=True)
-    if path.absolute().parent == output_dir.absolute():
-        _warn_about_later(output_dir, manifest.step)
-    return _Choice(path=str(path.absolute()), step=manifest.step)
-
-
-def _warn_about_later(output_dir: Path, step: int) -> None:
-    later = [path.name for number, path in checkpoint_directories(output_dir) if number > step]
-    if later:
-        _logger.warning(
-            "%s holds later checkpoints (%s), which an automatic resume would choose; move them away to go "
-            "on from step %d",
-            output_dir,
-            ", ".join(later),
-            step,
-        )
-
-
-def _part(
+def _parts(
     record: ComponentRecord, assignment: Assignment, manifest: Manifest, world_size: int
-) -> ComponentPart:
+) -> list[ComponentPart]:
+    """The parts of a component that this rank reads: one, or those of all ranks to be distributed anew."""
     component = assignment.component
     wanted = component.sharing_pattern.value
     files = ", ".join(name for part in record.parts for name in part.files)
@@ -172,11 +224,16 @@ def _part(
         raise CheckpointError(
             f"component {record.key!r} was saved as {record.pattern}, not {wanted}; {remedy}"
         )
-    per_rank = component.sharing_pattern in (SharingPattern.PER_RANK, SharingPattern.PER_GROUP)
+    if component.sharing_pattern not in (SharingPattern.PER_RANK, SharingPattern.PER_GROUP):
+        return [record.parts[0]]
     part = record.part(assignment.writer)
-    if part is None or (per_rank and manifest.world_size != world_size):
-        raise CheckpointError(
-            f"component {record.key!r} was saved {wanted} by {manifest.world_size} ranks and cannot be "
-            f"loaded by {world_size}; use {manifest.world_size} ranks, or {remedy}"
-        )
-    return part
+    if part is not None and manifest.world_size == world_size:
+        return [part]
+    if component.sharing_pattern is SharingPattern.PER_RANK and isinstance(component.stateful, Reshardable):
+        if len(record.parts) == manifest.world_size:
+            return list(record.parts)
+        remedy = f"let every node hold the files of all ranks, or {remedy}"
+    raise CheckpointError(
+        f"component {record.key!r} was saved {wanted} by {manifest.world_size} ranks and cannot be "
+        f"loaded by {world_size}; use {manifest.world_size} ranks, or {remedy}"
+    )

@@ -1,62 +1,39 @@
 """The checkpoint manager: saves and restores declared state for a group of ranks."""
 
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from checkpoint_core.agreement import RankAgreement
-from checkpoint_core.components import StatefulProvider
+import torch
+
+from checkpoint_core.background import BackgroundWorker
+from checkpoint_core.components import StateComponent, StatefulProvider, StaticStatefulProvider
+from checkpoint_core.config import CheckpointConfig
+from checkpoint_core.directory.best import BestCheckpoint, best_summary
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.export import export_model
-from checkpoint_core.hf_layout import MODEL_STEM
+from checkpoint_core.export import ModelExport
 from checkpoint_core.loading import CheckpointLoad, LoadedCheckpoint
-from checkpoint_core.plan import make_plan
-from checkpoint_core.rotation import rotate
+from checkpoint_core.ranks.agreement import RankAgreement
+from checkpoint_core.ranks.plan import make_plan
+from checkpoint_core.retention import Retention
 from checkpoint_core.saving import CheckpointSave, Preprocessor
-from checkpoint_core.weights import ModelState
-from dist_env import DistributedEnvInterface
-
-
-@dataclass
-class CheckpointConfig:
-    """Where and how checkpoints are kept.
-
-    Raises:
-        CheckpointError: A value out of range.
-    """
-
-    output_dir: str | Path
-    """Holds the ``checkpoint-<step>`` directories; shared by all ranks."""
-    save_total_limit: int | None = 2
-    """How many checkpoints of this run to keep, at least 1; None keeps all."""
-    max_shard_size: int = 5_000_000_000
-    """Bytes of tensor data per file of weights; larger models are divided and get an index."""
-    timeout_seconds: float = 1800.0
-    """How long a rank waits for the slowest rank before it gives up."""
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        limit = self.save_total_limit
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-            raise CheckpointError(f"save_total_limit={limit!r} must be an integer of 1 or more, or None")
-        if self.max_shard_size < 1:
-            raise CheckpointError(f"max_shard_size={self.max_shard_size!r} must be 1 byte or more")
-        if not self.timeout_seconds > 0:
-            raise CheckpointError(f"timeout_seconds={self.timeout_seconds!r} must be positive")
+from checkpoint_core.staging import StagingBuffer
+from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
 
 class CheckpointManager:
     """Saves and restores the components that a provider declares.
 
-    All methods are collective: every rank calls them, in the same order. So is the constructor.
+    All methods are collective: every rank calls them, in the same order. So is the constructor. While an
+    asynchronous save is under way, any other call waits for it first.
 
     Args:
         config: Where and how.
-        dist: Rank and world size. With more than one rank the process group must be open.
-        stateful_provider: Declares the components.
+        stateful_provider: Declares the components; or the components themselves.
+        dist: Rank and world size; None for a single process. With more than one rank the process group must
+            be open.
         preprocessor: A tokenizer or processor with ``save_pretrained(directory)``, saved with the weights.
 
     Raises:
@@ -67,16 +44,22 @@ class CheckpointManager:
         self,
         config: CheckpointConfig,
         *,
-        dist: DistributedEnvInterface,
-        stateful_provider: StatefulProvider,
+        stateful_provider: StatefulProvider | Sequence[StateComponent],
+        dist: DistributedEnvInterface | None = None,
         preprocessor: Preprocessor | None = None,
     ) -> None:
         self._config = config
         self._output_dir = Path(config.output_dir)
+        if isinstance(stateful_provider, Sequence):
+            stateful_provider = StaticStatefulProvider(stateful_provider)
         self._provider = stateful_provider
         self._preprocessor = preprocessor
-        self._ranks = RankAgreement(dist, config.timeout_seconds)
-        self._run_id = uuid.uuid4().hex
+        env = _single_process() if dist is None else dist
+        self._ranks = RankAgreement(env, config.timeout_seconds, each_node=config.save_on_each_node)
+        run_id = self._ranks.run_on_main("opening the checkpoint manager", lambda: uuid.uuid4().hex)
+        self._retention = Retention(config, run_id)
+        self._staging = StagingBuffer()
+        self._worker = BackgroundWorker()
 
     def __enter__(self) -> Self:
         """The manager itself."""
@@ -89,45 +72,91 @@ class CheckpointManager:
         self.close()
 
     def close(self) -> None:
-        """Give back the process group that the manager opened for itself."""
-        self._ranks.close()
+        """Finish a save that is under way, and give back memory and the process group of the manager.
+
+        Raises:
+            CheckpointError: The save failed.
+        """
+        try:
+            self._worker.close()
+        finally:
+            self._staging.release()
+            self._ranks.close()
+
+    def wait(self) -> None:
+        """Block until no asynchronous save is under way.
+
+        Raises:
+            CheckpointError: On every rank: the save failed. Raised once, by the first call after it.
+        """
+        self._worker.wait()
 
     def save_checkpoint(self, step: int, *, metrics: Mapping[str, float] | None = None) -> Path:
         """Save every component as ``<output_dir>/checkpoint-<step>``, then rotate. Collective.
 
         The checkpoint appears by one rename after all of it is on the disk. A checkpoint of the same step
-        that this run wrote or resumed from is replaced.
+        that this run wrote or resumed from is replaced. With ``async_save`` the state is copied, and all the
+        rest happens in the background; the preprocessor is written there too.
 
         Args:
             step: The training step, 0 or more, equal on all ranks.
             metrics: Evaluation results to keep with it; those of rank 0 are stored.
 
         Returns:
-            The committed checkpoint.
+            The committed checkpoint; with ``async_save`` where it will be, see :meth:`wait`.
 
         Raises:
-            CheckpointError: On every rank, when any failed. Nothing is left behind, and earlier checkpoints
-                are as they were.
+            CheckpointError: On every rank, when any failed, or when the asynchronous save before failed.
+                Nothing is left behind, and earlier checkpoints are as they were.
         """
-        plan = make_plan("saving a checkpoint", self._ranks, self._provider, lambda: _describe_save(step))
-        final = CheckpointSave(
-            self._output_dir,
-            self._ranks,
-            plan,
-            step=step,
-            run_id=self._run_id,
-            max_shard_size=self._config.max_shard_size,
-            metrics=metrics,
-            preprocessor=self._preprocessor,
-        ).run()
-        self._ranks.run_on_main(f"rotating after checkpoint-{step}", lambda: self._rotate(final))
-        return final
+        self.wait()
+        save = self._new_save("saving a checkpoint", step, metrics)
+        save.capture(self._staging if self._config.async_save else None)
+        if self._config.async_save:
+            self._worker.start(f"saving {save.final.name}", lambda: self._finish(save))
+        else:
+            self._finish(save)
+        return save.final
+
+    def trial_save(self, first_step: int = 0) -> None:
+        """Write a whole checkpoint, and discard it: what a later save would trip over shows now. Collective.
+
+        It finds state that cannot be stored, missing permissions, too little space or quota, names that
+        clash, and replicas that differ.
+
+        Args:
+            first_step: The step of the first checkpoint to come, which must not collide with another run's.
+
+        Raises:
+            CheckpointError: On every rank, when any failed.
+        """
+        self.wait()
+        save = self._new_save("trying to save a checkpoint", first_step, None)
+        save.capture()
+        save.rehearse()
+
+    def reserve_staging(self) -> None:
+        """Allocate the memory of asynchronous saves ahead, in the background. Collective.
+
+        Without it the first asynchronous save takes the time that the system needs to hand out new memory.
+        Call it when all state exists: after the first optimizer step, or after loading.
+
+        Raises:
+            CheckpointError: The state cannot be stored, or there is not enough memory.
+        """
+        self.wait()
+        save = self._new_save("reserving memory for checkpoints", 0, None)
+        save.capture()
+        self._ranks.run(
+            "reserving memory for checkpoints", lambda: self._staging.reserve(save.staged_bytes())
+        )
 
     def load_checkpoint(self, path: str | Path | None = None) -> LoadedCheckpoint | None:
         """Verify a checkpoint and restore every component from it. Collective.
 
-        Sizes and checksums of all files are compared first. A component whose file was deleted keeps its
-        fresh state, with a warning, unless it is required.
+        Sizes and checksums of all files are compared first, each rank reading its share. Then all components
+        are matched with their objects, and only when all fit does any of them change. A component whose file
+        was deleted keeps its fresh state, with a warning, unless it is required.
 
         Args:
             path: The checkpoint. None takes the newest good one in ``output_dir``; damaged ones are passed
@@ -138,19 +167,22 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: On every rank: the named checkpoint is missing or damaged, a required component
-                is missing, or state does not fit its object. Components restored before the error keep the
-                restored state.
+                is missing, or state does not fit its object. Components restored before an error in an
+                object's own ``load_state_dict`` keep the restored state.
         """
+        self.wait()
         wanted = None if path is None else Path(path)
-        what = f"load of {wanted or 'the newest checkpoint'}"
+        # Nodes that save for themselves may know the same checkpoint under different paths.
+        what = f"load of {wanted.name if wanted else 'the newest checkpoint'}"
         plan = make_plan("loading a checkpoint", self._ranks, self._provider, lambda: what)
         result = CheckpointLoad(self._ranks, plan).run(self._output_dir, wanted)
         if result is None:
             return None
         loaded, manifest = result
-        if loaded.path.parent == self._output_dir.absolute():
+        self._retention.resumed_from = loaded.path
+        if loaded.path.parent.resolve() == self._output_dir.resolve():
             # Going on from it makes this the same run, so that rotation and replacement include it.
-            self._run_id = manifest.run_id
+            self._retention.run_id = manifest.run_id
         return loaded
 
     def save_model(self, output_dir: str | Path, *, overwrite_output_dir: bool = False) -> Path:
@@ -167,31 +199,77 @@ class CheckpointManager:
             CheckpointError: On every rank: weights are there already, there is no component ``model``, or
                 writing failed.
         """
+        self.wait()
         target = Path(output_dir)
-        self._ranks.run_on_main(
-            f"saving the model to {target}", lambda: self._export(target, overwrite_output_dir)
-        )
+        plan = make_plan("saving the model", self._ranks, self._provider, lambda: f"export to {target.name}")
+        ModelExport(
+            self._ranks,
+            plan,
+            target,
+            overwrite=overwrite_output_dir,
+            max_shard_size=self._config.max_shard_size,
+            preprocessor=self._preprocessor,
+        ).run()
         return target
 
-    def _export(self, target: Path, overwrite: bool) -> None:
-        components = {component.key: component for component in self._provider.get_state_components()}
-        component = components.get(MODEL_STEM)
-        if component is None or not isinstance(component.stateful, ModelState):
-            raise CheckpointError(
-                "save_model() needs a component with key 'model' whose stateful is a ModelState; declared "
-                f"are {sorted(components)}"
-            )
-        export_model(
-            component.stateful,
-            target,
-            overwrite=overwrite,
-            max_shard_size=self._config.max_shard_size,
+    def best_checkpoints(self) -> tuple[BestCheckpoint, ...]:
+        """The ``preserve_n_best`` best checkpoints of this run by ``best_metric``, best first. Collective.
+
+        Read from the disk by rank 0, so that a restart knows what there was before. With ``preserve_n_best``
+        0 it is the best one there is, which is not kept from rotation.
+
+        Returns:
+            The checkpoints, equal on all ranks; none without ``best_metric``.
+
+        Raises:
+            CheckpointError: On every rank: rank 0 cannot read the checkpoints.
+        """
+        self.wait()
+        found = self._ranks.run_on_main("ranking the checkpoints", self._ranking)
+        return tuple(BestCheckpoint(Path(path), step, value) for path, step, value in found)
+
+    def best_summary(self) -> str:
+        """:meth:`best_checkpoints` as a table for the end of a run. Collective.
+
+        Returns:
+            Lines of text; one line that says why when there are none.
+
+        Raises:
+            CheckpointError: As :meth:`best_checkpoints`.
+        """
+        return best_summary(self.best_checkpoints(), self._config.best_metric, self._config.greater_is_better)
+
+    def _new_save(self, phase: str, step: int, metrics: Mapping[str, float] | None) -> CheckpointSave:
+        plan = make_plan(phase, self._ranks, self._provider, lambda: _describe_save(step))
+        return CheckpointSave(
+            self._config,
+            self._ranks,
+            plan,
+            step=step,
+            run_id=self._retention.run_id,
+            metrics=metrics,
             preprocessor=self._preprocessor,
         )
 
-    def _rotate(self, final: Path) -> None:
-        limit, run_id = self._config.save_total_limit, self._run_id
-        rotate(self._output_dir, limit=limit, run_id=run_id, newest=final)
+    def _finish(self, save: CheckpointSave) -> None:
+        save.commit()
+        phase = f"rotating after {save.final.name}"
+        self._ranks.run_on_leaders(phase, lambda: self._retention.apply(save.final, save.metrics))
+
+    def _ranking(self) -> list[tuple[str, int, float]]:
+        best = self._retention.best(max(1, self._config.preserve_n_best))
+        return [(str(item.path), item.step, item.value) for item in best]
+
+
+def _single_process() -> DistributedEnvInterface:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        size = torch.distributed.get_world_size()
+        if size > 1:
+            raise CheckpointError(
+                f"dist=None stands for a single process, but a process group of {size} ranks is open; pass "
+                "dist, such as the DistributedEnvironment that opened it"
+            )
+    return StaticDistributedEnvironment()
 
 
 def _describe_save(step: int) -> str:

@@ -1,12 +1,19 @@
 """One save, from the declared components to the committed checkpoint."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypedDict
 
-from checkpoint_core.agreement import RankAgreement
-from checkpoint_core.commit import (
+import torch
+
+from checkpoint_core.component_files import ComponentFiles, Shares, plan_files
+from checkpoint_core.components import SharingPattern
+from checkpoint_core.config import CheckpointConfig
+from checkpoint_core.directory.commit import (
+    check_other_runs,
     check_space,
     check_target,
     checkpoint_path,
@@ -15,19 +22,24 @@ from checkpoint_core.commit import (
     discard,
     publish,
 )
-from checkpoint_core.components import SharingPattern
-from checkpoint_core.errors import CheckpointError
-from checkpoint_core.files import FileRecord, checksum_file, json_bytes, sync_file, write_bytes
-from checkpoint_core.manifest import (
+from checkpoint_core.directory.manifest import (
     MANIFEST_NAME,
     ComponentPart,
     ComponentRecord,
     Manifest,
     current_versions,
     metrics_document,
+    parse_metrics,
 )
-from checkpoint_core.plan import Plan
-from checkpoint_core.storage import CapturedState, capture
+from checkpoint_core.errors import CheckpointError
+from checkpoint_core.ranks.agreement import RankAgreement
+from checkpoint_core.ranks.plan import Plan
+from checkpoint_core.ranks.replication import Replica, find_mismatches
+from checkpoint_core.ranks.whole import join_states, own_state
+from checkpoint_core.staging import StagingBuffer, staged_bytes
+from checkpoint_core.state.capture import CapturedState, capture
+from checkpoint_core.storage.checksum import combine
+from checkpoint_core.storage.files import FileRecord, checksum_file, json_bytes, sync_file, write_bytes
 
 _logger = logging.getLogger(__name__)
 METRICS_NAME = "eval_metrics.json"
@@ -41,11 +53,6 @@ class Preprocessor(Protocol):
         ...
 
 
-class _FileReport(TypedDict):
-    size: int
-    checksum: str
-
-
 class _PartReport(TypedDict):
     files: list[str]
     format: str
@@ -56,50 +63,65 @@ class _RankReport(TypedDict):
     """What one rank wrote."""
 
     components: dict[str, _PartReport]
-    files: dict[str, _FileReport]
+    files: dict[str, tuple[int, int]]
 
 
 class CheckpointSave:
-    """The save of one step.
+    """The save of one step: :meth:`capture` while the training waits, then :meth:`commit`, on any thread.
 
     Args:
-        output_dir: The directory of the checkpoints.
+        config: Where and how.
         ranks: The ranks that save together.
         plan: Who writes what.
         step: The step.
         run_id: The id of this run.
-        max_shard_size: Bytes of tensor data per file of weights.
         metrics: Metrics to store; rank 0's are used.
-        preprocessor: Saved beside the weights by rank 0.
+        preprocessor: Saved beside the weights.
     """
 
     def __init__(
         self,
-        output_dir: Path,
+        config: CheckpointConfig,
         ranks: RankAgreement,
         plan: Plan,
         *,
         step: int,
         run_id: str,
-        max_shard_size: int,
         metrics: Mapping[str, float] | None,
         preprocessor: Preprocessor | None,
     ) -> None:
-        self._output_dir = output_dir
+        self.metrics = metrics
+        self.final = checkpoint_path(Path(config.output_dir), step)
+        self._config = config
         self._ranks = ranks
         self._plan = plan
         self._step = step
         self._run_id = run_id
-        self._max_shard_size = max_shard_size
-        self._metrics = metrics
         self._preprocessor = preprocessor
-        self._final = checkpoint_path(output_dir, step)
+        self._phase = f"saving {self.final.name}"
         self._staging: Path | None = None
-        self._captured: dict[str, CapturedState] = {}
-        self._companions: dict[str, FileRecord] = {}
+        self._files: dict[str, ComponentFiles] = {}
+        self._made: Shares = {}
 
-    def run(self) -> Path:
-        """Save. Collective; called once.
+    def capture(self, staging: StagingBuffer | None = None) -> None:
+        """Take the state of all components, and compare replicas. Collective.
+
+        Args:
+            staging: Where to copy what this rank will write; None writes from the live state.
+
+        Raises:
+            CheckpointError: On every rank, when any failed.
+        """
+        captured: dict[str, CapturedState] = {}
+        metrics = self._ranks.run(self._phase, lambda: self._capture(captured))[0]
+        self.metrics = None if metrics is None else parse_metrics(metrics)
+        self._check_replicas(captured)
+        self._plan_files(captured)
+        if staging is not None:
+            self._ranks.run(self._phase, lambda: self._stage(staging))
+
+    def commit(self) -> Path:
+        """Write what was captured and make it appear. Collective; called once, after :meth:`capture`.
 
         Returns:
             The committed checkpoint.
@@ -107,104 +129,169 @@ class CheckpointSave:
         Raises:
             CheckpointError: On every rank, when any failed. Nothing is left behind then.
         """
-        phase = f"saving {self._final.name}"
+        with self._discarding_on_error():
+            staging = self._write_all()
+            # Every node has all of its files before the first one publishes.
+            self._ranks.run_on_leaders(self._phase, lambda: publish(staging, self.final, self._step))
+        return self.final
+
+    def rehearse(self) -> None:
+        """Do everything that :meth:`commit` does, except to publish; nothing is left behind. Collective.
+
+        Raises:
+            CheckpointError: On every rank, when any failed.
+        """
+        with self._discarding_on_error():
+            self._write_all()
+        if self._staging is not None:
+            discard(self._staging)
+
+    def staged_bytes(self) -> int:
+        """The space in a staging buffer that this rank needs, once captured."""
+        parts = (part for files in self._files.values() for part in files.parts.values())
+        return staged_bytes(part.data for part in parts)
+
+    def _write_all(self) -> Path:
+        ranks, phase = self._ranks, self._phase
+        sizes = ranks.run(phase, self._size)
+        needed = sum(sizes[rank] for rank in ranks.site)
+        staging = self.final.parent / ranks.run_on_leaders(phase, lambda: self._begin(needed))
+        reports = ranks.run(phase, lambda: self._write(staging))
+        ranks.run_on_leaders(phase, lambda: self._write_manifest(staging, reports))
+        return staging
+
+    @contextmanager
+    def _discarding_on_error(self) -> Iterator[None]:
         try:
-            sizes = self._ranks.run(phase, self._capture)
-            staging = self._output_dir / self._ranks.run_on_main(phase, lambda: self._begin(sum(sizes)))
-            reports = self._ranks.run(phase, lambda: self._write(staging))
-            self._ranks.run_on_main(phase, lambda: self._commit(staging, reports))
+            yield
         except BaseException:
-            # Only rank 0 has made it, and by now no rank writes into it any more.
+            # Only a leader has made it, and by now no rank writes into it any more.
             if self._staging is not None:
                 discard(self._staging)
             raise
-        return self._final
 
-    def _capture(self) -> int:
+    def _capture(self, captured: dict[str, CapturedState]) -> dict[str, object] | None:
         for key, assignment in self._plan.assignments.items():
-            component, writes = assignment.component, assignment.writer == self._ranks.rank
-            if not writes and component.sharing_pattern is SharingPattern.GLOBAL:
+            pattern = assignment.component.sharing_pattern
+            if pattern is SharingPattern.GLOBAL and self._ranks.rank != 0:
                 continue
             # Every replica is asked, because taking the state may itself need all ranks.
+            sharded = pattern is SharingPattern.SHARDED
             try:
-                captured = capture(component.stateful, assignment.stem, self._max_shard_size)
+                captured[key] = capture(assignment.component.stateful, assignment.stem, sharded=sharded)
             except CheckpointError as error:
                 raise CheckpointError(f"component {key!r}: {error}") from error
-            if writes:
-                self._captured[key] = captured
-        return sum(captured.size for captured in self._captured.values())
+        return None if self.metrics is None else metrics_document(self.metrics)
+
+    def _check_replicas(self, captured: Mapping[str, CapturedState]) -> None:
+        replicas = [
+            Replica(key, component.validation_level, assignment.holders, captured[key].encoded)
+            for key, assignment in self._plan.assignments.items()
+            if (component := assignment.component).validate_replication
+            and component.validation_level != "none"
+        ]
+        messages = find_mismatches(self._ranks, self._phase, replicas) if self._plan.validates else []
+        if messages and self._config.on_replica_mismatch == "error":
+            raise CheckpointError(f"{self._phase}: {'; '.join(messages)}")
+        if self._ranks.rank == 0:
+            for message in messages:
+                _logger.warning("%s: %s", self._phase, message)
+
+    def _plan_files(self, captured: Mapping[str, CapturedState]) -> None:
+        wholes = join_states(self._ranks, self._phase, {key: captured[key] for key in self._plan.sharded})
+
+        def divide() -> None:
+            for key, assignment in self._plan.assignments.items():
+                if key in wholes or assignment.writer == self._ranks.rank:
+                    whole = wholes[key] if key in wholes else own_state(captured[key])
+                    self._files[key] = plan_files(whole, assignment.stem, self._config.max_shard_size)
+
+        self._ranks.run(self._phase, divide)
+
+    def _stage(self, staging: StagingBuffer) -> None:
+        live = {
+            (key, name): part.data for key, files in self._files.items() for name, part in files.parts.items()
+        }
+        staged: dict[tuple[str, str], torch.Tensor] = staging.copy(live)
+        for key, files in self._files.items():
+            parts = {name: replace(part, data=staged[key, name]) for name, part in files.parts.items()}
+            self._files[key] = replace(files, parts=parts)
+
+    def _makes(self, key: str) -> bool:
+        """Whether this rank makes the files of a component."""
+        return self._plan.assignments[key].writer == self._ranks.rank
+
+    def _size(self) -> int:
+        return sum(files.size for key, files in self._files.items() if self._makes(key))
 
     def _begin(self, needed: int) -> str:
-        check_target(self._final, self._run_id)
-        clean_leftovers(self._output_dir)
-        check_space(self._output_dir, needed)
-        self._staging = create_staging(self._output_dir, self._step)
-        if self._metrics is not None:
-            content = json_bytes({**metrics_document(self._metrics), "global_step": self._step})
-            self._companions[METRICS_NAME] = write_bytes(self._staging / METRICS_NAME, content)
+        check_target(self.final, self._run_id)
+        check_other_runs(self.final.parent, self._step, self._run_id)
+        clean_leftovers(self.final.parent)
+        check_space(self.final.parent, needed)
+        self._staging = create_staging(self.final.parent, self._step)
+        for key in self._plan.sharded:
+            self._made |= self._files[key].create(self._staging)
+        if self.metrics is not None:
+            content = json_bytes({**metrics_document(self.metrics), "global_step": self._step})
+            self._made[METRICS_NAME] = _share(write_bytes(self._staging / METRICS_NAME, content))
         if self._preprocessor is not None:
-            self._companions.update(save_preprocessor(self._preprocessor, self._staging))
+            for name, record in save_preprocessor(self._preprocessor, self._staging).items():
+                self._made[name] = _share(record)
         return self._staging.name
 
     def _write(self, staging: Path) -> _RankReport:
         if not staging.is_dir():
             raise CheckpointError(
-                f"this rank does not see {staging}, which rank 0 made; output_dir must be on storage that "
-                "all ranks share, under the same path"
+                f"this rank does not see {staging}, which rank {self._ranks.leader} made; output_dir must be "
+                "on storage that all ranks share, under the same path, or set save_on_each_node=True"
             )
-        report = _RankReport(components={}, files={})
-        for key, captured in self._captured.items():
-            for name, record in captured.write(staging).items():
-                report["files"][name] = _FileReport(size=record.size, checksum=record.checksum)
-            report["components"][key] = _PartReport(
-                files=captured.files, format=captured.format, tied=dict(captured.tied)
-            )
+        report = _RankReport(components={}, files=dict(self._made))
+        for key, files in self._files.items():
+            if self._makes(key):
+                part = _PartReport(files=files.names, format=files.format, tied=dict(files.tied))
+                report["components"][key] = part
+                if key not in self._plan.sharded:
+                    _add(report["files"], files.create(staging))
+            _add(report["files"], files.write(staging, self._ranks.threads))
         return report
 
-    def _commit(self, staging: Path, reports: Sequence[_RankReport]) -> None:
-        manifest = self._manifest(reports)
-        for name, record in manifest.files.items():
-            size = (staging / name).stat().st_size
-            if size != record.size:
-                raise CheckpointError(
-                    f"{name} has {size} bytes as rank 0 sees it, {record.size} were written"
-                )
-        write_bytes(staging / MANIFEST_NAME, manifest.to_bytes())
-        publish(staging, self._final, self._step)
-        _logger.info("saved %s", self._final)
+    def _write_manifest(self, staging: Path, reports: Sequence[_RankReport]) -> None:
+        write_bytes(staging / MANIFEST_NAME, self._manifest(reports).to_bytes())
 
     def _manifest(self, reports: Sequence[_RankReport]) -> Manifest:
+        site = {rank: reports[rank] for rank in self._ranks.site}
         components = []
-        tied: dict[str, dict[str, str]] = {}
+        tied: dict[str, Mapping[str, str]] = {}
         for key, pattern in self._plan.patterns.items():
-            parts = {rank: r["components"][key] for rank, r in enumerate(reports) if key in r["components"]}
-            for part in parts.values():
-                if part["tied"]:
-                    tied.setdefault(key, {}).update(part["tied"])
-            storage_format = next(iter(parts.values()))["format"]
-            records = [ComponentPart(rank, part["files"]) for rank, part in parts.items()]
-            components.append(ComponentRecord(key, pattern.value, storage_format, records))
-        files = dict(self._companions)
-        for report in reports:
-            files.update({name: FileRecord(**record) for name, record in report["files"].items()})
+            written = {
+                rank: each["components"][key] for rank, each in site.items() if key in each["components"]
+            }
+            if not written:
+                continue  # A GLOBAL component of another node.
+            parts = [ComponentPart(writer=rank, files=part["files"]) for rank, part in written.items()]
+            kind = next(iter(written.values()))["format"]
+            components.append(ComponentRecord(key=key, pattern=pattern.value, format=kind, parts=parts))
+            if aliases := next((part["tied"] for part in written.values() if part["tied"]), None):
+                tied[key] = aliases
         return Manifest(
             step=self._step,
             world_size=self._ranks.world_size,
             run_id=self._run_id,
             components=components,
-            files=files,
+            files=_records(list(site.values())),
             tied_weights=tied,
-            metrics=None if self._metrics is None else dict(self._metrics),
+            metrics=self.metrics,
             versions=current_versions(),
         )
 
 
 def save_preprocessor(preprocessor: Preprocessor, directory: Path) -> dict[str, FileRecord]:
-    """Let a preprocessor write its files, and make them durable.
+    """Let a tokenizer or processor write its files.
 
     Args:
         preprocessor: The tokenizer or processor.
-        directory: A directory that holds only files of ours.
+        directory: Where.
 
     Returns:
         Size and checksum of each new file, by path relative to the directory.
@@ -217,3 +304,20 @@ def save_preprocessor(preprocessor: Preprocessor, directory: Path) -> dict[str, 
             sync_file(path)
             records[path.relative_to(directory).as_posix()] = checksum_file(path)
     return records
+
+
+def _share(record: FileRecord) -> tuple[int, int]:
+    return record.size, int(record.checksum, 16)
+
+
+def _add(shares: Shares, more: Shares) -> None:
+    """Take further shares into a table; those of one file add up."""
+    for name, (size, share) in more.items():
+        shares[name] = (size, shares[name][1] ^ share if name in shares else share)
+
+
+def _records(reports: Sequence[_RankReport]) -> dict[str, FileRecord]:
+    total: Shares = {}
+    for report in reports:
+        _add(total, {name: (size, share) for name, (size, share) in report["files"].items()})
+    return {name: FileRecord(size, combine([share])) for name, (size, share) in sorted(total.items())}

@@ -1,0 +1,225 @@
+"""What state checkpoints are in, without changing or repairing anything."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from checkpoint_core.cli.console import Progress, number_text
+from checkpoint_core.directory.discovery import checkpoint_directories
+from checkpoint_core.directory.manifest import MANIFEST_NAME, SCHEMA_VERSION, Manifest, read_manifest
+from checkpoint_core.directory.ownership import DELETED, REPLACED, Leftover
+from checkpoint_core.errors import CheckpointError
+from checkpoint_core.storage.checksum import combine
+from checkpoint_core.storage.files import FileRecord, range_share, read_json
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+_STEP_BYTES = 64 * 1024 * 1024
+
+
+class State(Enum):
+    """What a checkpoint's directory turned out to be."""
+
+    COMMITTED = "committed"
+    TORN = "torn"
+    DAMAGED = "damaged"
+    NEWER = "unreadable"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is known of one checkpoint's directory."""
+
+    path: Path
+    """The directory."""
+    state: State
+    """Its state."""
+    problems: tuple[str, ...] = ()
+    """What is wrong, each with the file's name."""
+    deleted: tuple[str, ...] = ()
+    """Files of the manifest that are not there."""
+    manifest: Manifest | None = None
+    """The manifest, unless it cannot be read."""
+
+    @property
+    def good(self) -> bool:
+        """Whether the checkpoint can be loaded."""
+        return self.state is State.COMMITTED
+
+    def describe(self) -> str:
+        """State and reasons on one line."""
+        notes = list(self.problems) or [f"{name} was deleted" for name in self.deleted]
+        return f"{self.state.value} ({'; '.join(notes)})" if notes else self.state.value
+
+
+def survey(path: Path, *, checksums: bool) -> Survey:
+    """Compare a checkpoint's files with its manifest, all of them.
+
+    Args:
+        path: The checkpoint's directory.
+        checksums: Compare checksums too, not only sizes.
+
+    Returns:
+        The findings.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    if not (path / MANIFEST_NAME).is_file():
+        return Survey(path, State.TORN, (f"it has no {MANIFEST_NAME}: it was not committed, or is not ours",))
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        # The messages begin with the path, which is named beside them.
+        reason = str(error).replace(str(path / MANIFEST_NAME), MANIFEST_NAME)
+        return Survey(path, State.NEWER if _is_newer(path) else State.DAMAGED, (reason,))
+    problems, deleted = _compare_files(path, manifest, checksums)
+    name = _NAME.fullmatch(path.name)
+    if name and int(name[1]) != manifest.step:
+        problems.insert(0, f"it holds step {manifest.step} but is named {path.name}; give it its name back")
+    state = State.DAMAGED if problems else State.COMMITTED
+    return Survey(path, state, tuple(problems), tuple(deleted), manifest)
+
+
+def survey_all(directory: Path, *, checksums: bool) -> Iterator[Survey]:
+    """Survey the checkpoints of a directory, highest step first.
+
+    Args:
+        directory: The directory that holds them.
+        checksums: Compare checksums too, not only sizes.
+
+    Yields:
+        The findings. A checkpoint that a running training deletes meanwhile is left out.
+    """
+    for _, path in checkpoint_directories(directory):
+        found = survey(path, checksums=checksums)
+        if path.is_dir():
+            yield found
+
+
+def open_checkpoint(path: Path) -> Manifest:
+    """The manifest of a checkpoint that a command needs.
+
+    Args:
+        path: The checkpoint's directory.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is torn, or its manifest is damaged.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint directory {path}; 'checkpoint-core ls' lists them")
+    if not (path / MANIFEST_NAME).is_file() and (inside := checkpoint_directories(path)):
+        raise CheckpointError(
+            f"{path} holds checkpoints but is none; pass one of them, such as {inside[0][1]}"
+        )
+    return read_manifest(path)
+
+
+def open_directory(path: Path) -> Path:
+    """Check that a path can hold checkpoints.
+
+    Args:
+        path: The directory.
+
+    Returns:
+        The same path.
+
+    Raises:
+        CheckpointError: It is no directory, or a checkpoint itself.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"there is no directory {path}; pass the output_dir of a training")
+    if (path / MANIFEST_NAME).is_file():
+        raise CheckpointError(
+            f"{path} is a checkpoint itself; pass the directory that holds it, {path.parent}"
+        )
+    return path
+
+
+def describe_leftover(leftover: Leftover) -> str:
+    """What a temporary directory is, and what becomes of it.
+
+    Args:
+        leftover: The directory.
+
+    Returns:
+        One line.
+    """
+    owner = f"process {leftover.pid}"
+    if not leftover.is_abandoned():
+        doing = {REPLACED: "being replaced", DELETED: "being deleted"}.get(leftover.kind, "being written")
+        return f"{doing} by {owner} ({leftover.path.name})"
+    if leftover.kind == REPLACED and not (leftover.path.parent / f"checkpoint-{leftover.step}").exists():
+        return f"put aside by {owner}, which died; the next save or load puts it back ({leftover.path.name})"
+    kind = "half deleted" if leftover.kind == DELETED else "leftover of a killed save"
+    return f"{kind}, {owner}; the next save removes it ({leftover.path.name})"
+
+
+def metrics_text(manifest: Manifest) -> str:
+    """The metrics of a checkpoint on one line."""
+    return ", ".join(f"{name} {number_text(value)}" for name, value in (manifest.metrics or {}).items())
+
+
+def total_bytes(directory: Path) -> int:
+    """Bytes of all files below a directory."""
+    total = 0
+    for path in directory.rglob("*"):
+        try:
+            total += 0 if path.is_dir() else path.lstat().st_size
+        except FileNotFoundError:
+            continue  # Being removed at this moment.
+    return total
+
+
+def find_damage(checkpoint: Path, name: str, record: FileRecord, progress: Progress | None) -> str | None:
+    """Compare one file with what was written.
+
+    Args:
+        checkpoint: The checkpoint's directory.
+        name: The file's name; it is there.
+        record: What was written.
+        progress: Told of the bytes read; None to compare the size only.
+
+    Returns:
+        What is wrong, with the file's name; None for a file that is whole.
+    """
+    file = checkpoint / name
+    if not file.is_file():
+        return f"{name} is not a regular file"
+    if (size := file.stat().st_size) != record.size:
+        return f"{name} has {size} bytes, {record.size} were written"
+    if progress is None:
+        return None
+    shares = []
+    for begin in range(0, size, _STEP_BYTES):
+        progress.show(name)
+        end = min(begin + _STEP_BYTES, size)
+        shares.append(range_share(file, begin, end, size))
+        progress.advance(end - begin)
+    return None if combine(shares) == record.checksum else f"{name} does not match its checksum"
+
+
+def _compare_files(path: Path, manifest: Manifest, checksums: bool) -> tuple[list[str], list[str]]:
+    problems: list[str] = []
+    deleted: list[str] = []
+    total = sum(record.size for record in manifest.files.values())
+    with Progress(f"verifying {path.name}", total) as progress:
+        for name, record in manifest.files.items():
+            if not (path / name).exists():
+                deleted.append(name)
+            elif problem := find_damage(path, name, record, progress if checksums else None):
+                problems.append(problem)
+    return problems, deleted
+
+
+def _is_newer(path: Path) -> bool:
+    try:
+        document = read_json(path / MANIFEST_NAME)
+    except CheckpointError:
+        return False
+    schema = document.get("schema_version") if isinstance(document, dict) else None
+    return isinstance(schema, int) and schema > SCHEMA_VERSION

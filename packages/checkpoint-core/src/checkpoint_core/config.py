@@ -1,0 +1,56 @@
+"""The settings of a checkpoint manager."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from checkpoint_core.directory.best import check_best_settings
+from checkpoint_core.errors import CheckpointError
+
+
+@dataclass
+class CheckpointConfig:
+    """Where and how checkpoints are kept.
+
+    Raises:
+        CheckpointError: A value out of range.
+    """
+
+    output_dir: str | Path
+    """Holds the ``checkpoint-<step>`` directories; shared by all ranks."""
+    save_total_limit: int | None = 2
+    """How many checkpoints of this run to keep, at least 1; None keeps all. The ``preserve_n_best`` best and
+    the one that was resumed from are kept besides."""
+    best_metric: str | None = None
+    """The metric that ranks checkpoints, such as ``eval_loss``; None ranks none."""
+    greater_is_better: bool | None = None
+    """Whether the greater ``best_metric`` wins. None goes by the name: with ``loss`` or ``perplexity`` in it
+    the lower value wins, any other name is an error."""
+    preserve_n_best: int = 0
+    """How many of the best checkpoints are exempt from ``save_total_limit``."""
+    max_shard_size: int = 5_000_000_000
+    """Bytes of tensor data per file of weights; larger models are divided and get an index."""
+    timeout_seconds: float = 1800.0
+    """How long a rank waits for the slowest rank before it gives up."""
+    save_on_each_node: bool = False
+    """Every node writes to an ``output_dir`` of its own, for storage that the nodes do not share. State that
+    is divided between nodes cannot be saved so."""
+    async_save: bool = False
+    """``save_checkpoint`` returns once the state is copied; writing goes on in the background."""
+    on_replica_mismatch: Literal["error", "warn"] = "error"
+    """What happens when copies of a component with ``validate_replication`` differ between ranks."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        limit = self.save_total_limit
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+            raise CheckpointError(f"save_total_limit={limit!r} must be an integer of 1 or more, or None")
+        if self.max_shard_size < 1:
+            raise CheckpointError(f"max_shard_size={self.max_shard_size!r} must be 1 byte or more")
+        check_best_settings(self.best_metric, self.greater_is_better, self.preserve_n_best)
+        if self.on_replica_mismatch not in ("error", "warn"):
+            raise CheckpointError(
+                f"on_replica_mismatch={self.on_replica_mismatch!r} must be 'error' or 'warn'"
+            )
+        if not self.timeout_seconds > 0:
+            raise CheckpointError(f"timeout_seconds={self.timeout_seconds!r} must be positive")

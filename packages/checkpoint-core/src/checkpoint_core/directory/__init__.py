@@ -1,0 +1,1 @@
+"""The directories of checkpoints: manifest, commit, discovery, verification and rotation."""

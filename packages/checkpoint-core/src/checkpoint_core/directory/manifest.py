@@ -1,0 +1,196 @@
+"""The manifest: what a checkpoint consists of, and the digests that prove it whole."""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from checkpoint_core.errors import CheckpointError
+from checkpoint_core.storage.checksum import ALGORITHM, digest
+from checkpoint_core.storage.files import FileRecord, json_bytes, read_json
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ComponentPart:
+    """What one rank wrote of a component."""
+
+    writer: int
+    """The rank that wrote it."""
+    files: Sequence[str]
+    """Names of the files without which the part cannot be read."""
+
+
+@dataclass(frozen=True)
+class ComponentRecord:
+    """One entry of the component table."""
+
+    key: str
+    """The component's key."""
+    pattern: str
+    """Value of its :class:`SharingPattern`."""
+    format: str
+    """``weights`` (Hugging Face safetensors) or ``state`` (JSON document and tensors)."""
+    parts: Sequence[ComponentPart]
+    """One part for each rank that wrote."""
+
+    def part(self, writer: int) -> ComponentPart | None:
+        """The part that a rank wrote, or None."""
+        return next((part for part in self.parts if part.writer == writer), None)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of ``manifest.json``."""
+
+    step: int
+    """The training step."""
+    world_size: int
+    """Number of ranks that saved."""
+    run_id: str
+    """Identifies the run in its output directory; rotation deletes only checkpoints with its own id."""
+    components: Sequence[ComponentRecord]
+    """The component table, in order of restoring."""
+    files: Mapping[str, FileRecord]
+    """Every file of the checkpoint except the manifest, by path relative to it."""
+    tied_weights: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """For each weights component: the stored name, by alias."""
+    metrics: Mapping[str, float] | None = None
+    """Metrics given when saving."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the software that wrote the checkpoint."""
+    schema_version: int = SCHEMA_VERSION
+    """Version of this format."""
+
+    def component(self, key: str) -> ComponentRecord | None:
+        """The entry of one component, or None."""
+        return next((record for record in self.components if record.key == key), None)
+
+    def to_bytes(self) -> bytes:
+        """The content of the file, which ends with a digest of itself."""
+        head = {"schema_version": self.schema_version, "checksum_algorithm": ALGORITHM}
+        body = {**head, **asdict(self)}
+        if self.metrics is not None:
+            body["metrics"] = metrics_document(self.metrics)
+        return json_bytes({**body, "checksum": _digest(body)})
+
+
+def metrics_document(metrics: Mapping[str, float]) -> dict[str, object]:
+    """Metrics as strict JSON: JSON has no infinity and no NaN, so those are text.
+
+    Args:
+        metrics: Values by name.
+
+    Returns:
+        The document.
+
+    Raises:
+        CheckpointError: A value is not an int or a float.
+    """
+    document: dict[str, object] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise CheckpointError(
+                f"metrics[{name!r}] is a {type(value).__name__}, not an int or a float; use float(value)"
+            )
+        number = float(value) if isinstance(value, float) else value
+        document[name] = number if number - number == 0 else str(number)
+    return document
+
+
+def parse_metrics(document: Mapping[str, Any]) -> dict[str, float]:
+    """The inverse of :func:`metrics_document`.
+
+    Args:
+        document: The document.
+
+    Returns:
+        Values by name.
+    """
+    return {name: float(value) if isinstance(value, str) else value for name, value in document.items()}
+
+
+def current_versions() -> dict[str, str]:
+    """Versions of the software that writes."""
+    return {
+        "checkpoint-core": version("checkpoint-core"),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint's directory.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: It is missing, damaged, of a newer schema, or names files outside the directory.
+    """
+    path = checkpoint / MANIFEST_NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no {MANIFEST_NAME}: it was not committed, or not written by checkpoint-core"
+        )
+    document = read_json(path)
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object")
+    schema = document.get("schema_version")
+    if isinstance(schema, int) and schema > SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{path} has schema version {schema}; this version reads up to {SCHEMA_VERSION}: upgrade "
+            "checkpoint-core"
+        )
+    checksum = document.pop("checksum", None)
+    if checksum != _digest(document):
+        raise CheckpointError(f"{path} is damaged: its own checksum does not match")
+    try:
+        return _parse(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is malformed ({error!r})") from error
+
+
+def _parse(document: dict[str, Any]) -> Manifest:
+    values = dict(document)
+    if (algorithm := values.pop("checksum_algorithm")) != ALGORITHM:
+        raise ValueError(f"checksum_algorithm is {algorithm!r}, not {ALGORITHM!r}")
+    components = [
+        ComponentRecord(
+            key=str(entry["key"]),
+            pattern=str(entry["pattern"]),
+            format=str(entry["format"]),
+            parts=[ComponentPart(int(part["writer"]), list(part["files"])) for part in entry["parts"]],
+        )
+        for entry in values.pop("components")
+    ]
+    files = {_safe(name): FileRecord(**record) for name, record in values.pop("files").items()}
+    for component in components:
+        names = [name for part in component.parts for name in part.files]
+        if not names or not set(names) <= set(files):
+            raise ValueError(f"component {component.key} names files that the file table does not have")
+    metrics = values.pop("metrics")
+    metrics = None if metrics is None else parse_metrics(metrics)
+    return Manifest(components=components, files=files, metrics=metrics, **values)
+
+
+def _safe(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name or "\x00" in name:
+        raise ValueError(f"file name {name!r} points outside the checkpoint")
+    return name
+
+
+def _digest(body: Mapping[str, object]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return digest(text.encode("ascii"))

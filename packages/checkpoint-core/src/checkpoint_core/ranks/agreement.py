@@ -1,0 +1,273 @@
+"""Decisions that all ranks share: what one rank cannot do, every rank refuses, with the same message."""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TypedDict, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.state.encoding import EncodedState
+from checkpoint_core.storage.layout import DTYPE_CODES, DTYPES
+from dist_env import DistributedEnvInterface, RankTimeoutError, barrier
+
+_CHUNK_BYTES = 64 * 1024 * 1024
+_T = TypeVar("_T")
+
+
+class _Report(TypedDict):
+    result: object
+    error: str | None
+    host: str
+
+
+class RankAgreement:
+    """Runs steps on all ranks and lets none go on unless all succeeded.
+
+    Messages travel as JSON over a gloo group of its own, which works beside any backend and has its own
+    timeout. Constructing it is collective when there is more than one rank.
+
+    Ranks that write to the same directory are a site: all of them, or with ``each_node`` those of one node,
+    which have consecutive numbers. The lowest rank of a site is its leader and does what is done once there.
+
+    Args:
+        env: Rank and world size, and with ``each_node`` the local ones.
+        timeout_seconds: How long to wait for the slowest rank.
+        each_node: Whether every node is a site of its own.
+
+    Raises:
+        CheckpointError: More than one rank, but the default process group is missing or does not match; or
+            the local ranks contradict the global ones.
+    """
+
+    def __init__(
+        self, env: DistributedEnvInterface, timeout_seconds: float, *, each_node: bool = False
+    ) -> None:
+        self.rank = env.rank
+        self.world_size = env.world_size
+        self.site_size = env.local_world_size if each_node else env.world_size
+        begin = env.rank - env.local_rank if each_node else 0
+        if begin % self.site_size or env.world_size % self.site_size:
+            raise CheckpointError(
+                "save_on_each_node=True needs nodes with equal numbers of consecutive ranks; rank "
+                f"{env.rank} is local rank {env.local_rank} of {env.local_world_size}, among {env.world_size}"
+            )
+        self.site = range(begin, begin + self.site_size)
+        self.threads = max(1, min(4, (os.cpu_count() or 1) // max(env.local_world_size, 1)))
+        self._env = env
+        self._timeout_seconds = timeout_seconds
+        self._broken: str | None = None
+        self._group: dist.ProcessGroup | None = None
+        if self.world_size > 1:
+            _check_default_group(self.rank, self.world_size)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    @property
+    def leader(self) -> int:
+        """The lowest rank of this rank's site."""
+        return self.site.start
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the leader of its site."""
+        return self.rank == self.leader
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank was lost, so that the ranks can no longer agree on anything."""
+        return self._broken is not None
+
+    def sites(self) -> list[range]:
+        """The ranks of every site."""
+        starts = range(0, self.world_size, self.site_size)
+        return [range(start, start + self.site_size) for start in starts]
+
+    def close(self) -> None:
+        """Destroy the group. Later calls with more than one rank fail."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def run(self, phase: str, action: Callable[[], _T]) -> list[_T]:
+        """Run one step on every rank. Collective.
+
+        Args:
+            phase: What the step does, for messages, such as ``saving checkpoint-10``.
+            action: The step. Its result travels as JSON: dict with text keys, list, str, int, float, bool
+                and None.
+
+        Returns:
+            The results of all ranks, by rank.
+
+        Raises:
+            CheckpointError: On every rank, with the same message, when the step failed on any; or when a rank
+                did not arrive within the timeout.
+        """
+        result: object = None
+        failure: BaseException | None = None
+        try:
+            result = action()
+        except BaseException as error:  # noqa: BLE001 - the other ranks must learn of any failure
+            failure = error
+        report = _Report(result=result, error=_message(failure), host=socket.gethostname())
+        reports = self._exchange(phase, report, failure) if self.world_size > 1 else [report]
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure  # Ctrl-C stays Ctrl-C where it was pressed.
+        failed = {rank: report for rank, report in enumerate(reports) if report["error"] is not None}
+        if failed:
+            raise CheckpointError(_summary(phase, failed, self.world_size)) from failure
+        return [cast(_T, report["result"]) for report in reports]
+
+    def run_on_main(self, phase: str, action: Callable[[], _T]) -> _T:
+        """Run one step on rank 0 and give every rank its result. Collective.
+
+        Args:
+            phase: What the step does, for messages.
+            action: The step, called on rank 0 only; its result travels as JSON.
+
+        Returns:
+            Rank 0's result.
+
+        Raises:
+            CheckpointError: As :meth:`run`.
+        """
+        return cast(_T, self.run(phase, action if self.rank == 0 else _nothing)[0])
+
+    def run_on_leaders(self, phase: str, action: Callable[[], _T]) -> _T:
+        """Run one step on the leader of every site and give its ranks the result. Collective.
+
+        Args:
+            phase: What the step does, for messages.
+            action: The step, called on leaders only; its result travels as JSON.
+
+        Returns:
+            The result of this rank's leader.
+
+        Raises:
+            CheckpointError: As :meth:`run`.
+        """
+        return cast(_T, self.run(phase, action if self.is_leader else _nothing)[self.leader])
+
+    def share(self, phase: str, encoded: EncodedState | None) -> EncodedState:
+        """Hand encoded state from rank 0 to every rank. Collective.
+
+        Args:
+            phase: What is shared, for messages.
+            encoded: The state; only rank 0's is used.
+
+        Returns:
+            Rank 0's state, with CPU tensors.
+
+        Raises:
+            CheckpointError: A rank failed or did not arrive within the timeout.
+        """
+        if encoded is None:
+            encoded = EncodedState(None)
+        if self.world_size == 1:
+            return encoded
+        source = encoded
+        document = self.run_on_main(phase, lambda: source.document)
+        layout = self.run_on_main(phase, lambda: _layout(source.tensors))
+        tensors = source.tensors if self.rank == 0 else _allocate(layout)
+        for name in sorted(tensors):
+            self.broadcast(phase, tensors[name], 0)
+        return EncodedState(document, tensors)
+
+    def broadcast(self, phase: str, tensor: torch.Tensor, source: int) -> None:
+        """Fill a tensor on every rank with the values of one rank. Collective.
+
+        Args:
+            phase: What is shared, for messages.
+            tensor: A contiguous CPU tensor, of the same dtype and shape on every rank; overwritten on all
+                but ``source``.
+            source: The rank whose values are sent.
+
+        Raises:
+            CheckpointError: A rank did not arrive within the timeout.
+        """
+        if self.world_size == 1 or not tensor.numel():
+            return
+        try:
+            for piece in torch.split(tensor.reshape(-1).view(torch.uint8), _CHUNK_BYTES):
+                dist.broadcast(piece, group_src=source, group=self._group)
+        except RuntimeError as error:
+            raise self._lost(phase, error) from error
+
+    def _exchange(self, phase: str, report: _Report, failure: BaseException | None) -> list[_Report]:
+        if self._group is None or self._broken:
+            raise CheckpointError(
+                f"{phase}: the ranks can no longer agree ({self._broken or 'the manager was closed'}); "
+                "restart the job, it goes on from the last committed checkpoint"
+            ) from failure
+        try:
+            # The barrier knows which ranks are missing; the gather behind it would only hang.
+            barrier(self._env, timeout=self._timeout_seconds, process_group=self._group, tag=phase)
+            return [json.loads(text) for text in self._gather(json.dumps(report).encode())]
+        except (RuntimeError, RankTimeoutError) as error:
+            raise self._lost(phase, error) from (failure or error)
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded, group=self._group)
+        return [bytes(part[: int(size)].tolist()) for part, size in zip(parts, sizes, strict=True)]
+
+    def _lost(self, phase: str, error: Exception) -> CheckpointError:
+        if isinstance(error, RankTimeoutError):
+            late = ", ".join(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
+            reason = f"no answer within {self._timeout_seconds:g} s from {late}"
+        else:
+            reason = " ".join(str(error).split()) or type(error).__name__
+        self._broken = f"{phase}: {reason}"
+        return CheckpointError(
+            f"{phase}: {reason}. Look at the log of that rank; if it is only slow, raise "
+            "CheckpointConfig.timeout_seconds"
+        )
+
+
+def _check_default_group(rank: int, world_size: int) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise CheckpointError(
+            f"dist.world_size is {world_size}, but there is no process group; open the distributed "
+            "environment before making a CheckpointManager"
+        )
+    actual = (dist.get_rank(), dist.get_world_size())
+    if actual != (rank, world_size):
+        raise CheckpointError(
+            f"dist says rank {rank} of {world_size}, the process group says rank {actual[0]} of {actual[1]}; "
+            "pass the environment that opened the group"
+        )
+
+
+def _message(failure: BaseException | None) -> str | None:
+    return None if failure is None else describe_error(failure)
+
+
+def _summary(phase: str, failed: Mapping[int, _Report], world_size: int) -> str:
+    if world_size == 1:
+        return f"{phase}: {failed[0]['error']}"
+    # Ranks often fail for the same reason; say it once.
+    by_error: dict[object, list[str]] = {}
+    for rank, report in failed.items():
+        by_error.setdefault(report["error"], []).append(f"{rank} ({report['host']})")
+    reasons = [f"rank {', '.join(ranks)}: {error}" for error, ranks in by_error.items()]
+    return f"{phase}: {'; '.join(reasons)}"
+
+
+def _nothing() -> None:
+    return None
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[int]]]:
+    return {name: (DTYPE_CODES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _allocate(layout: Mapping[str, tuple[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=DTYPES[code]) for name, (code, shape) in layout.items()}

@@ -1,0 +1,216 @@
+"""The whole state that the parts of several ranks make up: which tensors there are, and who writes what."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+
+from checkpoint_core.errors import CheckpointError
+from checkpoint_core.ranks.agreement import RankAgreement
+from checkpoint_core.state.capture import CapturedState
+from checkpoint_core.storage.checksum import digest
+from checkpoint_core.storage.layout import DTYPE_CODES, DTYPES, TensorSpec, spec_of
+from checkpoint_core.storage.sharding import LocalPart, is_sharded, local_part, mesh_ranks, parts_among
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class WholeState:
+    """A component's state, complete, with the part that this rank writes."""
+
+    format: str
+    specs: Mapping[str, TensorSpec]
+    """Every tensor by name."""
+    document: object
+    tied: Mapping[str, str]
+    companions: Mapping[str, bytes]
+    parts: Mapping[str, LocalPart]
+    """What this rank writes, by tensor name."""
+
+
+class _Table(TypedDict):
+    """What one rank tells of its part of a component."""
+
+    tensors: dict[str, tuple[str, list[int]]]
+    tied: dict[str, str]
+    document: str
+
+
+def own_state(captured: CapturedState) -> WholeState:
+    """The state of a component of which one rank holds and writes everything."""
+    return WholeState(
+        format=captured.format,
+        specs={name: spec_of(tensor) for name, tensor in captured.tensors.items()},
+        document=captured.encoded.document,
+        tied=captured.tied,
+        companions=captured.companions,
+        parts={name: local_part(tensor, name) for name, tensor in captured.tensors.items()},
+    )
+
+
+def join_states(
+    ranks: RankAgreement, phase: str, captured: Mapping[str, CapturedState]
+) -> dict[str, WholeState]:
+    """Put the parts of all ranks together. Collective.
+
+    Args:
+        ranks: The ranks.
+        phase: What is being done, for messages.
+        captured: What this rank holds of every SHARDED component, by key.
+
+    Returns:
+        The whole state of each.
+
+    Raises:
+        CheckpointError: On every rank: parts contradict one another, or a node that saves for itself does
+            not hold all of the state.
+    """
+    if not captured:
+        return {}
+    tables = ranks.run(phase, lambda: {key: _table(key, state, ranks) for key, state in captured.items()})
+    documents = _exchange_documents(ranks, phase, captured, tables)
+    result: dict[str, WholeState] = {}
+
+    def join() -> None:
+        for key, state in captured.items():
+            mine = [table[key] for table in tables]
+            result[key] = _join(key, state, mine, documents[key], ranks)
+
+    ranks.run(phase, join)
+    return result
+
+
+def _table(key: str, captured: CapturedState, ranks: RankAgreement) -> _Table:
+    tensors: dict[str, tuple[str, list[int]]] = {}
+    for name, tensor in captured.tensors.items():
+        if is_sharded(tensor):
+            held, needed = parts_among(tensor, ranks.site)
+            if held != needed:
+                raise CheckpointError(
+                    f"component {key!r}: save_on_each_node=True needs every node to hold all of {name}, but "
+                    f"this node holds {held} of its {needed} parts; shard within the nodes and replicate "
+                    "across them, or save to storage that all nodes share"
+                )
+            if ranks.rank != _speaker(tensor, ranks):
+                continue
+        tensors[name] = (DTYPE_CODES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape))
+    text = json.dumps(captured.encoded.document, allow_nan=False)
+    return _Table(tensors=tensors, tied=dict(captured.tied), document=digest(text.encode("ascii")))
+
+
+def _exchange_documents(
+    ranks: RankAgreement,
+    phase: str,
+    captured: Mapping[str, CapturedState],
+    tables: Sequence[Mapping[str, _Table]],
+) -> dict[str, list[object]]:
+    """Documents of all ranks, for the components where they differ; one document for the others."""
+    differing = [key for key in captured if len({table[key]["document"] for table in tables}) > 1]
+    documents: dict[str, list[object]] = {key: [state.encoded.document] for key, state in captured.items()}
+    if differing:
+        sent = ranks.run(phase, lambda: {key: captured[key].encoded.document for key in differing})
+        documents.update({key: [each[key] for each in sent] for key in differing})
+    return documents
+
+
+def _join(
+    key: str,
+    captured: CapturedState,
+    tables: Sequence[_Table],
+    documents: Sequence[object],
+    ranks: RankAgreement,
+) -> WholeState:
+    specs: dict[str, TensorSpec] = {}
+    first: dict[str, int] = {}
+    tied: dict[str, str] = {}
+    for rank, table in enumerate(tables):
+        tied.update(table["tied"])
+        for name, (code, shape) in table["tensors"].items():
+            if code not in DTYPES:
+                raise CheckpointError(f"component {key!r}: {name} has dtype {code}, which cannot be stored")
+            spec = TensorSpec(DTYPES[code], tuple(shape))
+            known = specs.setdefault(name, spec)
+            if known != spec:
+                raise CheckpointError(
+                    f"component {key!r}: {name} is {_show(known)} on rank {first[name]} and {_show(spec)} on "
+                    f"rank {rank}; parts of one state must use one name for one tensor"
+                )
+            first.setdefault(name, rank)
+    if lost := sorted(alias for alias, name in tied.items() if name not in specs):
+        raise CheckpointError(
+            f"component {key!r}: {lost[0]} is declared as tied to {tied[lost[0]]}, which no rank holds"
+        )
+    for site in ranks.sites():
+        held = {name for rank in site for name in tables[rank]["tensors"]}
+        if absent := sorted(set(specs) - held):
+            raise CheckpointError(
+                f"component {key!r}: save_on_each_node=True needs every node to hold all of the state, but "
+                f"ranks {site.start} to {site.stop - 1} do not hold {absent[0]}; save to shared storage"
+            )
+    return WholeState(
+        format=captured.format,
+        specs=specs,
+        document=documents[0] if len(documents) == 1 else _merge(key, documents),
+        tied=tied,
+        companions=captured.companions,
+        parts=_parts(captured.tensors, tables, ranks),
+    )
+
+
+def _parts(
+    tensors: Mapping[str, torch.Tensor], tables: Sequence[_Table], ranks: RankAgreement
+) -> dict[str, LocalPart]:
+    """What this rank writes: the lowest rank of each node, or of all, that holds a part."""
+    parts = {}
+    for name, tensor in tensors.items():
+        part = local_part(tensor, name)
+        # Two meshes may hold the same tensor, such as a tied weight at both ends of a pipeline.
+        first = min(rank for rank in ranks.site if name in tables[rank]["tensors"])
+        holders = (first,) if part.holders is None else part.holders
+        speaker = _speaker(tensor, ranks) if is_sharded(tensor) else first
+        if speaker == first and ranks.rank == min(rank for rank in holders if rank in ranks.site):
+            parts[name] = part
+    return parts
+
+
+def _speaker(tensor: "DTensor", ranks: RankAgreement) -> int:
+    """The rank that speaks for all of a mesh, so that the messages do not grow with the number of ranks."""
+    return min(rank for rank in mesh_ranks(tensor) if rank in ranks.site)
+
+
+def _merge(key: str, documents: Sequence[object]) -> object:
+    merged = documents[0]
+    for rank, document in enumerate(documents[1:], 1):
+        merged = _merge_two(merged, document, (), lambda path, rank=rank: _conflict(key, path, rank))  # type: ignore[misc]
+    return merged
+
+
+def _merge_two(
+    left: object, right: object, path: tuple[str, ...], conflict: Callable[[tuple[str, ...]], CheckpointError]
+) -> object:
+    if isinstance(left, dict) and isinstance(right, dict) and "$" not in left and "$" not in right:
+        both = {
+            name: _merge_two(left[name], right[name], (*path, name), conflict)
+            for name in left
+            if name in right
+        }
+        return {**left, **right, **both}
+    if left != right:
+        raise conflict(path)
+    return left
+
+
+def _conflict(key: str, path: tuple[str, ...], rank: int) -> CheckpointError:
+    return CheckpointError(
+        f"component {key!r}: rank {rank} holds another value of {'.'.join(path) or 'the state'} than the "
+        "ranks before it; a SHARDED state is put together by name, so what several ranks hold must be equal. "
+        "Declare what differs between ranks as a PER_RANK component of its own"
+    )
+
+
+def _show(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"

@@ -1,0 +1,217 @@
+"""The state of an optimizer, keyed by parameter name instead of position."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkpoint_core.errors import CheckpointError
+from checkpoint_core.state.encoding import Path, join_path
+from checkpoint_core.state.names import CanonicalNames
+
+# Positions and a copy of the names, which PyTorch keeps in its parameter groups; names replace both.
+_NOT_HYPERPARAMETERS = ("params", "param_names")
+_SECTIONS = ("parameters", "state")
+
+
+class OptimizerState:
+    """An optimizer as a state component.
+
+    ``state_dict()`` holds ``parameters`` (shape and hyperparameters of every parameter, by name) and
+    ``state`` (by parameter name, then by state name, such as ``exp_avg``). Nothing in it depends on the order
+    or the grouping of the parameters, or on how many ranks hold them.
+
+    Args:
+        optimizer: Any optimizer with PyTorch's ``state_dict`` protocol.
+        model: The model that owns the optimizer's parameters, wrapped or not; or the parts of it that this
+            rank holds.
+        tied: As in :class:`ModelState`: weights that are copies of another one, by name. Their optimizer
+            state is a copy too, stored once.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.parts: tuple[nn.Module, ...] = (model,) if isinstance(model, nn.Module) else tuple(model)
+        self.tied: Mapping[str, str] = dict(tied or {})
+
+    @staticmethod
+    def tensor_name(path: Path) -> str:
+        """The name of a state tensor in the file: ``<parameter name>.<state name>``."""
+        return join_path(path[1:] if path[0] == "state" else path)
+
+    def state_dict(self) -> dict[str, object]:
+        """The state by parameter name.
+
+        Returns:
+            The live tensors, not copies.
+
+        Raises:
+            CheckpointError: The optimizer has a parameter that is not the model's.
+        """
+        names = self.names()
+        packed = self.optimizer.state_dict()
+        parameters: dict[str, object] = {}
+        for name, (parameter, group) in zip(names, self._parameters(), strict=True):
+            values = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+            parameters[name] = {"shape": list(parameter.shape), "hyperparameters": values}
+        state = {names[index]: values for index, values in packed["state"].items()}
+        return {"parameters": parameters, "state": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore hyperparameters and per-parameter state by name.
+
+        The optimizer may hold its parameters in another order and in other groups than when it was saved, as
+        long as the parameters of each group were saved with the same hyperparameters. Tensors keep the dtype
+        they were saved with.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+
+        Raises:
+            CheckpointError: Parameters are missing, unexpected, of another shape or grouped differently.
+        """
+        names = self.names()
+        check_nothing_left(self.match(state))
+        position = {name: index for index, name in enumerate(names)}
+        rest = iter(names)
+        groups = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            members = [next(rest) for _ in group["params"]]
+            values = _hyperparameters(number, members, state["parameters"])
+            # A group without parameters has no saved counterpart and keeps what it has.
+            kept = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+            groups.append({**(values or kept), "params": [position[name] for name in members]})
+        packed = {position[name]: values for name, values in state["state"].items()}
+        self.optimizer.load_state_dict({"state": packed, "param_groups": groups})
+        self._restore_dtypes(packed)
+
+    def names(self) -> list[str]:
+        """Stored names of the optimizer's parameters, in PyTorch's numbering.
+
+        Raises:
+            CheckpointError: A parameter is not the model's, or two have one name.
+        """
+        by_id: dict[int, str] = {}
+        for part in self.parts:
+            canonical = CanonicalNames(part)
+            by_id |= {id(parameter): canonical(name) for name, parameter in part.named_parameters()}
+        names: list[str] = []
+        seen: set[str] = set()
+        for number, group in enumerate(self.optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                where = f"parameter {index} of optimizer group {number}, shape {list(parameter.shape)},"
+                if id(parameter) not in by_id:
+                    kinds = ", ".join(type(part).__name__ for part in self.parts) or "nothing"
+                    raise CheckpointError(f"{where} does not belong to the {kinds} given to OptimizerState")
+                own = by_id[id(parameter)]
+                names.append(self.tied.get(own, own))
+                if names[-1] in seen:
+                    raise CheckpointError(
+                        f"{where} goes by the name {names[-1]} of another parameter; let tied weights on one "
+                        "rank be one parameter"
+                    )
+                seen.add(names[-1])
+        return names
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """The optimizer's parameters by stored name."""
+        parameters = (parameter for parameter, _ in self._parameters())
+        return dict(zip(self.names(), parameters, strict=True))
+
+    def match(self, state: Mapping[str, Any]) -> list[str]:
+        """Compare with stored state.
+
+        Args:
+            state: What :meth:`state_dict` returned, with or without the values of tensors.
+
+        Returns:
+            Names of stored parameters that this optimizer does not have.
+
+        Raises:
+            CheckpointError: Parameters are missing or of another shape; each is named.
+        """
+        if absent := [key for key in _SECTIONS if key not in state]:
+            raise CheckpointError(
+                f"the optimizer state has no entry {absent[0]!r}; it is not an OptimizerState"
+            )
+        saved: Mapping[str, Mapping[str, Any]] = state["parameters"]
+        live = self.by_name()
+        unclaimed = [name for name in saved if name not in live]
+        if missing := [name for name in live if name not in saved]:
+            raise CheckpointError(_mismatch(missing, unclaimed))
+        for name, parameter in live.items():
+            if saved[name]["shape"] != list(parameter.shape):
+                raise CheckpointError(
+                    f"optimizer state of {name} has shape {saved[name]['shape']}, the parameter has "
+                    f"{list(parameter.shape)}"
+                )
+        return unclaimed
+
+    def _restore_dtypes(self, packed: Mapping[int, Mapping[str, object]]) -> None:
+        # PyTorch casts floating point state to the parameter's dtype, which rounds fp32 moments of bf16
+        # weights.
+        parameters = [parameter for parameter, _ in self._parameters()]
+        for index, values in packed.items():
+            current = self.optimizer.state[parameters[index]]
+            for key, saved in values.items():
+                loaded = current.get(key)
+                if (
+                    isinstance(saved, torch.Tensor)
+                    and isinstance(loaded, torch.Tensor)
+                    and saved.dtype != loaded.dtype
+                ):
+                    current[key] = saved.to(loaded.device)
+
+    def _parameters(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """Every parameter with its group, in PyTorch's numbering."""
+        return [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def check_nothing_left(unexpected: Sequence[str]) -> None:
+    """Refuse state of parameters that no optimizer took.
+
+    Args:
+        unexpected: Their names.
+
+    Raises:
+        CheckpointError: There are any.
+    """
+    if unexpected:
+        raise CheckpointError(_mismatch([], unexpected))
+
+
+def _mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    return (
+        "the optimizer's parameters are not those of the checkpoint; not in the checkpoint: "
+        f"{sorted(missing)[:10]}, only in the checkpoint: {sorted(unexpected)[:10]}. Build the optimizer "
+        "over the same parameters, or delete the optimizer files of the checkpoint to begin with fresh state"
+    )
+
+
+def _hyperparameters(
+    number: int, members: Sequence[str], saved: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What all members of one group were saved with; empty without members."""
+    values: dict[str, Any] = {}
+    for name in members:
+        here = dict(saved[name]["hyperparameters"])
+        values = values or here
+        if different := sorted(key for key in {*values, *here} if not _equal(values.get(key), here.get(key))):
+            raise CheckpointError(
+                f"parameter group {number} of the optimizer holds {members[0]} and {name}, which were saved "
+                f"with different {different[0]}; group the parameters as when the checkpoint was saved"
+            )
+    return values
+
+
+def _equal(left: object, right: object) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left is right or (left.dtype == right.dtype and torch.equal(left, right))
+    return bool(left == right)

@@ -1,0 +1,235 @@
+"""Stored state on its way back into an object: what is read, into which memory, and what happens then."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from checkpoint_core.components import Stateful
+from checkpoint_core.errors import CheckpointError
+from checkpoint_core.state.capture import STATE_FORMAT, WEIGHTS_FORMAT
+from checkpoint_core.state.encoding import TAG, decode_state
+from checkpoint_core.state.optimizer import OptimizerState
+from checkpoint_core.state.weights import ModelState, check_tie
+from checkpoint_core.storage.files import read_json
+from checkpoint_core.storage.hf_layout import stored_aliases
+from checkpoint_core.storage.layout import TensorSpec
+from checkpoint_core.storage.sharding import local_part
+from checkpoint_core.storage.tensor_files import TensorFileReader
+
+Fills = Sequence[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Reception:
+    """How one component takes up stored state."""
+
+    fills: Fills
+    """The stored tensors to read, and the memory to read them into."""
+    finish: Callable[[], None]
+    """Called once all are read."""
+    unclaimed: Sequence[str]
+    """Stored names that this rank has no use for."""
+
+
+class StoredState:
+    """The files of one component, or of the part of one rank, open for reading.
+
+    Args:
+        paths: The files.
+        storage_format: Their format.
+
+    Raises:
+        CheckpointError: The format is unknown or a file is damaged.
+        OSError: A file cannot be read.
+    """
+
+    def __init__(self, paths: Sequence[Path], storage_format: str) -> None:
+        if storage_format not in (WEIGHTS_FORMAT, STATE_FORMAT):
+            raise CheckpointError(
+                f"{paths[0]} is stored in the unknown format {storage_format!r}; upgrade checkpoint-core"
+            )
+        self.document: object = None
+        self.specs: dict[str, TensorSpec] = {}
+        self.aliases: dict[str, str] = {}
+        self._readers: dict[str, TensorFileReader] = {}
+        self._open = ExitStack()
+        with ExitStack() as opening:
+            for path in paths:
+                if path.suffix == ".json":
+                    self.document = read_json(path)
+                else:
+                    self._add(opening.enter_context(TensorFileReader(path)), storage_format)
+            self._open = opening.pop_all()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of headers and tensors that were read so far."""
+        return sum(reader.bytes_read for reader in set(self._readers.values()))
+
+    def fill(self, fills: Fills, threads: int) -> None:
+        """Read tensors.
+
+        Args:
+            fills: Stored names and the memory to read them into.
+            threads: How many threads read.
+        """
+        by_reader: dict[TensorFileReader, list[tuple[str, torch.Tensor]]] = {}
+        for name, target in fills:
+            by_reader.setdefault(self._readers[name], []).append((name, target))
+        for reader, some in by_reader.items():
+            reader.fill(some, threads)
+
+    def _add(self, reader: TensorFileReader, storage_format: str) -> None:
+        for name, place in reader.layout.places.items():
+            if name in self.specs:
+                raise CheckpointError(f"{reader.path} repeats tensor {name} of another file")
+            self.specs[name] = place.spec
+            self._readers[name] = reader
+        if storage_format == WEIGHTS_FORMAT:
+            self.aliases |= stored_aliases(reader.layout)
+
+
+def receive(stateful: Stateful, stored: StoredState) -> Reception:
+    """Match stored state with an object. Nothing of the object changes yet.
+
+    Args:
+        stateful: The component's object.
+        stored: The stored state.
+
+    Returns:
+        What to read, and how to finish.
+
+    Raises:
+        CheckpointError: The state does not fit the object; names what does not.
+    """
+    if isinstance(stateful, ModelState):
+        return _receive_weights(stateful, stored)
+    if isinstance(stateful, OptimizerState):
+        return _receive_optimizer(stateful, stored)
+    return _receive_state(stateful, stored.document, stored, lambda _, spec: _fresh(spec), [])
+
+
+def read_all(stored: StoredState, threads: int) -> tuple[object, dict[str, torch.Tensor]]:
+    """Read a state without an object to receive it.
+
+    Args:
+        stored: The stored state.
+        threads: How many threads read.
+
+    Returns:
+        The document and the tensors by name, on the CPU. For weights the document tells which names share
+        a tensor.
+    """
+    tensors = {name: _fresh(spec) for name, spec in stored.specs.items()}
+    stored.fill(list(tensors.items()), threads)
+    if stored.document is not None:
+        return stored.document, tensors
+    names = {**{name: name for name in tensors}, **stored.aliases}
+    return {name: {TAG: "tensor", "name": stored_name} for name, stored_name in names.items()}, tensors
+
+
+def decode(document: object, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """A state from its document and tensors.
+
+    Args:
+        document: The document.
+        tensors: The tensors by name.
+
+    Returns:
+        The state.
+
+    Raises:
+        CheckpointError: The document refers to a tensor that is not there, or is no dict.
+    """
+
+    def find(name: str) -> torch.Tensor:
+        if name not in tensors:
+            raise CheckpointError(f"the state refers to tensor {name}, which its files do not hold")
+        return tensors[name]
+
+    state = decode_state(document, find)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the stored state is a {type(state).__name__}, not a dict")
+    return cast(dict[str, object], state)
+
+
+def _receive_weights(model: ModelState, stored: StoredState) -> Reception:
+    match = model.match(stored.specs, stored.aliases)
+    live = model.tensors()
+    # A second copy of a weight is read beside the first, only to see that it is the same.
+    copies = [(name, other, torch.empty_like(live[name])) for name, other in match.repeated]
+    fills = [(source, live[name]) for name, source in match.sources.items()]
+
+    def finish() -> None:
+        for name, other, value in copies:
+            check_tie(name, local_part(live[name], name).data, other, local_part(value, name).data)
+
+    return Reception([*fills, *((other, value) for _, other, value in copies)], finish, match.unexpected)
+
+
+def _receive_optimizer(optimizer: OptimizerState, stored: StoredState) -> Reception:
+    document = stored.document
+    if not isinstance(document, dict):
+        raise CheckpointError("the stored optimizer state is not an object; it is not an OptimizerState")
+    unclaimed = optimizer.match(document)
+    live = optimizer.by_name()
+    own = {
+        section: {name: node for name, node in document[section].items() if name in live}
+        for section in ("parameters", "state")
+    }
+    owner = {
+        stored_name: live[name]
+        for name, values in own["state"].items()
+        for stored_name in _tensor_names(values)
+    }
+
+    def target(name: str, spec: TensorSpec) -> torch.Tensor:
+        parameter = owner.get(name)
+        if parameter is None or not spec.shape or spec.shape != tuple(parameter.shape):
+            return _fresh(spec)
+        # State of the parameter's shape is placed as the parameter is: on its device, with its shards.
+        return torch.empty_like(parameter.detach(), dtype=spec.dtype)
+
+    return _receive_state(optimizer, own, stored, target, unclaimed)
+
+
+def _receive_state(
+    stateful: Stateful,
+    document: object,
+    stored: StoredState,
+    target: Callable[[str, TensorSpec], torch.Tensor],
+    unclaimed: Sequence[str],
+) -> Reception:
+    names = list(dict.fromkeys(_tensor_names(document)))
+    if lost := [name for name in names if name not in stored.specs]:
+        raise CheckpointError(f"the state refers to tensor {lost[0]}, which its files do not hold")
+    tensors = {name: target(name, stored.specs[name]) for name in names}
+
+    def finish() -> None:
+        stateful.load_state_dict(decode(document, tensors))
+
+    return Reception(list(tensors.items()), finish, unclaimed)
+
+
+def _tensor_names(node: object) -> Iterator[str]:
+    if isinstance(node, list):
+        for item in node:
+            yield from _tensor_names(item)
+    elif isinstance(node, dict):
+        if node.get(TAG) == "tensor":
+            yield str(node.get("name"))
+        else:
+            for item in node.values():
+                yield from _tensor_names(item)
+
+
+def _fresh(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype)

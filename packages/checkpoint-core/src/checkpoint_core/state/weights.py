@@ -1,0 +1,232 @@
+"""The state of a model: parameters and persistent buffers under the model's own names."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from checkpoint_core.errors import CheckpointError
+from checkpoint_core.state.encoding import check_storable, tensor_identity
+from checkpoint_core.state.names import CanonicalNames, unwrap
+from checkpoint_core.storage.layout import TensorSpec, spec_of
+
+_logger = logging.getLogger(__name__)
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class WeightMatch:
+    """Which stored tensors belong to which tensors of a model."""
+
+    sources: Mapping[str, str]
+    """The stored tensor for each tensor of the model; tied weights appear once."""
+    repeated: Sequence[tuple[str, str]]
+    """Tensors of the model that files hold a second time, with the other stored name."""
+    unexpected: Sequence[str]
+    """Stored tensors that the model does not have."""
+
+
+class ModelState:
+    """Weights of a model as a state component, stored in the Hugging Face layout.
+
+    Args:
+        model: The model. Wrappers (DDP, torch.compile, activation checkpointing) may be on it when saving,
+            when loading, both, or neither. A sequence of modules stands for the parts of a model that this
+            rank holds, such as pipeline stages; each uses the names of the whole model.
+        tied: For parts of a model: aliases of weights that are stored under another name, which may live on
+            another rank. ``{"lm_head.weight": "embed.weight"}`` stores the one and loads it into both.
+
+    Raises:
+        CheckpointError: Two parts hold different tensors under one name.
+    """
+
+    def __init__(
+        self, model: nn.Module | Sequence[nn.Module], *, tied: Mapping[str, str] | None = None
+    ) -> None:
+        self.parts: tuple[nn.Module, ...] = (model,) if isinstance(model, nn.Module) else tuple(model)
+        self.tied: Mapping[str, str] = dict(tied or {})
+
+    @property
+    def unwrapped(self) -> nn.Module | None:
+        """The first part inside its wrappers; None without parts."""
+        return unwrap(self.parts[0]) if self.parts else None
+
+    def state_dict(self) -> dict[str, object]:
+        """All parameters and persistent buffers by canonical name, tied ones under each of their names.
+
+        Returns:
+            The live tensors, not copies.
+
+        Raises:
+            CheckpointError: A module keeps extra state, which the layout has no place for, or a tensor is
+                of a kind that has no plain bytes.
+        """
+        return dict(self.tensors())
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Copy tensors into the model's parameters and buffers, which keep their dtype and device.
+
+        A tied weight may be there under any of its names. Nothing is changed unless every name and shape
+        fits.
+
+        Args:
+            state: Tensors by canonical name.
+
+        Raises:
+            CheckpointError: Tensors are missing, unexpected or of another shape; each is named.
+        """
+        stored = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        match = self.match({name: spec_of(value) for name, value in stored.items()}, {})
+        check_nothing_left(match.unexpected)
+        targets = self.tensors()
+        with torch.no_grad():
+            for name, source in match.sources.items():
+                targets[name].copy_(stored[source])
+        for name, other in match.repeated:
+            check_tie(name, stored[match.sources[name]], other, stored[other])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The live tensors by canonical name, parameters as the objects the model holds."""
+        found: dict[str, torch.Tensor] = {}
+        for part in self.parts:
+            canonical = CanonicalNames(part)
+            for raw, value in part.state_dict(keep_vars=True).items():
+                name = canonical(raw)
+                _check_weight(name, value)
+                if name in found and not _same(found[name], value):
+                    raise CheckpointError(
+                        f"two parts of the model hold different tensors named {name}; give each part the "
+                        "names of the whole model"
+                    )
+                found[name] = value
+        return found
+
+    def match(self, stored: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> WeightMatch:
+        """Compare with what files hold.
+
+        Args:
+            stored: Dtype and shape of the stored tensors, by name.
+            aliases: Name of a stored tensor, by further names it goes by.
+
+        Returns:
+            What to read for each tensor of the model.
+
+        Raises:
+            CheckpointError: Tensors are missing or of another shape; each is named.
+        """
+        known = {**{name: name for name in stored}, **aliases}
+        targets = self.tensors()
+        sources: dict[str, str] = {}
+        repeated: list[tuple[str, str]] = []
+        missing = []
+        for names in _tie_groups(targets):
+            found = list(
+                dict.fromkeys(known[source] for name in names for source in self._sources(name, known))
+            )
+            if found:
+                sources[names[0]] = found[0]
+                repeated += [(names[0], other) for other in found[1:]]
+            else:
+                missing.append(names[0])
+        wrong = [
+            f"{name} ({list(stored[source].shape)} in the file, {list(targets[name].shape)} in the model)"
+            for name, source in [*sources.items(), *repeated]
+            if stored[source].shape != tuple(targets[name].shape)
+        ]
+        used = {*sources.values(), *(other for _, other in repeated)}
+        unexpected = [name for name in stored if name not in used]
+        if missing or wrong:
+            _raise_mismatch({"missing": missing, "unexpected": unexpected, "wrong shape": wrong})
+        _warn_about_casts(sources, stored, targets)
+        return WeightMatch(sources, repeated, unexpected)
+
+    def _sources(self, name: str, known: Mapping[str, str]) -> list[str]:
+        # What is declared as tied was stored once; its own name is there only in files of other programs.
+        candidates = [name, self.tied[name]] if name in self.tied else [name]
+        return [candidate for candidate in candidates if candidate in known][:1]
+
+
+def check_tie(name: str, value: torch.Tensor, other: str, other_value: torch.Tensor) -> None:
+    """Refuse different stored values for one weight of the model.
+
+    Args:
+        name: The weight.
+        value: Its stored value.
+        other: Another stored name of the same weight.
+        other_value: The value stored under that name.
+
+    Raises:
+        CheckpointError: The values differ.
+    """
+    same = other_value is value or (other_value.dtype == value.dtype and torch.equal(other_value, value))
+    if not same:
+        raise CheckpointError(
+            f"the model ties {name} and {other}, but the file holds different values for them; build the "
+            "model without tied weights"
+        )
+
+
+def check_nothing_left(unexpected: Sequence[str]) -> None:
+    """Refuse weights that no model took.
+
+    Args:
+        unexpected: Their names.
+
+    Raises:
+        CheckpointError: There are any.
+    """
+    _raise_mismatch({"unexpected": unexpected})
+
+
+def _raise_mismatch(problems: Mapping[str, Sequence[str]]) -> None:
+    found = [f"{title}: {_listing(names)}" for title, names in problems.items() if names]
+    if found:
+        raise CheckpointError(
+            f"the weights do not fit the model; {'; '.join(found)}. Build the model with the "
+            "configuration it was saved with"
+        )
+
+
+def _warn_about_casts(
+    sources: Mapping[str, str], stored: Mapping[str, TensorSpec], targets: Mapping[str, torch.Tensor]
+) -> None:
+    cast = [name for name, source in sources.items() if stored[source].dtype != targets[name].dtype]
+    if cast:
+        _logger.warning(
+            "casting %d tensors while loading weights, the first is %s: %s in the file, %s in the model",
+            len(cast),
+            cast[0],
+            stored[sources[cast[0]]].dtype,
+            targets[cast[0]].dtype,
+        )
+
+
+def _check_weight(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor) or name.split(".")[-1] == "_extra_state":
+        owner = name.rpartition(".")[0] or "the model"
+        raise CheckpointError(
+            f"{owner} returns extra state ({name}), which safetensors weights have no place for; "
+            "declare it as a component of its own"
+        )
+    check_storable(value, f"weight {name}", sharded=True)
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    identity = tensor_identity(left)
+    return left is right or (identity is not None and identity == tensor_identity(right))
+
+
+def _tie_groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names grouped by the memory they show, in the model's order; most groups have one name."""
+    groups: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        identity = tensor_identity(tensor)
+        groups.setdefault(name if identity is None else identity, []).append(name)
+    return list(groups.values())
+
+
+def _listing(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

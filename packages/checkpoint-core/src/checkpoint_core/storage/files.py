@@ -1,0 +1,199 @@
+"""Durable files: written once, checksummed on the way, synced to the disk, and verified by reading back."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint_core.errors import CheckpointError
+from checkpoint_core.storage.checksum import PartialDigest, combine
+
+CHUNK_BYTES = 512 * 1024
+"""Largest piece moved at once; its checksum is taken while it is still in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest knows of one file."""
+
+    size: int
+    """Bytes."""
+    checksum: str
+    """CRC-32C of the content, 8 hexadecimal digits."""
+
+
+def json_bytes(document: object) -> bytes:
+    """A JSON document as the bytes of a file: UTF-8, indented, strict (no NaN tokens).
+
+    Args:
+        document: A tree of dict, list, str, int, finite float, bool and None.
+
+    Returns:
+        The bytes, ending in a newline.
+    """
+    return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode("ascii")
+
+
+def create_file(path: Path) -> int:
+    """Make a new file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        A descriptor for writing.
+
+    Raises:
+        CheckpointError: Another writer already made the file.
+        OSError: The operating system refused; the error carries the file's name.
+    """
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except FileExistsError as error:
+        raise CheckpointError(
+            f"two parts of the checkpoint want to write {path.name}; rename the component key that "
+            "clashes with another component or with a file of the preprocessor"
+        ) from error
+
+
+def write_at(
+    descriptor: int, data: bytes | memoryview, offset: int, path: Path, digest: PartialDigest
+) -> None:
+    """Write bytes to their place in a file and take them into a digest.
+
+    Args:
+        descriptor: The open file.
+        data: The bytes, contiguous.
+        offset: Their place in the file.
+        path: The file's name, for messages.
+        digest: Takes in what was written.
+
+    Raises:
+        OSError: The disk is full or failed; the error carries the file's name.
+    """
+    rest = memoryview(data)
+    while rest:
+        try:
+            count = os.pwrite(descriptor, rest[:CHUNK_BYTES], offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        digest.update(offset, rest[:count])
+        offset += count
+        rest = rest[count:]
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Write a small file durably.
+
+    Args:
+        path: Where; the file must not exist.
+        data: Its content.
+
+    Returns:
+        Size and checksum.
+    """
+    digest = PartialDigest()
+    descriptor = create_file(path)
+    try:
+        write_at(descriptor, data, 0, path, digest)
+        sync_descriptor(descriptor, path)
+    finally:
+        os.close(descriptor)
+    return FileRecord(len(data), combine([digest.share(len(data))]))
+
+
+def read_json(path: Path) -> object:
+    """Read a JSON file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The document.
+
+    Raises:
+        CheckpointError: The file is not JSON.
+        OSError: The file cannot be read.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error})") from error
+
+
+def checksum_file(path: Path) -> FileRecord:
+    """Read a file from end to end.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its size and checksum.
+    """
+    size = path.stat().st_size
+    return FileRecord(size, combine([range_share(path, 0, size, size)]))
+
+
+def range_share(path: Path, begin: int, end: int, size: int) -> int:
+    """Read a range of a file and tell what it contributes to the file's checksum.
+
+    Args:
+        path: The file.
+        begin: Offset of the first byte.
+        end: Offset behind the last byte.
+        size: Bytes of the whole file.
+
+    Returns:
+        A share for :func:`~checkpoint_core.storage.checksum.combine`. A file that ends early gives the share
+        of what there is, which does not fit.
+    """
+    digest = PartialDigest()
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, end - begin)))
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while begin < end and (count := file.readinto(buffer[: end - begin])):
+            digest.update(begin, buffer[:count])
+            begin += count
+    return digest.share(size)
+
+
+def sync_descriptor(descriptor: int, path: Path) -> None:
+    """Force an open file to the disk.
+
+    Args:
+        descriptor: The open file.
+        path: Its name, for messages.
+
+    Raises:
+        OSError: The disk is full or failed; the error carries the file's name.
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync_file(path: Path) -> None:
+    """Force a file or directory that something else wrote to the disk.
+
+    Args:
+        path: The file or directory.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        sync_descriptor(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directories(root: Path) -> None:
+    """Force the entries of a directory and of everything below it to the disk.
+
+    Args:
+        root: The directory.
+    """
+    directories: Iterable[Path] = (path for path in root.rglob("*") if path.is_dir())
+    for path in directories:
+        sync_file(path)
+    sync_file(root)

@@ -1,0 +1,120 @@
+"""The part of a tensor that one rank holds: a box of the whole, and where its bytes lie in the whole."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+
+from checkpoint_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """What this rank holds of a tensor, which may be all of it."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Where the part begins, along each dimension of the whole."""
+    data: torch.Tensor
+    """The part; shares memory with the tensor."""
+    holders: tuple[int, ...] | None
+    """Global ranks that hold this same part of a DTensor, ascending; None for a plain tensor."""
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The part as consecutive elements of the whole tensor in row-major order.
+
+        Yields:
+            First element in the whole, and number of elements; in the order of the part's own memory.
+        """
+        sizes = tuple(self.data.shape)
+        if 0 in sizes:
+            return
+        inner = len(sizes)
+        while inner and sizes[inner - 1] == self.shape[inner - 1]:
+            inner -= 1
+        # Dimensions from `inner` on are complete, so one run spans a range of dimension inner - 1.
+        outer = max(inner - 1, 0)
+        length = prod(sizes[outer:])
+        strides = [prod(self.shape[dim + 1 :]) for dim in range(len(sizes))]
+        start = sum(offset * stride for offset, stride in zip(self.offsets, strides, strict=True))
+        for index in product(*(range(size) for size in sizes[:outer])):
+            yield start + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
+
+
+def is_sharded(tensor: torch.Tensor) -> TypeGuard["DTensor"]:
+    """Whether a tensor is a DTensor. Asked by attribute, because importing the class is slow."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def local_part(tensor: torch.Tensor, where: str) -> LocalPart:
+    """What this rank holds of a tensor.
+
+    Args:
+        tensor: A plain tensor or a DTensor.
+        where: Its place, for messages.
+
+    Returns:
+        The part. For a DTensor the box is the one that ``torch.distributed.checkpoint`` would save.
+
+    Raises:
+        CheckpointError: The placement has no such box, such as partial sums.
+    """
+    tensor = tensor.detach()
+    if not is_sharded(tensor):
+        return LocalPart(tuple(tensor.shape), (0,) * tensor.ndim, tensor, None)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(
+            f"{where} holds partial sums ({tensor.placements}); reduce it with redistribute() before saving"
+        )
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    local = tensor.to_local()
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
+        raise CheckpointError(
+            f"{where} is placed as {tensor.placements}, which gives a rank more than one box of it; "
+            "redistribute() it to Shard and Replicate placements before saving"
+        )
+    return LocalPart(tuple(tensor.shape), tuple(chunks[0].offsets), local, _holders(tensor))
+
+
+def mesh_ranks(tensor: "DTensor") -> tuple[int, ...]:
+    """Global ranks of the mesh over which a tensor is placed, ascending."""
+    return tuple(sorted(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist()))
+
+
+def parts_among(tensor: "DTensor", ranks: range) -> tuple[int, int]:
+    """How much of a tensor a set of ranks holds together.
+
+    Args:
+        tensor: The tensor.
+        ranks: Global ranks.
+
+    Returns:
+        Number of different parts on those ranks, and number of parts in all.
+    """
+    mesh = tensor.device_mesh.mesh
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    held = {
+        tuple(place[dim] for dim in sharded)
+        for place in product(*(range(size) for size in mesh.shape))
+        if int(mesh[place]) in ranks
+    }
+    return len(held), prod(mesh.shape[dim] for dim in sharded)
+
+
+def _holders(tensor: "DTensor") -> tuple[int, ...]:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    index = tuple(
+        slice(None) if placement.is_replicate() else place
+        for placement, place in zip(tensor.placements, coordinate, strict=True)
+    )
+    return tuple(sorted(int(rank) for rank in mesh.mesh[index].flatten().tolist()))
