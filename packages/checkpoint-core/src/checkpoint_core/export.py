@@ -1,26 +1,19 @@
 """Weights alone, as a Hugging Face directory."""
 
-import re
 from pathlib import Path
 
 from checkpoint_core.component_files import ComponentFiles, plan_files
 from checkpoint_core.components import SharingPattern
 from checkpoint_core.directory.commit import check_space, clean_leftovers, create_staging, discard
-from checkpoint_core.directory.manifest import MANIFEST_NAME
 from checkpoint_core.errors import CheckpointError
+from checkpoint_core.export_target import check_export_target, place_files
 from checkpoint_core.ranks.agreement import RankAgreement
 from checkpoint_core.ranks.plan import Plan
 from checkpoint_core.ranks.whole import join_states, own_state
 from checkpoint_core.saving import Preprocessor, save_preprocessor
 from checkpoint_core.state.capture import CapturedState, capture
 from checkpoint_core.state.weights import ModelState
-from checkpoint_core.storage.files import sync_file
 from checkpoint_core.storage.hf_layout import MODEL_STEM
-
-_WEIGHTS = re.compile(
-    r"model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors"
-    r"|pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?"
-)
 
 
 class ModelExport:
@@ -72,22 +65,13 @@ class ModelExport:
         try:
             staging = self._output_dir / self._ranks.run_on_leaders(self._phase, self._begin)
             self._ranks.run(self._phase, lambda: self._write(staging))
-            self._ranks.run_on_leaders(self._phase, lambda: self._publish(staging))
+            self._ranks.run_on_leaders(self._phase, lambda: place_files(staging, self._output_dir))
         finally:
             if self._staging is not None:
                 discard(self._staging)
 
     def _check_target(self) -> None:
-        if (self._output_dir / MANIFEST_NAME).exists():
-            raise CheckpointError(
-                f"{self._output_dir} is a checkpoint, which must not change; choose another directory"
-            )
-        existing = existing_weights(self._output_dir)
-        if existing and not self._overwrite:
-            raise CheckpointError(
-                f"{self._output_dir / existing[0]} exists; pass overwrite_output_dir=True to replace the "
-                "weights, or choose another directory"
-            )
+        check_export_target(self._output_dir, overwrite=self._overwrite, setting="overwrite_output_dir=True")
 
     def _capture(self, captured: dict[str, CapturedState]) -> None:
         assignment = self._plan.assignments.get(MODEL_STEM)
@@ -124,33 +108,3 @@ class ModelExport:
     def _write(self, staging: Path) -> None:
         if self._files is not None:
             self._files.write(staging, self._ranks.threads)
-
-    def _publish(self, staging: Path) -> None:
-        existing = existing_weights(self._output_dir)
-        written = sorted(
-            (path.relative_to(staging) for path in staging.rglob("*") if path.is_file()), key=_order
-        )
-        for name in written:
-            (self._output_dir / name).parent.mkdir(parents=True, exist_ok=True)
-            (staging / name).replace(self._output_dir / name)
-        for stale in set(existing) - {str(name) for name in written}:
-            (self._output_dir / stale).unlink()
-        sync_file(self._output_dir)
-
-
-def existing_weights(directory: Path) -> list[str]:
-    """Weight files that a directory holds already.
-
-    Args:
-        directory: The directory; it need not exist.
-
-    Returns:
-        Their names, in order.
-    """
-    if not directory.is_dir():
-        return []
-    return sorted(path.name for path in directory.iterdir() if _WEIGHTS.fullmatch(path.name))
-
-
-def _order(name: Path) -> tuple[bool, str]:
-    return name.name.endswith(".index.json"), str(name)

@@ -10,12 +10,12 @@ import torch
 from checkpoint_core.cli.cast import cast_bytes, cast_config, cast_spec
 from checkpoint_core.cli.console import Progress, size_text
 from checkpoint_core.cli.contents import other_files, sections
-from checkpoint_core.cli.place import check_target, place_files
 from checkpoint_core.cli.stored import StoredTensor
 from checkpoint_core.cli.survey import find_damage, open_checkpoint
 from checkpoint_core.directory.commit import check_space, clean_leftovers, create_staging, discard
 from checkpoint_core.directory.manifest import Manifest
 from checkpoint_core.errors import CheckpointError
+from checkpoint_core.export_target import check_export_target, place_files
 from checkpoint_core.saving import METRICS_NAME
 from checkpoint_core.state.capture import WEIGHTS_FORMAT
 from checkpoint_core.storage.checksum import PartialDigest
@@ -60,7 +60,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str, max_shard_size: int, over
             or a value does not fit the dtype.
     """
     manifest = open_checkpoint(checkpoint)
-    check_target(out, overwrite)
+    check_export_target(out, overwrite=overwrite, setting="--overwrite")
     key = _weights_key(checkpoint, manifest)
     companions = [name for name in other_files(manifest) if name != METRICS_NAME]
     _verify(checkpoint, manifest, key, companions)

@@ -1,19 +1,25 @@
-"""Putting exported files into their directory, only where that is safe."""
+"""The directory that weights are exported to: which are safe, and how files take their places there."""
 
+import re
 from pathlib import Path
 
 from checkpoint_core.directory.manifest import MANIFEST_NAME
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.export import existing_weights
 from checkpoint_core.storage.files import sync_file
 
+_WEIGHTS = re.compile(
+    r"model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors"
+    r"|pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?"
+)
 
-def check_target(out: Path, overwrite: bool) -> None:
+
+def check_export_target(out: Path, *, overwrite: bool, setting: str) -> None:
     """Refuse to write into a checkpoint, or over weights unless told to.
 
     Args:
         out: The directory to write.
         overwrite: Weights that are there may be replaced.
+        setting: How the user says so, for messages.
 
     Raises:
         CheckpointError: It is a checkpoint or inside one, no directory, or has weights.
@@ -26,10 +32,10 @@ def check_target(out: Path, overwrite: bool) -> None:
             raise CheckpointError(
                 f"{directory} is a checkpoint, which must not change; choose another directory"
             )
-    existing = existing_weights(out)
+    existing = _existing_weights(out)
     if existing and not overwrite:
         raise CheckpointError(
-            f"{out / existing[0]} exists; pass --overwrite to replace the weights, or choose another OUT"
+            f"{out / existing[0]} exists; pass {setting} to replace the weights, or choose another directory"
         )
 
 
@@ -40,7 +46,7 @@ def place_files(staging: Path, out: Path) -> None:
         staging: Holds the files.
         out: The directory.
     """
-    stale = set(existing_weights(out))
+    stale = set(_existing_weights(out))
     written = sorted((path.relative_to(staging) for path in staging.rglob("*") if path.is_file()), key=_order)
     for name in written:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -48,6 +54,12 @@ def place_files(staging: Path, out: Path) -> None:
     for old in stale - {str(name) for name in written}:
         (out / old).unlink()
     sync_file(out)
+
+
+def _existing_weights(directory: Path) -> list[str]:
+    if not directory.is_dir():
+        return []
+    return sorted(path.name for path in directory.iterdir() if _WEIGHTS.fullmatch(path.name))
 
 
 def _order(name: Path) -> tuple[bool, str]:
