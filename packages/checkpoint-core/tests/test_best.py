@@ -220,7 +220,12 @@ def test_nothing_is_deleted_while_the_best_cannot_be_told(
     save_losses(manager, {1: 1.0, 2: 2.0})
     # The operating system refuses to look at a file with a name of this length.
     odd = Manifest(
-        step=0, world_size=1, run_id="x", components=[], files={"n" * 300: FileRecord(1, "0" * 16)}
+        step=0,
+        world_size=1,
+        run_id="x",
+        save_id="y",
+        components=[],
+        files={"n" * 300: FileRecord(1, "0" * 16)},
     )
     (tmp_path / "checkpoint-0").mkdir()
     (tmp_path / "checkpoint-0" / "manifest.json").write_bytes(odd.to_bytes())

@@ -262,9 +262,7 @@ def test_rotation_keeps_to_its_own_run(job, tmp_path: Path) -> None:
 
     resumed = job(save_total_limit=2)
     resumed.manager.load_checkpoint(run / "checkpoint-2")
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-11 was written by another run, .* instead"
-    ):
+    with pytest.raises(CheckpointError, match=r"checkpoint-11 was written by another run, .* instead"):
         resumed.manager.save_checkpoint(5)
     resumed.manager.save_checkpoint(12)
     # 11 is another run's, and 2 is where this one goes on from.

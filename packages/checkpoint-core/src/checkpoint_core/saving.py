@@ -1,6 +1,7 @@
 """One save, from the declared components to the committed checkpoint."""
 
 import logging
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,7 +40,14 @@ from checkpoint_core.ranks.whole import join_states, own_state
 from checkpoint_core.staging import StagingBuffer, staged_bytes
 from checkpoint_core.state.capture import CapturedState, capture
 from checkpoint_core.storage.checksum import combine
-from checkpoint_core.storage.files import FileRecord, checksum_file, json_bytes, sync_file, write_bytes
+from checkpoint_core.storage.files import (
+    FileRecord,
+    checksum_file,
+    json_bytes,
+    sync_directories,
+    sync_file,
+    write_bytes,
+)
 
 _logger = logging.getLogger(__name__)
 METRICS_NAME = "eval_metrics.json"
@@ -99,6 +107,7 @@ class CheckpointSave:
         self._run_id = run_id
         self._preprocessor = preprocessor
         self._phase = f"saving {self.final.name}"
+        self._save_id = ""
         self._staging: Path | None = None
         self._files: dict[str, ComponentFiles] = {}
         self._made: Shares = {}
@@ -153,8 +162,9 @@ class CheckpointSave:
 
     def _write_all(self) -> Path:
         ranks, phase = self._ranks, self._phase
-        sizes = ranks.run(phase, self._size)
-        needed = sum(sizes[rank] for rank in ranks.site)
+        sizes = ranks.run(phase, lambda: (self._size(), uuid.uuid4().hex))
+        self._save_id = sizes[0][1]
+        needed = sum(sizes[rank][0] for rank in ranks.site)
         staging = self.final.parent / ranks.run_on_leaders(phase, lambda: self._begin(needed))
         reports = ranks.run(phase, lambda: self._write(staging))
         ranks.run_on_leaders(phase, lambda: self._write_manifest(staging, reports))
@@ -165,8 +175,9 @@ class CheckpointSave:
         try:
             yield
         except BaseException:
-            # Only a leader has made it, and by now no rank writes into it any more.
-            if self._staging is not None:
+            # Only a leader has made it, and by now no rank writes into it any more. When a rank was lost,
+            # another node may have published, and the next load needs this one's files to do the same.
+            if self._staging is not None and not (self._ranks.broken and len(self._ranks.sites()) > 1):
                 discard(self._staging)
             raise
 
@@ -258,6 +269,8 @@ class CheckpointSave:
 
     def _write_manifest(self, staging: Path, reports: Sequence[_RankReport]) -> None:
         write_bytes(staging / MANIFEST_NAME, self._manifest(reports).to_bytes())
+        # Once another node has published, this one must be able to, even after a power cut.
+        sync_directories(staging)
 
     def _manifest(self, reports: Sequence[_RankReport]) -> Manifest:
         site = {rank: reports[rank] for rank in self._ranks.site}
@@ -278,6 +291,7 @@ class CheckpointSave:
             step=self._step,
             world_size=self._ranks.world_size,
             run_id=self._run_id,
+            save_id=self._save_id,
             components=components,
             files=_records(list(site.values())),
             tied_weights=tied,

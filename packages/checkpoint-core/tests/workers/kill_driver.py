@@ -2,8 +2,8 @@
 
 Usage: kill_driver.py DIRECTORY --kills N --mode one|async|two-ranks|nodes --seed N
 
-Prints one JSON object: the kills, where in a save they hit, and every failure. Each job is forked from this
-process, so that a kill costs milliseconds instead of an import of torch.
+Prints one JSON object: the kills, where in a save they hit, and every failure; with any, the exit status is
+1. Each job is forked from this process, so that a kill costs milliseconds instead of an import of torch.
 """
 
 import argparse
@@ -36,11 +36,15 @@ def main() -> None:
     began = time.monotonic()
     chance = random.Random(options.seed)
     campaign = Campaign(options.mode, options.directory, options.timeout, chance)
-    for _ in range(options.kills):
-        campaign.kill()
-    campaign.finish()
+    try:
+        for _ in range(options.kills):
+            campaign.kill()
+        campaign.finish()
+    except RuntimeError as error:
+        campaign.failures.append(f"kill {campaign.kills}: {error}")
     seconds = round(time.monotonic() - began, 1)
     print(json.dumps({"mode": options.mode, "seed": options.seed, **campaign.summary(), "seconds": seconds}))
+    sys.exit(bool(campaign.failures))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import select
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,7 +94,14 @@ class Running:
         return self.closed
 
     def close(self) -> None:
+        """End what still runs."""
         os.close(self._reader)
+        for pid in self.pids:
+            # Those that were waited for are no children any more, and their ids may be somebody else's.
+            with suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
 
     def outcome(self) -> Outcome:
         """What the reports mean."""
@@ -162,31 +171,39 @@ class Campaign:
         self._directories: list[Directory] = []
 
     def kill(self) -> None:
-        """One life and its end."""
-        running = self._start()
-        both = list(range(running.life.mode.ranks))
-        one_only = len(both) > 1 and self.kills % ONE_ONLY_EVERY == ONE_ONLY_EVERY - 1
-        killed = [self.chance.choice(both)] if one_only else self.chance.sample(both, len(both))
-        self._wait_for_the_moment(running)
-        running.kill(killed)
-        at = time.monotonic()
-        if one_only:
-            self._await_survivor(running, killed[0], at)
-        elif not running.drain(GRACE_SECONDS):
-            raise RuntimeError("a killed job still holds its pipe")
-        self.kills += 1
-        self._examine(running)
+        """One life and its end.
+
+        Raises:
+            RuntimeError: The job does not get anywhere.
+        """
+        with self._life() as running:
+            both = list(range(running.life.mode.ranks))
+            one_only = len(both) > 1 and self.kills % ONE_ONLY_EVERY == ONE_ONLY_EVERY - 1
+            killed = [self.chance.choice(both)] if one_only else self.chance.sample(both, len(both))
+            self._wait_for_the_moment(running)
+            running.kill(killed)
+            at = time.monotonic()
+            if one_only:
+                self._await_survivor(running, killed[0], at)
+            elif not running.drain(GRACE_SECONDS):
+                raise RuntimeError("a killed job still holds its pipe")
+            self.kills += 1
+            self._examine(running)
 
     def finish(self) -> None:
-        """One life that ends by itself behind its first save."""
-        running = self._start(endless=False)
-        running.wait_for("tidy", START_SECONDS)
-        if not running.drain(START_SECONDS):
-            raise RuntimeError(f"the last job did not end: {running.events}")
-        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in running.pids]
-        if any(statuses):
-            self._fail(f"the last job ended with {statuses}: {running.events}")
-        self._examine(running)
+        """One life that ends by itself behind its first save.
+
+        Raises:
+            RuntimeError: It does not get there.
+        """
+        with self._life(endless=False) as running:
+            running.wait_for("tidy", START_SECONDS)
+            if not running.drain(START_SECONDS):
+                raise RuntimeError(f"the last job did not end: {running.events}")
+            statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in running.pids]
+            if any(statuses):
+                self._fail(f"the last job ended with {statuses}: {running.events}")
+            self._examine(running)
 
     def summary(self) -> dict[str, object]:
         return {
@@ -198,7 +215,8 @@ class Campaign:
             "longest_wait_of_a_survivor": round(self.longest_wait, 2),
         }
 
-    def _start(self, *, endless: bool = True) -> Running:
+    @contextmanager
+    def _life(self, *, endless: bool = True) -> Iterator[Running]:
         mode = MODES[self.mode]
         asynchronous = self.mode == "async" or (mode.ranks > 1 and self.chance.random() < 0.5)
         life = Life(mode, self.directory, asynchronous, self._next_value, self.timeout_seconds, endless)
@@ -207,12 +225,17 @@ class Campaign:
             writers = 1 if mode.nodes else mode.ranks
             self._directories = [Directory(path, writers) for path in life.output_dirs()]
         running = Running(life)
-        running.wait_for("loaded", START_SECONDS)
-        loaded = running.of("loaded")
-        expected = [[float(value)] for value in self._expected or {0}]
-        if any(event["values"] not in expected or event["values"] != loaded[0]["values"] for event in loaded):
-            self._fail(f"loaded is {loaded}, committed was {self._expected}")
-        return running
+        try:
+            running.wait_for("loaded", START_SECONDS)
+            loaded = running.of("loaded")
+            expected = [[float(value)] for value in self._expected or {0}]
+            if any(
+                event["values"] not in expected or event["values"] != loaded[0]["values"] for event in loaded
+            ):
+                self._fail(f"loaded is {loaded}, committed was {self._expected}")
+            yield running
+        finally:
+            running.close()
 
     def _wait_for_the_moment(self, running: Running) -> None:
         """Spread the kills over three saves, the first one of the life or later ones."""
@@ -228,7 +251,9 @@ class Campaign:
             if self.chance.random() < 0.5:
                 time.sleep(self.chance.uniform(0.0, 0.001))
         else:
-            time.sleep(self.chance.uniform(0.0, min(3 * self._save_seconds, LONGEST_DELAY)))
+            # Some lives are long enough for rotation to delete what they saved themselves.
+            span = 12 if self.chance.random() < 0.1 else 3
+            time.sleep(self.chance.uniform(0.0, min(span * self._save_seconds, LONGEST_DELAY)))
 
     def _await_survivor(self, running: Running, killed: int, at: float) -> None:
         """The rank that was not killed must end by itself, with an error that names the other."""
@@ -248,7 +273,6 @@ class Campaign:
 
     def _examine(self, running: Running) -> None:
         outcome = running.outcome()
-        running.close()
         self.saves += len(outcome.returned)
         self._next_value = 1 + max([self._next_value, *(int(str(e.get("value", 0))) for e in running.events)])
         for event in running.of("crashed"):

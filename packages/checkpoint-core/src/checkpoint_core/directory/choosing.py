@@ -1,9 +1,10 @@
 """Which checkpoint is loaded: all ranks come to the same one, and prove it whole together."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint_core.directory.commit import checkpoint_path
+from checkpoint_core.directory.commit import checkpoint_path, publish
 from checkpoint_core.directory.discovery import (
     checkpoint_directories,
     good_checkpoints,
@@ -11,12 +12,16 @@ from checkpoint_core.directory.discovery import (
     warn_passing_over,
 )
 from checkpoint_core.directory.manifest import MANIFEST_NAME, Manifest, read_manifest
+from checkpoint_core.directory.ownership import STAGING, find_leftovers
 from checkpoint_core.directory.verification import damage, verify_together
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.ranks.agreement import RankAgreement
 
 _logger = logging.getLogger(__name__)
 _PHASE = "choosing a checkpoint"
+
+_Save = tuple[int, str]
+"""Step and id of a save."""
 
 
 def choose(ranks: RankAgreement, output_dir: Path, path: Path | None) -> tuple[Path, Manifest] | None:
@@ -34,9 +39,46 @@ def choose(ranks: RankAgreement, output_dir: Path, path: Path | None) -> tuple[P
         CheckpointError: On every rank: the named checkpoint is missing or damaged, or the nodes have no
             checkpoint in common.
     """
-    return (
-        _newest(ranks, output_dir.absolute()) if path is None else _named(ranks, output_dir, path.absolute())
-    )
+    output_dir = output_dir.absolute()
+    if len(ranks.sites()) > 1:
+        _finish_publishing(ranks, output_dir)
+    return _newest(ranks, output_dir) if path is None else _named(ranks, output_dir, path.absolute())
+
+
+def _finish_publishing(ranks: RankAgreement, output_dir: Path) -> None:
+    """Publish on every node what another node has published. Collective.
+
+    The first node publishes when all nodes have all files of the save, and with that it is committed. A node
+    that was killed before its own turn catches up here.
+    """
+
+    def look() -> tuple[list[_Save], dict[str, _Save]]:
+        return (_saves(output_dir), _unpublished(output_dir)) if ranks.is_leader else ([], {})
+
+    found = ranks.run(_PHASE, look)
+    published = {_save(entry) for saves, _ in found for entry in saves}
+
+    def publish_all() -> None:
+        for name, entry in found[ranks.rank][1].items():
+            if _save(entry) in published:
+                step = entry[0]
+                _logger.warning("committing checkpoint-%d, as another node did before the job ended", step)
+                publish(output_dir / name, checkpoint_path(output_dir, step), step)
+
+    ranks.run(_PHASE, publish_all)
+
+
+def _unpublished(output_dir: Path) -> dict[str, _Save]:
+    """Saves of killed processes that lack nothing but the publishing, by directory."""
+    found = {}
+    for leftover in find_leftovers(output_dir):
+        if leftover.kind == STAGING and leftover.is_abandoned():
+            try:
+                manifest = verify_checkpoint(leftover.path, checksums=False)
+            except (CheckpointError, OSError):
+                continue  # Killed while it was being written.
+            found[leftover.path.name] = (manifest.step, manifest.save_id)
+    return found
 
 
 def _named(ranks: RankAgreement, output_dir: Path, path: Path) -> tuple[Path, Manifest]:
@@ -55,8 +97,8 @@ def _named(ranks: RankAgreement, output_dir: Path, path: Path) -> tuple[Path, Ma
 
 
 def _newest(ranks: RankAgreement, output_dir: Path) -> tuple[Path, Manifest] | None:
-    found = ranks.run(_PHASE, lambda: _committed_steps(output_dir) if ranks.is_leader else [])
-    for step in _common_steps(ranks, output_dir, found):
+    found = ranks.run(_PHASE, lambda: _saves(output_dir) if ranks.is_leader else [])
+    for step, _ in _common(ranks, output_dir, found):
         path = checkpoint_path(output_dir, step)
         manifest = _read(ranks, path)
         error = damage(ranks, _PHASE, path, manifest)
@@ -67,29 +109,51 @@ def _newest(ranks: RankAgreement, output_dir: Path) -> tuple[Path, Manifest] | N
     return None
 
 
-def _committed_steps(output_dir: Path) -> list[int]:
-    return [manifest.step for _, manifest in good_checkpoints(output_dir, checksums=False)]
+def _saves(output_dir: Path) -> list[_Save]:
+    return [(each.step, each.save_id) for _, each in good_checkpoints(output_dir, checksums=False)]
 
 
-def _common_steps(ranks: RankAgreement, output_dir: Path, found: list[list[int]]) -> list[int]:
-    """Steps that every site has, highest first."""
-    by_site = {site.start: found[site.start] for site in ranks.sites()}
-    common = set.intersection(*(set(steps) for steps in by_site.values()))
+def _save(entry: Sequence[int | str]) -> _Save:
+    """What has travelled as JSON, which has no tuples."""
+    return int(entry[0]), str(entry[1])
+
+
+def _common(ranks: RankAgreement, output_dir: Path, found: Sequence[Sequence[_Save]]) -> list[_Save]:
+    """Saves that every site has, highest step first."""
+    by_site = {site.start: [_save(entry) for entry in found[site.start]] for site in ranks.sites()}
+    common = set.intersection(*(set(saves) for saves in by_site.values()))
     if not common and any(by_site.values()):
-        listing = "; ".join(f"node of rank {rank}: {steps or 'none'}" for rank, steps in by_site.items())
+        listing = "; ".join(f"node of rank {rank}: {_listing(saves)}" for rank, saves in by_site.items())
         raise CheckpointError(
             f"{_PHASE}: no checkpoint in {output_dir} is committed on every node ({listing}). Copy a "
             "checkpoint directory to the nodes that lack it, or move all away to begin afresh"
         )
-    newest = max((steps[0] for steps in by_site.values() if steps), default=None)
+    newest = max((saves[0] for saves in by_site.values() if saves), default=None)
     if newest is not None and newest not in common and ranks.is_leader:
-        _logger.warning("checkpoint-%d is not committed on every node; going back to an earlier one", newest)
+        _logger.warning(
+            "checkpoint-%d is not committed on every node; going back to an earlier one", newest[0]
+        )
     return sorted(common, reverse=True)
+
+
+def _listing(saves: Sequence[_Save]) -> str:
+    return ", ".join(f"step {step} (save {number[:8]})" for step, number in saves) or "none"
 
 
 def _read(ranks: RankAgreement, path: Path) -> Manifest:
     manifests: list[Manifest] = []
-    ranks.run(_PHASE, lambda: manifests.append(read_manifest(path)))
+
+    def read() -> str:
+        manifests.append(read_manifest(path))
+        return manifests[0].save_id
+
+    saves = ranks.run(_PHASE, read)
+    if len(set(saves)) > 1:
+        listing = ", ".join(f"rank {rank} has save {number[:8]}" for rank, number in enumerate(saves))
+        raise CheckpointError(
+            f"{_PHASE}: {path.name} is not the same save on all nodes ({listing}); load without naming a "
+            "checkpoint, or copy the directory of one node to the others"
+        )
     return manifests[0]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from checkpoint_core.directory.manifest import MANIFEST_NAME, read_manifest
 from checkpoint_core.directory.ownership import DELETED, REPLACED, STAGING, find_leftovers, temporary_path
 from checkpoint_core.errors import CheckpointError, free_bytes
-from checkpoint_core.storage.files import sync_directories, sync_file
+from checkpoint_core.storage.files import sync_file
 
 _logger = logging.getLogger(__name__)
 _MARGIN_BYTES = 1024 * 1024
@@ -127,11 +127,10 @@ def publish(staging: Path, final: Path, step: int) -> None:
     between the two renames, :func:`clean_leftovers` puts the older one back. A damaged one is kept aside.
 
     Args:
-        staging: The complete directory, with its manifest.
+        staging: The complete directory, with its manifest, synced to the disk.
         final: The checkpoint's final path.
         step: The step.
     """
-    sync_directories(staging)
     aside = _put_aside(final, step)
     try:
         staging.rename(final)

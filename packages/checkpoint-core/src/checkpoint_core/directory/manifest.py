@@ -56,6 +56,8 @@ class Manifest:
     """Number of ranks that saved."""
     run_id: str
     """Identifies the run in its output directory; rotation deletes only checkpoints with its own id."""
+    save_id: str
+    """Identifies the save. Nodes that save for themselves hold one state together only where it is equal."""
     components: Sequence[ComponentRecord]
     """The component table, in order of restoring."""
     files: Mapping[str, FileRecord]

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.state.encoding import EncodedState
 from checkpoint_core.storage.layout import DTYPE_CODES, DTYPES
-from dist_env import DistributedEnvInterface, RankTimeoutError, barrier
+from dist_env import DistributedEnvInterface, RankFailedError, RankTimeoutError, barrier
 
 _CHUNK_BYTES = 64 * 1024 * 1024
+_ROLL_CALL_SECONDS = 5.0
+"""How long the ranks are asked who is still there, after a connection between them broke."""
 _T = TypeVar("_T")
 
 
@@ -221,15 +223,31 @@ class RankAgreement:
 
     def _lost(self, phase: str, error: Exception) -> CheckpointError:
         if isinstance(error, RankTimeoutError):
-            late = ", ".join(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
-            reason = f"no answer within {self._timeout_seconds:g} s from {late}"
+            reason = f"no answer within {self._timeout_seconds:g} s from {_named(error)}"
         else:
             reason = " ".join(str(error).split()) or type(error).__name__
+            if not isinstance(error, RankFailedError):
+                reason = self._roll_call(phase) + reason
         self._broken = f"{phase}: {reason}"
         return CheckpointError(
             f"{phase}: {reason}. Look at the log of that rank; if it is only slow, raise "
             "CheckpointConfig.timeout_seconds"
         )
+
+    def _roll_call(self, phase: str) -> str:
+        """Who no longer answers. gloo tells only the address of a connection that broke."""
+        seconds = min(self._timeout_seconds, _ROLL_CALL_SECONDS)
+        try:
+            barrier(self._env, timeout=seconds, process_group=self._group, tag=f"{phase}: roll call")
+        except RankTimeoutError as error:
+            return f"a connection broke, and no answer came within {seconds:g} s from {_named(error)}: "
+        except RuntimeError as error:
+            return f"a connection broke, and {' '.join(str(error).split())}: "
+        return ""
+
+
+def _named(error: RankTimeoutError) -> str:
+    return ", ".join(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
 
 
 def _check_default_group(rank: int, world_size: int) -> None:
