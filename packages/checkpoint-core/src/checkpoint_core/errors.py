@@ -55,5 +55,7 @@ def _describe_os_error(error: OSError) -> str:
             text += f"; {free_bytes(Path(str(where)))} bytes are free there"
         return f"{text}. Free space, raise the quota or file size limit, or lower save_total_limit"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{text}. Make the directory writable for this user or choose another output_dir"
+        return f"{text}. Give this user permission to read and write there, or choose another directory"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{text}. Raise the limit of open files (ulimit -n)"
     return text

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
+from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.state.capture import WEIGHTS_FORMAT
 from checkpoint_core.state.receive import StoredState, receive
 from checkpoint_core.state.weights import ModelState, check_nothing_left
@@ -22,11 +23,14 @@ def load_model_weights(model: nn.Module, directory: str | Path) -> None:
     Raises:
         CheckpointError: The weights are missing, damaged, or do not fit the model.
     """
-    stored = StoredState(weight_files(Path(directory)), WEIGHTS_FORMAT)
     try:
-        reception = receive(ModelState(model), stored)
-        check_nothing_left(reception.unclaimed)
-        stored.fill(reception.fills, threads=1)
-        reception.finish()
-    finally:
-        stored.close()
+        stored = StoredState(weight_files(Path(directory)), WEIGHTS_FORMAT)
+        try:
+            reception = receive(ModelState(model), stored)
+            check_nothing_left(reception.unclaimed)
+            stored.fill(reception.fills, threads=1)
+            reception.finish()
+        finally:
+            stored.close()
+    except OSError as error:
+        raise CheckpointError(f"loading weights from {directory}: {describe_error(error)}") from error

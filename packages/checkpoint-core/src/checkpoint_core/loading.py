@@ -5,16 +5,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint_core.components import Reshardable, SharingPattern
+from checkpoint_core.components import Reshardable, SharingPattern, Stateful
 from checkpoint_core.directory.choosing import choose
 from checkpoint_core.directory.manifest import ComponentPart, ComponentRecord, Manifest
-from checkpoint_core.errors import CheckpointError
+from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.ranks.agreement import RankAgreement
 from checkpoint_core.ranks.plan import Assignment, Plan, interchangeable
 from checkpoint_core.state.encoding import EncodedState
 from checkpoint_core.state.optimizer import OptimizerState
 from checkpoint_core.state.optimizer import check_nothing_left as check_no_parameters_left
-from checkpoint_core.state.receive import Reception, StoredState, decode, read_all, receive
+from checkpoint_core.state.receive import Reception, StoredState, check_outline, decode, read_all, receive
 from checkpoint_core.state.weights import ModelState
 from checkpoint_core.state.weights import check_nothing_left as check_no_weights_left
 
@@ -86,7 +86,10 @@ class CheckpointLoad:
             if reason is None:
                 continue
             if assignment.component.required:
-                raise CheckpointError(f"the required component {key!r} cannot be loaded: {reason}")
+                raise CheckpointError(
+                    f"the required component {key!r} cannot be loaded: {reason}. Restore its files, load "
+                    "another checkpoint, or declare it with required=False to begin with fresh state"
+                )
             _logger.warning("%s: %s; component %r keeps its fresh state", directory.name, reason, key)
             missing.append(key)
         return missing
@@ -137,11 +140,13 @@ class _Restoring:
         """
         for key in keys:
             self._ranks.run(f"{self._phase}, component {key!r}", lambda key=key: self._open(key))  # type: ignore[misc]
+        for key in keys:
+            self._match_shared(key)
         unclaimed = self._ranks.run(self._phase, self._unclaimed)
         for key in keys:
             self._check_unclaimed(key, [each.get(key, []) for each in unclaimed])
         for key in keys:
-            self._restore(key, self._plan.patterns[key])
+            self._restore(key)
         return sum(stored.bytes_read for some in self._stored.values() for stored in some)
 
     def _open(self, key: str) -> None:
@@ -155,8 +160,25 @@ class _Restoring:
             self._files.callback(stored[-1].close)
         self._stored[key] = stored
         stateful = assignment.component.stateful
-        if self._plan.patterns[key] is not SharingPattern.GLOBAL and len(stored) == 1:
+        if not self._is_shared(key) and len(stored) == 1:
             self._receptions[key] = receive(stateful, stored[0])
+
+    def _is_shared(self, key: str) -> bool:
+        """Whether rank 0 reads a component and hands it to the other ranks."""
+        return self._plan.patterns[key] is SharingPattern.GLOBAL and self._ranks.world_size > 1
+
+    def _match_shared(self, key: str) -> None:
+        if not self._is_shared(key):
+            return
+        what = f"{self._phase}, component {key!r}"
+        assignment = self._plan.assignments.get(key)
+        outline = self._ranks.run_on_main(what, lambda: self._stored[key][0].outline())
+
+        def check() -> None:
+            if assignment is not None:
+                check_outline(assignment.component.stateful, outline)
+
+        self._ranks.run(what, check)
 
     def _reads(self, key: str) -> bool:
         return self._plan.patterns[key] is not SharingPattern.GLOBAL or self._ranks.rank == 0
@@ -182,7 +204,7 @@ class _Restoring:
         except CheckpointError as error:
             raise CheckpointError(f"{self._phase}, component {key!r}: {error}") from error
 
-    def _restore(self, key: str, pattern: SharingPattern) -> None:
+    def _restore(self, key: str) -> None:
         assignment = self._plan.assignments.get(key)
         what = f"{self._phase}, component {key!r}"
         encoded: EncodedState | None = None
@@ -191,13 +213,27 @@ class _Restoring:
             nonlocal encoded
             if key in self._receptions:
                 self._stored[key][0].fill(self._receptions[key].fills, self._ranks.threads)
-            elif pattern is SharingPattern.GLOBAL and key in self._stored:
+            elif self._is_shared(key) and key in self._stored:
                 encoded = EncodedState(*read_all(self._stored[key][0], self._ranks.threads))
 
         def put_back() -> None:
             if assignment is None:
                 return
-            stateful = assignment.component.stateful
+            try:
+                apply(assignment.component.stateful)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                record = self._manifest.component(key)
+                parts = [] if record is None else record.parts
+                files = ", ".join(name for part in parts for name in part.files)
+                kind = type(assignment.component.stateful).__name__
+                raise CheckpointError(
+                    f"{kind}.load_state_dict() failed ({describe_error(error)}); mend the object, or delete "
+                    f"{files} from the checkpoint to begin with fresh state for this component"
+                ) from error
+
+        def apply(stateful: Stateful) -> None:
             if key in self._receptions:
                 self._receptions[key].finish()
             elif encoded is not None:
@@ -207,7 +243,7 @@ class _Restoring:
                 stateful.load_resharded(states, rank=self._ranks.rank, world_size=self._ranks.world_size)
 
         self._ranks.run(what, read)
-        if pattern is SharingPattern.GLOBAL:
+        if self._is_shared(key):
             encoded = self._ranks.share(what, encoded)
         self._ranks.run(what, put_back)
 

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +22,8 @@ from checkpoint_core.retention import Retention
 from checkpoint_core.saving import CheckpointSave, Preprocessor
 from checkpoint_core.staging import StagingBuffer
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
+
+_OPENING = "opening the checkpoint manager"
 
 
 class CheckpointManager:
@@ -56,8 +59,9 @@ class CheckpointManager:
         self._preprocessor = preprocessor
         env = _single_process() if dist is None else dist
         self._ranks = RankAgreement(env, config.timeout_seconds, each_node=config.save_on_each_node)
-        run_id = self._ranks.run_on_main("opening the checkpoint manager", lambda: uuid.uuid4().hex)
-        self._retention = Retention(config, run_id)
+        opened = self._ranks.run(_OPENING, lambda: (uuid.uuid4().hex, _shared_settings(config)))
+        _check_settings([settings for _, settings in opened])
+        self._retention = Retention(config, opened[0][0])
         self._staging = StagingBuffer()
         self._worker = BackgroundWorker()
 
@@ -270,6 +274,23 @@ def _single_process() -> DistributedEnvInterface:
                 "dist, such as the DistributedEnvironment that opened it"
             )
     return StaticDistributedEnvironment()
+
+
+def _shared_settings(config: CheckpointConfig) -> dict[str, object]:
+    """What must be equal on all ranks: all but the directory, which nodes may name differently."""
+    settings = asdict(config)
+    del settings["output_dir"]
+    return settings
+
+
+def _check_settings(by_rank: Sequence[Mapping[str, object]]) -> None:
+    for rank, settings in enumerate(by_rank):
+        for name, value in settings.items():
+            if value != by_rank[0][name]:
+                raise CheckpointError(
+                    f"{_OPENING}: {name} is {by_rank[0][name]!r} on rank 0 and {value!r} on rank {rank}; "
+                    "give all ranks the same CheckpointConfig"
+                )
 
 
 def _describe_save(step: int) -> str:

@@ -32,7 +32,7 @@ from checkpoint_core.directory.manifest import (
     metrics_document,
     parse_metrics,
 )
-from checkpoint_core.errors import CheckpointError
+from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.ranks.agreement import RankAgreement
 from checkpoint_core.ranks.plan import Plan
 from checkpoint_core.ranks.replication import Replica, find_mismatches
@@ -190,8 +190,8 @@ class CheckpointSave:
             sharded = pattern is SharingPattern.SHARDED
             try:
                 captured[key] = capture(assignment.component.stateful, assignment.stem, sharded=sharded)
-            except CheckpointError as error:
-                raise CheckpointError(f"component {key!r}: {error}") from error
+            except Exception as error:
+                raise CheckpointError(f"component {key!r}: {describe_error(error)}") from error
         return None if self.metrics is None else metrics_document(self.metrics)
 
     def _check_replicas(self, captured: Mapping[str, CapturedState]) -> None:
@@ -215,7 +215,10 @@ class CheckpointSave:
             for key, assignment in self._plan.assignments.items():
                 if key in wholes or assignment.writer == self._ranks.rank:
                     whole = wholes[key] if key in wholes else own_state(captured[key])
-                    self._files[key] = plan_files(whole, assignment.stem, self._config.max_shard_size)
+                    try:
+                        self._files[key] = plan_files(whole, assignment.stem, self._config.max_shard_size)
+                    except CheckpointError as error:
+                        raise CheckpointError(f"component {key!r}: {error}") from error
 
         self._ranks.run(self._phase, divide)
 
@@ -241,14 +244,15 @@ class CheckpointSave:
         clean_leftovers(self.final.parent)
         check_space(self.final.parent, needed)
         self._staging = create_staging(self.final.parent, self._step)
+        # First, so that a file of the preprocessor never replaces one of ours: ours are made with O_EXCL.
+        if self._preprocessor is not None:
+            for name, record in save_preprocessor(self._preprocessor, self._staging).items():
+                self._made[name] = _share(record)
         for key in self._plan.sharded:
             self._made |= self._files[key].create(self._staging)
         if self.metrics is not None:
             content = json_bytes({**metrics_document(self.metrics), "global_step": self._step})
             self._made[METRICS_NAME] = _share(write_bytes(self._staging / METRICS_NAME, content))
-        if self._preprocessor is not None:
-            for name, record in save_preprocessor(self._preprocessor, self._staging).items():
-                self._made[name] = _share(record)
         return self._staging.name
 
     def _write(self, staging: Path) -> _RankReport:
@@ -309,14 +313,27 @@ def save_preprocessor(preprocessor: Preprocessor, directory: Path) -> dict[str, 
 
     Returns:
         Size and checksum of each new file, by path relative to the directory.
+
+    Raises:
+        CheckpointError: It failed, or made something that a checkpoint cannot hold.
     """
+    kind = type(preprocessor).__name__
     before = set(directory.rglob("*"))
-    preprocessor.save_pretrained(str(directory))
+    try:
+        preprocessor.save_pretrained(str(directory))
+    except Exception as error:
+        raise CheckpointError(f"the preprocessor {kind} cannot be saved: {describe_error(error)}") from error
     records = {}
     for path in sorted(set(directory.rglob("*")) - before):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()) or "\\" in name:
+            raise CheckpointError(
+                f"the preprocessor {kind} made {name!r}; a checkpoint holds plain files and directories, no "
+                "links, under names without a backslash. Let save_pretrained() write a file of another name"
+            )
         if path.is_file():
             sync_file(path)
-            records[path.relative_to(directory).as_posix()] = checksum_file(path)
+            records[name] = checksum_file(path)
     return records
 
 

@@ -16,6 +16,7 @@ from checkpoint_core.storage.files import FileRecord, json_bytes, read_json
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
+_REMEDY = "Restore the file, or load another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,14 @@ def metrics_document(metrics: Mapping[str, float]) -> dict[str, object]:
     Raises:
         CheckpointError: A value is not an int or a float.
     """
+    if not isinstance(metrics, Mapping):
+        kind = type(metrics).__name__
+        raise CheckpointError(f"metrics={metrics!r} is a {kind}; give a dict of numbers by name")
     document: dict[str, object] = {}
     for name, value in metrics.items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not isinstance(name, str):
+            raise CheckpointError(f"metrics has the key {name!r}, which is not text; use str(key)")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CheckpointError(
                 f"metrics[{name!r}] is a {type(value).__name__}, not an int or a float; use float(value)"
             )
@@ -147,7 +153,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         )
     document = read_json(path)
     if not isinstance(document, dict):
-        raise CheckpointError(f"{path} is damaged: it is not a JSON object")
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object. {_REMEDY}")
     schema = document.get("schema_version")
     if isinstance(schema, int) and schema > SCHEMA_VERSION:
         raise CheckpointError(
@@ -156,11 +162,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
         )
     checksum = document.pop("checksum", None)
     if checksum != _digest(document):
-        raise CheckpointError(f"{path} is damaged: its own checksum does not match")
+        raise CheckpointError(f"{path} is damaged: its own checksum does not match. {_REMEDY}")
     try:
         return _parse(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is malformed ({error!r})") from error
+        raise CheckpointError(f"{path} is malformed ({error}). {_REMEDY}") from error
 
 
 def _parse(document: dict[str, Any]) -> Manifest:
@@ -176,7 +182,10 @@ def _parse(document: dict[str, Any]) -> Manifest:
         )
         for entry in values.pop("components")
     ]
-    files = {_safe(name): FileRecord(**record) for name, record in values.pop("files").items()}
+    for name in ("step", "world_size", "schema_version"):
+        if type(values[name]) is not int:
+            raise TypeError(f"{name} is {values[name]!r}, not an integer")
+    files = {_safe(name): _record(entry) for name, entry in values.pop("files").items()}
     for component in components:
         names = [name for part in component.parts for name in part.files]
         if not names or not set(names) <= set(files):
@@ -184,6 +193,10 @@ def _parse(document: dict[str, Any]) -> Manifest:
     metrics = values.pop("metrics")
     metrics = None if metrics is None else parse_metrics(metrics)
     return Manifest(components=components, files=files, metrics=metrics, **values)
+
+
+def _record(entry: Mapping[str, Any]) -> FileRecord:
+    return FileRecord(size=int(entry["size"]), checksum=str(entry["checksum"]))
 
 
 def _safe(name: str) -> str:

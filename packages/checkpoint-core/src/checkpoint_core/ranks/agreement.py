@@ -53,11 +53,6 @@ class RankAgreement:
         self.world_size = env.world_size
         self.site_size = env.local_world_size if each_node else env.world_size
         begin = env.rank - env.local_rank if each_node else 0
-        if begin % self.site_size or env.world_size % self.site_size:
-            raise CheckpointError(
-                "save_on_each_node=True needs nodes with equal numbers of consecutive ranks; rank "
-                f"{env.rank} is local rank {env.local_rank} of {env.local_world_size}, among {env.world_size}"
-            )
         self.site = range(begin, begin + self.site_size)
         self.threads = max(1, min(4, (os.cpu_count() or 1) // max(env.local_world_size, 1)))
         self._env = env
@@ -67,6 +62,23 @@ class RankAgreement:
         if self.world_size > 1:
             _check_default_group(self.rank, self.world_size)
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        if each_node:
+            self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        # Together, because one rank alone may see nothing wrong, and would wait for the others.
+        env = self._env
+        local = self.run("opening the checkpoint manager", lambda: [env.local_rank, env.local_world_size])
+        size = local[0][1]
+        for rank, (local_rank, local_size) in enumerate(local):
+            if local_size != size or local_rank != rank % size or self.world_size % size:
+                self.close()
+                raise CheckpointError(
+                    "save_on_each_node=True needs nodes with equal numbers of consecutive ranks; rank "
+                    f"{rank} is local rank {local_rank} of {local_size}, rank 0 is local rank {local[0][0]} "
+                    f"of {size}, among {self.world_size} ranks. Use as many ranks on every node, or storage "
+                    "that all nodes share"
+                )
 
     @property
     def leader(self) -> int:
@@ -174,7 +186,9 @@ class RankAgreement:
         source = encoded
         document = self.run_on_main(phase, lambda: source.document)
         layout = self.run_on_main(phase, lambda: _layout(source.tensors))
-        tensors = source.tensors if self.rank == 0 else _allocate(layout)
+        tensors: dict[str, torch.Tensor] = {}
+        # A rank without memory for it would otherwise leave the others waiting in the broadcast.
+        self.run(phase, lambda: tensors.update(source.tensors if self.rank == 0 else _allocate(layout)))
         for name in sorted(tensors):
             self.broadcast(phase, tensors[name], 0)
         return EncodedState(document, tensors)

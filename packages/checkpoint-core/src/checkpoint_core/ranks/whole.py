@@ -131,7 +131,10 @@ def _join(
         tied.update(table["tied"])
         for name, (code, shape) in table["tensors"].items():
             if code not in DTYPES:
-                raise CheckpointError(f"component {key!r}: {name} has dtype {code}, which cannot be stored")
+                raise CheckpointError(
+                    f"component {key!r}: {name} has dtype {code} on rank {rank}, which cannot be stored; "
+                    f"convert it to one of {', '.join(str(dtype) for dtype in DTYPE_CODES)}"
+                )
             spec = TensorSpec(DTYPES[code], tuple(shape))
             known = specs.setdefault(name, spec)
             if known != spec:
@@ -142,14 +145,16 @@ def _join(
             first.setdefault(name, rank)
     if lost := sorted(alias for alias, name in tied.items() if name not in specs):
         raise CheckpointError(
-            f"component {key!r}: {lost[0]} is declared as tied to {tied[lost[0]]}, which no rank holds"
+            f"component {key!r}: {lost[0]} is declared as tied to {tied[lost[0]]}, which no rank holds; "
+            f"let a rank hold it, or leave {lost[0]} out of tied"
         )
     for site in ranks.sites():
         held = {name for rank in site for name in tables[rank]["tensors"]}
         if absent := sorted(set(specs) - held):
             raise CheckpointError(
                 f"component {key!r}: save_on_each_node=True needs every node to hold all of the state, but "
-                f"ranks {site.start} to {site.stop - 1} do not hold {absent[0]}; save to shared storage"
+                f"the node of rank {site.start} does not hold {absent[0]}; save to storage that all nodes "
+                "share"
             )
     return WholeState(
         format=captured.format,
@@ -157,17 +162,17 @@ def _join(
         document=documents[0] if len(documents) == 1 else _merge(key, documents),
         tied=tied,
         companions=captured.companions,
-        parts=_parts(captured.tensors, tables, ranks),
+        parts=_parts(key, captured.tensors, tables, ranks),
     )
 
 
 def _parts(
-    tensors: Mapping[str, torch.Tensor], tables: Sequence[_Table], ranks: RankAgreement
+    key: str, tensors: Mapping[str, torch.Tensor], tables: Sequence[_Table], ranks: RankAgreement
 ) -> dict[str, LocalPart]:
     """What this rank writes: the lowest rank of each node, or of all, that holds a part."""
     parts = {}
     for name, tensor in tensors.items():
-        part = local_part(tensor, name)
+        part = local_part(tensor, f"component {key!r}: {name}")
         # Two meshes may hold the same tensor, such as a tied weight at both ends of a pipeline.
         first = min(rank for rank in ranks.site if name in tables[rank]["tensors"])
         holders = (first,) if part.holders is None else part.holders

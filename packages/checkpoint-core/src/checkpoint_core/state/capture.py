@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from checkpoint_core.components import Stateful
+from checkpoint_core.errors import CheckpointError
 from checkpoint_core.state.encoding import EncodedState, encode_state, join_path
 from checkpoint_core.state.model_config import config_bytes
 from checkpoint_core.state.optimizer import OptimizerState
@@ -53,7 +54,13 @@ def capture(stateful: Stateful, stem: str, *, sharded: bool) -> CapturedState:
     if isinstance(stateful, ModelState):
         return _capture_weights(stateful, stem, sharded)
     tensor_name = OptimizerState.tensor_name if isinstance(stateful, OptimizerState) else join_path
-    encoded = encode_state(stateful.state_dict(), tensor_name=tensor_name, sharded=sharded)
+    state: object = stateful.state_dict()
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{type(stateful).__name__}.state_dict() returned a {type(state).__name__}, not a dict, which "
+            "could not be loaded again; wrap it in a dict"
+        )
+    encoded = encode_state(state, tensor_name=tensor_name, sharded=sharded)
     return CapturedState(STATE_FORMAT, encoded)
 
 

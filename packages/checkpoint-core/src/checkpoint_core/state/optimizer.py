@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.state.encoding import Path, join_path
+from checkpoint_core.state.encoding import TAG, Path, join_path
 from checkpoint_core.state.names import CanonicalNames
 
 # Positions and a copy of the names, which PyTorch keeps in its parameter groups; names replace both.
@@ -80,10 +80,9 @@ class OptimizerState:
         names = self.names()
         check_nothing_left(self.match(state))
         position = {name: index for index, name in enumerate(names)}
-        rest = iter(names)
         groups = []
-        for number, group in enumerate(self.optimizer.param_groups):
-            members = [next(rest) for _ in group["params"]]
+        grouped = zip(self.optimizer.param_groups, self._grouped_names(), strict=True)
+        for number, (group, members) in enumerate(grouped):
             values = _hyperparameters(number, members, state["parameters"])
             # A group without parameters has no saved counterpart and keeps what it has.
             kept = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
@@ -135,7 +134,7 @@ class OptimizerState:
             Names of stored parameters that this optimizer does not have.
 
         Raises:
-            CheckpointError: Parameters are missing or of another shape; each is named.
+            CheckpointError: Parameters are missing, of another shape or grouped differently; each is named.
         """
         if absent := [key for key in _SECTIONS if key not in state]:
             raise CheckpointError(
@@ -152,7 +151,14 @@ class OptimizerState:
                     f"optimizer state of {name} has shape {saved[name]['shape']}, the parameter has "
                     f"{list(parameter.shape)}"
                 )
+        for number, members in enumerate(self._grouped_names()):
+            _hyperparameters(number, members, {name: _without_tensors(saved[name]) for name in members})
         return unclaimed
+
+    def _grouped_names(self) -> list[list[str]]:
+        """Stored names of the parameters of each group."""
+        rest = iter(self.names())
+        return [[next(rest) for _ in group["params"]] for group in self.optimizer.param_groups]
 
     def _restore_dtypes(self, packed: Mapping[int, Mapping[str, object]]) -> None:
         # PyTorch casts floating point state to the parameter's dtype, which rounds fp32 moments of bf16
@@ -209,6 +215,16 @@ def _hyperparameters(
                 f"with different {different[0]}; group the parameters as when the checkpoint was saved"
             )
     return values
+
+
+def _without_tensors(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What can be compared before any tensor is read: the rest may be equal under different names."""
+
+    def is_tensor(value: object) -> bool:
+        return isinstance(value, torch.Tensor) or (isinstance(value, dict) and value.get(TAG) == "tensor")
+
+    values = saved["hyperparameters"].items()
+    return {"hyperparameters": {key: value for key, value in values if not is_tensor(value)}}
 
 
 def _equal(left: object, right: object) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -13,10 +13,12 @@ from checkpoint_core.errors import CheckpointError
 from checkpoint_core.state.capture import STATE_FORMAT, WEIGHTS_FORMAT
 from checkpoint_core.state.encoding import TAG, decode_state
 from checkpoint_core.state.optimizer import OptimizerState
+from checkpoint_core.state.optimizer import check_nothing_left as check_no_parameters_left
 from checkpoint_core.state.weights import ModelState, check_tie
+from checkpoint_core.state.weights import check_nothing_left as check_no_weights_left
 from checkpoint_core.storage.files import read_json
 from checkpoint_core.storage.hf_layout import stored_aliases
-from checkpoint_core.storage.layout import TensorSpec
+from checkpoint_core.storage.layout import DTYPE_CODES, DTYPES, TensorSpec
 from checkpoint_core.storage.sharding import local_part
 from checkpoint_core.storage.tensor_files import TensorFileReader
 
@@ -33,6 +35,14 @@ class Reception:
     """Called once all are read."""
     unclaimed: Sequence[str]
     """Stored names that this rank has no use for."""
+
+
+class Outline(TypedDict):
+    """Stored state without the values of its tensors."""
+
+    specs: dict[str, tuple[str, list[int]]]
+    aliases: dict[str, str]
+    document: object
 
 
 class StoredState:
@@ -68,6 +78,11 @@ class StoredState:
     def close(self) -> None:
         """Close the files."""
         self._open.close()
+
+    def outline(self) -> Outline:
+        """What matching needs, in a form that travels as JSON."""
+        specs = {name: (DTYPE_CODES[spec.dtype], list(spec.shape)) for name, spec in self.specs.items()}
+        return Outline(specs=specs, aliases=self.aliases, document=self.document)
 
     @property
     def bytes_read(self) -> int:
@@ -115,6 +130,24 @@ def receive(stateful: Stateful, stored: StoredState) -> Reception:
     if isinstance(stateful, OptimizerState):
         return _receive_optimizer(stateful, stored)
     return _receive_state(stateful, stored.document, stored, lambda _, spec: _fresh(spec), [])
+
+
+def check_outline(stateful: Stateful, outline: Outline) -> None:
+    """Compare an object with stored state that another rank has open. Nothing changes.
+
+    Args:
+        stateful: The component's object.
+        outline: The stored state.
+
+    Raises:
+        CheckpointError: The state does not fit the object; names what does not.
+    """
+    if isinstance(stateful, ModelState):
+        stored = outline["specs"].items()
+        specs = {name: TensorSpec(DTYPES[code], tuple(shape)) for name, (code, shape) in stored}
+        check_no_weights_left(stateful.match(specs, outline["aliases"]).unexpected)
+    elif isinstance(stateful, OptimizerState):
+        check_no_parameters_left(stateful.match(_optimizer_document(outline["document"])))
 
 
 def read_all(stored: StoredState, threads: int) -> tuple[object, dict[str, torch.Tensor]]:
@@ -176,9 +209,7 @@ def _receive_weights(model: ModelState, stored: StoredState) -> Reception:
 
 
 def _receive_optimizer(optimizer: OptimizerState, stored: StoredState) -> Reception:
-    document = stored.document
-    if not isinstance(document, dict):
-        raise CheckpointError("the stored optimizer state is not an object; it is not an OptimizerState")
+    document = _optimizer_document(stored.document)
     unclaimed = optimizer.match(document)
     live = optimizer.by_name()
     own = {
@@ -201,6 +232,12 @@ def _receive_optimizer(optimizer: OptimizerState, stored: StoredState) -> Recept
     return _receive_state(optimizer, own, stored, target, unclaimed)
 
 
+def _optimizer_document(document: object) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise CheckpointError("the stored optimizer state is not an object; it is not an OptimizerState")
+    return document
+
+
 def _receive_state(
     stateful: Stateful,
     document: object,
@@ -212,9 +249,11 @@ def _receive_state(
     if lost := [name for name in names if name not in stored.specs]:
         raise CheckpointError(f"the state refers to tensor {lost[0]}, which its files do not hold")
     tensors = {name: target(name, stored.specs[name]) for name in names}
+    # Now, so that a malformed document is found before anything changes; the values come in place later.
+    state = decode(document, tensors)
 
     def finish() -> None:
-        stateful.load_state_dict(decode(document, tensors))
+        stateful.load_state_dict(state)
 
     return Reception(list(tensors.items()), finish, unclaimed)
 

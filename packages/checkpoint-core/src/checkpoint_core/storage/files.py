@@ -117,9 +117,13 @@ def read_json(path: Path) -> object:
         OSError: The file cannot be read.
     """
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error})") from error
+        raise CheckpointError(f"{path} is not valid JSON ({error}); restore the file") from error
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"it holds {name}, which is no JSON")
 
 
 def checksum_file(path: Path) -> FileRecord:

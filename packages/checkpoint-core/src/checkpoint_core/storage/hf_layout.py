@@ -9,6 +9,7 @@ from checkpoint_core.storage.layout import FileLayout, TensorSpec
 
 FORMAT_ENTRY = "format"
 MODEL_STEM = "model"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def divide_weights(
@@ -100,14 +101,25 @@ def weight_files(directory: Path, stem: str = MODEL_STEM) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        found = sorted(path.name for path in directory.glob("*.bin")) if directory.is_dir() else []
-        hint = f"; it has {found[0]}, a pickle that is never read: convert it" if found else ""
-        raise CheckpointError(f"{directory} holds neither {single.name} nor {index.name}{hint}")
+        found = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+        pickles = [name for name in found if Path(name).suffix in _PICKLE_SUFFIXES]
+        remedy = "name a directory that has one of them"
+        if pickles:
+            remedy = f"it has {pickles[0]}, a pickle that is never read: convert it to safetensors"
+        raise CheckpointError(f"{directory} holds neither {single.name} nor {index.name}; {remedy}")
     document = read_json(index)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f"{index} has no weight_map")
     names = sorted({str(name) for name in places.values()})
-    if unsafe := [name for name in names if Path(name).name != name]:
-        raise CheckpointError(f"{index} points outside its directory: {unsafe[0]!r}")
+    for name in names:
+        if Path(name).name != name or name in ("", "..") or "\x00" in name:
+            raise CheckpointError(f"{index} points outside its directory: {name!r}; restore the index")
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index} names {name!r}, which is not a safetensors file; other formats are never read, so "
+                "convert it"
+            )
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{index} names {name}, which is not there; restore that file")
     return [directory / name for name in names]

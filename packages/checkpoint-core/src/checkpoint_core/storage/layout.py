@@ -136,19 +136,25 @@ def read_layout(path: Path) -> FileLayout:
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(_LENGTH_BYTES)
-        if start.startswith(_PICKLES):
-            raise CheckpointError(
-                f"{path} is a pickle or a torch.save file, not safetensors; pickles can run code and are "
-                "never read. Convert it with the program that wrote it"
-            )
         length = int.from_bytes(start, "little")
         if size < _LENGTH_BYTES or not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-            raise CheckpointError(f"{path} is not a readable safetensors file (no header); nothing was read")
+            # Only now: a header of 640 bytes begins like a pickle of protocol 2.
+            if start.startswith(_PICKLES):
+                raise CheckpointError(
+                    f"{path} is a pickle or a torch.save file, not safetensors; pickles can run code and are "
+                    "never read. Convert it with the program that wrote it"
+                )
+            raise CheckpointError(
+                f"{path} is not a readable safetensors file (no header); restore it or convert what it is"
+            )
         text = file.read(length)
     try:
         header = json.loads(text)
         metadata = {str(key): str(value) for key, value in header.pop(_METADATA, {}).items()}
         entries = sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"]))
+        if unknown := [name for name, entry in entries if entry["dtype"] not in DTYPES]:
+            code = header[unknown[0]]["dtype"]
+            raise ValueError(f"{unknown[0]} has the dtype {code!r}, which is not supported")
         specs = {
             name: TensorSpec(DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"]))
             for name, entry in entries
@@ -164,7 +170,9 @@ def read_layout(path: Path) -> FileLayout:
         if layout.size != size:
             raise ValueError(f"the header describes {layout.size} bytes, the file has {size}")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file ({error!r})") from error
+        raise CheckpointError(
+            f"{path} is not a readable safetensors file ({type(error).__name__}: {error}). Restore it"
+        ) from error
     return layout
 
 
