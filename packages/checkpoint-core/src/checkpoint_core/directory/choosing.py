@@ -98,7 +98,7 @@ def _named(ranks: RankAgreement, output_dir: Path, path: Path) -> tuple[Path, Ma
 
 def _newest(ranks: RankAgreement, output_dir: Path) -> tuple[Path, Manifest] | None:
     found = ranks.run(_PHASE, lambda: _saves(output_dir) if ranks.is_leader else [])
-    for step, _ in _common(ranks, output_dir, found):
+    for step, _ in map(_save, ranks.run_on_main(_PHASE, lambda: _common(ranks, output_dir, found))):
         path = checkpoint_path(output_dir, step)
         manifest = _read(ranks, path)
         error = damage(ranks, _PHASE, path, manifest)
@@ -125,11 +125,11 @@ def _common(ranks: RankAgreement, output_dir: Path, found: Sequence[Sequence[_Sa
     if not common and any(by_site.values()):
         listing = "; ".join(f"node of rank {rank}: {_listing(saves)}" for rank, saves in by_site.items())
         raise CheckpointError(
-            f"{_PHASE}: no checkpoint in {output_dir} is committed on every node ({listing}). Copy a "
+            f"no checkpoint in {output_dir} is committed on every node ({listing}). Copy a "
             "checkpoint directory to the nodes that lack it, or move all away to begin afresh"
         )
     newest = max((saves[0] for saves in by_site.values() if saves), default=None)
-    if newest is not None and newest not in common and ranks.is_leader:
+    if newest is not None and newest not in common:
         _logger.warning(
             "checkpoint-%d is not committed on every node; going back to an earlier one", newest[0]
         )
@@ -144,6 +144,11 @@ def _read(ranks: RankAgreement, path: Path) -> Manifest:
     manifests: list[Manifest] = []
 
     def read() -> str:
+        if not ranks.is_leader and not (path / MANIFEST_NAME).is_file():
+            raise CheckpointError(
+                f"this rank does not see {path}, which rank {ranks.leader} found; output_dir must be on "
+                "storage that all ranks share, under the same path, or set save_on_each_node=True"
+            )
         manifests.append(read_manifest(path))
         return manifests[0].save_id
 

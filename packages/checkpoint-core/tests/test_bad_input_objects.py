@@ -1,0 +1,238 @@
+"""Objects that cannot be saved, or not so: state, metrics and preprocessors. Older checkpoints stay."""
+
+import os
+from collections import UserDict, defaultdict
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import ClassVar
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from checkpoint_core import (
+    CheckpointConfig,
+    CheckpointError,
+    CheckpointManager,
+    ModelState,
+    SharingPattern,
+    StateComponent,
+)
+from checkpoint_core.directory.discovery import verify_checkpoint
+
+P = SharingPattern
+
+
+class Held:
+    """State that a test gives: a value, or a function that returns it."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, object]:
+        return self.value() if callable(self.value) else self.value  # type: ignore[return-value]
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        if state.get("refuse"):
+            raise KeyError("momentum")
+        self.value = state
+
+
+class Preprocessor:
+    """A tokenizer that does what a test wants."""
+
+    def __init__(self, action: Callable[[Path], object]) -> None:
+        self.action = action
+
+    def save_pretrained(self, directory: str) -> None:
+        self.action(Path(directory))
+
+
+class Color(Enum):
+    RED = 1
+
+
+class Subclass(torch.Tensor):
+    """A tensor of somebody else's."""
+
+
+class Configured(nn.Linear):
+    """A model with a configuration, of which config.json is written."""
+
+    config: ClassVar = {"hidden_size": 2}
+
+
+class Run:
+    """A manager over one held state, with step 1 saved."""
+
+    def __init__(self, directory: Path, *components: StateComponent, **settings: bool) -> None:
+        self.directory = directory
+        self.held = Held({"n": 1})
+        held = StateComponent(key="held", stateful=self.held, sharing_pattern=P.REPLICATED)
+        config = CheckpointConfig(output_dir=directory, **settings)  # type: ignore[arg-type]
+        self.manager = CheckpointManager(config, stateful_provider=[held, *components])
+        self.manager.save_checkpoint(1)
+        self.manager.wait()
+
+    def fails(self, action: Callable[[], object], *parts: str) -> None:
+        """An action raises an error with all the parts, and step 1 is all there is, whole."""
+        with pytest.raises(CheckpointError) as caught:
+            action()
+        for part in parts:
+            assert part in str(caught.value)
+        assert [path.name for path in self.directory.iterdir()] == ["checkpoint-1"]
+        verify_checkpoint(self.directory / "checkpoint-1", checksums=True)
+        self.held.value = {}
+        assert self.manager.load_checkpoint().step == 1  # type: ignore[union-attr]
+        assert self.held.value == {"n": 1}
+
+
+STATES: dict[str, tuple[object, str]] = {
+    "set": ({"a": {1}}, "the state at a is a builtins.set"),
+    "enum": ({"a": [0, Color.RED]}, "the state at a.1 is a"),
+    "numpy scalar": ({"a": numpy.float32(1)}, "the state at a is a numpy.float32"),
+    "numpy array": ({"a": numpy.ones(2)}, "the state at a is a numpy.ndarray"),
+    "function": ({"a": {"b": len}}, "the state at a.b is a builtins.builtin_function_or_method"),
+    "module": ({"a": nn.Linear(1, 1)}, "the state at a is a torch.nn.modules.linear.Linear"),
+    "default dict": ({"a": defaultdict(int)}, "the state at a is a collections.defaultdict"),
+    "sparse": (
+        {"a": torch.eye(2).to_sparse()},
+        "the state at a is sparse or quantized; convert it to a dense",
+    ),
+    "meta": ({"a": torch.ones(2, device="meta")}, "the state at a is on the meta device and has no values"),
+    "subclass": ({"a": torch.ones(2).as_subclass(Subclass)}, "the state at a is a tensor subclass Subclass"),
+    "complex128": ({"a": torch.ones(2, dtype=torch.complex128)}, "tensor a has dtype torch.complex128"),
+    "list": ([1, 2], "Held.state_dict() returned a list, not a dict"),
+    "none": (None, "Held.state_dict() returned a NoneType, not a dict"),
+    "user dict": (UserDict(a=1), "Held.state_dict() returned a UserDict, not a dict"),
+    "tensor": (torch.ones(2), "Held.state_dict() returned a Tensor, not a dict"),
+    "raises": (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
+    "raises a file": (lambda: Path("/nowhere/x").read_text(), "No such file or directory: /nowhere/x"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_state_that_cannot_be_stored(tmp_path: Path, case: str) -> None:
+    value, part = STATES[case]
+    run = Run(tmp_path)
+    # The trial finds it as well, and so does an asynchronous save, at once.
+    for call in (run.manager.save_checkpoint, run.manager.trial_save):
+        run.held.value = value
+        run.fails(lambda call=call: call(2), "saving checkpoint-2: ", "component 'held'", part)  # type: ignore[misc]
+
+
+def test_an_asynchronous_save_refuses_state_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, async_save=True)
+    run.held.value = {"a": {1}}
+    run.fails(lambda: run.manager.save_checkpoint(2), "component 'held'", "the state at a is a builtins.set")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "part"),
+    [
+        ({"a": True}, "metrics['a'] is a bool"),
+        ({"a": "1"}, "metrics['a'] is a str"),
+        ({"a": None}, "metrics['a'] is a NoneType"),
+        ({"a": {"b": 1.0}}, "metrics['a'] is a dict"),
+        ({"a": numpy.float32(1)}, "metrics['a'] is a float32, not an int or a float; use float(value)"),
+        ({1: 2.0}, "metrics has the key 1, which is not text; use str(key)"),
+        ([("a", 1.0)], "is a list; give a dict of numbers by name"),
+    ],
+)
+def test_metrics_that_cannot_be_stored(tmp_path: Path, metrics: object, part: str) -> None:
+    run = Run(tmp_path)
+    run.fails(lambda: run.manager.save_checkpoint(2, metrics=metrics), "saving checkpoint-2: metrics", part)  # type: ignore[arg-type]
+
+
+def model(pattern: SharingPattern) -> StateComponent:
+    return StateComponent(key="model", stateful=ModelState(Configured(2, 2)), sharing_pattern=pattern)
+
+
+@pytest.mark.parametrize("pattern", [P.REPLICATED, P.SHARDED])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "held.json", "eval_metrics.json", "manifest.json"]
+)
+def test_a_preprocessor_cannot_replace_our_files(tmp_path: Path, pattern: SharingPattern, name: str) -> None:
+    """Whoever writes first: none is overwritten, and what is committed has its checksums."""
+    run = Run(tmp_path, model(pattern))
+    run.manager._preprocessor = Preprocessor(lambda directory: (directory / name).write_text("{}"))
+    run.fails(
+        lambda: run.manager.save_checkpoint(2, metrics={"eval_loss": 1.0}),
+        f"two parts of the checkpoint want to write {name}",
+        "rename the component key that clashes with another component or with a file of the preprocessor",
+    )
+
+
+def misbehave(directory: Path) -> None:
+    raise RuntimeError("the vocabulary is gone")
+
+
+@pytest.mark.parametrize(
+    ("action", "parts"),
+    [
+        (
+            misbehave,
+            ["the preprocessor Preprocessor cannot be saved", "RuntimeError: the vocabulary is gone"],
+        ),
+        (lambda d: (d / "vocab.json").symlink_to("/etc/hostname"), ["'vocab.json'", "no links"]),
+        (lambda d: (d / "all").symlink_to("/etc"), ["'all'", "no links"]),
+        (lambda d: os.mkfifo(d / "pipe"), ["'pipe'", "plain files"]),
+        (lambda d: (d / "a\\b.json").write_text("{}"), ["'a\\\\b.json'", "names without a backslash"]),
+        (lambda d: (d / "held.json").mkdir(), ["want to write held.json"]),
+        (
+            lambda d: (d / "no" / "such" / "x").write_text(""),
+            ["cannot be saved", "No such file or directory"],
+        ),
+    ],
+    ids=["raises", "link", "link to directory", "pipe", "backslash", "directory", "file error"],
+)
+@pytest.mark.parametrize("settings", [{}, {"async_save": True}], ids=["sync", "async"])
+def test_preprocessors_that_misbehave(
+    tmp_path: Path, action: Callable[[Path], object], parts: list[str], settings: dict[str, bool]
+) -> None:
+    """In the background too, where the next call raises the error."""
+    run = Run(tmp_path, **settings)
+    run.manager._preprocessor = Preprocessor(action)
+
+    def save() -> None:
+        run.manager.save_checkpoint(2)
+        run.manager.wait()
+
+    run.fails(save, "saving checkpoint-2: ", *parts)
+    run.manager._preprocessor = None
+    save()
+    assert run.manager.load_checkpoint().step == 2  # type: ignore[union-attr]
+
+
+def test_a_preprocessor_with_directories_of_its_own(tmp_path: Path) -> None:
+    def write(directory: Path) -> None:
+        (directory / "templates" / "empty").mkdir(parents=True)
+        (directory / "templates" / "held.json").write_text("not ours, so no clash")
+
+    run = Run(tmp_path)
+    run.manager._preprocessor = Preprocessor(write)
+    path = run.manager.save_checkpoint(2)
+    assert "templates/held.json" in verify_checkpoint(path, checksums=True).files
+    (path / "templates" / "held.json").write_text("something else, ok no cla")
+    with pytest.raises(CheckpointError, match=r"templates/held\.json is damaged"):
+        run.manager.load_checkpoint(path)
+
+
+def test_load_state_dict_that_raises(tmp_path: Path) -> None:
+    """What came before it is restored, as the documentation says; the message names how to go on."""
+    run = Run(tmp_path)
+    run.held.value = {"refuse": True}
+    path = run.manager.save_checkpoint(2)
+    with pytest.raises(CheckpointError) as caught:
+        run.manager.load_checkpoint()
+    for part in (
+        str(path),
+        "component 'held'",
+        "Held.load_state_dict() failed (KeyError: 'momentum')",
+        "delete held.json",
+    ):
+        assert part in str(caught.value)
+    (path / "held.json").unlink()
+    assert run.manager.load_checkpoint().missing == ("held",)  # type: ignore[union-attr]
