@@ -27,6 +27,7 @@ from checkpoint_core import (
     StaticStatefulProvider,
     find_latest_checkpoint,
 )
+from checkpoint_core.directory.discovery import checkpoint_directories
 from dist_env import StaticDistributedEnvironment
 
 EXAMPLES = 6
@@ -213,6 +214,11 @@ class Runs(RuleBasedStateMachine):
         elif way == "newest" or not self.known:
             self.count("restart")
             self.start()
+            there = [path for _, path in checkpoint_directories(self.root)]
+            if not self.known and any((path / "manifest.json").exists() for path in there):
+                with pytest.raises(CheckpointError, match=r"none can be used.* to begin afresh"):
+                    self.manager.load_checkpoint()
+                return
             loaded = self.manager.load_checkpoint()
             assert (loaded.step if loaded else None) == max(self.known, default=None)
             self.resume(None if loaded is None else loaded.step)

@@ -170,9 +170,10 @@ class CheckpointManager:
             What was loaded, or None when ``path`` is None and there is no checkpoint.
 
         Raises:
-            CheckpointError: On every rank: the named checkpoint is missing or damaged, a required component
-                is missing, or state does not fit its object. Components restored before an error in an
-                object's own ``load_state_dict`` keep the restored state.
+            CheckpointError: On every rank: the named checkpoint is missing or damaged, there are checkpoints
+                but none is good, a required component is missing, or state does not fit its object.
+                Components restored before an error in an object's own ``load_state_dict`` keep the restored
+                state.
         """
         self.wait()
         wanted = None if path is None else Path(path)

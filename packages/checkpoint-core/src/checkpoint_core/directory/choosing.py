@@ -106,7 +106,18 @@ def _newest(ranks: RankAgreement, output_dir: Path) -> tuple[Path, Manifest] | N
             return path, manifest
         if ranks.is_leader:
             warn_passing_over(path, error)
+    ranks.run_on_main(_PHASE, lambda: _check_no_ruins(output_dir))
     return None
+
+
+def _check_no_ruins(output_dir: Path) -> None:
+    """Refuse to begin afresh, silently, where there was something to go on from."""
+    ruins = [path for _, path in checkpoint_directories(output_dir) if (path / MANIFEST_NAME).exists()]
+    if ruins:
+        raise CheckpointError(
+            f"{output_dir} holds {len(ruins)} checkpoints, the newest is {ruins[0].name}, and none can be "
+            "used; the warnings before this say why. Restore one, or move them away to begin afresh"
+        )
 
 
 def _saves(output_dir: Path) -> list[_Save]:

@@ -197,15 +197,13 @@ def decode(document: object, tensors: Mapping[str, torch.Tensor]) -> dict[str, o
 def _receive_weights(model: ModelState, stored: StoredState) -> Reception:
     match = model.match(stored.specs, stored.aliases)
     live = model.tensors()
-    # A second copy of a weight is read beside the first, only to see that it is the same.
-    copies = [(name, other, torch.empty_like(live[name])) for name, other in match.repeated]
+    for name, other in match.repeated:
+        # Files of other programs may hold a tied weight twice; before anything changes, both are compared.
+        first, second = torch.empty_like(live[name]), torch.empty_like(live[name])
+        stored.fill([(match.sources[name], first), (other, second)], threads=1)
+        check_tie(name, local_part(first, name).data, other, local_part(second, name).data)
     fills = [(source, live[name]) for name, source in match.sources.items()]
-
-    def finish() -> None:
-        for name, other, value in copies:
-            check_tie(name, local_part(live[name], name).data, other, local_part(value, name).data)
-
-    return Reception([*fills, *((other, value) for _, other, value in copies)], finish, match.unexpected)
+    return Reception(fills, lambda: None, match.unexpected)
 
 
 def _receive_optimizer(optimizer: OptimizerState, stored: StoredState) -> Reception:
