@@ -84,8 +84,10 @@ class CheckpointManager:
         try:
             self._worker.close()
         finally:
-            self._staging.release()
-            self._ranks.close()
+            # Ctrl-C may end the waiting, not the save, which still needs both.
+            if not self._worker.pending:
+                self._staging.release()
+                self._ranks.close()
 
     def wait(self) -> None:
         """Block until no asynchronous save is under way.
