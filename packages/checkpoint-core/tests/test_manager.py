@@ -420,3 +420,40 @@ def test_a_planted_pickle_is_never_executed(job, tmp_path: Path) -> None:
     for name in ("optimizer.pt", "pytorch_model.bin", "rng.pkl"):
         (path / name).write_bytes(bomb)
     assert job().manager.load_checkpoint().missing == ()
+
+
+def test_a_relative_directory_stays_where_it_was(
+    job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    counter = StateComponent(key="c", stateful=job().counter, sharing_pattern=SharingPattern.GLOBAL)
+    manager = CheckpointManager(CheckpointConfig(output_dir="run"), stateful_provider=[counter])
+    manager.save_checkpoint(1)
+    monkeypatch.chdir(tmp_path / "there")
+    assert manager.save_checkpoint(2).parent == tmp_path / "here" / "run"
+    assert manager.load_checkpoint().step == 2
+    manager.close()
+    with pytest.raises(CheckpointError, match="the manager was closed"):
+        manager.save_checkpoint(3)
+
+
+def test_a_branch_that_was_left_goes_first(job, tmp_path: Path) -> None:
+    first = job(save_total_limit=None)
+    for step in (10, 20, 30):
+        first.manager.save_checkpoint(step)
+    second = job(save_total_limit=2)
+    second.manager.load_checkpoint(tmp_path / "run" / "checkpoint-10")
+    for step in (11, 12):
+        second.manager.save_checkpoint(step)
+    assert names(tmp_path / "run") == ["checkpoint-10", "checkpoint-11", "checkpoint-12"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("max_shard_size", "5GB"), ("timeout_seconds", "x"), ("timeout_seconds", float("inf"))],
+)
+def test_settings_of_the_wrong_kind_are_named(tmp_path: Path, setting: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=f"{setting}={value!r} must be"):
+        CheckpointConfig(output_dir=tmp_path, **{setting: value})

@@ -131,3 +131,15 @@ def test_groups_may_change_while_their_settings_agree() -> None:
     split = torch.optim.Adam([{"params": [p], "lr": 1.0} for p in model.parameters()])
     OptimizerState(split, model).load_state_dict(state)
     assert [group["lr"] for group in split.param_groups] == [0.3] * 4
+
+
+def test_nested_state_keeps_its_dtype() -> None:
+    model = nn.Linear(2, 2).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    factors = [torch.randn(2, 2), {"inner": torch.randn(2)}]
+    optimizer.state[model.weight]["factors"] = factors
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1)
+    OptimizerState(fresh, model).load_state_dict(OptimizerState(optimizer, model).state_dict())
+    loaded = fresh.state[model.weight]["factors"]
+    assert torch.equal(loaded[0], factors[0])
+    assert torch.equal(loaded[1]["inner"], factors[1]["inner"])

@@ -97,6 +97,11 @@ def test_every_rank_gets_its_state_back(outcome: tuple[dict, dict, Path]) -> Non
             ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
         ),
         (
+            "names collide",
+            ["component 'x': ranks 0 and 1 hold different values under the name weight"],
+            ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
+        ),
+        (
             "damage named",
             ["own.rank1.json is damaged"],
             ["checkpoint-1", "checkpoint-2", "checkpoint-3"],

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from checkpoint_core import CheckpointError, ModelState, load_model_weights
+from checkpoint_core import CheckpointError, ModelState, OptimizerState, load_model_weights
 from checkpoint_core.storage.hf_layout import weight_files
 
 Write = Callable[..., Path]
@@ -179,3 +179,31 @@ def test_index_cannot_point_outside_and_pickles_are_not_read(tmp_path: Path) -> 
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, a pickle that is never read"):
         load_model_weights(nn.Linear(2, 2), tmp_path)
+
+
+def test_wrappers_inside_wrappers_do_not_show(write: Write, tmp_path: Path) -> None:
+    model = nn.Sequential(
+        checkpoint_wrapper(torch.compile(nn.Linear(2, 2), backend="eager")),
+        checkpoint_wrapper(nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))),
+    )
+    write(model, tmp_path / "m")
+    expected = {"0.weight", "0.bias", "1.0.weight", "1.0.bias"}
+    assert set(load_file(tmp_path / "m" / "model.safetensors")) == expected
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert set(OptimizerState(optimizer, model).names()) == expected
+    load_model_weights(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), tmp_path / "m")
+
+
+def test_a_pending_conjugation_or_negation_is_loaded_into(write: Write, tmp_path: Path) -> None:
+    def model(value: torch.Tensor) -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("conjugated", value.clone().conj())
+        module.register_buffer("negated", value.clone().conj().imag)
+        return module
+
+    source = model(torch.randn(40, dtype=torch.complex64))
+    write(source, tmp_path / "m")
+    target = model(torch.zeros(40, dtype=torch.complex64))
+    load_model_weights(target, tmp_path / "m")
+    assert torch.equal(target.conjugated, source.conjugated)
+    assert torch.equal(target.negated, source.negated)

@@ -7,6 +7,8 @@ from typing import Literal
 from checkpoint_core.directory.best import check_best_settings
 from checkpoint_core.errors import CheckpointError
 
+_LONGEST_TIMEOUT = 30 * 86400.0
+
 
 @dataclass
 class CheckpointConfig:
@@ -36,7 +38,8 @@ class CheckpointConfig:
     """Every node writes to an ``output_dir`` of its own, for storage that the nodes do not share. State that
     is divided between nodes cannot be saved so."""
     async_save: bool = False
-    """``save_checkpoint`` returns once the state is copied; writing goes on in the background."""
+    """``save_checkpoint`` returns once the state is copied; writing goes on in the background. Close the
+    manager before the process group is destroyed, or the last save is lost."""
     on_replica_mismatch: Literal["error", "warn"] = "error"
     """What happens when copies of a component with ``validate_replication`` differ between ranks."""
 
@@ -45,12 +48,17 @@ class CheckpointConfig:
         limit = self.save_total_limit
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
             raise CheckpointError(f"save_total_limit={limit!r} must be an integer of 1 or more, or None")
-        if self.max_shard_size < 1:
-            raise CheckpointError(f"max_shard_size={self.max_shard_size!r} must be 1 byte or more")
+        if not isinstance(self.max_shard_size, int) or self.max_shard_size < 1:
+            raise CheckpointError(
+                f"max_shard_size={self.max_shard_size!r} must be an integer of 1 byte or more"
+            )
         check_best_settings(self.best_metric, self.greater_is_better, self.preserve_n_best)
         if self.on_replica_mismatch not in ("error", "warn"):
             raise CheckpointError(
                 f"on_replica_mismatch={self.on_replica_mismatch!r} must be 'error' or 'warn'"
             )
-        if not self.timeout_seconds > 0:
-            raise CheckpointError(f"timeout_seconds={self.timeout_seconds!r} must be positive")
+        timeout = self.timeout_seconds
+        if not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST_TIMEOUT:
+            raise CheckpointError(
+                f"timeout_seconds={timeout!r} must be a number above 0 and at most {_LONGEST_TIMEOUT:g}"
+            )

@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -52,7 +53,8 @@ def _describe_os_error(error: OSError) -> str:
     if error.errno in _NO_ROOM:
         text = f"no space left to write{f' {where}' if where else ''} ({error.strerror})"
         if where is not None:
-            text += f"; {free_bytes(Path(str(where)))} bytes are free there"
+            with suppress(OSError):  # The storage may be gone; the first error is the one to tell.
+                text += f"; {free_bytes(Path(str(where)))} bytes are free there"
         return f"{text}. Free space, raise the quota or file size limit, or lower save_total_limit"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{text}. Give this user permission to read and write there, or choose another directory"

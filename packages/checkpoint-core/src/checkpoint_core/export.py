@@ -1,6 +1,7 @@
 """Weights alone, as a Hugging Face directory."""
 
 from pathlib import Path
+from typing import Literal
 
 from checkpoint_core.component_files import ComponentFiles, plan_files
 from checkpoint_core.components import SharingPattern
@@ -29,6 +30,7 @@ class ModelExport:
         overwrite: Replace weights that are there.
         max_shard_size: Bytes of tensor data per file.
         preprocessor: The tokenizer or processor.
+        on_replica_mismatch: Whether different values of one tensor are an error or a warning.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class ModelExport:
         overwrite: bool,
         max_shard_size: int,
         preprocessor: Preprocessor | None,
+        on_replica_mismatch: Literal["error", "warn"],
     ) -> None:
         self._ranks = ranks
         self._plan = plan
@@ -47,6 +50,7 @@ class ModelExport:
         self._overwrite = overwrite
         self._max_shard_size = max_shard_size
         self._preprocessor = preprocessor
+        self._on_replica_mismatch = on_replica_mismatch
         self._phase = f"saving the model to {output_dir}"
         self._files: ComponentFiles | None = None
         self._staging: Path | None = None
@@ -74,6 +78,8 @@ class ModelExport:
         check_export_target(self._output_dir, overwrite=self._overwrite, setting="overwrite_output_dir=True")
 
     def _capture(self, captured: dict[str, CapturedState]) -> None:
+        if self._ranks.rank != 0 and self._plan.patterns.get(MODEL_STEM) is SharingPattern.GLOBAL:
+            return
         assignment = self._plan.assignments.get(MODEL_STEM)
         if assignment is None or not isinstance(assignment.component.stateful, ModelState):
             raise CheckpointError(
@@ -89,9 +95,9 @@ class ModelExport:
 
     def _plan_files(self, captured: dict[str, CapturedState]) -> None:
         if self._sharded:
-            whole = join_states(self._ranks, self._phase, captured)[MODEL_STEM]
+            whole = join_states(self._ranks, self._phase, captured, self._on_replica_mismatch)[MODEL_STEM]
             self._files = plan_files(whole, MODEL_STEM, self._max_shard_size)
-        elif self._ranks.is_leader:
+        elif self._ranks.is_leader and captured:
             self._files = plan_files(own_state(captured[MODEL_STEM]), MODEL_STEM, self._max_shard_size)
 
     def _begin(self) -> str:

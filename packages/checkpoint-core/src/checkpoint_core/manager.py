@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -51,8 +51,11 @@ class CheckpointManager:
         dist: DistributedEnvInterface | None = None,
         preprocessor: Preprocessor | None = None,
     ) -> None:
+        # Absolute: the program may change its directory, also while a save is in the background.
+        config = replace(config, output_dir=Path(config.output_dir).absolute())
         self._config = config
         self._output_dir = Path(config.output_dir)
+        self._closed = False
         if isinstance(stateful_provider, Sequence):
             stateful_provider = StaticStatefulProvider(stateful_provider)
         self._provider = stateful_provider
@@ -81,6 +84,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: The save failed.
         """
+        self._closed = True
         try:
             self._worker.close()
         finally:
@@ -216,6 +220,7 @@ class CheckpointManager:
             overwrite=overwrite_output_dir,
             max_shard_size=self._config.max_shard_size,
             preprocessor=self._preprocessor,
+            on_replica_mismatch=self._config.on_replica_mismatch,
         ).run()
         return target
 
@@ -247,6 +252,8 @@ class CheckpointManager:
         return best_summary(self.best_checkpoints(), self._config.best_metric, self._config.greater_is_better)
 
     def _new_save(self, phase: str, step: int, metrics: Mapping[str, float] | None) -> CheckpointSave:
+        if self._closed:
+            raise CheckpointError(f"{phase}: the manager was closed; make a new CheckpointManager")
         plan = make_plan(phase, self._ranks, self._provider, lambda: _describe_save(step))
         return CheckpointSave(
             self._config,

@@ -209,7 +209,8 @@ class CheckpointSave:
                 _logger.warning("%s: %s", self._phase, message)
 
     def _plan_files(self, captured: Mapping[str, CapturedState]) -> None:
-        wholes = join_states(self._ranks, self._phase, {key: captured[key] for key in self._plan.sharded})
+        sharded = {key: captured[key] for key in self._plan.sharded}
+        wholes = join_states(self._ranks, self._phase, sharded, self._config.on_replica_mismatch)
 
         def divide() -> None:
             for key, assignment in self._plan.assignments.items():

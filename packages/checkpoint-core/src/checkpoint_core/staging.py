@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import torch
 
-from checkpoint_core.background import Latch
 from checkpoint_core.errors import CheckpointError
+from checkpoint_core.latch import Latch
 
 ALIGNMENT = 64
 """Every staged tensor begins at a multiple of this many bytes: a cache line, the widest vector register."""

@@ -173,6 +173,7 @@ class Ranks:
 
         self.seen["good again"] = self.error(lambda: save(3))
         self.seen["declarations differ"] = self.error(self.save_with_different_declarations)
+        self.seen["names collide"] = self.error(self.save_different_tensors_under_one_name)
         self.damage()
         self.late_rank()
 
@@ -185,6 +186,13 @@ class Ranks:
             stateful_provider=StaticStatefulProvider(components),
         )
         with manager:
+            manager.save_checkpoint(9)
+
+    def save_different_tensors_under_one_name(self) -> None:
+        parts = Holder(weight=torch.full((5, 3), float(self.rank)))
+        component = StateComponent(key="x", stateful=parts, sharing_pattern=P.SHARDED)
+        config = CheckpointConfig(output_dir=self.run, timeout_seconds=TIMEOUT)
+        with CheckpointManager(config, dist=self.env, stateful_provider=[component]) as manager:
             manager.save_checkpoint(9)
 
     def damage(self) -> None:

@@ -134,8 +134,8 @@ def publish(staging: Path, final: Path, step: int) -> None:
     aside = _put_aside(final, step)
     try:
         staging.rename(final)
-    except OSError:
-        if aside is not None:
+    except BaseException:
+        if aside is not None and not final.exists():
             aside.rename(final)
         raise
     sync_file(final.parent)

@@ -37,6 +37,9 @@ def rotate(
     exempt = {path.resolve() for path in protected}
     room = limit if newest.resolve() in exempt else limit - 1
     others = _deletable(output_dir, run_id, exempt | {newest.resolve()})
+    # Steps beyond the newest are of a branch that this run went back from: they go before its own.
+    reached = int(newest.name.removeprefix("checkpoint-"))
+    others.sort(key=lambda item: (item[0] > reached, -item[0]))
     removed = []
     for step, path in others[room:]:
         try:

@@ -1,5 +1,6 @@
 """Proof that a checkpoint is whole, divided among the ranks: each reads its share of the bytes once."""
 
+import errno
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,8 @@ from checkpoint_core.storage.checksum import combine
 from checkpoint_core.storage.files import range_share
 from checkpoint_core.storage.parallel import in_threads
 
+_UNREADABLE = 1 << 32
+"""The share of bytes that the disk can no longer read; it fits no checksum of 32 bits."""
 _Range = tuple[str, int, int]
 
 
@@ -27,7 +30,12 @@ def verify_together(ranks: RankAgreement, phase: str, directory: Path, manifest:
     Raises:
         CheckpointError: On every rank: a file is damaged; names it.
     """
-    shares = ranks.run(phase, lambda: _shares(ranks, directory, manifest))
+    _compare(ranks, phase, directory, manifest, ranks.run(phase, lambda: _shares(ranks, directory, manifest)))
+
+
+def _compare(
+    ranks: RankAgreement, phase: str, directory: Path, manifest: Manifest, shares: Sequence[dict[str, int]]
+) -> None:
     mine = [shares[rank] for rank in ranks.site]
 
     def compare() -> None:
@@ -52,9 +60,14 @@ def damage(ranks: RankAgreement, phase: str, directory: Path, manifest: Manifest
 
     Returns:
         The error, or None for a checkpoint that is whole.
+
+    Raises:
+        CheckpointError: On every rank: nothing can be told, because a rank could not read.
     """
+    # Outside: too many open files, say, are no damage, and no reason to go back to an older checkpoint.
+    shares = ranks.run(phase, lambda: _shares(ranks, directory, manifest))
     try:
-        verify_together(ranks, phase, directory, manifest)
+        _compare(ranks, phase, directory, manifest, shares)
     except CheckpointError as error:
         if ranks.broken:
             raise
@@ -74,7 +87,7 @@ def _shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> dict[s
     def read(some: Sequence[list[_Range]]) -> dict[str, int]:
         found: dict[str, int] = {}
         for name, first, last in (entry for stripe in some for entry in stripe):
-            share = range_share(directory / name, first, last, sizes[name])
+            share = _range_share(directory / name, first, last, sizes[name])
             found[name] = found.get(name, 0) ^ share
         return found
 
@@ -83,6 +96,15 @@ def _shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> dict[s
         for name, share in part.items():
             merged[name] = merged.get(name, 0) ^ share
     return merged
+
+
+def _range_share(path: Path, first: int, last: int, size: int) -> int:
+    try:
+        return range_share(path, first, last, size)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            return _UNREADABLE
+        raise
 
 
 def _ranges(sizes: dict[str, int], begin: int, end: int) -> list[_Range]:

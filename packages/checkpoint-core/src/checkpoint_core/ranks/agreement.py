@@ -61,6 +61,7 @@ class RankAgreement:
         self._group: dist.ProcessGroup | None = None
         if self.world_size > 1:
             _check_default_group(self.rank, self.world_size)
+            self._default = dist.group.WORLD
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         if each_node:
             self._check_nodes()
@@ -103,7 +104,8 @@ class RankAgreement:
     def close(self) -> None:
         """Destroy the group. Later calls with more than one rank fail."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
+        # Gone already where the default group was destroyed, even if another one was opened since.
+        if group is not None and dist.is_initialized() and dist.group.WORLD is self._default:
             dist.destroy_process_group(group)
 
     def run(self, phase: str, action: Callable[[], _T]) -> list[_T]:
@@ -149,7 +151,19 @@ class RankAgreement:
         Raises:
             CheckpointError: As :meth:`run`.
         """
-        return cast(_T, self.run(phase, action if self.rank == 0 else _nothing)[0])
+        text = bytearray()
+
+        def act() -> int:
+            if self.rank == 0:
+                text.extend(json.dumps(action()).encode())
+            return len(text)
+
+        size = self.run(phase, act)[0]
+        if self.rank != 0:
+            text.extend(bytes(size))
+        # Only the length is gathered: what all ranks receive from all would be the result times their number.
+        self.broadcast(phase, torch.frombuffer(text, dtype=torch.uint8), 0)
+        return cast(_T, json.loads(text))
 
     def run_on_leaders(self, phase: str, action: Callable[[], _T]) -> _T:
         """Run one step on the leader of every site and give its ranks the result. Collective.
@@ -212,6 +226,8 @@ class RankAgreement:
                 dist.broadcast(piece, group_src=source, group=self._group)
         except RuntimeError as error:
             raise self._lost(phase, error) from error
+        except BaseException as error:
+            raise self._torn(phase, error) from error
 
     def _exchange(self, phase: str, report: _Report, failure: BaseException | None) -> list[_Report]:
         if self._group is None or self._broken:
@@ -225,6 +241,8 @@ class RankAgreement:
             return [json.loads(text) for text in self._gather(json.dumps(report).encode())]
         except (RuntimeError, RankTimeoutError) as error:
             raise self._lost(phase, error) from (failure or error)
+        except BaseException as error:  # noqa: BLE001 - raised as what it is, or as a CheckpointError
+            raise self._torn(phase, error) from (failure or error)
 
     def _gather(self, message: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
@@ -246,6 +264,18 @@ class RankAgreement:
         return CheckpointError(
             f"{phase}: {reason}. Look at the log of that rank; if it is only slow, raise "
             "CheckpointConfig.timeout_seconds"
+        )
+
+    def _torn(self, phase: str, error: BaseException) -> BaseException:
+        """What to raise after Ctrl-C in a collective, or when the process group was destroyed meanwhile.
+
+        From here on, messages of different steps would meet, so nothing more is agreed on.
+        """
+        self._broken = f"{phase}: interrupted by {describe_error(error)}"
+        if not isinstance(error, Exception):
+            return error  # Ctrl-C stays Ctrl-C where it was pressed.
+        return CheckpointError(
+            f"{phase}: {describe_error(error)}. Close the manager before the process group is destroyed"
         )
 
     def _roll_call(self, phase: str) -> str:

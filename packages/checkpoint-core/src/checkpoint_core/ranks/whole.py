@@ -1,9 +1,10 @@
 """The whole state that the parts of several ranks make up: which tensors there are, and who writes what."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 
@@ -13,6 +14,10 @@ from checkpoint_core.state.capture import CapturedState
 from checkpoint_core.storage.checksum import digest
 from checkpoint_core.storage.layout import DTYPE_CODES, DTYPES, TensorSpec, spec_of
 from checkpoint_core.storage.sharding import LocalPart, is_sharded, local_part, mesh_ranks, parts_among
+
+_logger = logging.getLogger(__name__)
+_SAMPLE = 512
+"""Elements compared at each end of a tensor that several ranks hold."""
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -35,7 +40,8 @@ class WholeState:
 class _Table(TypedDict):
     """What one rank tells of its part of a component."""
 
-    tensors: dict[str, tuple[str, list[int]]]
+    tensors: dict[str, tuple[str, list[int], str]]
+    """Dtype, shape, and for plain tensors a digest of some values."""
     tied: dict[str, str]
     document: str
 
@@ -53,7 +59,10 @@ def own_state(captured: CapturedState) -> WholeState:
 
 
 def join_states(
-    ranks: RankAgreement, phase: str, captured: Mapping[str, CapturedState]
+    ranks: RankAgreement,
+    phase: str,
+    captured: Mapping[str, CapturedState],
+    on_mismatch: Literal["error", "warn"],
 ) -> dict[str, WholeState]:
     """Put the parts of all ranks together. Collective.
 
@@ -61,6 +70,7 @@ def join_states(
         ranks: The ranks.
         phase: What is being done, for messages.
         captured: What this rank holds of every SHARDED component, by key.
+        on_mismatch: Whether different values of one plain tensor are an error or a warning.
 
     Returns:
         The whole state of each.
@@ -78,6 +88,11 @@ def join_states(
     def join() -> None:
         for key, state in captured.items():
             mine = [table[key] for table in tables]
+            conflict = _sample_conflict(key, mine)
+            if conflict is not None and on_mismatch == "error":
+                raise CheckpointError(conflict)
+            if conflict is not None and ranks.rank == 0:
+                _logger.warning("%s: %s", phase, conflict)
             result[key] = _join(key, state, mine, documents[key], ranks)
 
     ranks.run(phase, join)
@@ -85,10 +100,10 @@ def join_states(
 
 
 def _table(key: str, captured: CapturedState, ranks: RankAgreement) -> _Table:
-    tensors: dict[str, tuple[str, list[int]]] = {}
+    tensors: dict[str, tuple[str, list[int], str]] = {}
     for name, tensor in captured.tensors.items():
         if is_sharded(tensor):
-            held, needed = parts_among(tensor, ranks.site)
+            held, needed = parts_among(tensor, ranks.site) if len(ranks.sites()) > 1 else (1, 1)
             if held != needed:
                 raise CheckpointError(
                     f"component {key!r}: save_on_each_node=True needs every node to hold all of {name}, but "
@@ -97,7 +112,11 @@ def _table(key: str, captured: CapturedState, ranks: RankAgreement) -> _Table:
                 )
             if ranks.rank != _speaker(tensor, ranks):
                 continue
-        tensors[name] = (DTYPE_CODES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape))
+        tensors[name] = (
+            DTYPE_CODES.get(tensor.dtype, str(tensor.dtype)),
+            list(tensor.shape),
+            _sample(tensor),
+        )
     text = json.dumps(captured.encoded.document, allow_nan=False)
     return _Table(tensors=tensors, tied=dict(captured.tied), document=digest(text.encode("ascii")))
 
@@ -129,7 +148,7 @@ def _join(
     tied: dict[str, str] = {}
     for rank, table in enumerate(tables):
         tied.update(table["tied"])
-        for name, (code, shape) in table["tensors"].items():
+        for name, (code, shape, _) in table["tensors"].items():
             if code not in DTYPES:
                 raise CheckpointError(
                     f"component {key!r}: {name} has dtype {code} on rank {rank}, which cannot be stored; "
@@ -166,6 +185,21 @@ def _join(
     )
 
 
+def _sample_conflict(key: str, tables: Sequence[_Table]) -> str | None:
+    """What is wrong when ranks hold different plain tensors under one name; None when they do not."""
+    seen: dict[str, tuple[int, str]] = {}
+    for rank, table in enumerate(tables):
+        for name, (_, _, sample) in table["tensors"].items():
+            first, known = seen.setdefault(name, (rank, sample)) if sample else (rank, sample)
+            if known != sample:
+                return (
+                    f"component {key!r}: ranks {first} and {rank} hold different values under the name "
+                    f"{name}, of which only one can be stored; give each part the names of the whole model, "
+                    "shard it as a DTensor, or make the copies equal"
+                )
+    return None
+
+
 def _parts(
     key: str, tensors: Mapping[str, torch.Tensor], tables: Sequence[_Table], ranks: RankAgreement
 ) -> dict[str, LocalPart]:
@@ -173,6 +207,8 @@ def _parts(
     parts = {}
     for name, tensor in tensors.items():
         part = local_part(tensor, f"component {key!r}: {name}")
+        if part.holders == ():
+            continue  # A DTensor of a mesh that this rank is no part of.
         # Two meshes may hold the same tensor, such as a tied weight at both ends of a pipeline.
         first = min(rank for rank in ranks.site if name in tables[rank]["tensors"])
         holders = (first,) if part.holders is None else part.holders
@@ -180,6 +216,24 @@ def _parts(
         if speaker == first and ranks.rank == min(rank for rank in holders if rank in ranks.site):
             parts[name] = part
     return parts
+
+
+def _sample(tensor: torch.Tensor) -> str:
+    """A digest of the ends of a plain tensor: enough to notice different tensors under one name."""
+    if is_sharded(tensor):
+        return ""
+    flat = tensor.resolve_conj().resolve_neg()
+    flat = flat.flatten() if flat.numel() <= 2 * _SAMPLE else flat
+    ends = (flat,) if flat.numel() <= 2 * _SAMPLE else _ends(flat)
+    hosts = (end.cpu().contiguous().view(torch.uint8) for end in ends if end.numel())
+    return digest(b"".join(bytes(host.tolist()) for host in hosts))
+
+
+def _ends(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    first = last = tensor
+    while first.ndim > 1:
+        first, last = first[0], last[-1]
+    return first[:_SAMPLE], last[-_SAMPLE:]
 
 
 def _speaker(tensor: "DTensor", ranks: RankAgreement) -> int:

@@ -3,7 +3,8 @@
 from torch import nn
 
 # These attribute names belong to the wrappers alone.
-_WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_HIDDEN = "_checkpoint_wrapped_module"
+_WRAPPER_ATTRIBUTES = ("_orig_mod", _HIDDEN, "_fsdp_wrapped_module")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -35,7 +36,10 @@ class CanonicalNames:
         for name, module in model.named_modules(remove_duplicate=False):
             attribute = _wrapped_attribute(module)
             if attribute is not None:
+                # Checkpoint wrappers hide themselves from state_dict(), but not from named_modules().
+                outer = [part for part in name.split(".") if part and part != _HIDDEN]
                 self._transparent.add(f"{name}.{attribute}" if name else attribute)
+                self._transparent.add(".".join([*outer, attribute]))
 
     def __call__(self, name: str) -> str:
         """The canonical form of one dotted name."""

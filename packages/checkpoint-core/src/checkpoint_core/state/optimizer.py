@@ -86,6 +86,10 @@ class OptimizerState:
             values = _hyperparameters(number, members, state["parameters"])
             # A group without parameters has no saved counterpart and keeps what it has.
             kept = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    # PyTorch leaves these where they are, but a captured graph reads them on the device.
+                    values[key] = value.to(group[key].device)
             groups.append({**(values or kept), "params": [position[name] for name in members]})
         packed = {position[name]: values for name, values in state["state"].items()}
         self.optimizer.load_state_dict({"state": packed, "param_groups": groups})
@@ -167,17 +171,23 @@ class OptimizerState:
         for index, values in packed.items():
             current = self.optimizer.state[parameters[index]]
             for key, saved in values.items():
-                loaded = current.get(key)
-                if (
-                    isinstance(saved, torch.Tensor)
-                    and isinstance(loaded, torch.Tensor)
-                    and saved.dtype != loaded.dtype
-                ):
-                    current[key] = saved.to(loaded.device)
+                if key in current:
+                    current[key] = _with_dtypes(saved, current[key])
 
     def _parameters(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """Every parameter with its group, in PyTorch's numbering."""
         return [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _with_dtypes(saved: object, loaded: object) -> Any:
+    """What was loaded, with its tensors in the dtypes that they were saved with."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return type(loaded)({key: _with_dtypes(saved[key], value) for key, value in loaded.items()})
+    if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
+        return type(loaded)(_with_dtypes(*pair) for pair in zip(saved, loaded, strict=True))
+    return loaded
 
 
 def check_nothing_left(unexpected: Sequence[str]) -> None:

@@ -191,6 +191,8 @@ class TensorFileReader:
         place = self.layout.places[name]
         part = local_part(target, name)
         direct = part.data.device.type == "cpu" and part.data.is_contiguous()
+        # Memory under a pending conjugation or negation holds other values than the tensor shows.
+        direct = direct and not part.data.is_conj() and not part.data.is_neg()
         if direct and part.data.dtype == place.spec.dtype:
             return self._read_part(place, part)
         buffer = torch.empty(part.data.shape, dtype=place.spec.dtype)
