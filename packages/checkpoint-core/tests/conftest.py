@@ -1,7 +1,12 @@
 """What most tests need: a small model, its components, and a manager over a directory of the test."""
 
+import os
+import resource
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -102,6 +107,40 @@ def job(tmp_path: Path) -> Callable[..., TrainingJob]:
 def counter() -> Callable[..., Counter]:
     """Makes counters."""
     return Counter
+
+
+@pytest.fixture(scope="session")
+def run_worker() -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Runs a script of the folder `workers`, which must end well, and returns what it printed."""
+
+    def run(script: str, *arguments: object, timeout: float = 600) -> "subprocess.CompletedProcess[str]":
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).parent / "workers" / script), *map(str, arguments)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def largest_file() -> Callable[[int], AbstractContextManager[None]]:
+    """A context in which the operating system lets no file of this process grow beyond a number of bytes."""
+
+    @contextmanager
+    def limit(size: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limit
 
 
 @pytest.fixture

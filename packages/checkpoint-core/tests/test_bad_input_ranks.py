@@ -1,10 +1,9 @@
 """Bad input on one of two real processes: the same error on both, older checkpoints as they were."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from checkpoint_core import CheckpointConfig, CheckpointManager, SharingPattern, StateComponent
 from checkpoint_core.directory.discovery import verify_checkpoint
 
-WORKER = Path(__file__).parent / "workers" / "bad_input_ranks.py"
+Worked = subprocess.CompletedProcess[str]
 TIMEOUT = 4.0
 """Of the ranks that wait for a dead one."""
 SECONDS = 20
@@ -23,16 +22,9 @@ Seen = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(run_worker: Callable[..., Worked], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bad_input_ranks")
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_worker("bad_input_ranks.py", directory)
     codes = json.loads((directory / "codes.json").read_text())
     expected = {group: [0, 0] for group in ("saves", "loads", "nodes")}
     for group in set(codes) - set(expected):

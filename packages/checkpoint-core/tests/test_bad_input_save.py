@@ -94,16 +94,6 @@ def permissions(path: Path, mode: int) -> Iterator[None]:
         path.chmod(before)
 
 
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_read_only_directory(job, tmp_path: Path) -> None:
     """Loading works, saving says what to do, a leftover of a dead process is no obstacle."""
     run = tmp_path / "run"
@@ -174,7 +164,7 @@ def test_a_file_on_the_way_to_the_directory(job, tmp_path: Path) -> None:
         manager.save_checkpoint(1)
 
 
-def test_no_room_for_the_manifest(counter, tmp_path: Path) -> None:
+def test_no_room_for_the_manifest(largest_file, counter, tmp_path: Path) -> None:
     """The last file of all: everything else has been written by then."""
     components = [
         StateComponent(key=f"counter{n}", stateful=counter(n), sharing_pattern=GLOBAL) for n in range(20)
@@ -217,7 +207,9 @@ def fill(path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"async_save": True}])
-def test_a_disk_that_fills_up_in_the_middle_of_a_save(job, disk: Path, options: dict[str, bool]) -> None:
+def test_a_disk_that_fills_up_in_the_middle_of_a_save(
+    largest_file, job, disk: Path, options: dict[str, bool]
+) -> None:
     """The room was there when the save began. Where no disk can be mounted, a limit on files stands in."""
     can_mount = in_child(lambda: mount(disk, "size=2m"))
     filler = disk / "filler"

@@ -1,26 +1,18 @@
 """Sharded state costs a rank its own bytes: on the disk's side and in memory."""
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-WORKER = Path(__file__).parent / "workers" / "big_shards.py"
+Worked = subprocess.CompletedProcess[str]
 TENSOR = 2048 * 2048 * 4
 WHOLE = 8 * TENSOR
 MEBIBYTE = 1024 * 1024
 
 
-def test_bytes_and_memory(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
+def test_bytes_and_memory(run_worker: Callable[..., Worked], tmp_path: Path) -> None:
+    done = run_worker("big_shards.py", tmp_path)
     for rank, seen in enumerate(json.loads(done.stdout)):
         print(f"rank {rank}: {seen}")
         assert seen["equal"]

@@ -1,9 +1,8 @@
 """State divided over ranks in one way is loaded in any other, and every rank reads only its own bytes."""
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,23 +11,11 @@ from safetensors.torch import load_file
 
 from checkpoint_core.directory.discovery import verify_checkpoint
 
-WORKER = Path(__file__).parent / "workers" / "layouts.py"
+Worked = subprocess.CompletedProcess[str]
 SHARDS = ["shards on 1", "shards on 2", "shards on 4"]
 OTHERS = ["whole", "columns on 2", "2 copies of 2 shards", "2 stages", "2 stages of 2 shards"]
 HEADERS = 40_000
 """Bytes of all file headers, which every rank reads; the tensors of this model are some 100 kB."""
-
-
-def run(directory: Path, layouts: list[str]) -> dict:
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(directory), *layouts],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def table(results: dict, layouts: list[str]) -> str:
@@ -55,15 +42,15 @@ def check(results: dict) -> None:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+def shards(run_worker: Callable[..., Worked], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
     directory = tmp_path_factory.mktemp("shards")
-    return run(directory, SHARDS), directory
+    return json.loads(run_worker("layouts.py", directory, *SHARDS).stdout), directory
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+def others(run_worker: Callable[..., Worked], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
     directory = tmp_path_factory.mktemp("others")
-    return run(directory, OTHERS), directory
+    return json.loads(run_worker("layouts.py", directory, *OTHERS).stdout), directory
 
 
 def test_world_sizes(shards: tuple[dict, Path]) -> None:

@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -23,22 +21,15 @@ from checkpoint_core.ranks.replica_report import (
 from checkpoint_core.ranks.replication import PIECE_BYTES
 from checkpoint_core.state.encoding import encode_state
 
-WORKER = Path(__file__).parent / "workers" / "replicas.py"
+Worked = subprocess.CompletedProcess[str]
 REMEDY = "Make the replicas equal, e.g. broadcast the state from rank {}, or declare the component PER_RANK"
 Seen = dict[str, dict[str, object]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+def ranks(run_worker: Callable[..., Worked], tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
     directory = tmp_path_factory.mktemp("replicas")
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
+    run_worker("replicas.py", directory)
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -1,8 +1,5 @@
 """No room: refused before writing where it can be known, and harmless where it comes as a surprise."""
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,18 +22,7 @@ class Tensors:
         self.tensor = state["tensor"]
 
 
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """The operating system refuses to let a file of this process grow beyond ``size`` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_write_that_fails_half_way(job, tmp_path: Path) -> None:
+def test_a_write_that_fails_half_way(largest_file, job, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = job()
     first.train(1)

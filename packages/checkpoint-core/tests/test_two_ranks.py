@@ -1,9 +1,8 @@
 """Two real processes over gloo: sharing patterns, and agreement on every failure."""
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,21 +18,16 @@ from checkpoint_core import (
 from checkpoint_core.directory.discovery import verify_checkpoint
 from dist_env import StaticDistributedEnvironment
 
-WORKER = Path(__file__).parent / "workers" / "two_ranks.py"
+Worked = subprocess.CompletedProcess[str]
 SHORT_TIMEOUT = 5.0
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, Path]:
+def outcome(
+    run_worker: Callable[..., Worked], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict, dict, Path]:
     directory = tmp_path_factory.mktemp("two_ranks")
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
+    run_worker("two_ranks.py", directory)
     seen = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
     return seen[0], seen[1], directory / "run"
 

@@ -4,18 +4,28 @@ import errno
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TypedDict
 
 from checkpoint_core.directory.discovery import wrong_content
 from checkpoint_core.directory.manifest import Manifest
-from checkpoint_core.errors import CheckpointError
+from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.ranks.agreement import RankAgreement
 from checkpoint_core.storage.checksum import combine
 from checkpoint_core.storage.files import range_share
 from checkpoint_core.storage.parallel import in_threads
 
-_UNREADABLE = 1 << 32
-"""The share of bytes that the disk can no longer read; it fits no checksum of 32 bits."""
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What this process or machine has run out of says nothing of the files."""
 _Range = tuple[str, int, int]
+
+
+class _Read(TypedDict):
+    """What one rank found in its part of the files."""
+
+    shares: dict[str, int]
+    """Contribution to the checksum of each file."""
+    problem: str | None
+    """Why a file cannot be read."""
 
 
 def verify_together(ranks: RankAgreement, phase: str, directory: Path, manifest: Manifest) -> None:
@@ -30,15 +40,17 @@ def verify_together(ranks: RankAgreement, phase: str, directory: Path, manifest:
     Raises:
         CheckpointError: On every rank: a file is damaged; names it.
     """
-    _compare(ranks, phase, directory, manifest, ranks.run(phase, lambda: _shares(ranks, directory, manifest)))
+    _compare(ranks, phase, directory, manifest, ranks.run(phase, lambda: _read(ranks, directory, manifest)))
 
 
 def _compare(
-    ranks: RankAgreement, phase: str, directory: Path, manifest: Manifest, shares: Sequence[dict[str, int]]
+    ranks: RankAgreement, phase: str, directory: Path, manifest: Manifest, reads: Sequence[_Read]
 ) -> None:
-    mine = [shares[rank] for rank in ranks.site]
+    mine = [reads[rank]["shares"] for rank in ranks.site]
 
     def compare() -> None:
+        if (problem := reads[ranks.rank]["problem"]) is not None:
+            raise CheckpointError(problem)
         if not ranks.is_leader:
             return
         for name, record in manifest.files.items():
@@ -62,17 +74,26 @@ def damage(ranks: RankAgreement, phase: str, directory: Path, manifest: Manifest
         The error, or None for a checkpoint that is whole.
 
     Raises:
-        CheckpointError: On every rank: nothing can be told, because a rank could not read.
+        CheckpointError: On every rank: nothing can be told, because a rank has run out of memory or files.
     """
     # Outside: too many open files, say, are no damage, and no reason to go back to an older checkpoint.
-    shares = ranks.run(phase, lambda: _shares(ranks, directory, manifest))
+    reads = ranks.run(phase, lambda: _read(ranks, directory, manifest))
     try:
-        _compare(ranks, phase, directory, manifest, shares)
+        _compare(ranks, phase, directory, manifest, reads)
     except CheckpointError as error:
         if ranks.broken:
             raise
         return error
     return None
+
+
+def _read(ranks: RankAgreement, directory: Path, manifest: Manifest) -> _Read:
+    try:
+        return _Read(shares=_shares(ranks, directory, manifest), problem=None)
+    except OSError as error:
+        if error.errno in _EXHAUSTED:
+            raise
+        return _Read(shares={}, problem=describe_error(error))
 
 
 def _shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> dict[str, int]:
@@ -87,7 +108,7 @@ def _shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> dict[s
     def read(some: Sequence[list[_Range]]) -> dict[str, int]:
         found: dict[str, int] = {}
         for name, first, last in (entry for stripe in some for entry in stripe):
-            share = _range_share(directory / name, first, last, sizes[name])
+            share = range_share(directory / name, first, last, sizes[name])
             found[name] = found.get(name, 0) ^ share
         return found
 
@@ -96,15 +117,6 @@ def _shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> dict[s
         for name, share in part.items():
             merged[name] = merged.get(name, 0) ^ share
     return merged
-
-
-def _range_share(path: Path, first: int, last: int, size: int) -> int:
-    try:
-        return range_share(path, first, last, size)
-    except OSError as error:
-        if error.errno == errno.EIO:
-            return _UNREADABLE
-        raise
 
 
 def _ranges(sizes: dict[str, int], begin: int, end: int) -> list[_Range]:
