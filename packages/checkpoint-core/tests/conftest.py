@@ -114,9 +114,11 @@ def run_worker() -> Callable[..., "subprocess.CompletedProcess[str]"]:
     """Runs a script of the folder `workers`, which must end well, and returns what it printed."""
 
     def run(script: str, *arguments: object, timeout: float = 600) -> "subprocess.CompletedProcess[str]":
+        folder = Path(__file__).parent / "workers"
         done = subprocess.run(
-            [sys.executable, str(Path(__file__).parent / "workers" / script), *map(str, arguments)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [sys.executable, str(folder / script), *map(str, arguments)],
+            # A safe path does not hold the script's folder, where some workers have further modules.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
             capture_output=True,
             text=True,
             timeout=timeout,

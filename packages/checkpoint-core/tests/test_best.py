@@ -209,7 +209,7 @@ def test_paths_may_be_named_in_any_way(tmp_path: Path, monkeypatch: pytest.Monke
         newest=Path("run/checkpoint-4"),
         protected={tmp_path / "link" / "checkpoint-2", Path("run/../run/checkpoint-3"), Path("nowhere")},
     )
-    assert removed == [run / "checkpoint-5", run / "checkpoint-1"]
+    assert removed == [run / "checkpoint-1", run / "checkpoint-5"]
     assert steps(run) == [0, 2, 3, 4]
 
 

@@ -324,7 +324,13 @@ class Runs(RuleBasedStateMachine):
         else:
             assert len(others) <= self.limit
             assert not deleted or len(others) == self.limit
-        assert max(deleted, default=-1) < min(others - {newest}, default=math.inf)
+
+        def last_to_go(step: int) -> tuple[bool, int]:
+            """Steps beyond the newest are of a branch that was left; they go first, from the oldest on."""
+            return step <= newest, step
+
+        kept = [last_to_go(step) for step in others - {newest}]
+        assert max(map(last_to_go, deleted), default=(False, -1)) < min(kept, default=(True, math.inf))
         self.seen["deleted"] += len(deleted)
         self.seen["a best one outside the limit"] += len(
             protected & set(sorted(before)[: -(self.limit or 99)])

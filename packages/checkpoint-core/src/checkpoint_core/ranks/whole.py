@@ -88,12 +88,12 @@ def join_states(
     def join() -> None:
         for key, state in captured.items():
             mine = [table[key] for table in tables]
+            result[key] = _join(key, state, mine, documents[key], ranks)
             conflict = _sample_conflict(key, mine)
             if conflict is not None and on_mismatch == "error":
                 raise CheckpointError(conflict)
             if conflict is not None and ranks.rank == 0:
                 _logger.warning("%s: %s", phase, conflict)
-            result[key] = _join(key, state, mine, documents[key], ranks)
 
     ranks.run(phase, join)
     return result
