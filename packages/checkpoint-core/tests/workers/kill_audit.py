@@ -91,8 +91,9 @@ class Directory:
         required += [save.step for save in spared]
         if lost := sorted(set(required) - set(on_disk)):
             wrong.append(f"{self.path} lost {lost}, it has {on_disk}")
-        # Besides the limit: the one resumed from, and a new one behind which nothing was rotated yet.
-        if len(on_disk) > SAVE_TOTAL_LIMIT + 2:
+        # Besides the limit: the one resumed from, and a new one behind which nothing was rotated yet. Jobs
+        # killed again and again before their first rotation leave one more each.
+        if outcome.returned and len(on_disk) > SAVE_TOTAL_LIMIT + 2:
             wrong.append(f"{self.path} was not rotated: {on_disk}")
         self.known = dict(self.values)
         return wrong

@@ -140,10 +140,7 @@ def publish(staging: Path, final: Path, step: int) -> None:
         raise
     sync_file(final.parent)
     if aside is not None and aside.name.startswith("."):
-        # Under its name it would be put back if the process died now and the new one were deleted by hand.
-        doomed = temporary_path(final.parent, DELETED, step)
-        aside.rename(doomed)
-        discard(doomed)
+        discard(aside)
 
 
 def remove_checkpoint(checkpoint: Path, step: int) -> None:
