@@ -70,8 +70,10 @@ def test_repr_names_the_host(job: Any) -> None:
 
 
 def test_a_stall_names_rank_and_phase(job: Any) -> None:
-    [(missing, phase, step, text)] = job.notes[0]["stalls"]
-    assert (missing, phase, step) == ([2], "data", 1)
+    # On a slow machine the stall lasts until it is told again.
+    told = job.notes[0]["stalls"]
+    assert {(*missing, phase, step) for missing, phase, step, _ in told} == {(2, "data", 1)}
+    text = told[0][-1]
     assert f"missing: rank 2 on {HOST}, last seen at step 1 in phase 'data'" in text
     assert "in stall" in text, "the stack of rank 2 shows the function it sleeps in"
     assert text.count("waiting for other ranks") == 3

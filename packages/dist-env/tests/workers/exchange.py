@@ -109,7 +109,7 @@ def stall(env: DistributedEnvironment) -> None:
         for step in range(3):
             heart.beat(step, "data")
             if step == 1 and env.rank == 2:
-                time.sleep(4.0)
+                time.sleep(3.0)
             heart.beat(step, "all_reduce")
             dist.all_reduce(torch.ones(1))
         # The watchdog gets a moment to see that the job goes on.
