@@ -33,6 +33,8 @@ ENV = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
+# Packages whose README's example is also run by torchrun.
+EXAMPLE_OF_RANKS = {"dataloader-dispatch"}
 NO_TORCH = "import importlib.util; assert importlib.util.find_spec('torch') is None, 'torch is installed'"
 
 
@@ -190,7 +192,11 @@ def install_alone(session: nox.Session, package: str, dist: Path) -> None:
     session.run_install(
         "uv", "pip", "install", "-q", "--no-sources", "--python", python, *wheels, external=True
     )
-    session.run(python, "-I", "tests/wheels/run_readme.py", package, external=True)
+    readme = ("tests/wheels/run_readme.py", package)
+    session.run(python, "-I", *readme, external=True)
+    if package in EXAMPLE_OF_RANKS:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        session.run(python, *torchrun, *readme, external=True, env=ENV)
 
 
 def siblings(package: str) -> set[str]:

@@ -1,5 +1,94 @@
-"""One thread per operation: on a busy machine several wait for one another longer than they save."""
+"""Starts real jobs of several ranks over gloo; settings that all tests share."""
 
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
+from hypothesis.configuration import set_hypothesis_home_dir
 
+# On a busy machine the threads of one operation wait for one another longer than they work.
 torch.set_num_threads(1)
+# Without this, every run would leave a directory of examples in the working tree.
+set_hypothesis_home_dir(tempfile.gettempdir())
+
+WORKERS = Path(__file__).parent / "workers"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank that has ended.
+
+    Attributes:
+        code: Exit status; negative for the signal that killed it.
+        out: Standard output.
+        err: Standard error.
+        seconds: From the start of the job to its end.
+        note: What it wrote as JSON to the path in the variable ``NOTE``; None if nothing.
+    """
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    note: Any
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Rank]]:
+    """`launch("worker.py", 4, "argument")`: one process a rank, with torchrun's variables and ``NOTE``."""
+
+    def run(worker: str, ranks: int, *arguments: object, timeout: float = 120) -> list[Rank]:
+        folder = tmp_path_factory.mktemp("job")
+        with socket.create_server(("localhost", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        start = time.monotonic()
+        files = [folder / f"note-{rank}.json" for rank in range(ranks)]
+        running = [_start(worker, rank, ranks, port, file, arguments) for rank, file in enumerate(files)]
+        ended = []
+        try:
+            for process, file in zip(running, files, strict=True):
+                out, err = process.communicate(timeout=timeout)
+                note = json.loads(file.read_text()) if file.exists() else None
+                ended.append(Rank(process.returncode, out, err, time.monotonic() - start, note))
+        finally:
+            for process in running:
+                process.kill()
+        return ended
+
+    return run
+
+
+def _start(
+    worker: str, rank: int, ranks: int, port: str, note: Path, arguments: tuple[object, ...]
+) -> subprocess.Popen[str]:
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+        "NOTE": str(note),
+        "OMP_NUM_THREADS": "1",
+        # A safe path does not hold the script's folder, where some workers have further modules.
+        "PYTHONPATH": str(WORKERS),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(WORKERS / worker), *map(str, arguments)],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

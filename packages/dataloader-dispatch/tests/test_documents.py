@@ -222,7 +222,9 @@ def test_bad_paths(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{missing} does not exist"):
         open_documents(missing)
     write(tmp_path / "pictures", {"a.png": b"x"})
-    with pytest.raises(DataError, match=r"pictures holds no file that ends in \.jsonl, \.md, .*\.txt"):
+    with pytest.raises(
+        DataError, match=r"pictures holds no file that ends in \.arrow, \.jsonl, \.md, .*\.txt"
+    ):
         open_documents(tmp_path / "pictures")
     with pytest.raises(DataError, match=r"\*\.txt holds no file"):
         open_documents(f"{tmp_path}/pictures/*.txt")

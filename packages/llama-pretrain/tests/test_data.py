@@ -39,7 +39,7 @@ def test_no_document_is_on_both_sides(tmp_path: Path) -> None:
 
 
 def test_every_byte_and_one_separator_per_document_comes_once(tmp_path: Path) -> None:
-    args = replace(_write(tmp_path, 12), streams=1)
+    args = replace(_write(tmp_path, 12), shards=1)
     documents = open_data(args)
     loader = training_loader(documents, ByteTokenizer(), args)
     kept = torch.cat([batch["labels"].flatten() for batch in loader])

@@ -109,7 +109,7 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
         ("seed: -1", "seed=-1"),
         ("sequence_length: 1", "sequence_length=1"),
         ("undecodable: ignore", "undecodable='ignore'"),
-        ("streams: 0", "streams=0"),
+        ("shards: 0", "shards=0"),
         ("sample_tokens: -1", "sample_tokens=-1"),
         ("prompt: ''", "prompt=''"),
         ("dataloader_num_workers: 2", "dataloader_num_workers=2: has no effect"),

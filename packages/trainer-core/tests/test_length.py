@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dataloader_dispatch import PackedDocuments, PackedLoader
+from dataloader_dispatch import DocumentStream, StreamLoader
 from trainer_core import ConfigurationError, DataError, Trainer
 
 
@@ -81,11 +81,11 @@ def test_data_of_unknown_length_ends_by_epochs_or_steps(make_trainer: Callable[.
 
 def test_loaders_without_length_tell_their_progress(make_trainer: Callable[..., Trainer]) -> None:
     texts = [f"text number {number} of ten" for number in range(10)]
-    rows = PackedDocuments(
+    rows = DocumentStream(
         texts, sequence_length=8, encode=lambda text: [ord(c) % 23 for c in text], eos_token_id=0
     )
     trainer = make_trainer(
-        loader=PackedLoader(rows, 2), num_train_epochs=2, lr_scheduler_type="constant", warmup_steps=0
+        loader=StreamLoader(rows, 2), num_train_epochs=2, lr_scheduler_type="constant", warmup_steps=0
     )
     trainer.train()
     epochs = [float(entry["epoch"]) for entry in trainer.state.log_history if "loss" in entry]  # type: ignore[arg-type]

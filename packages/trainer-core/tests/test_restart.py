@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from dataloader_dispatch import PackedDocuments, PackedLoader
+from dataloader_dispatch import DocumentStream, StreamLoader
 from trainer_core import ConfigurationError, Trainer, TrainerControl
 
 TEXTS = [f"text number {number} of some more of them" for number in range(12)]
 
 
-def packed(seed: int = 0) -> PackedDocuments:
-    return PackedDocuments(
+def packed(seed: int = 0) -> DocumentStream:
+    return DocumentStream(
         TEXTS, sequence_length=8, encode=lambda text: [ord(c) % 23 for c in text], eos_token_id=0, seed=seed
     )
 
@@ -42,12 +42,12 @@ def entries(trainer: Trainer) -> list[tuple[object, object, object]]:
 def test_an_epoch_end_at_a_stop_is_served_after_the_restart(
     make_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
-    rows = len(list(PackedLoader(packed(), 4)))
+    rows = len(list(StreamLoader(packed(), 4)))
 
     def run(directory: str, callbacks: list[object]) -> Trainer:
         trainer = make_trainer(
-            loader=PackedLoader(packed(), 4),
-            eval_loader=PackedLoader(packed(1), 16),
+            loader=StreamLoader(packed(), 4),
+            eval_loader=StreamLoader(packed(1), 16),
             output_dir=str(tmp_path / directory),
             num_train_epochs=3,
             lr_scheduler_type="constant",
@@ -177,9 +177,9 @@ def test_evaluation_of_the_training_data_is_repeatable_and_moves_nothing(
             assert not kw["model"].dropout.training  # type: ignore[attr-defined]
 
     settings = {"num_train_epochs": -1, "max_steps": 4, "learning_rate": 0.0, "max_eval_steps": 1}
-    watched = make_trainer(loader=PackedLoader(data, 2), callbacks=[Evaluate()], **settings)
+    watched = make_trainer(loader=StreamLoader(data, 2), callbacks=[Evaluate()], **settings)
     watched.train()
-    alone = make_trainer(loader=PackedLoader(packed(), 2), **settings)
+    alone = make_trainer(loader=StreamLoader(packed(), 2), **settings)
     alone.train()
     assert len(set(losses)) == 1
     assert [e for e in entries(watched) if e[1]] == entries(alone)

@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-from dataloader_dispatch.cursor import below, position_state, saved_counts
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.packed_loader import positive_batch_size
-from dataloader_dispatch.packing import PackedDocuments
+from dataloader_dispatch.position import below, position_state, saved_counts
 from dataloader_dispatch.sampler import EpochSampler
+from dataloader_dispatch.stream.document_stream import DocumentStream
+from dataloader_dispatch.stream.loader import positive_batch_size
 
 Item_co = TypeVar("Item_co", covariant=True)
 Item = TypeVar("Item")
@@ -146,17 +146,16 @@ def build_loader(
 
     Raises:
         DataError: ``batch_size`` is not positive, the dataset is empty or has no full batch under
-            ``drop_last``, ``shuffle`` is asked of an iterable dataset, or the dataset is a `PackedDocuments`,
-            which `PackedLoader` loads.
+            ``drop_last``, ``shuffle`` is asked of an iterable dataset, or the dataset is a `DocumentStream`,
+            which `StreamLoader` loads.
         TypeError: The dataset has no length, or ``seed`` is not an integer.
         ValueError: torch refuses a combination of worker options.
     """
     positive_batch_size(batch_size)
-    if isinstance(dataset, PackedDocuments):
+    if isinstance(dataset, DocumentStream):
         raise DataError(
-            f"build_loader does not load PackedDocuments (num_workers={num_workers}): it is one stream with "
-            "one position, and each worker would deliver all of its rows again. Use PackedLoader(dataset, "
-            "batch_size)"
+            "build_loader does not load a DocumentStream, whose rows a position of its own orders; use "
+            f"StreamLoader(dataset, {batch_size}, num_workers={num_workers})"
         )
     options: dict[str, object] = {
         "batch_size": batch_size,

@@ -9,8 +9,8 @@ from typing import Literal, cast
 
 from dataloader_dispatch import (
     DocumentSource,
-    PackedDocuments,
-    PackedLoader,
+    DocumentStream,
+    StreamLoader,
     open_documents,
     split_documents,
 )
@@ -30,6 +30,7 @@ _NO_LIBRARY_TEXT = (
     "pydoc_data",
     "encodings",
 )
+_EVALUATION_SHARDS = 32
 
 
 def standard_library() -> DocumentSource:
@@ -74,31 +75,34 @@ def split_data(
     return split_documents(documents, args.held_out, args.seed)
 
 
-def training_loader(documents: DocumentSource, tokenizer: Tokenizer, args: PretrainArguments) -> PackedLoader:
+def training_loader(documents: DocumentSource, tokenizer: Tokenizer, args: PretrainArguments) -> StreamLoader:
     """Return batches of packed rows, in an order that the seed and the epoch decide."""
-    return PackedLoader(_rows(documents, tokenizer, args, args.seed), args.per_device_train_batch_size)
+    return StreamLoader(
+        _rows(documents, tokenizer, args, args.seed, args.shards), args.per_device_train_batch_size
+    )
 
 
 def evaluation_loader(
     documents: DocumentSource, tokenizer: Tokenizer, args: PretrainArguments
-) -> PackedLoader:
+) -> StreamLoader:
     """Return batches of packed rows, always the same ones in the same order.
 
-    As many documents as there are streams give rows in turn, so that few batches sample many documents.
+    Many documents are read side by side, so that few batches sample many of them.
     """
-    return PackedLoader(_rows(documents, tokenizer, args, seed=0), args.per_device_eval_batch_size)
+    shards = min(len(documents), _EVALUATION_SHARDS)
+    return StreamLoader(_rows(documents, tokenizer, args, 0, shards), args.per_device_eval_batch_size)
 
 
 def _rows(
-    documents: DocumentSource, tokenizer: Tokenizer, args: PretrainArguments, seed: int
-) -> PackedDocuments:
+    documents: DocumentSource, tokenizer: Tokenizer, args: PretrainArguments, seed: int, shards: int | None
+) -> DocumentStream:
     pad = tokenizer.pad_token_id
-    return PackedDocuments(
+    return DocumentStream(
         documents,
         sequence_length=args.sequence_length,
         encode=tokenizer.encode,
         eos_token_id=tokenizer.eos_token_id,
         seed=seed,
         pad_token_id=tokenizer.eos_token_id if pad is None else pad,
-        streams=args.streams,
+        shards=shards,
     )

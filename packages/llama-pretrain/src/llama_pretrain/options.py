@@ -27,8 +27,8 @@ class PretrainArguments(TrainingArguments):
     """Key of a .jsonl object, or column of a .parquet file, that holds the text."""
     undecodable: str = "error"
     """What to do with a document that is not UTF-8: error, skip or replace."""
-    streams: int = 32
-    """Documents that are read side by side and give their rows in turn, so that a batch mixes subjects."""
+    shards: int | None = None
+    """Documents that are read side by side, so that a batch mixes subjects; none: up to 64."""
     tokenizer: str = "byte"
     """byte, or a directory with a Hugging Face tokenizer (needs the extra hf)."""
     sequence_length: int = 128
@@ -72,8 +72,8 @@ class PretrainArguments(TrainingArguments):
             raise ConfigurationError(
                 "undecodable", self.undecodable, "must be error, skip or replace", "choose one of these"
             )
-        if self.streams < 1:
-            raise ConfigurationError("streams", self.streams, "must be at least 1", "use 1 or more")
+        if self.shards is not None and self.shards < 1:
+            raise ConfigurationError("shards", self.shards, "must be at least 1", "use 1 or more")
         if self.seed < 0:
             raise ConfigurationError(
                 "seed", self.seed, "must be 0 or more, because a run must be repeatable", "choose a seed"
@@ -116,7 +116,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "data",
         "text_column",
         "undecodable",
-        "streams",
+        "shards",
         "tokenizer",
         "sequence_length",
         "held_out",

@@ -25,7 +25,7 @@ _SETTINGS_OF_A_RUN = (
     "seed",
     "sequence_length",
     "held_out",
-    "streams",
+    "shards",
     "learning_rate",
     "weight_decay",
     "adam_beta1",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields
 
-from dataloader_dispatch import PackedDocuments
+from dataloader_dispatch import DocumentStream
 
 from .arguments import MinimalTrainingArguments
 from .errors import ConfigurationError
 from .loaders import Collator, is_loader
+
+# What the loader of a DocumentStream takes from the settings.
+_OF_STREAMS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory")
 
 
 def check_data(
@@ -35,19 +39,18 @@ def check_data(
             "set both to the same number",
         )
     given = [data for data in (train_data, eval_data) if data is not None]
-    if given and all(_is_ready_made(data) for data in given):
-        _refuse_loader_settings(args, collator)
+    if given and all(is_loader(data) or isinstance(data, DocumentStream) for data in given):
+        streamed = any(isinstance(data, DocumentStream) for data in given)
+        _refuse_loader_settings(args, collator, _OF_STREAMS if streamed else ())
 
 
-def _is_ready_made(data: object) -> bool:
-    return is_loader(data) or isinstance(data, PackedDocuments)
-
-
-def _refuse_loader_settings(args: MinimalTrainingArguments, collator: Collator | None) -> None:
+def _refuse_loader_settings(
+    args: MinimalTrainingArguments, collator: Collator | None, used: Collection[str]
+) -> None:
     rule, fix = "has no effect on data that is loaded ready-made", "leave it out, or give a plain dataset"
     if collator is not None:
         raise ConfigurationError("data_collator", collator, rule, fix)
     for field in fields(MinimalTrainingArguments):
         value = getattr(args, field.name)
-        if field.name.startswith("dataloader_") and value != field.default:
+        if field.name.startswith("dataloader_") and field.name not in used and value != field.default:
             raise ConfigurationError(field.name, value, rule, fix)

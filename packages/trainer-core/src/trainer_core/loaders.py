@@ -8,7 +8,7 @@ from typing import cast
 
 from torch.utils.data import Dataset, IterableDataset
 
-from dataloader_dispatch import PackedDocuments, PackedLoader, build_loader
+from dataloader_dispatch import DocumentStream, StreamLoader, build_loader
 
 from .arguments import TrainingArguments
 from .batch import Batch
@@ -22,8 +22,8 @@ def train_loader(
     data: object, args: TrainingArguments, parallel: Parallelism, collator: Collator | None
 ) -> object:
     """This rank's batches of the training data."""
-    if isinstance(data, PackedDocuments):
-        data = PackedLoader(data, args.per_device_train_batch_size)
+    if isinstance(data, DocumentStream):
+        data = _stream_loader(data, args.per_device_train_batch_size, args, parallel)
     if is_loader(data):
         return parallel.wrap_loader(data)
     loader = build_loader(
@@ -45,10 +45,12 @@ def evaluation_data(
     data: object, args: TrainingArguments, parallel: Parallelism, collator: Collator | None
 ) -> EvaluationData:
     """This rank's batches of the evaluation data, in order."""
-    packed = data.dataset if isinstance(data, PackedLoader) else data
-    if isinstance(packed, PackedDocuments):
-        size = data.batch_size if isinstance(data, PackedLoader) else args.per_device_eval_batch_size
-        return EvaluationData(lambda: parallel.wrap_loader(PackedLoader(packed.reader(), size)))
+    packed = data.dataset if isinstance(data, StreamLoader) else data
+    if isinstance(packed, DocumentStream):
+        size = data.batch_size if isinstance(data, StreamLoader) else args.per_device_eval_batch_size
+        return EvaluationData(
+            lambda: parallel.wrap_loader(_stream_loader(packed.reader(), size, args, parallel))
+        )
     if is_loader(data):
         loader = parallel.wrap_loader(data)
         return EvaluationData(lambda: loader, beginning=position_of(loader))
@@ -96,6 +98,18 @@ def epoch_of(loader: object) -> int | None:
 def epoch_progress_of(loader: object) -> float:
     """The share of its epoch that a loader says is done; 0 if it does not say."""
     return float(getattr(loader, "epoch_progress", 0.0))
+
+
+def _stream_loader(
+    stream: DocumentStream, batch_size: int, args: TrainingArguments, parallel: Parallelism
+) -> StreamLoader:
+    return StreamLoader(
+        stream,
+        batch_size,
+        num_workers=args.dataloader_num_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        pin_memory=_pin(args, parallel),
+    )
 
 
 def _pin(args: TrainingArguments, parallel: Parallelism) -> bool:

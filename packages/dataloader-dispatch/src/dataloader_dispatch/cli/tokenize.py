@@ -1,0 +1,176 @@
+"""``tokenize``: documents to a directory of token ids."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from dataloader_dispatch.cli.console import Progress, one_line, say, size_text
+from dataloader_dispatch.cli.encoders import Encoder, is_remote, load_encoder, smallest_type
+from dataloader_dispatch.cli.output import FinishedPart, Output, Standing
+from dataloader_dispatch.cli.plan import Chunk, Plan, cut_chunks, source_files
+from dataloader_dispatch.cli.pool import make_parts
+from dataloader_dispatch.cli.work import Job, part_name
+from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.sources.files import FileDocuments, FileRange, open_documents
+from dataloader_dispatch.sources.token_manifest import ITEM_BYTES, TokenManifest, read_manifest
+
+
+def tokenize(arguments: argparse.Namespace) -> None:
+    """Write the token ids of documents into a directory, or go on with it, and print a summary.
+
+    Args:
+        arguments: Those of the command line.
+
+    Raises:
+        DataError: Input, tokenizer or output cannot be used.
+        StoppedError: A worker died, or a part cannot be written.
+        OSError: The output directory cannot be written.
+    """
+    output = Output(arguments.out.expanduser())
+    output.refuse_others()
+    source = _open(arguments)
+    encoder = _load(arguments.tokenizer)
+    ranges = source.ranges()
+    plan = Plan(_settings(arguments, encoder), source_files(ranges))
+    with output.locked():
+        standing = output.standing(plan, arguments.overwrite)
+        if standing is Standing.FINISHED:
+            output.remove_scratch()
+            say(f"{output.path} is finished already; --overwrite would begin anew")
+        else:
+            output.begin(plan)
+            job = _job(source, output, ranges, arguments.part_size, encoder)
+            _run(job, plan, encoder, arguments.workers)
+        _print_summary(output)
+
+
+def _open(arguments: argparse.Namespace) -> FileDocuments:
+    source = open_documents(
+        arguments.inputs,
+        exclude=arguments.exclude,
+        undecodable=arguments.undecodable,
+        text_column=arguments.text_column,
+        unreadable=arguments.unreadable,
+        max_document_bytes=arguments.max_document_bytes,
+    )
+    if not isinstance(source, FileDocuments):
+        raise DataError(f"IN {arguments.inputs[0]} holds token ids already; name files with text")
+    say(f"{source.files} files, {len(source)} documents, {size_text(source.size)}")
+    return source
+
+
+def _load(name: str) -> Encoder:
+    if is_remote(name):
+        say(f"tokenizer {name!r}: no such directory here; looking for it on the Hugging Face Hub")
+    encoder = load_encoder(name)
+    if encoder.added:
+        say(
+            f"warning: the tokenizer {name!r} puts {', '.join(encoder.added)} around texts by itself; left "
+            "out here, as DocumentStream puts exactly one separator between two documents"
+        )
+    if encoder.eos_token_id is None:
+        say(
+            f"warning: the tokenizer {name!r} has no end-of-text token; choose a separator when you open the "
+            "tokens (eos_token_id)"
+        )
+    return encoder
+
+
+def _settings(arguments: argparse.Namespace, encoder: Encoder) -> dict[str, str | int]:
+    return {
+        "tokenizer": encoder.name,
+        "tokenizer_fingerprint": encoder.fingerprint,
+        "text_column": arguments.text_column,
+        "undecodable": arguments.undecodable,
+        "unreadable": arguments.unreadable,
+        "max_document_bytes": arguments.max_document_bytes,
+        "part_size": arguments.part_size,
+    }
+
+
+def _job(
+    source: FileDocuments, output: Output, ranges: Sequence[FileRange], part_size: int, encoder: Encoder
+) -> Job:
+    return Job(
+        source=source,
+        output=output,
+        chunks=cut_chunks(ranges, part_size),
+        tokenizer=encoder.name,
+        tokenizer_fingerprint=encoder.fingerprint,
+        vocabulary_size=encoder.vocabulary_size,
+        dtype=smallest_type(encoder.vocabulary_size),
+    )
+
+
+def _run(job: Job, plan: Plan, encoder: Encoder, workers: int) -> None:
+    """Make what is missing, and finish the directory."""
+    names = [part_name(number) for number in range(len(job.chunks))]
+    parts = {
+        name: found for name in names if (found := job.output.finished_part(name, job.dtype)) is not None
+    }
+    missing = [number for number, name in enumerate(names) if name not in parts]
+    if parts:
+        say(f"going on: {len(parts)} of {len(names)} parts are finished")
+    done = sum(_count(job.chunks[number]) for number, name in enumerate(names) if name in parts)
+    with Progress(len(job.source), done) as progress:
+        for finished in make_parts(
+            job, missing, workers, progress.advance, lambda text: say(f"warning: {one_line(text)}")
+        ):
+            parts[finished.part.name] = finished
+    job.output.finish(_manifest(job, plan, encoder, [parts[name] for name in names]))
+
+
+def _count(chunk: Chunk) -> int:
+    return chunk.stop - chunk.start
+
+
+def _manifest(job: Job, plan: Plan, encoder: Encoder, finished: Sequence[FinishedPart]) -> TokenManifest:
+    tokens = sum(one.part.tokens for one in finished)
+    if not tokens:
+        raise DataError(
+            f"none of the {len(job.source)} documents has a token: all of them are empty or were left out"
+        )
+    # Times of change are left out: the same input gives the same manifest.
+    sources = [
+        {key: value for key, value in asdict(file).items() if key != "modified"} for file in plan.sources
+    ]
+    counts = {
+        name: sum(getattr(one, name) for one in finished)
+        for name in ("text_bytes", "empty", "separators", "skipped", "undecodable")
+    }
+    skipped_files = sum(skipped.whole for skipped in job.source.skipped.values())
+    return TokenManifest(
+        dtype=job.dtype,
+        tokenizer=encoder.name,
+        vocabulary_size=encoder.vocabulary_size,
+        eos_token_id=encoder.eos_token_id,
+        documents=len(job.source),
+        tokens=tokens,
+        parts=tuple(one.part for one in finished),
+        about={**counts, "skipped_files": skipped_files, "settings": dict(plan.settings), "sources": sources},
+    )
+
+
+def _print_summary(output: Output) -> None:
+    manifest = read_manifest(output.path)
+    about = manifest.about
+    if about["separators"]:
+        say(
+            f"warning: the separator {manifest.eos_token_id} stands {about['separators']} times in "
+            "documents, as their texts spell it out; each will look like the end of a document"
+        )
+    size = manifest.tokens * ITEM_BYTES[manifest.dtype]
+    print(f"{output.path}: {manifest.documents} documents, {manifest.tokens} tokens")
+    print(
+        f"  {size_text(about['text_bytes'])} of text as {size_text(size)} of {manifest.dtype} "
+        f"in {len(manifest.parts)} parts"
+    )
+    separator = "none" if manifest.eos_token_id is None else f"{manifest.eos_token_id}, in no file"
+    print(f"  tokenizer {manifest.tokenizer}, vocabulary {manifest.vocabulary_size}, separator {separator}")
+    print(
+        f"  left out: {about['skipped_files']} files and {about['skipped']} documents that cannot be read; "
+        f"{about['undecodable']} documents not UTF-8 ({about['settings']['undecodable']}); "
+        f"{about['empty']} without tokens"
+    )

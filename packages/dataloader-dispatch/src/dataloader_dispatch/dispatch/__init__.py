@@ -1,0 +1,1 @@
+"""One rank loads, all ranks receive."""

@@ -1,0 +1,267 @@
+"""One rank loads, all ranks receive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dataloader_dispatch.dispatch.agreement import Facts, agree
+from dataloader_dispatch.dispatch.inbox import Inbox
+from dataloader_dispatch.dispatch.outbox import Outbox
+from dataloader_dispatch.dispatch.placement import Placement
+from dataloader_dispatch.dispatch.producer import Producer
+from dataloader_dispatch.dispatch.reader import Position, Reader, Uneven, length_of
+from dataloader_dispatch.dispatch.sides import Alone, Follower, Root, Side
+from dataloader_dispatch.dispatch.unpack import pins
+from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.rank_group import RankGroup
+
+Batch = TypeVar("Batch")
+
+_GRACE_SECONDS = 5.0
+"""How much longer the others wait than the first rank, which knows better who is late."""
+
+
+class DataloaderDispatcher(Generic[Batch]):
+    """Batches from the loader of one rank for all ranks of a mesh, on their devices.
+
+    Only the first rank of the mesh iterates its ``loader``: no sharding, and one position to save. Iterating
+    is a matter of all ranks: each calls ``iter()`` equally often, and gets a batch in every round:
+
+    * ``dp_mesh_dim`` is a dimension: batch i of a round goes to position i along it, so a round is W
+      consecutive batches of the loader, W being the size of the dimension. Ranks that differ only along
+      other dimensions get the same batch.
+    * ``dp_mesh_dim=None``: every rank gets the same batch.
+
+    Batches are structures of mappings, lists, tuples and named tuples. Their dense tensors, of any type and
+    shape, travel in one packed message to each rank and arrive detached; the tensors of one batch may share
+    one block of memory, none shares it with another batch. All other values are pickled. They should be
+    small. A background thread of the first rank loads, packs and sends ahead; every rank of an accelerator
+    receives into page-locked memory. The first rank sends to every rank itself.
+
+    An exception of the loader is raised on every rank as itself, or as a RuntimeError with its text if it
+    does not pickle. A rank that is lost is named on all others that ask for a batch.
+
+    The state is that of the first rank's loader behind the last batch received, whatever was read ahead, and
+    may be loaded into that loader alone. Breaking out of a pass and calling ``iter()`` again does what it
+    does with the loader alone: a torch ``DataLoader`` begins anew, a loader with a state of its own goes on
+    behind the last batch received.
+
+    Args:
+        loader: Batches, with ``batch_size``, and where possible a length, ``state_dict``,
+            ``load_state_dict``, ``set_epoch``, ``epoch`` and ``epoch_progress``. Ranks other than the first
+            may give None, or anything; it is not iterated.
+        mesh: The ranks; None for this process alone, which needs no process group.
+        device: Where the tensors go.
+        dp_mesh_dim: Index or name of the data-parallel dimension; None for the same batches everywhere.
+        uneven: What becomes of a last round that is not complete: "stop" leaves it out, "pad" fills it with
+            dummies that no loss counts, "error" raises.
+        prefetch: Rounds to have under way to each rank, each in a buffer of its own there; at least 1.
+        timeout_seconds: How long a rank waits for a batch, once it asks for one, before an error names who is
+            waited for. Time between batches, such as that of an evaluation, does not count.
+        make_dummy: For ``uneven="pad"``: makes a dummy of the last real batch. By default the batch must be a
+            mapping with ``labels``: these become -100, floating-point ``weight`` or ``weights`` zero.
+
+    Attributes:
+        loader: The argument ``loader``.
+
+    Raises:
+        DataError: A setting is out of range or differs between ranks; the first rank has no loader; there
+            are several ranks and no process group.
+        TypeError: The first rank's loader is not iterable.
+        RankFailedError: A rank did not take part.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Batch] | None,
+        mesh: DeviceMesh | None,
+        device: torch.device | str,
+        dp_mesh_dim: int | str | None = 0,
+        *,
+        uneven: Uneven = "stop",
+        prefetch: int = 4,
+        timeout_seconds: float = 600.0,
+        make_dummy: Callable[[Batch], Batch] | None = None,
+    ) -> None:
+        self.loader = loader
+        self._uneven = uneven
+        placement = Placement.of(mesh, dp_mesh_dim)
+        self._width = placement.width
+        group = RankGroup(placement.ranks, timeout_seconds)
+        options = _Options(placement, torch.device(device), prefetch, timeout_seconds, uneven, make_dummy)
+        try:
+            self._facts, self._side = _open(loader, group, options)
+        except BaseException:
+            group.close()
+            raise
+        # Threads and connections must have ended before Python does, or they wake up in its ruins.
+        self._end = weakref.finalize(self, _close, self._side, group)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Begin a pass. All ranks do so equally often; iterators made before give no more batches.
+
+        Raises:
+            RankFailedError: A rank was lost.
+            RuntimeError: The dispatcher was closed.
+        """
+        return _Pass(self, self._side)
+
+    def __len__(self) -> int:
+        """Number of rounds in an epoch, on every rank.
+
+        Raises:
+            TypeError: The first rank's loader has no length.
+        """
+        if self._facts.length is None:
+            raise TypeError("the loader of the first rank has no length, so neither has its dispatcher")
+        more = self._width - 1 if self._uneven == "pad" else 0
+        return (self._facts.length + more) // self._width
+
+    @property
+    def batch_size(self) -> int | None:
+        """``batch_size`` of the first rank's loader, on every rank; None if it has none."""
+        return self._facts.batch_size
+
+    @property
+    def dataset(self) -> object:
+        """``dataset`` of this rank's loader; None if it has none."""
+        return getattr(self.loader, "dataset", None)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch. After `load_state_dict`, other ranks than the first know it from the
+        first batch on."""
+        return self._side.epoch()
+
+    @property
+    def epoch_progress(self) -> float:
+        """Share of the epoch that was received, from 0 to 1: the loader's own, or by its length; 0 if it has
+        neither."""
+        return self._side.progress()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the first rank's loader the epoch, or, if it cannot be told, its samplers and its dataset.
+
+        All ranks do so before they call ``iter()``; nothing is exchanged. Iterators made before give no more
+        batches.
+
+        Raises:
+            DataError: ``epoch`` is negative.
+        """
+        if epoch < 0:
+            raise DataError(f"epoch={epoch} is out of range; epochs count from 0")
+        self._side.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, object]:
+        """The first rank's loader's state behind the last batch received; empty on other ranks.
+
+        Raises:
+            TypeError: The loader has no state.
+        """
+        self._check_state()
+        return self._side.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go to a saved position. Other ranks than the first take anything, but must call it too.
+
+        Iterators made before give no more batches.
+
+        Raises:
+            TypeError: The loader has no state.
+            DataError: The loader refuses the state.
+        """
+        self._check_state()
+        self._side.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the background thread and the connections of this rank. Happens by itself when Python ends.
+
+        The first rank waits up to 30 seconds for others that have not taken the end of its last pass.
+        """
+        self._end()
+
+    def _check_state(self) -> None:
+        if not self._facts.has_state:
+            raise TypeError(
+                "the loader of the first rank has no state_dict and load_state_dict, so that its position "
+                "cannot be saved; make it with build_loader, or give a torchdata StatefulDataLoader"
+            )
+
+
+class _Pass(Iterator[Batch]):
+    """One pass over the data of a dispatcher, which it keeps alive."""
+
+    def __init__(self, dispatcher: DataloaderDispatcher[Batch], side: Side) -> None:
+        self._dispatcher = dispatcher
+        self._side = side
+        self._number = side.start_pass()
+
+    def __next__(self) -> Batch:
+        batch: Batch = self._side.take(self._number)
+        return batch
+
+
+class _Options(NamedTuple):
+    placement: Placement
+    device: torch.device
+    prefetch: int
+    timeout_seconds: float
+    uneven: Uneven
+    make_dummy: Callable[[Any], Any] | None
+
+
+def _open(loader: Iterable[Any] | None, group: RankGroup, options: _Options) -> tuple[Facts, Side]:
+    """Compare arguments with the other ranks, and make this rank's part of the dispatch."""
+    place, timeout = options.placement, options.timeout_seconds
+    settings = {
+        "mesh": place.ranks,
+        "dp_mesh_dim": place.shares,
+        "uneven": options.uneven,
+        "prefetch": options.prefetch,
+        "timeout_seconds": timeout,
+    }
+    facts, problem = _facts(loader) if group.index == 0 else (None, None)
+    facts, hosts = agree(group, settings, facts, _problem(options) or problem)
+    if group.index != 0 or loader is None:
+        patience = timeout + min(_GRACE_SECONDS, timeout / 2)
+        inbox = Inbox(group, options.prefetch, pins(options.device), patience, hosts[group.ranks[0]])
+        return facts, Follower(inbox, options.device, facts.epoch)
+    if group.size == 1:
+        return facts, Alone(loader, options.device)
+    reader = Reader(loader, place.width, options.uneven, options.make_dummy)
+    outbox = Outbox(group, place, options.prefetch)
+    producer = Producer(reader, outbox, group, options.prefetch, timeout, hosts)
+    return facts, Root(reader, producer, place.shares[0], options.device)
+
+
+def _close(side: Side, group: RankGroup) -> None:
+    try:
+        side.close()
+    finally:
+        group.close()
+
+
+def _facts(loader: object) -> tuple[Facts | None, Exception | None]:
+    if loader is None:
+        return None, DataError("loader=None on the first rank of the mesh, which loads; give it one there")
+    if not isinstance(loader, Iterable):
+        return None, TypeError(f"loader is a {type(loader).__name__}, which cannot be iterated")
+    position = Position(loader)
+    batch_size = getattr(loader, "batch_size", None)
+    return Facts(length_of(loader), batch_size, position.has_state, position.epoch), None
+
+
+def _problem(options: _Options) -> Exception | None:
+    if options.uneven not in get_args(Uneven):
+        choices = ", ".join(map(repr, get_args(Uneven)))
+        return DataError(f"uneven={options.uneven!r} is not one of {choices}")
+    if type(options.prefetch) is not int or options.prefetch < 1:
+        return DataError(
+            f"prefetch={options.prefetch!r} is out of range; it must be an integer of at least 1"
+        )
+    return None

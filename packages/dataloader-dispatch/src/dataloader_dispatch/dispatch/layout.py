@@ -1,0 +1,63 @@
+"""Tensors side by side in one buffer of bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and a multiple of every element size."""
+
+Spec = tuple[torch.dtype, tuple[int, ...]]
+
+
+def aligned(num_bytes: int) -> int:
+    """The smallest multiple of `ALIGNMENT` that is at least ``num_bytes``."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def spec_of(tensors: Sequence[torch.Tensor]) -> list[Spec]:
+    """Type and shape of each tensor."""
+    return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+
+
+class Layout:
+    """Where each of some tensors lies in a buffer, one behind the other, each at a multiple of `ALIGNMENT`.
+
+    Args:
+        specs: Type and shape of each tensor.
+
+    Attributes:
+        num_bytes: Size of all together.
+    """
+
+    def __init__(self, specs: Sequence[Spec]) -> None:
+        self._places: list[tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]] = []
+        self.num_bytes = 0
+        for dtype, shape in specs:
+            self._places.append((dtype, self.num_bytes // dtype.itemsize, shape, _strides(shape)))
+            self.num_bytes += aligned(math.prod(shape) * dtype.itemsize)
+
+    def tensors_in(self, buffer: torch.Tensor, start: int) -> list[torch.Tensor]:
+        """The tensors that lie in a buffer from byte ``start`` on, a multiple of `ALIGNMENT`.
+
+        They share the memory of the buffer, but are no views of it or of one another: changing one in place
+        does not upset what autograd has saved of another.
+        """
+        storage, device = buffer.untyped_storage(), buffer.device
+        return [
+            torch.empty(0, dtype=dtype, device=device).set_(
+                storage, start // dtype.itemsize + offset, shape, strides
+            )
+            for dtype, offset, shape, strides in self._places
+        ]
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, size = [], 1
+    for length in reversed(shape):
+        strides.append(size)
+        size *= max(length, 1)
+    return tuple(reversed(strides))

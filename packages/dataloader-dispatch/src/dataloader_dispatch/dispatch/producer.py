@@ -1,0 +1,305 @@
+"""The root's background thread: reads, sends, and keeps the root's own batches until they are asked for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dataloader_dispatch.dispatch.failure import encode, note_origin
+from dataloader_dispatch.dispatch.lane import Stamp
+from dataloader_dispatch.dispatch.outbox import LostRank, Outbox
+from dataloader_dispatch.dispatch.reader import Reader, Round
+from dataloader_dispatch.rank_group import RankGroup
+from dist_env import RankFailedError, RankTimeoutError
+
+_DOING = "dispatching batches"
+_LOOK_SECONDS = 0.5
+_QUICK_SECONDS = 5e-4
+"""A round that takes less to load is no dearer than its transport."""
+_QUICK_ROUNDS = 32
+"""So many quick rounds in a row, and more than one travels in a message: it is transport that counts.
+
+Whoever waits for the first of them waits for the last too, so a loader that is quick now and then does not
+get there.
+"""
+_MOST_TOGETHER = 8
+_MOST_TOGETHER_BYTES = 1 << 20
+_FAREWELL_SECONDS = 30.0
+"""How long the others may take for the end of a pass before the root leaves."""
+_FAILURE_SECONDS = 5.0
+"""The same where something has failed, or the root leaves in the middle of a pass."""
+_END_OF_READ_SECONDS = 5.0
+"""How long a read that is going on may take before the root leaves without waiting for it."""
+
+
+class _Failed(NamedTuple):
+    error: BaseException
+
+
+class Producer:
+    """Produces one pass after another. All public methods belong to the training thread.
+
+    Args:
+        reader: The rounds.
+        outbox: Where they go.
+        group: The ranks; this one is the root.
+        prefetch: Rounds to have ready for the root itself.
+        timeout_seconds: How long `take` waits.
+        hosts: Host of every rank of the group.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        outbox: Outbox,
+        group: RankGroup,
+        prefetch: int,
+        timeout_seconds: float,
+        hosts: Mapping[int, str],
+    ) -> None:
+        self._reader = reader
+        self._outbox = outbox
+        self._group = group
+        self._prefetch = prefetch
+        self._timeout_seconds = timeout_seconds
+        self._hosts = hosts
+        self._changed = threading.Condition()
+        self._ready: deque[Round | _Failed] = deque()
+        self._quick = 0
+        self._generation = 0
+        self._active = False
+        self._closing = False
+        self._finished = True
+        self._breaking = False
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dataloader-dispatch", daemon=True)
+
+    def start_pass(self) -> int:
+        """Begin a pass, and give up the one before. Returns its number, from 1."""
+        with self._changed:
+            self._check_usable()
+            self._generation += 1
+            self._active, self._finished = True, False
+            self._ready.clear()
+            self._changed.notify_all()
+        if not self._thread.is_alive():
+            self._thread.start()
+        return self._generation
+
+    def take(self, generation: int) -> Round:
+        """The root's next round of a pass, without batches at its end.
+
+        Raises:
+            RuntimeError: A newer pass was begun, or the position was changed.
+            RankFailedError: A rank is lost.
+            RankTimeoutError: Nothing came within the timeout.
+            Exception: Whatever the loader raised.
+        """
+        start = time.monotonic()
+        with self._changed:
+            while True:
+                self._check_usable()
+                if not self.is_current(generation):
+                    raise outdated()
+                if self._ready:
+                    break
+                if not self._changed.wait(_LOOK_SECONDS) and self._broken is None:
+                    self._look(time.monotonic() - start)
+            item = self._ready[0]
+            if isinstance(item, _Failed) or not item.batches:
+                self._finished = True  # It stays, for whoever asks again.
+            else:
+                self._ready.popleft()
+                self._changed.notify_all()
+        if isinstance(item, _Failed):
+            raise item.error
+        return item
+
+    def is_current(self, generation: int) -> bool:
+        """Whether a pass still goes on."""
+        return self._active and generation == self._generation and not self._closing
+
+    @property
+    def current(self) -> int | None:
+        """Number of the pass that goes on."""
+        return self._generation if self._active and not self._finished else None
+
+    def retire(self) -> None:
+        """Give up the pass that goes on, because the position is about to change."""
+        with self._changed:
+            self._check_usable()
+            self._active, self._finished = False, True
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread. Before that, what was sent reaches everyone who still takes it."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        ended = self._finished and self._broken is None
+        if not self._finished:
+            self._tell_closed()
+        self._outbox.drain(_FAREWELL_SECONDS if ended else _FAILURE_SECONDS)
+        self._outbox.cut()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._end_thread()
+
+    def _tell_closed(self) -> None:
+        """Say that this rank leaves in the middle of a pass, behind all that was sent."""
+        name, rank = self._group.name(0), self._group.ranks[0]
+        error = RankFailedError(f"{_DOING}: {name} has closed its data loader or ended", rank)
+        try:
+            self._outbox.send_failure(Stamp(self._generation, 0, 0.0), encode(error, name))
+        except LostRank:
+            return  # It has left before.
+
+    def _end_thread(self) -> None:
+        self._thread.join(_END_OF_READ_SECONDS)
+        if not self._thread.is_alive():
+            self._reader.drop()
+
+    def _check_usable(self) -> None:
+        if self._closing:
+            raise RuntimeError("the data loader was closed; make a new one")
+        if self._broken is not None:
+            raise self._broken
+
+    def _look(self, waited: float) -> None:
+        """Find out why nothing comes: called while the training thread waits."""
+        lost = self._outbox.unreachable()
+        if lost is not None:
+            self._lose(lost)
+        elif waited >= self._timeout_seconds:
+            self._break(self._late())
+
+    def _late(self) -> RankTimeoutError:
+        index = self._outbox.waiting_for
+        if index is None:
+            what = f"the loader of {self._group.name(0)} gave no batch for {self._timeout_seconds:g} s"
+        else:
+            what = f"{self._group.name(index)} took no batch for {self._timeout_seconds:g} s"
+        rank = self._group.ranks[index or 0]
+        return RankTimeoutError(
+            f"{_DOING}: {what}. Look at what that rank does; if it is only slow, raise timeout_seconds",
+            {rank: self._hosts[rank]},
+        )
+
+    def _run(self) -> None:
+        done = 0
+        while True:
+            with self._changed:
+                while not (self._closing or self._broken or (self._active and self._generation != done)):
+                    self._changed.wait()
+                if self._closing or self._broken:
+                    return
+                done = self._generation
+            self._produce(done)
+
+    def _produce(self, generation: int) -> None:
+        try:
+            while self._produce_some(generation):
+                pass
+        except LostRank as lost:
+            self._lose(lost)
+        except BaseException as error:  # noqa: BLE001
+            # It is raised where the batches are asked for: here on the training thread, and on every rank.
+            self._fail(generation, error)
+
+    def _produce_some(self, generation: int) -> bool:
+        """Read and send what travels in one message. Returns whether the pass goes on."""
+        together: list[Round] = []
+        try:
+            while (taken := self._read(generation)) is not None and taken.batches:
+                together.append(taken)
+                if self._quick < _QUICK_ROUNDS or len(together) >= self._most_together():
+                    break
+        except BaseException:
+            self._send(generation, together)  # What came before the error is delivered before it.
+            raise
+        if not self._send(generation, together) or taken is None:
+            return False
+        if taken.batches:
+            return True
+        self._outbox.send_end(Stamp(generation, taken.after.epoch, taken.after.progress))
+        self._offer(generation, taken)
+        return False
+
+    def _read(self, generation: int) -> Round | None:
+        start = time.monotonic()
+        taken = self._reader.read(generation, lambda: self.is_current(generation))
+        self._quick = self._quick + 1 if time.monotonic() - start < _QUICK_SECONDS else 0
+        return taken
+
+    def _most_together(self) -> int:
+        return max(1, min(_MOST_TOGETHER, _MOST_TOGETHER_BYTES // max(1, self._outbox.round_bytes)))
+
+    def _send(self, generation: int, rounds: list[Round]) -> bool:
+        """Send rounds, then have them ready for the root itself. Returns whether the pass is still on."""
+        if rounds:
+            stamps = [Stamp(generation, taken.after.epoch, taken.after.progress) for taken in rounds]
+            self._outbox.send_rounds(stamps, [taken.batches for taken in rounds])
+        return all(self._offer(generation, taken) for taken in rounds)
+
+    def _offer(self, generation: int, taken: Round) -> bool:
+        with self._changed:
+            while self.is_current(generation) and len(self._ready) >= self._prefetch:
+                self._changed.wait()
+            if not self.is_current(generation):
+                return False
+            self._ready.append(taken)
+            self._changed.notify_all()
+            return True
+
+    def _fail(self, generation: int, error: BaseException) -> None:
+        where = self._group.name(0)
+        payload = encode(error, where)
+        note_origin(error, where)
+        if not self.is_current(generation):
+            return
+        try:
+            # Sent first: this process may end as soon as the training thread knows.
+            self._outbox.send_failure(Stamp(generation, 0, 0.0), payload)
+        except LostRank as lost:
+            self._lose(lost)
+            return
+        with self._changed:
+            if self.is_current(generation):
+                self._ready.append(_Failed(error))
+                self._changed.notify_all()
+
+    def _lose(self, lost: LostRank) -> None:
+        if not self._closing:
+            error = self._group.lost(_DOING, lost.index, lost.reason)
+            self._break(error, lost.index)
+
+    def _break(self, error: BaseException, lost: int | None = None) -> None:
+        """Tell everyone who is left why nothing more will come."""
+        with self._changed:
+            if self._breaking:
+                return
+            self._breaking = True
+        stamp = Stamp(self._generation, 0, 0.0)
+        unreached = None
+        try:
+            self._outbox.send_failure(stamp, encode(error, self._group.name(0)), lost)
+        except LostRank as another:
+            unreached = another
+        if unreached is not None:
+            error.add_note(f"Nor could {self._group.name(unreached.index)} be told")
+        with self._changed:
+            self._broken, self._finished = error, True
+            self._changed.notify_all()
+
+
+def outdated() -> RuntimeError:
+    """The error for an iterator whose time is over."""
+    return RuntimeError(
+        "this iterator is no longer valid: a newer one was made, or set_epoch or load_state_dict was called; "
+        "use the newer one, or call iter() again"
+    )

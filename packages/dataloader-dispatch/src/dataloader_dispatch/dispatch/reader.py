@@ -1,0 +1,278 @@
+"""The root's loader: rounds of batches, and where it stood when the caller had received each of them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from dataloader_dispatch.dummy import masked_dummy
+from dataloader_dispatch.errors import DataError
+
+Uneven = Literal["stop", "pad", "error"]
+MakeDummy = Callable[[Any], Any]
+
+logger = logging.getLogger("dataloader_dispatch")
+
+
+class Snapshot(NamedTuple):
+    """Where a loader stands.
+
+    Attributes:
+        state: Its state; None if it has none.
+        epoch: Epoch of the next batch.
+        progress: Share of the epoch that is over.
+    """
+
+    state: dict[str, object] | None
+    epoch: int
+    progress: float
+
+
+class Round(NamedTuple):
+    """One batch for every data-parallel position; none at the end of a pass."""
+
+    batches: list[Any]
+    after: Snapshot
+
+
+class Position:
+    """Epoch and state of a loader, through whatever it has for them.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._epoch = 0
+        self.has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._has_epoch = isinstance(getattr(loader, "epoch", None), int)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch: the loader's, or the number of passes that reached the end."""
+        return int(self._loader.epoch) if self._has_epoch else self._epoch
+
+    @property
+    def progress(self) -> float | None:
+        """The loader's ``epoch_progress``, if it has one."""
+        value = getattr(self._loader, "epoch_progress", None)
+        return None if value is None else float(value)
+
+    def end_epoch(self) -> None:
+        """Count a pass that reached the end."""
+        self._epoch += 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, or else its samplers and its dataset, the epoch."""
+        self._epoch = epoch
+        for part in _parts(self._loader):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+                if part is self._loader:
+                    return
+
+    def go_back(self, epoch: int) -> None:
+        """Return to an epoch that reading ahead has left. Other parts than the loader are not told."""
+        self._epoch = epoch
+        if self._has_epoch and self._loader.epoch != epoch:
+            self._loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, object] | None:
+        """A copy of the loader's state; None if it has none."""
+        return copy.deepcopy(self._loader.state_dict()) if self.has_state else None
+
+    def load_state_dict(self, state: object) -> None:
+        """Go to a saved position."""
+        self._loader.load_state_dict(state)
+
+
+class Reader:
+    """Reads rounds ahead of the caller, and goes back to the caller's position where that is asked for.
+
+    The lock is held while the loader works. `snapshot` is what the caller has received.
+
+    Args:
+        loader: What to read.
+        width: Batches in a round.
+        uneven: What becomes of a last round that is not complete.
+        make_dummy: Makes the batches that ``uneven="pad"`` fills a round with, from the last real one.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], width: int, uneven: Uneven, make_dummy: MakeDummy | None
+    ) -> None:
+        self.loader = loader
+        self.position = Position(loader)
+        self._width = width
+        self._uneven = uneven
+        self._make_dummy = make_dummy or masked_dummy
+        self._lock = threading.Lock()
+        self._iterator: Iterator[Any] | None = None
+        self._begun = 0
+        self._rounds = 0
+        self._exhausted = False
+        self._reported = False
+        self._ahead = False
+        self._consumed = Snapshot(None, 0, 0.0)
+
+    def read(self, generation: int, is_current: Callable[[], bool]) -> Round | None:
+        """The next round of a pass; None as soon as the pass is no longer the current one.
+
+        Raises:
+            DataError: The last round is not complete and ``uneven`` is "error", or no dummy can be made.
+            Exception: Whatever the loader raises.
+        """
+        with self._lock:
+            batches: list[Any] = []
+            while len(batches) < self._width:
+                if not is_current():
+                    return None
+                self._begin(generation)
+                batch = self._next()
+                if batch is _END:
+                    return self._last_round(batches)
+                batches.append(batch)
+            self._rounds += 1
+            return Round(batches, self._look())
+
+    def consumed(self, taken: Round) -> None:
+        """The caller has received a round, or the end of the pass."""
+        self._consumed = taken.after
+        self._ahead = bool(taken.batches)
+
+    def snapshot(self, generation: int | None) -> Snapshot:
+        """Where the caller stands.
+
+        Args:
+            generation: The pass that was asked for last, if it is still going on.
+        """
+        if generation is not None and self._begun != generation:
+            with self._lock:
+                self._begin(generation)
+        if self._ahead:
+            return self._consumed._replace(state=copy.deepcopy(self._consumed.state))
+        with self._lock:
+            return self._look()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch, or leave the position alone if the loader does so."""
+        with self._lock:
+            self._rewind()
+            self.position.set_epoch(epoch)
+            self._ahead = self._ahead and self.position.epoch == self._consumed.epoch
+            self._rounds = 0
+
+    def load_state_dict(self, state: object) -> None:
+        """Go to a saved position."""
+        with self._lock:
+            self._iterator, self._ahead, self._rounds = None, False, 0
+            self.position.load_state_dict(state)
+
+    def drop(self) -> None:
+        """Let go of the loader's iterator, which ends its worker processes."""
+        with self._lock:
+            self._iterator = None
+
+    def _begin(self, generation: int) -> None:
+        if self._begun == generation:
+            return
+        self._rewind()
+        self._iterator = iter(self.loader)
+        self._rounds, self._exhausted = 0, False
+        self._consumed, self._ahead = self._look(), True
+        self._begun = generation
+
+    def _rewind(self) -> None:
+        """Undo what was read and not received, as far as the next pass would not begin anew by itself."""
+        self._iterator = None
+        if not self._ahead:
+            return
+        # A DataLoader begins each pass anew, but reading to the end may have begun the next epoch.
+        if self._consumed.state is not None and not isinstance(self.loader, DataLoader):
+            self.position.load_state_dict(copy.deepcopy(self._consumed.state))
+            self._ahead = False
+        self.position.go_back(self._consumed.epoch)
+
+    def _next(self) -> Any:
+        if self._exhausted or self._iterator is None:
+            return _END
+        try:
+            return next(self._iterator, _END)
+        except (OSError, EOFError, RuntimeError) as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: Exception) -> None:
+        """A worker process that dies shows as whatever its pipe did last."""
+        workers = getattr(self.loader, "num_workers", 0)
+        if workers and (isinstance(error, OSError | EOFError) or "worker" in str(error)):
+            error.add_note(
+                f"One of the loader's worker processes (num_workers={workers}) may have died; the system may "
+                "have killed it for its memory"
+            )
+
+    def _last_round(self, batches: list[Any]) -> Round:
+        first = not self._exhausted
+        self._exhausted = True
+        if first:
+            self.position.end_epoch()
+        after = self._look()
+        if batches and self._uneven == "pad":
+            dummies = [self._make_dummy(batches[-1]) for _ in range(self._width - len(batches))]
+            return Round(batches + dummies, after)
+        if batches and self._uneven == "error":
+            raise DataError(
+                f"the loader ended after {self._rounds * self._width + len(batches)} batches, which is no "
+                f"multiple of the {self._width} that a round needs: {len(batches)} are left over; let the "
+                "number of batches be a multiple, or choose uneven='stop' or 'pad'"
+            )
+        if batches and not self._reported:
+            self._reported = True
+            logger.warning(
+                "the last round of an epoch has %d of the %d batches it needs; nobody gets them "
+                "(uneven='stop'). Choose uneven='pad' to use them",
+                len(batches),
+                self._width,
+            )
+        return Round([], after)
+
+    def _look(self) -> Snapshot:
+        progress = self.position.progress
+        if progress is None:
+            progress = self._share()
+        return Snapshot(self.position.state_dict(), self.position.epoch, progress)
+
+    def _share(self) -> float:
+        length = length_of(self.loader)
+        if self._exhausted or not length:
+            return 0.0
+        return min(1.0, self._rounds * self._width / length)
+
+
+class _End:
+    """The end of the data; a type of its own, since a batch can be anything."""
+
+
+_END = _End()
+
+
+def length_of(loader: object) -> int | None:
+    """Number of batches; None if the loader cannot tell."""
+    try:
+        return len(loader)  # type: ignore[arg-type]  # the refusal is the answer
+    except TypeError:
+        return None
+
+
+def _parts(loader: Any) -> list[Any]:
+    """A loader, and what it has that may want to know the epoch."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = [loader, getattr(loader, "sampler", None), batch_sampler]
+    parts += [getattr(batch_sampler, "sampler", None), getattr(loader, "dataset", None)]
+    return [part for number, part in enumerate(parts) if not any(part is other for other in parts[:number])]

@@ -1,0 +1,104 @@
+"""From a received message to a batch on the device."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from dataloader_dispatch.dispatch.inbox import Inbox, Received
+from dataloader_dispatch.dispatch.layout import Layout, Spec, aligned
+from dataloader_dispatch.dispatch.message import HEADER_BYTES, memory_of, read_standing
+from dataloader_dispatch.dispatch.structure import is_immutable, map_tensors, put_together
+
+_PINNING = ("cuda", "xpu")
+
+
+def pins(device: torch.device) -> bool:
+    """Whether copies to a device are faster, and can go on in the background, from page-locked memory."""
+    return device.type in _PINNING
+
+
+def moved(batch: object, device: torch.device) -> object:
+    """A batch with its dense tensors on a device and detached."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device, non_blocking=True)
+
+    return map_tensors(batch, move)
+
+
+class Arrived(NamedTuple):
+    """A batch, and where the loader stands behind it."""
+
+    batch: object
+    epoch: int
+    progress: float
+
+
+class Unpacker:
+    """Makes batches of messages. No batch shares memory with another one or with a buffer that is used again.
+
+    Args:
+        inbox: Where the buffers of messages go back to.
+        device: Where the tensors are to be.
+    """
+
+    def __init__(self, inbox: Inbox, device: torch.device) -> None:
+        self._inbox = inbox
+        self._device = device
+        self._described = b""
+        self._skeleton: object = None
+        self._immutable = True
+        self._layout = Layout([])
+
+    def batches(self, message: Received) -> Iterator[Arrived]:
+        """The batches in a message, one at a time; then its buffer is given back."""
+        header, buffer = message
+        memory = memory_of(buffer)
+        if header.description:
+            self._learn(memory[HEADER_BYTES : HEADER_BYTES + header.description].tobytes())
+        start = HEADER_BYTES + aligned(header.description)
+        own = header.rounds == 1 and 2 * header.payload >= buffer.numel() and self._device.type == "cpu"
+        for _ in range(header.rounds):
+            epoch, progress = read_standing(memory, start)
+            start += HEADER_BYTES
+            tensors = self._tensors(buffer, start, own)
+            start += self._layout.num_bytes
+            yield Arrived(self._assembled(tensors), epoch, progress)
+        if not own:
+            self._inbox.give_back(buffer, self._copied(buffer))
+
+    def _learn(self, described: bytes) -> None:
+        self._described = described
+        self._skeleton, specs = self._read()
+        self._layout = Layout(specs)
+        # Values that can be changed are made anew for each batch.
+        self._immutable = is_immutable(self._skeleton)
+
+    def _read(self) -> tuple[object, list[Spec]]:
+        skeleton, specs = pickle.loads(self._described)
+        return skeleton, specs
+
+    def _assembled(self, tensors: list[torch.Tensor]) -> object:
+        skeleton = self._skeleton if self._immutable else self._read()[0]
+        return put_together(skeleton, tensors)
+
+    def _tensors(self, buffer: torch.Tensor, start: int, own: bool) -> list[torch.Tensor]:
+        """The tensors of one batch: in the buffer itself if the batch may keep it, else in one copy."""
+        if own:
+            return self._layout.tensors_in(buffer, start)
+        part = buffer[start : start + self._layout.num_bytes]
+        if self._device.type == "cpu":
+            return self._layout.tensors_in(part.clone(), 0)
+        # The buffer of a copy that goes on in the background is not used before it has ended.
+        return self._layout.tensors_in(part.to(self._device, non_blocking=buffer.is_pinned()), 0)
+
+    def _copied(self, buffer: torch.Tensor) -> torch.Event | None:
+        if not buffer.is_pinned():
+            return None
+        event = torch.Event(self._device)
+        event.record()
+        return event

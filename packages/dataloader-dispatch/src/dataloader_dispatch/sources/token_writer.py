@@ -1,0 +1,119 @@
+"""Writes one part of a directory of token ids."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.sources.token_binary import Integers
+from dataloader_dispatch.sources.token_manifest import Part, TokenType
+
+_BUFFER = 1 << 20
+
+
+class PartWriter:
+    """Takes documents one by one; the two files get their names when all of it is on the disk.
+
+    Args:
+        directory: Where the part goes.
+        name: Its name, without ending.
+        dtype: Type of the token ids in the file.
+        vocabulary_size: One more than the largest token id allowed.
+        scratch: Directory for the files until they are complete, on the same file system.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, dtype: TokenType, vocabulary_size: int, scratch: Path
+    ) -> None:
+        self._final = {ending: directory / f"{name}{ending}" for ending in (".bin", ".idx")}
+        # Each process has names of its own: one that was believed dead must not write into another's file.
+        self._temporary = {ending: scratch / f"{name}-{os.getpid()}{ending}" for ending in (".bin", ".idx")}
+        self._name = name
+        self._kind = np.dtype(dtype).newbyteorder("<")
+        self._vocabulary_size = vocabulary_size
+        self._lengths: list[int] = []
+        self._checksum = 0
+        self._tokens = self._temporary[".bin"].open("wb", buffering=_BUFFER)
+
+    def append(self, tokens: Integers, lengths: Sequence[int]) -> None:
+        """Add documents.
+
+        Args:
+            tokens: Token ids of all of them, end to end, of any integer type, without separators.
+            lengths: Number of tokens of each.
+
+        Raises:
+            DataError: A token id is not in ``range(vocabulary_size)``.
+            OSError: The file cannot be written.
+        """
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocabulary_size:
+            raise DataError(
+                f"the tokenizer gave token ids from {tokens.min()} to {tokens.max()}, and its vocabulary has "
+                f"{self._vocabulary_size} entries; the tokenizer's files do not fit together"
+            )
+        raw = tokens.astype(self._kind).tobytes()
+        self._tokens.write(raw)
+        self._checksum = zlib.crc32(raw, self._checksum)
+        self._lengths.extend(lengths)
+
+    def finish(self) -> Part:
+        """Put both files on the disk under their names.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        offsets = np.zeros(len(self._lengths) + 1, dtype="<i8")
+        np.cumsum(self._lengths, out=offsets[1:])
+        with self._tokens as stream:
+            stream.flush()
+            os.fsync(stream.fileno())
+        raw = offsets.tobytes()
+        with self._temporary[".idx"].open("wb") as stream:
+            stream.write(raw)
+            stream.flush()
+            os.fsync(stream.fileno())
+        for ending, path in self._temporary.items():
+            path.replace(self._final[ending])
+        sync_directory(self._final[".bin"].parent)
+        return Part(self._name, len(self._lengths), int(offsets[-1]), self._checksum, zlib.crc32(raw))
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove what is not complete."""
+        self._tokens.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a file in one step; the new content is on the disk then.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Put the names in a directory on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,1 @@
+"""Documents to token rows: order, packing, position, batches."""

@@ -1,0 +1,74 @@
+"""Rules for the settings of a stream."""
+
+from __future__ import annotations
+
+from dataloader_dispatch.errors import DataError
+
+_USUAL_SHARDS = 64
+_DOCUMENTS_A_SHARD = 16
+
+
+def check_settings(sequence_length: int, eos_token_id: int | None, pad_token_id: int) -> None:
+    """Refuse numbers that are out of range.
+
+    Raises:
+        DataError: Names the setting.
+    """
+    if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 2:
+        raise DataError(
+            f"sequence_length={sequence_length!r} is out of range; it must be an integer of at least 2, "
+            "one token to predict the other from"
+        )
+    for name, token in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
+        if token is not None and token < 0:
+            raise DataError(f"{name}={token} is out of range; token ids are not negative")
+
+
+def logical_shards(shards: int | None, documents: int, rank: int, world_size: int) -> int:
+    """The number of logical shards to use.
+
+    Args:
+        shards: The setting; None for a number that suits the documents.
+        documents: Documents in an epoch.
+        rank: This rank.
+        world_size: Number of ranks.
+
+    Raises:
+        DataError: A number is out of range, there is no document, or a rank would have no shard.
+    """
+    if documents == 0:
+        raise DataError("source has no documents; give at least one")
+    if not 0 <= rank < world_size:
+        raise DataError(
+            f"rank={rank} is out of range; it must be at least 0 and below world_size={world_size}"
+        )
+    if documents < world_size:
+        raise DataError(
+            f"{documents} document(s) cannot be divided among {world_size} ranks; give more documents, or "
+            "let fewer ranks read (DataloaderDispatcher reads on one rank for all)"
+        )
+    if shards is None:
+        shards = min(_USUAL_SHARDS, max(1, documents // _DOCUMENTS_A_SHARD))
+    elif isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
+        raise DataError(f"shards={shards!r} is out of range; it must be an integer of at least 1")
+    if shards > documents:
+        raise DataError(
+            f"shards={shards} is out of range; there are {documents} documents, and each shard needs one"
+        )
+    check_takers(shards, world_size, 1)
+    return shards
+
+
+def check_takers(shards: int, world_size: int, workers: int) -> None:
+    """Refuse more ranks and workers than shards.
+
+    Raises:
+        DataError: A rank or worker would have no shard.
+    """
+    takers = world_size * workers
+    if shards < takers:
+        who = f"{world_size} rank(s)" + (f" of {workers} workers each" if workers > 1 else "")
+        raise DataError(
+            f"shards={shards} cannot be divided among {who}; set shards to a multiple of {takers}, and at "
+            "most to the number of documents"
+        )

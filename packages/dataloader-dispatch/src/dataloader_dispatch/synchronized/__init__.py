@@ -1,0 +1,1 @@
+"""Loaders of several ranks that agree on the end of the data."""

@@ -1,0 +1,235 @@
+"""Each rank reads its own data; all ranks stop together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar, cast, get_args
+
+import torch
+import torch.distributed as dist
+
+from dataloader_dispatch.dummy import masked_dummy
+from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.rank_group import RankGroup
+from dataloader_dispatch.synchronized.delivery import Settings
+from dataloader_dispatch.synchronized.epoch import Epoch
+from dataloader_dispatch.synchronized.exchange import Exchange
+from dataloader_dispatch.synchronized.move import to_device
+from dataloader_dispatch.synchronized.notices import Notices
+from dataloader_dispatch.synchronized.opening import Uneven, common_length, length_of
+from dataloader_dispatch.synchronized.standpoint import Standpoint
+from dist_env import get_logger
+
+Batch = TypeVar("Batch")
+
+
+class SynchronizedDataLoader(Generic[Batch]):
+    """A loader for each rank's own data, with an end that all ranks agree on.
+
+    A rank that has run out of data leaves the others waiting in their next collective for ever. Here the
+    ranks agree before that step:
+
+    * ``uneven="stop"``: the epoch ends on every rank when the first one has run out. Surplus batches of the
+      others are left out, with one warning that says how many there are, and the next epoch begins at its
+      start on every rank.
+    * ``uneven="pad"``: ranks that have run out deliver dummy batches that count for nothing (see
+      `masked_dummy`) until the last one has run out. `last_is_dummy` tells them.
+    * ``uneven="error"``: `DataError` on every rank, before the step in question, naming who has how many.
+
+    Where every loader has an exact length (torch calls that of a loader of an iterable dataset a guess), the
+    ranks agree once an epoch, and exchange nothing from step to step. Otherwise each rank looks one batch
+    ahead, and whether there is another one is agreed on while the caller computes; so it is in the first pass
+    after a position was loaded. Exchanges use a gloo group of their own and disturb no other.
+
+    If the loader of one rank raises, that rank raises the same error and every other one `RankFailedError`,
+    before the step in which that rank would be missing. After an error make a new SynchronizedDataLoader.
+
+    The ranks must have different data; if first batches are the same, one warning names the ranks.
+
+    Making it, and getting the first batch of a pass, are collective. A later pass may begin before the one
+    before it has come to its end, if it does so on every rank: a torch ``DataLoader`` then begins anew, and
+    another loader with ``state_dict`` goes on behind the last batch delivered. With one rank, batches are
+    only moved to the device.
+
+    Args:
+        loader: This rank's batches: any iterable that can be iterated anew.
+        device: Where tensors go, without waiting where their memory is page-locked; see `to_device`.
+        process_group: The ranks; None for all. One rank if there is no process group.
+        uneven: What to do when some ranks run out before others; the same on all ranks.
+        make_dummy: Under "pad": makes a dummy of a batch, both on ``device``; it leaves the batch as it is.
+        timeout_seconds: How long a rank waits for the others in an exchange.
+
+    Attributes:
+        loader: The loader given. Its own position is up to one batch ahead.
+        device: Where tensors go.
+
+    Raises:
+        DataError: A setting is out of range or differs between ranks.
+        RankFailedError: A rank is lost.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Batch],
+        device: torch.device | str,
+        process_group: dist.ProcessGroup | None = None,
+        uneven: Uneven = "stop",
+        *,
+        make_dummy: Callable[[Batch], Batch] = masked_dummy,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.loader = loader
+        self.device = torch.device(device)
+        group = RankGroup(_ranks_of(process_group), timeout_seconds)
+        self._group = group
+        self._settings = Settings(
+            loader, self.device, group, Exchange(group), uneven, make_dummy, Notices(group)
+        )
+        self._standpoint: Standpoint[Batch] = Standpoint(loader)
+        self._passes = 0
+        self._has_failed = False
+        self._lengths: tuple[int | None, ...] = ()
+        self._meet()
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of a pass, with tensors on the device.
+
+        Raises:
+            DataError: Ranks have different numbers of batches under ``uneven="error"``, a loader contradicts
+                its length, batches cannot be masked under "pad", or an earlier pass ended with an error.
+            RankFailedError: The loader of another rank failed, or a rank is lost.
+        """
+        if self._group.size == 1:
+            return (to_device(batch, self.device) for batch in self.loader)
+        return self._pass()
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch: the least of the ranks, the greatest under ``uneven="pad"``.
+
+        Agreed on when the loader is made and at the first batch of each pass, so any rank may ask alone.
+
+        Raises:
+            TypeError: The loader of some rank has no length.
+        """
+        latest = self._standpoint.latest
+        lengths = (latest and latest.lengths) or self._lengths
+        if self._group.size == 1:
+            lengths = (length_of(self.loader),)
+        length = common_length(lengths, self._settings.uneven)
+        if length is None:
+            raise TypeError("the loader of at least one rank has no length")
+        return length
+
+    @property
+    def last_is_dummy(self) -> bool:
+        """Whether the last batch delivered on this rank was a dummy that counts for nothing."""
+        latest = self._standpoint.latest
+        return latest is not None and latest.delivery.is_dummy
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that stop together."""
+        return self._group.size
+
+    @property
+    def batch_size(self) -> int | None:
+        """``batch_size`` of the loader, if it has one."""
+        return cast("int | None", self._standpoint.inner("batch_size"))
+
+    @property
+    def dataset(self) -> object:
+        """``dataset`` of the loader, if it has one."""
+        return self._standpoint.inner("dataset")
+
+    @property
+    def sampler(self) -> object:
+        """``sampler`` of the loader, if it has one."""
+        return self._standpoint.inner("sampler")
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch, if the loader tells it."""
+        return self._standpoint.epoch
+
+    @property
+    def epoch_progress(self) -> float:
+        """Share of the epoch that was delivered, if the loader tells it."""
+        return self._standpoint.progress
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch, between passes: ``set_epoch`` of the loader, or else of its dataset and samplers.
+
+        Nothing happens if the position is in that epoch already. Not collective, but all ranks must do it.
+        """
+        self._standpoint.set_epoch(epoch)
+
+    @property
+    def state_dict(self) -> Callable[[], dict[str, object]]:
+        """A function that returns the position behind the last batch delivered; absent as in the loader.
+
+        It is what this rank's loader returns, so each rank has its own. While other ranks still deliver, a
+        rank that has run out stays behind its last batch. An empty dict is the start of an epoch: of a loader
+        that does not count epochs, after other ranks have run out before it.
+        """
+        self._standpoint.inner("state_dict")
+        return self._standpoint.state_dict
+
+    @property
+    def load_state_dict(self) -> Callable[[Mapping[str, object]], None]:
+        """A function that takes what ``state_dict`` returned on this rank; absent as in the loader."""
+        self._standpoint.inner("load_state_dict")
+        return self._standpoint.load_state_dict
+
+    @property
+    def load_resharded(self) -> Callable[..., None]:
+        """The loader's function for states of another number of ranks; absent as in the loader."""
+        self._standpoint.inner("load_resharded")
+        return self._standpoint.load_resharded
+
+    def close(self) -> None:
+        """Close the connections between the ranks, on this rank; it cannot be iterated again."""
+        self._standpoint.leave()
+        self._group.close()
+
+    def _pass(self) -> Iterator[Batch]:
+        if self._has_failed:
+            raise DataError(
+                "an error ended an earlier pass of this SynchronizedDataLoader, and the ranks may stand at "
+                "different places; make a new one on every rank"
+            )
+        self._passes += 1
+        if self._standpoint.latest is not None:
+            self._lengths = self._standpoint.latest.lengths
+        epoch = Epoch(self._settings, self._passes)
+        try:
+            yield from self._standpoint.begin(epoch)
+        finally:
+            self._has_failed = epoch.has_failed or self._has_failed
+
+    def _meet(self) -> None:
+        """Agree on the settings and on the first lengths. Collective."""
+        settings = self._settings
+        problem = None if settings.uneven in get_args(Uneven) else "it must be 'stop', 'pad' or 'error'"
+        own = (settings.uneven, problem, length_of(self.loader))
+        doing = "opening a SynchronizedDataLoader"
+        met = [own] if settings.group.size == 1 else settings.exchange.gather(doing, own)
+        self._lengths = tuple(length for _, _, length in met)
+        for uneven, problem, _ in met:
+            if problem is not None:
+                raise DataError(f"uneven={uneven!r} is out of range; {problem}")
+        told = ", ".join(f"{settings.group.name(i)} has {uneven!r}" for i, (uneven, _, _) in enumerate(met))
+        if len({uneven for uneven, _, _ in met}) > 1:
+            raise DataError(f"uneven must be the same on all ranks: {told}")
+
+
+def _ranks_of(process_group: dist.ProcessGroup | None) -> list[int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_process_group_ranks(process_group)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        get_logger("dataloader_dispatch").warning(
+            "SynchronizedDataLoader: WORLD_SIZE=%s, but there is no process group, so every rank is alone; "
+            "call torch.distributed.init_process_group, or open a dist_env.DistributedEnvironment, first",
+            os.environ["WORLD_SIZE"],
+        )
+    return [0]

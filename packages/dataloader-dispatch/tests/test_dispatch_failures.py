@@ -1,0 +1,77 @@
+"""Lost, stuck and interrupted ranks: the others are told who it was, in time, and every process ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+KILLED = -9
+
+
+@pytest.mark.parametrize(("victim", "world"), [(1, 3), (0, 2)])
+def test_a_killed_rank_is_named_by_all_others(
+    launch: Callable[..., list[Any]], victim: int, world: int
+) -> None:
+    ranks = launch("dispatch_failing.py", world, f"kill {victim}")
+    assert ranks[victim].code == KILLED
+    for number, rank in enumerate(ranks):
+        if number != victim:
+            assert (rank.code, rank.err) == (0, "")
+            assert rank.note["error"] == "RankFailedError"
+            assert rank.note["rank"] == victim
+            assert f"rank {victim} (" in rank.note["text"]
+            assert rank.note["seconds"] < 10, "long before timeout_seconds=60"
+
+
+def test_a_stuck_rank_is_named_within_the_timeout(launch: Callable[..., list[Any]]) -> None:
+    ranks = launch("dispatch_failing.py", 3, "stop 1")
+    for rank in (ranks[0], ranks[2]):
+        assert (rank.code, rank.err) == (0, "")
+        assert rank.note["error"] == "RankTimeoutError"
+        assert rank.note["missing"] == [1]
+        assert "took no batch for 3 s" in rank.note["text"]
+        assert 2.5 < rank.note["seconds"] < 10
+
+
+def test_a_stuck_loader_is_named_within_the_timeout(launch: Callable[..., list[Any]]) -> None:
+    for rank in launch("dispatch_failing.py", 2, "stuck"):
+        assert (rank.code, rank.err) == (0, "")
+        assert rank.note["error"] == "RankTimeoutError"
+        assert rank.note["missing"] == [0]
+        assert "the loader of rank 0" in rank.note["text"]
+        assert 2.5 < rank.note["seconds"] < 10
+
+
+def test_a_worker_process_that_dies_is_told_everywhere(launch: Callable[..., list[Any]]) -> None:
+    for rank in launch("dispatch_failing.py", 2, "worker"):
+        assert rank.code == 0
+        assert rank.note["count"] <= 5
+        assert any("worker processes (num_workers=1) may have died" in note for note in rank.note["notes"])
+        assert any("Raised by the data loader of rank 0" in note for note in rank.note["notes"])
+
+
+def test_an_error_in_the_training_loop_of_the_first_rank_ends_all(launch: Callable[..., list[Any]]) -> None:
+    ranks = launch("dispatch_failing.py", 2, "raise 0")
+    assert [rank.code for rank in ranks] == [1, 1]
+    assert ranks[0].err.count("Traceback") == 1
+    assert "ValueError: in the training loop" in ranks[0].err
+    assert ranks[1].note["rank"] == 0
+    assert "has closed its data loader or ended" in ranks[1].note["text"]
+    assert ranks[1].err.rstrip().splitlines()[-1].count("RankFailedError") == 1
+
+
+def test_ctrl_c_on_one_rank_that_waits_ends_all(launch: Callable[..., list[Any]]) -> None:
+    ranks = launch("dispatch_failing.py", 2, "interrupt")
+    assert [rank.code for rank in ranks] == [1, -2]
+    assert ranks[1].note["error"] == "KeyboardInterrupt"
+    assert ranks[1].note["seconds"] < 5
+    assert ranks[1].err.rstrip().endswith("KeyboardInterrupt")
+    assert ranks[0].note["rank"] == 1
+
+
+def test_leaving_behind_a_destroyed_group_is_quiet(launch: Callable[..., list[Any]]) -> None:
+    ranks = launch("dispatch_failing.py", 2, "destroy")
+    assert [(rank.code, rank.out, rank.err) for rank in ranks] == [(0, "", "")] * 2
+    assert [rank.note for rank in ranks] == [{"count": 6}] * 2

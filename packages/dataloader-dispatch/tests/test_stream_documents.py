@@ -1,0 +1,241 @@
+"""What a stream makes of its documents: separators, boundaries, mixtures, rows to skip."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from dataloader_dispatch import (
+    DataError,
+    DocumentStream,
+    MixedDocuments,
+    RowSpan,
+    ShuffledIndex,
+    StreamLoader,
+    TokenDocuments,
+    mix_documents,
+    passes_for_shares,
+)
+
+EOS = 0
+
+
+def stream_of(documents: Sequence[Sequence[int]], **settings: object) -> DocumentStream:
+    arguments = {"sequence_length": 8, "eos_token_id": EOS, "shuffle": False, "shards": 1, **settings}
+    return DocumentStream(TokenDocuments(documents), **arguments)  # type: ignore[arg-type]
+
+
+def tokens_of(stream: DocumentStream) -> list[int]:
+    return [token for row in stream for token in row["labels"].tolist() if token != -100]
+
+
+# Separators
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda text: [*text.encode(), EOS],
+        lambda text: [EOS, *text.encode()],
+        lambda text: [EOS, EOS, *text.encode(), EOS],
+    ],
+)
+def test_an_encoder_with_separators_of_its_own_doubles_none_and_is_told(
+    encode: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "dataloader_dispatch"):
+        stream = DocumentStream(
+            ["ab", "", "c"],
+            sequence_length=8,
+            encode=encode,  # type: ignore[arg-type]
+            eos_token_id=EOS,
+            shuffle=False,
+            shards=1,
+        )
+        assert tokens_of(stream) == [*b"ab", EOS, *b"c", EOS]
+    [record] = caplog.records
+    assert "encode gives each text a separator (eos_token_id=0) of its own" in record.getMessage()
+
+
+def test_an_encoder_that_puts_other_tokens_around_texts_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dataloader_dispatch"):
+        DocumentStream(
+            ["ab"], sequence_length=8, encode=lambda text: [300, *text.encode(), 301], eos_token_id=EOS
+        )
+    [record] = caplog.records
+    assert "[300, 301] around every text" in record.getMessage()
+    assert "add_special_tokens=False" in record.getMessage()
+
+
+def test_a_plain_encoder_is_not_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dataloader_dispatch"):
+        DocumentStream(["ab"], sequence_length=8, encode=str.encode, eos_token_id=EOS)
+        stream_of([[1, 2], [3]])
+    assert not caplog.records
+
+
+def test_separators_in_token_documents_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dataloader_dispatch"):
+        stream = stream_of([[1, EOS], [EOS, EOS], [2, EOS, 3], [EOS, 4]])
+        assert tokens_of(stream) == [1, EOS, 2, EOS, 3, EOS, 4, EOS]
+    [record] = caplog.records
+    assert record.getMessage().startswith("document 0 holds a separator")
+
+
+# Boundaries
+
+
+def test_boundaries_tell_documents_and_positions_apart() -> None:
+    rows = list(stream_of([[1, 2, 3], [4], [], [5] * 6, [6]], boundaries=True))
+    assert [row["input_ids"].tolist() for row in rows] == [
+        [1, 2, 3, EOS, 4, EOS, 5, 5],
+        [5, 5, 5, 5, EOS, 6, EOS, 0],
+    ]
+    assert [row["document_ids"].tolist() for row in rows] == [
+        [0, 0, 0, 0, 1, 1, 2, 2],
+        [0, 0, 0, 0, 0, 1, 1, -1],
+    ]
+    assert [row["position_ids"].tolist() for row in rows] == [
+        [0, 1, 2, 3, 0, 1, 0, 1],
+        [0, 1, 2, 3, 4, 0, 1, 0],
+    ]
+
+
+def test_boundaries_change_nothing_else() -> None:
+    documents = [[number] * (number % 9) for number in range(1, 40)]
+    plain = list(stream_of(documents, shuffle=True, shards=3))
+    marked = list(stream_of(documents, shuffle=True, shards=3, boundaries=True))
+    assert all(
+        one[name].equal(other[name])
+        for one, other in zip(plain, marked, strict=True)
+        for name in ("input_ids", "labels")
+    )
+    for row in marked:
+        # A document id changes exactly behind a separator.
+        ids, tokens = row["document_ids"].tolist(), row["labels"].tolist()
+        for at in range(1, 8):
+            assert (ids[at] != ids[at - 1]) == (tokens[at - 1] in (EOS, -100) and ids[at - 1] != -1)
+
+
+# Rows to skip
+
+
+def test_skipped_rows_are_missing_and_all_others_are_as_before() -> None:
+    documents = [[number] * (number % 9 + 1) for number in range(1, 60)]
+    for shards in (1, 4):
+        plain = list(stream_of(documents, shards=shards))
+        spans = (RowSpan(epoch=0, start=3, stop=6), RowSpan(epoch=1, start=0, stop=2))
+        stream = stream_of(documents, shards=shards, skip=spans)
+        kept = [row["labels"].tolist() for row in stream]
+        assert kept == [row["labels"].tolist() for row in [*plain[:3], *plain[6:]]]
+        assert [row["labels"].tolist() for row in stream] == [row["labels"].tolist() for row in plain[2:]]
+
+
+def test_a_run_goes_on_behind_the_span_that_spoilt_it() -> None:
+    documents = [[number] * (number % 9 + 1) for number in range(1, 60)]
+    batches = [batch["labels"].tolist() for batch in StreamLoader(stream_of(documents, shards=2), 4)]
+    before = StreamLoader(stream_of(documents, shards=2), 4)
+    saved = next(iter(before)) and before.state_dict()
+    # Updates 2 and 3 of the epoch, with 4 rows in a global batch, are the rows 8 to 15.
+    again = StreamLoader(stream_of(documents, shards=2, skip=[RowSpan(epoch=0, start=8, stop=16)]), 4)
+    again.load_state_dict(saved)
+    assert [batch["labels"].tolist() for batch in again] == [batches[1], *batches[4:]]
+
+
+def test_a_span_must_hold_rows() -> None:
+    for epoch, start, stop in ((-1, 0, 1), (0, 3, 3), (0, -1, 1)):
+        with pytest.raises(DataError, match="is no span of rows"):
+            RowSpan(epoch=epoch, start=start, stop=stop)
+
+
+# Mixtures
+
+
+def numbers(first: int, count: int) -> TokenDocuments:
+    return TokenDocuments([[first + number] for number in range(count)])
+
+
+def documents_per_epoch(source: MixedDocuments, epochs: int) -> list[Counter[int]]:
+    stream = DocumentStream(source, sequence_length=4, eos_token_id=EOS, seed=3, shards=4)
+    return [Counter(token for token in tokens_of(stream) if token != EOS) for _ in range(epochs)]
+
+
+def test_each_source_is_read_as_often_as_its_passes_say() -> None:
+    mixture = mix_documents({"a": numbers(100, 30), "b": numbers(200, 8)}, {"a": 0.5, "b": 3})
+    assert mixture.documents_per_epoch == {"a": 15, "b": 24}
+    first, second, third, fourth = documents_per_epoch(mixture, 4)
+    for epoch in (first, second, third, fourth):
+        assert {token: count for token, count in epoch.items() if token >= 200} == dict.fromkeys(
+            range(200, 208), 3
+        )
+        assert sum(count for token, count in epoch.items() if token < 200) == 15
+    whole = Counter(range(100, 130))
+    assert Counter({token: n for token, n in (first + second).items() if token < 200}) == whole
+    assert Counter({token: n for token, n in (third + fourth).items() if token < 200}) == whole
+    assert first != third
+
+
+def test_sources_are_mixed_throughout() -> None:
+    mixture = mix_documents({"a": numbers(100, 600), "b": numbers(1000, 200)}, {"a": 1, "b": 1})
+    order = list(mixture.epoch_order(1, 0, True))
+    assert sorted(order) == list(range(800))
+    assert order == [mixture.epoch_order(1, 0, True)[position] for position in range(800)]
+    assert order[:5] == mixture.epoch_order(1, 0, True)[:5]
+    for start in range(0, 800, 200):
+        assert 30 <= sum(number >= 600 for number in order[start : start + 200]) <= 70
+    assert list(mixture.epoch_order(1, 0, False)) == list(range(800))
+    # Both sources have orders of their own: the second is not the first, cut short.
+    second = [number - 600 for number in order if number >= 600]
+    assert second != [number for number in order if number < 200]
+    assert second != list(ShuffledIndex(200, 1))
+
+
+def test_shares_become_passes() -> None:
+    sources = {"web": numbers(0, 900), "code": numbers(5000, 100)}
+    passes = passes_for_shares(sources, {"web": 3, "code": 1})
+    assert passes == pytest.approx({"web": 1 / 3, "code": 1.0})
+    assert mix_documents(sources, passes).documents_per_epoch == {"web": 300, "code": 100}
+    longer = passes_for_shares(sources, {"web": 0.5, "code": 0.5}, {"web": 10.0, "code": 1000.0})
+    assert longer == pytest.approx({"web": 1.0, "code": 0.09})
+
+
+def test_mixture_resumes_and_names_its_documents() -> None:
+    mixture = mix_documents({"a": numbers(100, 30), "b": numbers(200, 8)}, {"a": 0.5, "b": 3})
+    reference = stream_of([[1]])  # only for its type
+    stream = DocumentStream(mixture, sequence_length=4, eos_token_id=EOS, seed=3, shards=4)
+    rows = [row["labels"].tolist() for row in stream]
+    for stop in (0, 1, len(rows) - 1):
+        first = DocumentStream(mixture, sequence_length=4, eos_token_id=EOS, seed=3, shards=4)
+        head = [row["labels"].tolist() for _, row in zip(range(stop), first, strict=False)]
+        reference = DocumentStream(mixture, sequence_length=4, eos_token_id=EOS, seed=3, shards=4)
+        reference.load_state_dict(first.state_dict())
+        assert head + [row["labels"].tolist() for row in reference] == rows
+    assert mixture.where(31) == "b: document 1"
+    assert len(mixture) == 38
+    with pytest.raises(IndexError, match="document 38"):
+        mixture[38]
+    other = mix_documents({"a": numbers(100, 30), "b": numbers(200, 8)}, {"a": 1, "b": 3})
+    changed = DocumentStream(other, sequence_length=4, eos_token_id=EOS, seed=3, shards=4)
+    with pytest.raises(DataError, match=r"saved with documents=39, the data at hand have documents=54"):
+        changed.load_state_dict(reference.state_dict())
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
+def test_a_weight_of_zero_is_refused(weight: float) -> None:
+    sources = {"a": numbers(1, 3), "b": numbers(9, 3)}
+    with pytest.raises(DataError, match=r"passes\['b'\]=.*left out of sources"):
+        mix_documents(sources, {"a": 1, "b": weight})
+    with pytest.raises(DataError, match=r"shares\['b'\]="):
+        passes_for_shares(sources, {"a": 1, "b": weight})
+
+
+def test_names_of_a_mixture_must_agree() -> None:
+    with pytest.raises(DataError, match=r"passes names \['a', 'c'\], sources names \['a', 'b'\]"):
+        mix_documents({"a": numbers(1, 3), "b": numbers(9, 3)}, {"a": 1, "c": 1})
+    with pytest.raises(DataError, match="source 'b' has no documents"):
+        mix_documents({"a": numbers(1, 3), "b": []}, {"a": 1, "b": 1})
+    with pytest.raises(DataError, match="sources is empty"):
+        mix_documents({}, {})

@@ -1,0 +1,216 @@
+"""Any shape of data over any number of ranks ends as documented, and never hangs."""
+
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, event, given, note, settings
+from hypothesis import strategies as st
+
+RANKS = 4
+LIMIT_SECONDS = 20.0
+WORKER = Path(__file__).parent / "workers" / "synchronized_shapes.py"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Batches per rank, their loaders' lengths (None for none), and which loader raises at which batch."""
+
+    kind: str
+    counts: tuple[int, ...]
+    claims: tuple[int | None, ...]
+    failing: int | None
+    fails_at: int
+    in_step: bool
+
+    @property
+    def is_counted(self) -> bool:
+        return None not in self.claims
+
+    @property
+    def is_padded(self) -> bool:
+        return self.kind in ("pad", "evaluate")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Iterations on every rank, and what they end with: nothing, DataError, or the failing rank's error."""
+
+    batches: int
+    end: str = "nothing"
+
+
+def expected(shape: Shape) -> Expected:
+    """The documented outcome, of callers with a collective in each step."""
+    if len(shape.counts) == 1:
+        return alone(shape)
+    limit = counted_end(shape) if shape.is_counted else stepwise_end(shape)
+    failure = None if shape.failing is None else failing_step(shape, limit)
+    if failure is not None:
+        return Expected(failure, "failure")
+    if shape.kind == "evaluate" and limit == Expected(0):
+        return Expected(0, "DataError")
+    return limit
+
+
+def alone(shape: Shape) -> Expected:
+    if shape.failing is not None:
+        return Expected(shape.fails_at, "failure")
+    is_empty = shape.kind == "evaluate" and shape.counts == (0,)
+    return Expected(shape.counts[0], "DataError" if is_empty else "nothing")
+
+
+def stepwise_end(shape: Shape) -> Expected:
+    least, most = min(shape.counts), max(shape.counts)
+    if shape.is_padded:
+        return Expected(most)
+    return Expected(least, "DataError" if shape.kind == "error" and least < most else "nothing")
+
+
+def counted_end(shape: Shape) -> Expected:
+    claims = [claim for claim in shape.claims if claim is not None]
+    if shape.is_padded:
+        nobody = max(claims) > 0 and max(shape.counts) == 0
+        return Expected(0, "DataError") if nobody else Expected(max(claims))
+    if shape.kind == "error" and len(set(claims)) > 1:
+        return Expected(0, "DataError")
+    least = min(shape.counts)
+    return Expected(least, "DataError") if least < min(claims) else Expected(min(claims))
+
+
+def failing_step(shape: Shape, limit: Expected) -> int | None:
+    """The step that the failing loader would be missing in; None if the pass ends before."""
+    if shape.is_counted and shape.kind == "error" and len(set(shape.claims)) > 1:
+        return None
+    # Every loader is asked for a first batch.
+    if shape.is_padded or shape.fails_at == 0 or shape.fails_at < limit.batches:
+        return shape.fails_at
+    # Without lengths a loader is asked for one batch more than all of them have.
+    return shape.fails_at if not shape.is_counted and shape.fails_at == limit.batches else None
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    world = draw(st.sampled_from([4, 3, 2, 1]))
+    counts = draw(st.tuples(*[st.integers(0, 5)] * world))
+    failing = draw(st.none() | st.sampled_from([rank for rank in range(world) if counts[rank]] or [None]))
+    fails_at = 0 if failing is None else draw(st.integers(0, counts[failing] - 1))
+    lengths = draw(st.sampled_from(["right", "none", "some"] + ["wrong"] * (failing is None)))
+    claims = [draw(length_of(count, lengths)) for count in counts]
+    kind = draw(st.sampled_from(["stop", "pad", "error", "evaluate"]))
+    return Shape(kind, counts, tuple(claims), failing, fails_at, draw(st.booleans()))
+
+
+def length_of(count: int, lengths: str) -> st.SearchStrategy[int | None]:
+    right: st.SearchStrategy[int | None] = st.just(count)
+    wrong = st.integers(max(0, count - 1), count + 2)
+    return {"right": right, "none": st.none(), "some": right | st.none(), "wrong": wrong}[lengths]
+
+
+class Job:
+    """Ranks that wait for orders."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("localhost", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        self.ranks = [self._start(rank, port) for rank in range(RANKS)]
+        self.answers: list[queue.Queue[str]] = [queue.Queue() for _ in self.ranks]
+        for process, answers in zip(self.ranks, self.answers, strict=True):
+            threading.Thread(target=self._listen, args=(process, answers), daemon=True).start()
+
+    def run(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each rank answers; fails when one does not within the time limit."""
+        for process in self.ranks:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+        answers = []
+        for rank, answered in enumerate(self.answers):
+            try:
+                answers.append(json.loads(answered.get(timeout=LIMIT_SECONDS)))
+            except queue.Empty:
+                self.kill()
+                pytest.fail(f"rank {rank} hangs: {order}")
+        return answers
+
+    def kill(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.wait()
+
+    @staticmethod
+    def _start(rank: int, port: str) -> subprocess.Popen[str]:
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(WORKER.parent),
+        }
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(WORKER)],
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    @staticmethod
+    def _listen(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            answers.put(line)
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.kill()
+
+
+@given(shape=shapes())
+@settings(
+    max_examples=100,
+    deadline=None,
+    database=None,
+    # A job that hung has been killed, so there is nothing to shrink the example with.
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_every_shape_ends_as_documented(job: Job, shape: Shape) -> None:
+    world, end = len(shape.counts), expected(shape)
+    answers = job.run({**asdict(shape), "world": world, "is_error": end.end != "nothing"})[:world]
+    event(f"{end.end}, world {world}")
+    note(f"{end} {answers}")
+    assert [error_of(answer) for answer in answers] == errors_of(shape, end)
+    if end.end == "failure":
+        for answer in answers:
+            assert f"document {shape.fails_at} is bad" in answer["error"][1]
+    if end.end != "nothing" and not shape.in_step:
+        return  # nothing holds these callers together until they hear of the trouble
+    for count, answer in zip(shape.counts, answers, strict=True):
+        real = min(count, end.batches)
+        assert answer["numbers"] == list(range(real))
+        assert answer["dummies"] == end.batches - real
+
+
+def error_of(answer: dict[str, Any]) -> str | None:
+    return answer["error"] and answer["error"][0]
+
+
+def errors_of(shape: Shape, end: Expected) -> list[str | None]:
+    if end.end == "failure":
+        return ["Failure" if r == shape.failing else "RankFailedError" for r in range(len(shape.counts))]
+    return ["DataError" if end.end == "DataError" else None] * len(shape.counts)

@@ -1,0 +1,139 @@
+"""`tokenize` is killed, as a whole or a worker of it, and interrupted; it says so, and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dataloader_dispatch import open_documents
+from dataloader_dispatch.cli import main
+
+WORKERS = Path(__file__).parent / "workers"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKERS)}
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def write_corpus(path: Path, documents: int) -> Path:
+    chance = random.Random(0)
+    with path.open("w") as stream:
+        for _ in range(documents):
+            stream.write(json.dumps({"text": "word " * chance.randrange(12)}) + "\n")
+    return path
+
+
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a.jsonl", 40_000)
+    done = subprocess.run(
+        [sys.executable, str(WORKERS / "tokenize_kills.py"), str(corpus), str(tmp_path / "out"), "3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=ENVIRONMENT,
+    )
+    assert done.stdout, done.stderr
+    result = json.loads(done.stdout)
+    print(result)
+    assert result["failures"] == []
+    # The kills must have hit the writing of parts, or nothing was tested.
+    assert len(set(result["finished"])) >= 4
+    assert result["finished"] == sorted(result["finished"])
+    options = ["--tokenizer", "bytes", "--part-size", "20KB", "--workers", "0"]
+    assert main(["tokenize", str(corpus), str(tmp_path / "whole"), *options]) == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[int], subprocess.Popen[str]]:
+    """Start the command in processes of its own; the argument is the number of workers."""
+    corpus = write_corpus(tmp_path / "a.jsonl", 300_000)
+
+    def start(workers: int) -> subprocess.Popen[str]:
+        options = ["--tokenizer", "bytes", "--part-size", "150KB", "--workers", str(workers)]
+        command = ["-m", "dataloader_dispatch", "tokenize", str(corpus), str(tmp_path / "out"), *options]
+        return subprocess.Popen(
+            [sys.executable, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            start_new_session=True,
+        )
+
+    return start
+
+
+def writing(out: Path, finished: int, workers: int) -> list[int]:
+    """Process ids of the workers, as soon as some more parts are finished; each is writing a file then."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        names = [path.name for path in (out / ".unfinished").glob("part-*")] if out.exists() else []
+        pids = {int(name.split("-")[2].removesuffix(".bin")) for name in names if name.endswith(".bin")}
+        alive = sorted(pid for pid in pids if is_alive(pid))
+        if sum(name.endswith(".json") for name in names) >= finished and len(alive) == workers:
+            return alive
+        time.sleep(0.001)
+    raise AssertionError(f"no {workers} workers are writing {out}")
+
+
+def is_alive(process: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, 0)
+        return True
+    return False
+
+
+def test_kills_and_ctrl_c_with_workers(run: Callable[[int], subprocess.Popen[str]], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    # A worker is killed: the command says which, and ends.
+    command = run(2)
+    workers = writing(out, 3, 2)
+    os.kill(workers[1], signal.SIGKILL)
+    _, said = command.communicate(timeout=60)
+    assert command.returncode == 1, said
+    assert f"(process {workers[1]}) was killed by SIGKILL while it made part-000" in said
+    assert "run the same command again to go on" in said
+    assert "Traceback" not in said
+    assert not any(map(is_alive, workers))
+    done = len(list((out / ".unfinished").glob("part-*.json")))
+    assert done >= 3
+
+    # The command itself is killed: its workers do not write on.
+    command = run(1)
+    workers = writing(out, done + 2, 1)
+    command.kill()
+    command.communicate(timeout=60)
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_alive, workers))
+    done = len(list((out / ".unfinished").glob("part-*.json")))
+
+    # Ctrl-C reaches all processes of a terminal.
+    command = run(1)
+    workers = writing(out, done + 2, 1)
+    os.killpg(command.pid, signal.SIGINT)
+    _, said = command.communicate(timeout=60)
+    assert command.returncode == 130, said
+    assert "interrupted; run the same command again to go on" in said
+    assert "Traceback" not in said
+    assert not any(map(is_alive, workers))
+    assert not (out / "manifest.json").exists()
+
+    options = ["--tokenizer", "bytes", "--part-size", "150KB", "--workers", "0"]
+    for directory in (out, tmp_path / "whole"):
+        assert main(["tokenize", str(tmp_path / "a.jsonl"), str(directory), *options]) == 0
+    assert content(out) == content(tmp_path / "whole")
+    assert len(open_documents(out)) == 300_000

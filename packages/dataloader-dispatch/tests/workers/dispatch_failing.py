@@ -1,0 +1,107 @@
+"""Ranks that fail, one way each; the others tell what they are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dispatch_loaders import RANK, WORLD, open_group, tell
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset
+
+from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
+
+MODE = sys.argv[1]
+
+
+class Endless:
+    """As many batches as one likes; it gets stuck at one of them if asked to."""
+
+    batch_size = 1
+
+    def __init__(self, stuck_at: int | None = None) -> None:
+        self.stuck_at = stuck_at
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        number = 0
+        while True:
+            if number == self.stuck_at:
+                time.sleep(1000)
+            yield torch.full((20_000,), number)
+            number += 1
+
+
+class Dying(Dataset[torch.Tensor]):
+    """A dataset whose worker process is killed at item 9."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor([index])
+
+
+def die(number: int) -> None:
+    what, _, victim = MODE.partition(" ")
+    if number != 5 or victim != str(RANK):
+        return
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stop":
+        # A child continues the process again, long after the others have given it up.
+        if os.fork() == 0:
+            time.sleep(8)
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "raise":
+        raise ValueError("in the training loop")
+
+
+def interrupt() -> None:
+    """Ctrl-C, for this rank alone, once it has begun to wait."""
+    threading.Timer(1.5, lambda: signal.raise_signal(signal.SIGINT)).start()
+
+
+def loader() -> Any:
+    if RANK != 0:
+        return None
+    if MODE == "worker":
+        return DataLoader(Dying(), batch_size=1, num_workers=1, multiprocessing_context="fork")
+    return Endless(12 if MODE in ("stuck", "interrupt") else None)
+
+
+open_group()
+timeout = 3 if MODE == "stuck" or MODE.startswith("stop") else 60
+ranks = init_device_mesh("cpu", (WORLD,))
+dispatcher = DataloaderDispatcher(loader(), ranks, "cpu", timeout_seconds=timeout)
+if MODE == "interrupt" and RANK == 1:
+    interrupt()
+note: dict[str, Any] = {"count": 0}
+start = time.monotonic()
+try:
+    for number, _ in enumerate(dispatcher):
+        note["count"] += 1
+        start = time.monotonic()
+        die(number)
+        if MODE == "destroy" and number == 5:
+            dist.destroy_process_group()
+            break
+        time.sleep(0.02)
+except BaseException as error:
+    note |= {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
+    note |= {"rank": getattr(error, "rank", None), "missing": list(getattr(error, "missing", []))}
+    note["notes"] = getattr(error, "__notes__", [])
+    tell(note)
+    if MODE.startswith("raise") or MODE == "interrupt":
+        raise
+tell(note)

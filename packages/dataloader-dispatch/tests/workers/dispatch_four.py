@@ -1,0 +1,38 @@
+"""Four ranks: meshes of one and two dimensions, by index and by name, and a half of a mesh by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dispatch_loaders import RANK, Numbers, open_group, tell
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
+
+open_group()
+square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+line = init_device_mesh("cpu", (4,))
+
+
+def received(mesh: DeviceMesh, first: bool, **options: Any) -> list[list[int]]:
+    """What comes in a pass that is broken off, in a whole one, and in one after a return to a position."""
+    loader = DataloaderDispatcher(Numbers(10) if first else None, mesh, "cpu", timeout_seconds=60, **options)
+    begun = iter(loader)
+    passes = [[int(next(begun)["x"]) for _ in range(2)]]
+    state = loader.state_dict()
+    passes.append([int(batch["x"]) for batch in loader])
+    loader.load_state_dict(state)
+    passes.append([len(loader), *(int(batch["x"]) for batch in loader)])
+    loader.close()
+    return passes
+
+
+notes: dict[str, Any] = {
+    "line": received(line, RANK == 0, make_dummy=lambda batch: {"x": batch["x"] * 0 - 1}, uneven="pad"),
+    "by name": received(square, RANK == 0, dp_mesh_dim="dp"),
+    "by index": received(square, RANK == 0, dp_mesh_dim=1),
+    "same": received(square, RANK == 0, dp_mesh_dim=None),
+    # Two jobs side by side, each with a first rank of its own.
+    "rows": received(square["tp"], RANK in (0, 2), dp_mesh_dim="tp"),
+}
+tell(notes)

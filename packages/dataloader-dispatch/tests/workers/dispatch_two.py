@@ -1,0 +1,272 @@
+"""Two ranks: what arrives, in which order, and what becomes of positions, ends and errors."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from dispatch_loaders import RANK, Numbers, mixed_batches, open_group, same, tell
+from torch.distributed.device_mesh import init_device_mesh
+
+from dataloader_dispatch import build_loader
+from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
+
+open_group()
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+notes: dict[str, Any] = {}
+
+
+def dispatcher(loader: Any, **options: Any) -> DataloaderDispatcher[Any]:
+    return DataloaderDispatcher(loader if RANK == 0 else None, mesh, "cpu", timeout_seconds=60, **options)
+
+
+def numbers(batches: Any) -> list[int]:
+    return [int(batch["x"]) for batch in batches]
+
+
+class List:
+    """A loader without state."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def contents() -> object:
+    """Every kind of batch, three times over, with the memory of each kept until all have come."""
+    every = mixed_batches()
+    wrong = []
+    for dim in (0, None):
+        loader = dispatcher(List(every * 3), dp_mesh_dim=dim, prefetch=2)
+        expected = (every * 3)[RANK::2] if dim == 0 else every * 3
+        received = list(loader)
+        wrong += [i for i, pair in enumerate(zip(expected, received, strict=True)) if not same(*pair)]
+        loader.close()
+    return wrong
+
+
+def independent() -> object:
+    """Changing a batch changes no other, and what autograd saved of one tensor is not upset by another."""
+    values = [{"x": torch.ones(3), "y": torch.ones(3), "list": [1], "set": {1}} for _ in range(8)]
+    loader = dispatcher(List(values), prefetch=1)
+    good = []
+    for batch in loader:
+        good.append(batch["list"] == [1] and batch["set"] == {1} and float(batch["x"].sum()) == 3)
+        weight = torch.ones(3, requires_grad=True)
+        loss = (weight * batch["x"]).sum()
+        batch["y"].fill_(7)
+        batch["list"].append(2)
+        batch["set"].add(2)
+        loss.backward()
+        good.append(float(weight.grad.sum()) == 3)
+    loader.close()
+    return all(good) and len(good) == 8
+
+
+def order() -> object:
+    loader = dispatcher(Numbers(6))
+    first = [len(loader), loader.batch_size, loader.epoch, numbers(loader), loader.epoch]
+    loader.set_epoch(5)
+    second = [loader.epoch, numbers(loader), loader.epoch]
+    loader.close()
+    return [first, second]
+
+
+def breaking() -> object:
+    """Whatever is read ahead when a pass is given up comes again, in its order, and nothing stale comes."""
+    loader = dispatcher(Numbers(40))
+    dice, seen, progress = random.Random(7), [], []
+    for _ in range(30):
+        passes = iter(loader)
+        taken = [int(batch["x"]) for batch in islice(passes, dice.randrange(8))]
+        seen += taken
+        progress.append(round(loader.epoch_progress, 3))
+    expected = [e * 1000 + i for e in range(20) for i in range(RANK, 40, 2)]
+    stale = iter(loader)
+    iter(loader)
+    try:
+        next(stale)
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    loader.close()
+    return [seen == expected[: len(seen)], len(seen) > 60, progress, refused]
+
+
+def together() -> object:
+    """What a quick loader gives travels many rounds at a time; each keeps its place, and its own memory."""
+    inner = Numbers(1200)
+    loader = dispatcher(inner)
+    passes, wrong, storages = iter(loader), [], set()
+    for step in range(500):
+        batch = next(passes)
+        state = {"epoch": 0, "position": 2 * step + 2} if RANK == 0 else {}
+        right = int(batch["x"]) == 2 * step + RANK and loader.epoch_progress == (2 * step + 2) / 1200
+        if not right or loader.state_dict() != state:
+            wrong.append(step)
+        storages.add(batch["x"].untyped_storage().nbytes())
+    rest = numbers(loader)
+    loader.close()
+    shapes = [torch.full((number // 90 + 1,), number) for number in range(400)]
+    varied = dispatcher(List(shapes), dp_mesh_dim=None)
+    received = list(varied)
+    varied.close()
+    same_shapes = all(map(torch.equal, received, shapes)) and len(received) == 400
+    return [wrong, max(storages), rest == list(range(1000 + RANK, 1200, 2)), same_shapes]
+
+
+def position() -> object:
+    """The state counts what was received; others may load it; the epoch is set on all ranks."""
+    inner = Numbers(20)
+    loader = dispatcher(inner, prefetch=3)
+    passes = iter(loader)
+    for _ in range(2):
+        next(passes)
+    state = loader.state_dict()
+    rest = numbers(passes)
+    loader.load_state_dict(state)
+    after_load = loader.state_dict()
+    again = numbers(loader)
+    end = loader.state_dict()
+    loader.set_epoch(4)
+    at_four = loader.state_dict()
+    passes = iter(loader)
+    next(passes)
+    loader.set_epoch(
+        4
+    )  # it is in this epoch already: the loader keeps its place, without what was read ahead
+    kept = loader.state_dict()
+    following = numbers(loader)
+    loader.close()
+    return [state, rest == again, len(rest), after_load, end, at_four, kept, following[0], inner.made >= 20]
+
+
+def torch_loaders() -> object:
+    """A DataLoader begins each pass anew, in the caller's epoch; a loaded position counts once."""
+    loader = dispatcher(build_loader([{"x": i} for i in range(12)], 1), prefetch=8)
+    passes = iter(loader)
+    first = [int(next(passes)["x"]) for _ in range(2)]
+    state, epoch = loader.state_dict(), loader.epoch
+    anew = numbers(loader)
+    loader.load_state_dict(state)
+    resumed = numbers(loader)
+    loader.close()
+    return [first, state.get("position"), epoch, anew, resumed, loader.epoch]
+
+
+def lengths(uneven: str, length: int) -> list[Any]:
+    loader = dispatcher(build_loader([{"labels": i, "w": 1.0} for i in range(length)], 1), uneven=uneven)
+    received: list[Any] = [len(loader)]
+    try:
+        received += [batch["labels"].tolist() for batch in loader]
+    except ValueError as error:
+        received += [type(error).__name__, str(error), error.__notes__[0]]
+    loader.close()
+    return received
+
+
+def uneven() -> object:
+    cases = [
+        ("stop", 5),
+        ("stop", 4),
+        ("stop", 1),
+        ("stop", 2),
+        ("pad", 5),
+        ("pad", 4),
+        ("pad", 1),
+        ("error", 4),
+    ]
+    results = [lengths(*case) for case in cases]
+    results.append(lengths("error", 5))
+    custom = dispatcher(List([torch.ones(2)] * 3), uneven="pad", make_dummy=lambda batch: batch * 0)
+    results.append([batch.tolist() for batch in custom])
+    custom.close()
+    unmasked = dispatcher(List([torch.ones(2)] * 3), uneven="pad")
+    results.append(caught(lambda: list(unmasked)))
+    unmasked.close()
+    return results
+
+
+class TwoArgumentsError(Exception):
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(f"{code}: {why}")
+
+
+class LockedError(RuntimeError):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class Failing:
+    batch_size = 4
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(20):
+            if number == 11 and self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            yield {"x": torch.tensor([number])}
+
+
+def caught(act: Callable[[], object]) -> list[Any]:
+    try:
+        act()
+    except BaseException as error:  # noqa: BLE001 - SystemExit is one of the errors to cross ranks
+        trace = "".join(traceback.format_exception(error))
+        return [type(error).__name__, str(error), getattr(error, "__notes__", []), "in __iter__" in trace]
+    return ["nothing was raised"]
+
+
+def errors() -> object:
+    """Errors of the loader come to every rank; the dispatcher goes on working."""
+    results = []
+    for error in (KeyError("pickled"), TwoArgumentsError(3, "why"), LockedError("locked"), SystemExit(5)):
+        loader = dispatcher(Failing(error))
+        taken: list[int] = []
+        results.append(caught(lambda loader=loader, taken=taken: taken.extend(int(b["x"]) for b in loader)))
+        results[-1].append(taken)
+        results[-1].append(len(numbers(loader)))
+        loader.close()
+    unpicklable = dispatcher(List([{"x": threading.Lock()}] * 4))
+    results.append(caught(lambda: list(unpicklable)))
+    unpicklable.close()
+    return results
+
+
+def refusals() -> object:
+    """Wrong or differing arguments are named on every rank."""
+    results = [
+        caught(lambda: DataloaderDispatcher(Numbers(4), mesh, "cpu", prefetch=2 + RANK)),
+        caught(lambda: DataloaderDispatcher(Numbers(4), mesh, "cpu", uneven="pad" if RANK else "drop")),
+        caught(lambda: DataloaderDispatcher(Numbers(4), mesh, "cpu", prefetch=0)),
+        caught(lambda: DataloaderDispatcher(None, mesh, "cpu")),
+        caught(lambda: DataloaderDispatcher(5, mesh, "cpu")),
+        caught(lambda: DataloaderDispatcher(Numbers(4), mesh, "cpu", dp_mesh_dim="tp")),
+        caught(lambda: DataloaderDispatcher(Numbers(4), mesh, "cpu", dp_mesh_dim=1)),
+        caught(lambda: DataloaderDispatcher(Numbers(4), mesh, "cpu", timeout_seconds=0)),
+    ]
+    plain = dispatcher(List([1, 2]))
+    results += [caught(lambda: len(plain)), caught(plain.state_dict), caught(lambda: plain.set_epoch(-1))]
+    plain.close()
+    results += [caught(lambda: iter(plain)), caught(lambda: plain.set_epoch(1))]
+    return [result[:2] for result in results]
+
+
+for check in sys.argv[1].split(","):
+    notes[check] = globals()[check]()
+# Neither closed nor read to its end, as many programs leave it.
+left = dispatcher(Numbers(1000))
+next(iter(left))
+tell(notes)
