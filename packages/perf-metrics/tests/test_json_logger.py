@@ -81,6 +81,14 @@ def test_a_resumed_run_goes_on_from_its_step(run) -> None:
     assert steps_in(path) == []
 
 
+def test_final_metrics_of_a_part_are_dropped_when_the_run_goes_on(run) -> None:
+    log(run, 10)
+    path = log(run, 10, train_runtime=3.5)
+    assert steps_in(path) == [10, 10]
+    begin(run, 10)
+    assert steps_in(path) == [10]
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 30])
 def test_a_torn_end_is_repaired_and_kept_aside(run, cut: int, caplog: pytest.LogCaptureFixture) -> None:
     path = log(run, 1, 2, 3)

@@ -19,7 +19,7 @@ class JsonLogger:
     Each entry has `global_step`, `epoch` and `timestamp` (seconds since 1970), then the record. Lists stay
     arrays; nan and infinities become null. The file is valid JSON after every entry, and appending costs the
     same however long it is. At the start of training, entries beyond the step where the run goes on are
-    dropped, so the curve of a resumed run is one curve. A file damaged by a kill is repaired, and the damaged
+    dropped, and so are the final metrics of the part before it; the curve of a resumed run is one curve. A file damaged by a kill is repaired, and the damaged
     one is kept beside it as `<filename>.damaged`. Only the process with world rank 0 writes.
 
     Args:
@@ -42,7 +42,7 @@ class JsonLogger:
             return
         path = self._path(args)
         entries = _load_or_repair(path)
-        kept = [entry for entry in entries if _step(entry) <= state.global_step]
+        kept = [entry for entry in entries if _step(entry) <= state.global_step and not _is_final(entry)]
         if len(kept) < len(entries) or not path.exists():
             write_entries(path, kept)
 
@@ -102,6 +102,10 @@ def _free_name(path: Path) -> Path:
         number += 1
         candidate = path.with_name(f"{path.name}.damaged-{number}")
     return candidate
+
+
+def _is_final(entry: LogEntry) -> bool:
+    return "train_runtime" in entry
 
 
 def _step(entry: LogEntry) -> float:
