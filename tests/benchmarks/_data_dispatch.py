@@ -34,12 +34,12 @@ SCENARIOS = {
 WORLDS = (2, 4)
 ROUNDS = 5
 METHOD = (
-    "All ranks on one machine over gloo; a batch is [8, 512] int64 x 3. Free data: the loader hands out ready "
-    "batches, so a loader on every rank does next to nothing. 5 ms per batch: the collate function sleeps for "
-    "5 ms in a worker process; a rank that loads for itself has one worker, a rank that loads for all has one "
-    "for every rank. 5 ms of use: the training thread sleeps, as one that waits for an accelerator. Seconds "
-    "are those of the slowest rank over all steps but the first few, from a common start. A wrong batch is an "
-    "error."
+    "All ranks on one machine over gloo; a batch is [8, 512] int64 x 3. Free data: the loader hands out "
+    "ready batches, so a loader on every rank does next to nothing. 5 ms per batch: the collate function "
+    "sleeps for 5 ms in a worker process; a rank that loads for itself has one worker, a rank that loads for "
+    "all has one for every rank; workers hand over tensors by torch's sharing strategy file_system. 5 ms of "
+    "use: the training thread sleeps, as one that waits for an accelerator. Seconds are those of the slowest "
+    "rank over all steps but the first few, from a common start. A wrong batch is an error."
 )
 _WORKER = Path(__file__).parent / "_data_dispatch_worker.py"
 _SECONDS = 1200

@@ -143,6 +143,8 @@ def measure(options: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    # For everyone: a loader that receives from many workers pays for every tensor, and by descriptors twice.
+    torch.multiprocessing.set_sharing_strategy("file_system")
     options = json.loads(sys.argv[1])
     if "accelerate" in options["contenders"]:
         from accelerate import PartialState

@@ -289,3 +289,19 @@ def test_bad_arguments() -> None:
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_no_warning_of_torch_reaches_the_user() -> None:
     assert torch.equal(next(iter(build_loader([1, 2], 2))), torch.tensor([1, 2]))
+
+
+def test_less_than_a_batch_that_is_left_ends_the_epoch() -> None:
+    loader = build_loader(range(10), 3, drop_last=True)
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()
+    larger = build_loader(range(10), 8, drop_last=True)
+    larger.load_state_dict(state)
+    assert (list(larger), larger.epoch) == ([], 1)
+
+
+@pytest.mark.parametrize("epoch", ["1", 1.0, True, None, -1])
+def test_epoch_is_checked(epoch: int) -> None:
+    with pytest.raises(DataError, match="epoch="):
+        build_loader(range(10), 3).set_epoch(epoch)

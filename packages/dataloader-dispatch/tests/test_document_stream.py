@@ -321,6 +321,10 @@ def test_state_of_other_data_or_none_is_refused() -> None:
         ({"places": [[3, -1, 0]]}, r"\[3, -1, 0\] is no place of shard 0"),
         ({"places": [[0, 0, 0], [1, 0, 0]]}, "not those of 1 shards"),
         ({"rank": -1}, "rank=-1 is not a count"),
+        ({"world_size": 0}, "rank=0 of world_size=0.*damaged"),
+        ({"workers": 0}, "worker=0 of workers=0 cannot be"),
+        ({"seed": torch.tensor([1, 2])}, "saved with seed=tensor"),
+        ({"shuffle": 1}, "saved with shuffle=1"),
         ({"epoch": None}, "epoch=None"),
         ({"places": [[21, 0, 0]]}, r"\[21, 0, 0\] is no place"),
         ({"shards": 2}, "shards=2.*shards=1"),
@@ -329,6 +333,14 @@ def test_state_of_other_data_or_none_is_refused() -> None:
             packed(documents).load_state_dict({**state, **damage})
     with pytest.raises(DataError, match="version None"):
         packed(documents).load_state_dict({})
+    with pytest.raises(DataError, match="saved with encoding=None"):
+        packed(documents).load_state_dict({name: state[name] for name in state if name != "encoding"})
+    for nothing in (None, [], "state"):
+        with pytest.raises(DataError, match="expected what state_dict"):
+            packed(documents).load_state_dict(nothing)  # type: ignore[arg-type]
+    for nothing in (None, state, "states"):
+        with pytest.raises(DataError, match="expected a list of what state_dict"):
+            packed(documents).load_resharded(nothing, rank=0, world_size=1)  # type: ignore[arg-type]
 
 
 def test_position_from_another_tokenizer_is_refused() -> None:
@@ -378,6 +390,17 @@ def test_other_settings_are_checked() -> None:
     for name in ("eos_token_id", "pad_token_id"):
         with pytest.raises(DataError, match=f"{name}=-1"):
             packed([[1]], **{name: -1})
+        for value in ("0", 0.5, True, 2**63):
+            with pytest.raises(DataError, match=f"{name}="):
+                packed([[1]], **{name: value})
+    for rank, world_size in (("0", 1), (0, "1"), (0, 0), (0, 1.0), (True, 2), (0, True)):
+        with pytest.raises(DataError, match=r"rank=.*world_size="):
+            packed([[1]] * 4, rank=rank, world_size=world_size, shards=2)
+    for epoch in ("1", 1.0, True, None):
+        with pytest.raises(DataError, match="epoch="):
+            packed([[1]]).set_epoch(epoch)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="seed"):
+        packed([[1]], seed="x", shuffle=False)
     with pytest.raises(TypeError, match="seed"):
         packed([[1]], seed=0.5)
     with pytest.raises(DataError, match="no documents"):

@@ -185,3 +185,37 @@ def test_too_many_ranks_or_workers_are_refused() -> None:
     stream = DocumentStream(five, sequence_length=4, eos_token_id=0, rank=0, world_size=2, shards=4)
     with pytest.raises(DataError, match=r"shards=4 cannot be divided among 2 rank\(s\) of 3 workers each"):
         StreamLoader(stream, 1, num_workers=3)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_that_is_over_for_all_ranks_is_over_for_any_other_number(drop_last: bool) -> None:
+    # Rows end where documents do, documents without tokens are last, or a partial row is left out.
+    documents = TokenDocuments(
+        [[number] * 3 for number in range(1, 9)] + [[number, 7] for number in range(8)] + [[]] * 9
+    )
+
+    def build(rank: int, world_size: int) -> StreamLoader:
+        stream = DocumentStream(
+            documents,
+            sequence_length=4,
+            eos_token_id=EOS,
+            shuffle=False,
+            shards=4,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+        )
+        return StreamLoader(stream, 1)
+
+    loaders = [build(rank, 2) for rank in range(2)]
+    steps = len(list(zip_longest(*loaders)))
+    loaders = [build(rank, 2) for rank in range(2)]
+    for _ in islice(zip_longest(*loaders), steps):
+        pass
+    assert [loader.epoch for loader in loaders] == [0, 0]  # they have not been told that there is no more
+    states = [loader.state_dict() for loader in loaders]
+    for world_size in (1, 4):
+        for rank in range(world_size):
+            other = build(rank, world_size)
+            other.load_resharded(states, rank=rank, world_size=world_size)
+            assert other.epoch == 1

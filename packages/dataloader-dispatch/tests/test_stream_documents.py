@@ -146,9 +146,18 @@ def test_a_run_goes_on_behind_the_span_that_spoilt_it() -> None:
 
 
 def test_a_span_must_hold_rows() -> None:
-    for epoch, start, stop in ((-1, 0, 1), (0, 3, 3), (0, -1, 1)):
+    for epoch, start, stop in ((-1, 0, 1), (0, 3, 3), (0, -1, 1), ("0", 0, 1), (0, 0.5, 1)):
         with pytest.raises(DataError, match="is no span of rows"):
-            RowSpan(epoch=epoch, start=start, stop=stop)
+            RowSpan(epoch=epoch, start=start, stop=stop)  # type: ignore[arg-type]
+    for skip in (RowSpan(epoch=0, start=0, stop=1), [(0, 1)], None):
+        with pytest.raises(DataError, match="must be a list of RowSpan"):
+            stream_of([[1]], skip=skip)
+
+
+def test_an_epoch_that_is_skipped_whole_is_passed_over() -> None:
+    stream = stream_of([[1, 2, 3]] * 9, skip=[RowSpan(epoch=0, start=0, stop=1000)])
+    assert (list(stream), stream.epoch) == ([], 1)
+    assert len(tokens_of(stream)) == 36
 
 
 # Mixtures

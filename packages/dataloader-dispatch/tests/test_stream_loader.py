@@ -152,6 +152,42 @@ def test_batch_size_is_checked(batch_size: int) -> None:
         loader_of(batch_size)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_workers": -1},
+        {"num_workers": True},
+        {"num_workers": "2"},
+        {"prefetch_factor": 2},
+        {"num_workers": 1, "prefetch_factor": 0},
+    ],
+)
+def test_settings_of_workers_are_checked(settings: dict[str, object]) -> None:
+    name, value = list(settings.items())[-1]
+    with pytest.raises(DataError, match=f"{name}={value!r}"):
+        StreamLoader(loader_of(1).dataset, 1, **settings)  # type: ignore[arg-type]
+
+
+def test_only_a_document_stream_is_loaded() -> None:
+    with pytest.raises(TypeError, match=r"dataset is a list.*build_loader"):
+        StreamLoader([1, 2], 1)  # type: ignore[arg-type]
+
+
+def test_a_batch_that_cannot_be_made_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = rows_of(loader_of(4))
+    loader = loader_of(4)
+    first = rows_of(loader, 1)
+
+    def interrupted(*_: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "stack", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+    assert first + rows_of(loader) == reference
+
+
 def test_a_length_is_not_claimed() -> None:
     with pytest.raises(TypeError):
         len(loader_of(2))  # type: ignore[arg-type]

@@ -103,6 +103,33 @@ def test_state_of_workers_comes_back_to_the_dataset() -> None:
     assert sorted(rows + rest) == sorted(rows_of(_unbatched(stream_of())))
 
 
+@pytest.mark.parametrize("length", [6, 8])
+def test_epochs_of_a_stateful_dataloader_follow_one_another(length: int) -> None:
+    # Rows end where documents do, documents without tokens are last, or a partial row is left out.
+    documents = TokenDocuments([[100 + number] * 5 for number in range(37)] + [[]] * 5)
+
+    def build() -> DocumentStream:
+        return DocumentStream(
+            documents, sequence_length=length, eos_token_id=0, shards=4, drop_last=True, shuffle=False
+        )
+
+    expected = len(list(build()))
+    loader = StatefulDataLoader(build(), batch_size=2, num_workers=2)
+    for epoch in (1, 2, 3):
+        assert len(rows_of(loader)) == expected
+        assert sync_dataset_state_from_dataloader(loader)
+        assert loader.dataset.epoch == epoch
+
+
+def test_asking_for_the_state_of_workers_starts_none() -> None:
+    loader = StatefulDataLoader(stream_of(), batch_size=2, num_workers=2)
+    assert not sync_dataset_state_from_dataloader(loader)
+    loader.dataset.set_epoch(3)
+    expected = stream_of()
+    expected.set_epoch(3)
+    assert sorted(rows_of(loader)) == sorted(rows_of(_unbatched(expected)))
+
+
 def test_nothing_comes_back_where_workers_hold_nothing() -> None:
     assert not sync_dataset_state_from_dataloader(StatefulDataLoader(stream_of(), batch_size=2))
     assert not sync_dataset_state_from_dataloader(StreamLoader(stream_of(), 2, num_workers=2))
@@ -193,6 +220,51 @@ def test_an_error_in_a_worker_arrives_as_itself() -> None:
     stream = DocumentStream(documents, sequence_length=4, encode=str.encode, eos_token_id=0, shards=4)
     with pytest.raises(DataError, match="document 7 holds token ids, to which encode"):
         list(StreamLoader(stream, 2, num_workers=2))
+
+
+class Failing:
+    """An encoder that fails as a worker might, at one text."""
+
+    def __call__(self, text: str) -> bytes:
+        if text == "bad":
+            raise RuntimeError("a worker of mine broke")
+        return text.encode()
+
+
+def test_an_error_is_not_taken_for_the_death_of_a_worker() -> None:
+    documents = ["fine"] * 7 + ["bad"]
+    stream = DocumentStream(documents, sequence_length=4, encode=Failing(), eos_token_id=0, shards=4)
+    with pytest.raises(RuntimeError, match="a worker of mine broke") as caught:
+        list(StreamLoader(stream, 2, num_workers=2))
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_workers_may_be_spawned() -> None:
+    expected = rows_of(StreamLoader(stream_of(), 4))
+    before = torch.multiprocessing.get_start_method()
+    torch.multiprocessing.set_start_method("spawn", force=True)
+    try:
+        assert rows_of(StreamLoader(stream_of(), 4, num_workers=2)) == expected
+    finally:
+        torch.multiprocessing.set_start_method(before, force=True)
+
+
+def test_shards_that_have_ended_do_not_delay_workers() -> None:
+    documents = TokenDocuments([torch.ones(200_000, dtype=torch.int64)] * 8)
+
+    def build(rank: int, world_size: int) -> DocumentStream:
+        return DocumentStream(
+            documents, sequence_length=2, eos_token_id=None, shards=8, rank=rank, world_size=world_size
+        )
+
+    ended = {**build(0, 2).state_dict(), "epoch": 1}
+    far = build(1, 2).state_dict()
+    far["places"] = [[document, 180_000, 90_000] for document, _, _ in far["places"]]  # type: ignore[attr-defined]
+    stream = build(0, 1)
+    stream.load_resharded([ended, far], rank=0, world_size=1)
+    began = time.monotonic()
+    next(iter(StreamLoader(stream, 2, num_workers=2)))
+    assert time.monotonic() - began < 2  # 90,000 empty chunks of each worker take longer
 
 
 def _unbatched(stream: DocumentStream) -> list[dict[str, torch.Tensor]]:

@@ -51,7 +51,7 @@ def test_epoch_and_progress_are_those_of_the_batches_delivered(notes: Notes) -> 
     assert short == [0, 0, 0, 1, 1]
     assert long == [0, 0, 0, 0, 1]
     assert target == 4
-    assert progress == [0.0, 0.0, 0.25, 0.5]
+    assert progress == [0.0, 0.0, 0.25, 1.0]
     assert epoch == 1
 
 

@@ -85,12 +85,15 @@ def test_own_dummies_are_made_once_of_the_last_batch(notes: Notes) -> None:
 
 
 def test_subgroups_end_by_themselves_beside_a_loader_of_all(notes: Notes) -> None:
-    assert [note["subgroups"] for note in notes] == [
-        [[3, 3], [3, 3, 3]],
-        [[3, 3], [3, 3, 3]],
-        [[4, 4], [4, 4, 4]],
-        [[4, 4], [4, 4, 4]],
-    ]
+    for note, batches in zip(notes, (3, 3, 4, 4), strict=True):
+        assert note["subgroups"][:2] == [[batches] * 2, [batches] * 3]
+
+
+def test_a_rank_outside_of_the_group_is_refused(notes: Notes) -> None:
+    for rank, note in enumerate(notes):
+        kind, message = note["subgroups"][2]
+        assert kind == "DataError"
+        assert f"process_group does not contain rank {rank};" in message
 
 
 def test_a_killed_rank_is_named_within_the_timeout_by_those_who_wait_to_begin(notes: Notes) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
 
 RANKS = 4
+START_SECONDS = 120.0
 LIMIT_SECONDS = 20.0
+"""For one example."""
 WORKER = Path(__file__).parent / "workers" / "synchronized_shapes.py"
 
 
@@ -119,16 +122,22 @@ def length_of(count: int, lengths: str) -> st.SearchStrategy[int | None]:
 class Job:
     """Ranks that wait for orders."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.logs = [folder / f"rank-{rank}.log" for rank in range(RANKS)]
         with socket.create_server(("localhost", 0)) as probe:
             port = str(probe.getsockname()[1])
         self.ranks = [self._start(rank, port) for rank in range(RANKS)]
         self.answers: list[queue.Queue[str]] = [queue.Queue() for _ in self.ranks]
         for process, answers in zip(self.ranks, self.answers, strict=True):
             threading.Thread(target=self._listen, args=(process, answers), daemon=True).start()
+        self.hang = ""
+        for answers in self.answers:
+            assert answers.get(timeout=START_SECONDS) == "ready\n"
 
     def run(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """What each rank answers; fails when one does not within the time limit."""
+        if self.hang:
+            pytest.fail(self.hang)  # the example is run again, for the report
         for process in self.ranks:
             assert process.stdin is not None
             process.stdin.write(json.dumps(order) + "\n")
@@ -138,17 +147,23 @@ class Job:
             try:
                 answers.append(json.loads(answered.get(timeout=LIMIT_SECONDS)))
             except queue.Empty:
-                self.kill()
-                pytest.fail(f"rank {rank} hangs: {order}")
+                self.hang = f"rank {rank} hangs: {order}\n{self.stacks()}"
+                pytest.fail(self.hang)
         return answers
+
+    def stacks(self) -> str:
+        """End the job and tell where each rank was."""
+        for process in self.ranks:
+            process.send_signal(signal.SIGABRT)
+            process.wait()
+        return "\n".join(file.read_text() for file in self.logs)
 
     def kill(self) -> None:
         for process in self.ranks:
             process.kill()
             process.wait()
 
-    @staticmethod
-    def _start(rank: int, port: str) -> subprocess.Popen[str]:
+    def _start(self, rank: int, port: str) -> subprocess.Popen[str]:
         variables = {
             "RANK": str(rank),
             "WORLD_SIZE": str(RANKS),
@@ -158,11 +173,11 @@ class Job:
             "PYTHONPATH": str(WORKER.parent),
         }
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(WORKER)],
+            [sys.executable, "-X", "faulthandler", "-W", "ignore", str(WORKER)],
             env={**os.environ, **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self.logs[rank].open("w"),
             text=True,
         )
 
@@ -174,8 +189,8 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def job() -> Iterator[Job]:
-    job = Job()
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    job = Job(tmp_path_factory.mktemp("job"))
     yield job
     job.kill()
 

@@ -205,6 +205,8 @@ def _add_samples(digest: hashlib._Hash, source: DocumentSource) -> None:
     ):
         document = source[index]
         if isinstance(document, str):
-            digest.update(b"text" + document.encode("utf-8", "surrogatepass"))
+            kind, content = "text", document.encode("utf-8", "surrogatepass")
         else:
-            digest.update(b"tokens" + repr(token_tensor(document, f"document {index}").tolist()).encode())
+            kind, content = "tokens", repr(token_tensor(document, f"document {index}").tolist()).encode()
+        # With its length, so that no two lists of documents read the same end to end.
+        digest.update(f"{kind} {len(content)} ".encode() + content)

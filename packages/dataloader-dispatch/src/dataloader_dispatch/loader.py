@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.position import below, position_state, saved_counts
+from dataloader_dispatch.position import below, check_epoch, position_state, saved_counts
 from dataloader_dispatch.sampler import EpochSampler
 from dataloader_dispatch.stream.document_stream import DocumentStream
 from dataloader_dispatch.stream.loader import positive_batch_size
@@ -70,8 +70,7 @@ class ResumableDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdat
         Raises:
             DataError: ``epoch`` is negative.
         """
-        if epoch < 0:
-            raise DataError(f"epoch={epoch} is out of range; epochs count from 0")
+        check_epoch(epoch)
         if epoch != self._place.epoch:
             self._move(epoch, 0)
 
@@ -100,6 +99,9 @@ class ResumableDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdat
             if number == self._passes:
                 place.epoch, place.position = (epoch + 1, 0) if ended else (epoch, position)
             yield batch
+        # Less than a batch was left when the state was loaded, and drop_last leaves it out.
+        if number == self._passes and place.epoch == epoch:
+            place.epoch, place.position = epoch + 1, 0
 
     def _move(self, epoch: int, position: int) -> None:
         self._passes += 1  # an iterator that is still alive no longer moves the position

@@ -32,13 +32,18 @@ def saved_counts(
     Raises:
         DataError: The state is of another version, other data or other settings, or not a state at all.
     """
-    if state.get("version") != VERSION:
+    if not isinstance(state, Mapping):
+        raise DataError(
+            f"data position: expected what state_dict() returned, got a {type(state).__name__}; the state is "
+            "damaged, or a list of states is needed"
+        )
+    if not _same(state.get("version"), VERSION):
         raise DataError(
             f"data position: version {state.get('version')!r} cannot be read; this release reads {VERSION}"
         )
     for name, ours in identity.items():
         theirs = state.get(name)
-        if theirs != ours:
+        if name not in state or not _same(theirs, ours):
             raise DataError(
                 f"data position: it was saved with {name}={theirs!r}, the data at hand have {name}={ours!r}; "
                 "a position has a meaning only for the same data and settings. Restore them, or start the "
@@ -54,9 +59,20 @@ def below(count: int, limit: int, name: str) -> int:
     return count
 
 
+def check_epoch(epoch: int) -> None:
+    """Refuse what is no number of an epoch, with `DataError`."""
+    if not is_count(epoch):
+        raise DataError(f"epoch={epoch!r} is out of range; it must be an integer, and epochs count from 0")
+
+
 def is_count(value: object) -> bool:
     """Whether this is a non-negative int."""
     return type(value) is int and value >= 0
+
+
+def _same(theirs: object, ours: object) -> bool:
+    # The types first: a tensor has no single truth value.
+    return type(theirs) is type(ours) and theirs == ours
 
 
 def _count(state: Mapping[str, object], name: str) -> int:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import pickle
 import socket
 import time
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dataloader_dispatch.errors import DataError
-from dist_env import RankFailedError, RankTimeoutError, StaticDistributedEnvironment, barrier
+from dist_env import RankFailedError
 
 T = TypeVar("T")
 
@@ -21,22 +26,33 @@ _ROLL_CALL_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
 _SHORTEST_PAUSE = 2e-5
 _LONGEST_PAUSE = 1e-3
-_BROKEN = "broken"
+
+# How many groups were made of the same ranks: their names in the store must differ, and the names that
+# torch.distributed gives repeat when a group is destroyed and another one is made.
+_made: Counter[tuple[int, ...]] = Counter()
+_open: weakref.WeakSet[RankGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A connection that outlives the interpreter can abort the process."""
+    for group in list(_open):
+        group.close()
 
 
 class RankGroup:
-    """A gloo group of its own among some ranks: it works beside any training backend, from any thread.
+    """Connections of their own among some ranks, over gloo: beside any training backend, from any thread.
 
     Making it is collective among its ranks. With one rank nothing is opened.
 
     Args:
         ranks: Global ranks that take part, this one among them; the first is the root.
-        timeout_seconds: How long a collective of the group may take.
+        timeout_seconds: How long an exchange of the group may take.
 
     Attributes:
         ranks: The global ranks.
         index: Position of this rank among them.
-        process_group: The group; None with one rank.
+        process_group: The connections; None with one rank. `torch.distributed` does not know them.
 
     Raises:
         DataError: ``timeout_seconds`` is not positive, or there are several ranks and no default process
@@ -53,7 +69,7 @@ class RankGroup:
         self.index = 0
         self._hosts = [socket.gethostname()]
         if len(self.ranks) > 1:
-            self._open()
+            self._connect()
 
     @property
     def size(self) -> int:
@@ -63,6 +79,26 @@ class RankGroup:
     def name(self, index: int) -> str:
         """Rank and host of one of the ranks, for messages."""
         return f"rank {self.ranks[index]} ({self._hosts[index]})"
+
+    def store(self, name: str) -> Store:
+        """The job's store, under keys that no other group and no other name shares."""
+        return PrefixStore(name, self._store)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> dist.Work:
+        """Start to replace each element by the largest of all ranks; a CPU tensor."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        return self._connected().allreduce([tensor], options)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        """Start to replace a CPU tensor by that of the rank at position ``source``."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        return self._connected().broadcast([tensor], options)
+
+    def all_gather(self, received: list[torch.Tensor], tensor: torch.Tensor) -> dist.Work:
+        """Start to put the CPU tensors of all ranks, equally large, into ``received``."""
+        return self._connected().allgather([received], [tensor])
 
     def gather(self, doing: str, value: T) -> list[T]:
         """The values of all ranks, in their order. Collective.
@@ -74,24 +110,26 @@ class RankGroup:
         Raises:
             RankFailedError: A rank is lost.
         """
-        if self.process_group is None:
+        if self.size == 1:
             return [value]
-        values: list[T | None] = [None] * self.size
-        try:
-            dist.all_gather_object(values, value, group=self.process_group)
-        except RuntimeError as error:
-            raise self.broken(doing, error) from error
-        return values  # type: ignore[return-value]  # every entry was filled
+        message = pickle.dumps(value)
+        sizes = [int(size) for size in self._gather_tensors(doing, torch.tensor([len(message)]))]
+        padded = torch.frombuffer(bytearray(message.ljust(max(sizes))), dtype=torch.uint8)
+        parts = self._gather_tensors(doing, padded)
+        return [
+            cast(T, pickle.loads(part.numpy().tobytes()[:size]))
+            for part, size in zip(parts, sizes, strict=True)
+        ]
 
     def wait(self, doing: str, work: dist.Work) -> None:
-        """Wait for a collective of the group that was started with ``async_op=True``.
+        """Wait for an exchange of the group to end.
 
         Args:
             doing: What the ranks are doing, for the message.
-            work: What the collective returned.
+            work: What the exchange's start returned.
 
         Raises:
-            RankFailedError: A rank is lost, or the collective took longer than the timeout.
+            RankFailedError: A rank is lost, or the exchange took longer than the timeout.
         """
         pause, next_look = _SHORTEST_PAUSE, time.monotonic() + _LOOK_SECONDS
         # Polled: a rank that does not talk to the lost one itself would wait for the timeout in silence.
@@ -115,38 +153,26 @@ class RankGroup:
         )
 
     def broken(self, doing: str, reason: object) -> RankFailedError:
-        """The error for a collective that broke, naming who no longer answers.
+        """The error for an exchange that broke, naming who no longer answers.
 
         gloo tells only the address of a connection that broke, and only to those who use it. This rank first
         tells the others, who may wait for something else, and then all who are left answer a roll call.
         """
-        if not dist.is_initialized():
-            return RankFailedError(f"{doing}: the process group was destroyed: {one_line(reason)}", None)
-        env = StaticDistributedEnvironment(
-            rank=dist.get_rank(),
-            local_rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            local_world_size=dist.get_world_size(),
-        )
         seconds = min(self.timeout_seconds, _ROLL_CALL_SECONDS)
         try:
-            self._store.set(_BROKEN, "")
-            barrier(env, timeout=seconds, process_group=self.process_group, tag=f"{doing}: roll call")
-        except RankTimeoutError as error:
-            known = [self.name(index) for index, rank in enumerate(self.ranks) if rank in error.missing]
-            named = ", ".join(known) or ", ".join(f"rank {rank}" for rank in sorted(error.missing))
-            return RankFailedError(
-                f"{doing}: a connection broke, and within {seconds:g} s no answer came from {named}: "
-                f"{one_line(reason)}. Look at the log of that rank",
-                min(error.missing),
-            )
-        except RankFailedError as error:
-            return RankFailedError(f"{doing}: {error}", error.rank)
+            missing = self._missing(seconds)
         except dist.DistNetworkError:
             return RankFailedError(
                 f"{doing}: a connection broke, and so did that to the store of the job: the process that "
                 f"holds it (rank 0, or the launcher) has ended: {one_line(reason)}",
                 None,
+            )
+        if missing:
+            named = ", ".join(self.name(index) for index in missing)
+            return RankFailedError(
+                f"{doing}: a connection broke, and within {seconds:g} s no answer came from {named}: "
+                f"{one_line(reason)}. Look at the log of that rank",
+                self.ranks[missing[0]],
             )
         return RankFailedError(
             f"{doing}: no answer within timeout_seconds={self.timeout_seconds:g}, though every rank is "
@@ -156,17 +182,10 @@ class RankGroup:
 
     def close(self) -> None:
         """Close the connections of this rank; not collective."""
-        group, self.process_group = self.process_group, None
-        if group is not None and dist.is_initialized() and dist.group.WORLD is self._default:
-            dist.destroy_process_group(group)
+        self.process_group = None
+        _open.discard(self)
 
-    def _others_gave_up(self) -> bool:
-        try:
-            return bool(self._store.check([_BROKEN]))
-        except dist.DistNetworkError:
-            return True
-
-    def _open(self) -> None:
+    def _connect(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise DataError(
                 f"{self.size} ranks need a process group, and there is none; call "
@@ -174,18 +193,52 @@ class RankGroup:
             )
         if dist.get_rank() not in self.ranks:
             raise DataError(f"rank {dist.get_rank()} is not one of the ranks that take part: {self.ranks}")
+        doing = "opening the data loader"
         self.index = self.ranks.index(dist.get_rank())
-        self._default = dist.group.WORLD
-        self.process_group = dist.new_group(
-            list(self.ranks),
-            timeout=timedelta(seconds=self.timeout_seconds),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        name = self.process_group.group_name
-        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # it is initialized
-        self._store = PrefixStore(f"dataloader_dispatch/{name}", store)
-        self._hosts = self.gather("opening the data loader", self._hosts[0])
+        self._hosts = ["unknown host"] * self.size
+        _made[self.ranks] += 1
+        name = f"dataloader_dispatch/{'-'.join(map(str, self.ranks))}/{_made[self.ranks]}"
+        self._store: Store = PrefixStore(name, dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
+        timeout = timedelta(seconds=self.timeout_seconds)
+        try:
+            gloo = dist.ProcessGroupGloo(self.store("gloo"), self.index, self.size, timeout)
+        except RuntimeError as error:
+            raise self.broken(doing, error) from error
+        self.process_group = cast(dist.ProcessGroup, gloo)  # a backend has the same methods
+        _open.add(self)
+        self._hosts = self.gather(doing, socket.gethostname())
+
+    def _connected(self) -> dist.ProcessGroup:
+        if self.process_group is None:
+            raise RuntimeError("the data loader was closed; make a new one")
+        return self.process_group
+
+    def _gather_tensors(self, doing: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        received = [torch.empty_like(tensor) for _ in self.ranks]
+        try:
+            work = self.all_gather(received, tensor)
+        except RuntimeError as error:
+            raise self.broken(doing, error) from error
+        self.wait(doing, work)
+        return received
+
+    def _missing(self, seconds: float) -> list[int]:
+        """Positions of the ranks that do not answer a roll call, to which this one answers."""
+        calls = self.store("roll call")
+        calls.set(str(self.index), "")
+        calls.set("called", "")
+        end = time.monotonic() + seconds
+        missing = list(range(self.size))
+        while missing and time.monotonic() < end:
+            missing = [index for index in missing if not calls.check([str(index)])]
+            time.sleep(_LOOK_SECONDS / 4 if missing else 0)
+        return missing
+
+    def _others_gave_up(self) -> bool:
+        try:
+            return bool(self.store("roll call").check(["called"]))
+        except dist.DistNetworkError:
+            return True
 
 
 def one_line(reason: object) -> str:

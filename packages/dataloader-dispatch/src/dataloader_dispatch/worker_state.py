@@ -33,6 +33,8 @@ def sync_dataset_state_from_dataloader(loader: object) -> bool:
     inner = _innermost(loader)
     if not isinstance(inner, StatefulDataLoader) or inner.num_workers == 0:
         return False
+    if inner._iterator is None and inner.next_iter_state is None:
+        return False  # its state_dict() would start workers here and now, with the dataset as it is
     dataset: Any = inner.dataset
     states = _worker_states(inner.state_dict())
     if not states or not hasattr(dataset, "load_state_dict"):
@@ -66,8 +68,7 @@ def _worker_states(state: Mapping[str, Any]) -> list[Mapping[str, object]]:
         return []
     if state["_steps_since_snapshot"]:
         raise DataError(
-            "the loader took its last snapshot of the workers some batches ago; set "
-            "snapshot_every_n_steps=1"
+            "the loader took its last snapshot of the workers some batches ago; set snapshot_every_n_steps=1"
         )
     workers = state["_snapshot"]["_worker_snapshots"].values()
     held = [worker.get("dataset_state") for worker in workers]

@@ -24,8 +24,6 @@ def nine_samples() -> Any:
 def _scores(samples: list[tuple[torch.Tensor, int]], world: int) -> list[float] | None:
     group = group_of(world)
     if world <= RANK:
-        if world > 1:
-            group_of(world)
         return None
     shard = shard_for_evaluation(samples, RANK, world)
     loss, accuracy = GlobalMean(group), GlobalMean(group)

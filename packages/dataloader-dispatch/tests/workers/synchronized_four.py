@@ -84,8 +84,9 @@ def subgroups() -> Any:
     """Two halves that know nothing of one another, beside a loader of all."""
     halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     half = SynchronizedDataLoader(SizedBatches(COUNTS[RANK]), "cpu", halves[RANK // 2])
+    other = outcome(lambda: SynchronizedDataLoader([], "cpu", halves[1 - RANK // 2]))
     whole = SynchronizedDataLoader(Batches(COUNTS[RANK]), "cpu")
-    return [[len(numbers(half)) for _ in range(2)], [len(numbers(half)) for _ in whole]]
+    return [[len(numbers(half)) for _ in range(2)], [len(numbers(half)) for _ in whole], other]
 
 
 def main() -> None:

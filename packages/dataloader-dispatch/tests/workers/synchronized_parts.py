@@ -90,12 +90,8 @@ def lose(killed: int, at: int, batches: Batches, note: dict[str, object]) -> Non
 
 
 def group_of(world: int) -> Any:
-    """A group of the first ranks.
-
-    torch names it by how many groups each of its ranks is in, so the other ranks make one as well.
-    """
-    ranks = range(world) if world > RANK else [RANK]
-    return dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    """A group of the first ranks; all ranks make it, as torch asks for."""
+    return dist.new_group(list(range(world)), backend="gloo")
 
 
 def begin() -> None:

@@ -70,14 +70,12 @@ def main() -> None:
     begin()
     groups = {world: group_of(world) for world in range(1, WORLD_SIZE + 1)}
     loaders: dict[tuple[str, int], Any] = {}
+    print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         kind, world = order["kind"], order["world"]
-        if (kind, world) not in loaders:
-            if world > RANK:
-                loaders[kind, world] = loader_of(kind, groups[world])
-            else:
-                loaders[kind, world] = world > 1 and group_of(world)
+        if world > RANK and (kind, world) not in loaders:
+            loaders[kind, world] = loader_of(kind, groups[world])
         answer: dict[str, object] = {}
         if world > RANK:
             shape, loader = loaders[kind, world]
@@ -85,7 +83,7 @@ def main() -> None:
             shape.fails_at = order["fails_at"] if order["failing"] == RANK else None
             answer = read(loader, groups[world], order["in_step"])
         if order["is_error"]:
-            del loaders[kind, world]
+            loaders.pop((kind, world), None)
         print(json.dumps(answer), flush=True)
 
 

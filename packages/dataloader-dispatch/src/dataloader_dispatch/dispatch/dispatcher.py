@@ -181,7 +181,7 @@ class DataloaderDispatcher(Generic[Batch]):
     def close(self) -> None:
         """End the background thread and the connections of this rank. Happens by itself when Python ends.
 
-        The first rank waits up to 30 seconds for others that have not taken the end of its last pass.
+        The first rank waits up to 30 seconds for others that are behind, 5 in the middle of a pass.
         """
         self._end()
 

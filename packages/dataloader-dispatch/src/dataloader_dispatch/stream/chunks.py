@@ -61,7 +61,7 @@ class ChunkedRows(IterableDataset[Chunk]):
     def __init__(self, stream: DocumentStream, workers: int) -> None:
         self._stream = stream
         position = stream.position
-        self._first = min((position.cursor.places[shard].row for shard in position.own_shards), default=0)
+        self._first = position.first_row
         shards = -(-len(position.own_shards) // workers)
         self._rounds = max(1, _CHUNK_ROWS // max(1, shards))
 
@@ -114,7 +114,7 @@ def chunks_of_workers(stream: DocumentStream, workers: int, prefetch_factor: int
             stream.encoder.left_out += chunk.left_out
             yield chunk
     except RuntimeError as error:
-        if "worker" in str(error):
+        if str(error).startswith("DataLoader worker (pid"):  # and not an error that a worker passes on
             error.add_note(
                 f"the data loader of {stream.position.owner} lost a worker process (num_workers={workers}); "
                 "the system may have killed it for its memory. The position is behind the last batch "

@@ -81,6 +81,11 @@ class Cursor:
         return all(self.places[shard].document >= documents for shard in shards)
 
 
+def end_of(shard: int, shards: int, documents: int) -> Place:
+    """The place of a shard of which nothing is left."""
+    return Place(documents + (shard - documents) % shards)
+
+
 def read_cursor(
     state: Mapping[str, object], shards: int, documents: int, identity: Mapping[str, object]
 ) -> tuple[Cursor, Owner]:
@@ -93,6 +98,12 @@ def read_cursor(
     saved = state.get("places")
     if not isinstance(saved, list) or len(saved) != shards:
         raise DataError(f"data position: places={saved!r} are not those of {shards} shards; it is damaged")
+    rank, world_size, worker, workers = owner
+    if not (rank < world_size and worker < workers):
+        raise DataError(
+            f"data position: rank={rank} of world_size={world_size}, worker={worker} of workers={workers} "
+            "cannot be; the state is damaged"
+        )
     places = [_place(entry, number, shards, documents) for number, entry in enumerate(saved)]
     return Cursor(epoch, places), Owner(*owner)
 
@@ -132,8 +143,7 @@ def merge_cursors(
                 "once"
             )
         for shard in numbers:
-            end = Place(documents + (shard - documents) % shards)
-            merged.places[shard] = end if ahead else cursor.places[shard]
+            merged.places[shard] = end_of(shard, shards, documents) if ahead else cursor.places[shard]
     over = len(held) == shards and merged.ended(held, documents)
     return Cursor.start(epoch + 1, shards) if over else merged
 

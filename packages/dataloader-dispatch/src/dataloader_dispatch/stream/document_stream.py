@@ -17,7 +17,7 @@ from dataloader_dispatch.stream.order import epoch_order
 from dataloader_dispatch.stream.packing import ShardPacker, ShardRow, finished_row, rows_in_turn
 from dataloader_dispatch.stream.position import StreamPosition
 from dataloader_dispatch.stream.settings import check_settings, check_takers, logical_shards
-from dataloader_dispatch.stream.skipping import RowSpan
+from dataloader_dispatch.stream.skipping import RowSpan, checked_spans
 
 logger = logging.getLogger("dataloader_dispatch.stream")
 
@@ -63,7 +63,9 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
 
     For batches and worker processes use `StreamLoader`. Under torchdata's ``StatefulDataLoader`` each worker
     delivers its part of the shards and keeps its part of the position; that loader needs the same number
-    of workers to go on, see `sync_dataset_state_from_dataloader`.
+    of workers to go on. It makes new workers for each epoch, which begin where the dataset of this process
+    is: call `sync_dataset_state_from_dataloader` after each epoch. Leave ``persistent_workers`` off: rows
+    that such workers prepared are lost when an iterator is given up, or an ended epoch's state is loaded.
 
     Args:
         source: Texts or token ids; see `DocumentSource`. `mix_documents` makes one of several.
@@ -105,7 +107,7 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         boundaries: bool = False,
         skip: Sequence[RowSpan] = (),
     ) -> None:
-        check_settings(sequence_length, eos_token_id, pad_token_id)
+        check_settings(sequence_length, eos_token_id, pad_token_id, seed)
         self.source = source
         self.sequence_length = sequence_length
         self.eos_token_id = eos_token_id
@@ -114,8 +116,8 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         self.drop_last = drop_last
         self.pad_token_id = pad_token_id
         self.boundaries = boundaries
-        self.skip = tuple(skip)
-        documents = len(epoch_order(source, seed, 0, shuffle))  # refuses a seed that is no integer
+        self.skip = checked_spans(skip)
+        documents = len(epoch_order(source, seed, 0, shuffle))
         self.shards = logical_shards(shards, documents, rank, world_size)
         self.encoder = DocumentEncoder(source, encode, eos_token_id)
         self.position = StreamPosition(self.shards, documents, rank, world_size, self._identity(documents))
@@ -228,7 +230,10 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         Raises:
             DataError: This is the only rank. With several, the others may have rows, and a warning is logged.
         """
-        if not position.cursor.at_start(position.own_shards):
+        epoch = position.cursor.epoch
+        if not position.cursor.at_start(position.own_shards) or any(
+            span.epoch == epoch for span in self.skip
+        ):
             return
         held = "no text"
         if self.drop_last:
@@ -242,16 +247,14 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         following = next(rows, None)
         if following is None:
             self.say_empty(position)
-        # A single owner knows with its last row that the epoch is over.
-        alone = position.owner.world_size * position.owner.workers == 1
         over = False
         while following is not None:
             row, following = following, next(rows, None)
-            over = alone and following is None
-            position.advance(iteration, [(row.shard, row.behind)], ended=over)
-            yield self.example(row)
+            example = self.example(row)  # before the position moves: what fails here comes again
+            over = position.advance(iteration, [(row.shard, row.behind)], ended=following is None)
+            yield example
         if not over:
-            position.advance(iteration, [], ended=True)
+            position.finish(iteration)
 
     def _position_here(self) -> StreamPosition:
         """The position of this process: a worker process of a loader has a part of the rank's shards."""

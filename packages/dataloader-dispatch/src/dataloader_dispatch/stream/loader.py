@@ -10,7 +10,7 @@ import torch
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.stream.chunks import Delivery, chunks_of_workers, deliveries_here, deliveries_of
 from dataloader_dispatch.stream.document_stream import DocumentStream
-from dataloader_dispatch.stream.settings import check_takers
+from dataloader_dispatch.stream.settings import check_takers, check_workers
 
 
 class StreamLoader:
@@ -51,6 +51,12 @@ class StreamLoader:
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
         self.pin_memory = pin_memory
+        if not isinstance(dataset, DocumentStream):
+            raise TypeError(
+                f"StreamLoader: dataset is a {type(dataset).__name__}, it must be a DocumentStream; "
+                "build_loader loads other datasets"
+            )
+        check_workers(num_workers, prefetch_factor)
         if num_workers:
             check_takers(dataset.shards, dataset.world_size, num_workers)
 
@@ -99,20 +105,19 @@ class StreamLoader:
     def _deliver(self, iteration: int) -> Iterator[dict[str, torch.Tensor]]:
         position = self.dataset.position
         rows = self._deliveries()
-        alone = position.owner.world_size == 1
         taken = list(islice(rows, self.batch_size))
         if not taken:
             self.dataset.say_empty(position)
         over = False
         while taken:
-            # A single rank knows with its last row that the epoch is over.
             following = list(islice(rows, 1))
-            over = alone and not following
-            position.advance(iteration, [(row.shard, row.behind) for row in taken], ended=over)
-            yield self._batch(taken)
+            batch = self._batch(taken)  # before the position moves: what fails here comes again
+            places = [(row.shard, row.behind) for row in taken]
+            over = position.advance(iteration, places, ended=not following)
+            yield batch
             taken = following + list(islice(rows, self.batch_size - 1)) if following else []
         if not over:
-            position.advance(iteration, [], ended=True)
+            position.finish(iteration)
 
     def _deliveries(self) -> Iterator[Delivery]:
         if self.num_workers == 0:

@@ -55,8 +55,8 @@ class MixedDocuments:
     def epoch_order(self, seed: int, epoch: int, shuffle: bool) -> Sequence[int]:
         """Numbers of the documents of an epoch, computed when asked for.
 
-        Each source goes through all of its documents before any comes again, in an order of its own for each
-        pass; an epoch takes the next ``documents_per_epoch`` of them.
+        Each source goes through all of its documents pass by pass, in an order of its own for each; an epoch
+        takes the next ``documents_per_epoch`` of them, and shuffles these among themselves too.
         """
         return _MixedOrder(self, seed, epoch, shuffle)
 
@@ -119,8 +119,10 @@ def mix_documents(sources: Mapping[str, DocumentSource], passes: Mapping[str, fl
     """Several sources as one, each read so many times in an epoch.
 
     With ``passes`` of 2.0 each document of a source comes twice in every epoch. With 0.5 each comes once in
-    two epochs: half of them in the first, the other half in the second. No document comes again before
-    all others of its source have come. `passes_for_shares` finds passes from shares.
+    two epochs: half of them in the first, the other half in the second. After each epoch every document of
+    a source has come equally often, or once more than another. Within an epoch the order is shuffled, so that
+    with more than one pass a document may come again before others have come. `passes_for_shares` finds
+    passes from shares.
 
     Args:
         sources: By names of your choice.

@@ -99,8 +99,9 @@ def rows_in_turn(packer: ShardPacker, shards: Sequence[int], places: Sequence[Pl
         shards: Numbers of the shards, ascending.
         places: Where each shard stands, by its number.
     """
-    waiting = {shard: packer.rows(shard, places[shard]) for shard in shards}
-    rows = {shard: places[shard].row for shard in shards}
+    left = [shard for shard in shards if places[shard].document < len(packer.order)]
+    waiting = {shard: packer.rows(shard, places[shard]) for shard in left}
+    rows = {shard: places[shard].row for shard in left}
     number = min(rows.values(), default=0)
     while waiting:
         for shard in [shard for shard in waiting if rows[shard] == number]:

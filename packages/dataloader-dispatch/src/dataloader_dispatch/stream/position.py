@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.position import position_state
-from dataloader_dispatch.stream.cursor import Cursor, Owner, Place, merge_cursors, read_cursor
+from dataloader_dispatch.position import check_epoch, position_state
+from dataloader_dispatch.stream.cursor import Cursor, Owner, Place, end_of, merge_cursors, read_cursor
 
 
 class StreamPosition:
@@ -50,6 +50,12 @@ class StreamPosition:
         return self.owner.shards(self._shards)
 
     @property
+    def first_row(self) -> int:
+        """The lowest number that the next row of an own shard has; 0 when nothing is left of them."""
+        places = [self.cursor.places[shard] for shard in self.own_shards]
+        return min((place.row for place in places if place.document < self._documents), default=0)
+
+    @property
     def progress(self) -> float:
         """Share of the own documents of this epoch that were delivered whole, from 0 to 1."""
         own = self.own_shards
@@ -62,31 +68,49 @@ class StreamPosition:
         self._iteration += 1
         return self._iteration
 
-    def advance(self, iteration: int, delivered: Iterable[tuple[int, Place]], *, ended: bool) -> None:
+    def advance(self, iteration: int, delivered: Iterable[tuple[int, Place]], *, ended: bool) -> bool:
         """Move behind rows that are being delivered.
 
         Args:
             iteration: What `begin` returned.
             delivered: Shards, and where each stands behind its row.
-            ended: Whether the epoch is over with them.
+            ended: Whether nothing of the own shards is left behind them.
+
+        Returns:
+            Whether this was the epoch's end, so that the position is at the start of the next one. Where
+            others have shards too it is at the end of the epoch, until `finish` is called.
 
         Raises:
             RuntimeError: A newer iteration was begun, or the position was set.
         """
-        if iteration != self._iteration:
-            raise RuntimeError(
-                "this iterator of a DocumentStream is out of date: a newer one was made, or the position was "
-                "set; use the newest iterator"
-            )
+        self._check(iteration)
         for shard, place in delivered:
             self.cursor.places[shard] = place
-        if ended:
-            self.cursor = Cursor.start(self.cursor.epoch + 1, self._shards)
+        if not ended:
+            return False
+        # What drop_last, skip or documents without tokens leave behind the last row is nothing.
+        for shard in self.own_shards:
+            self.cursor.places[shard] = end_of(shard, self._shards, self._documents)
+        over = len(self.own_shards) == self._shards
+        if over:
+            self._next_epoch()
+        return over
+
+    def finish(self, iteration: int) -> None:
+        """Go to the next epoch, as the caller is told that this one is over.
+
+        Args:
+            iteration: What `begin` returned.
+
+        Raises:
+            RuntimeError: A newer iteration was begun, or the position was set.
+        """
+        self._check(iteration)
+        self._next_epoch()
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, or do nothing when the position is in that epoch already."""
-        if epoch < 0:
-            raise DataError(f"epoch={epoch} is out of range; epochs count from 0")
+        check_epoch(epoch)
         if epoch != self.cursor.epoch:
             self.move(Cursor.start(epoch, self._shards))
 
@@ -128,8 +152,23 @@ class StreamPosition:
                 f"load_resharded(rank={rank}, world_size={world_size}) contradicts the stream, which was "
                 f"made for rank {self.owner.rank} of {self.owner.world_size}"
             )
+        if not isinstance(states, list | tuple):
+            raise DataError(
+                f"data positions: expected a list of what state_dict() returned on each rank, got a "
+                f"{type(states).__name__}"
+            )
         parts = [self._read(state) for state in states]
         self.move(merge_cursors(parts, self.own_shards, self._shards, self._documents))
 
     def _read(self, state: Mapping[str, object]) -> tuple[Cursor, Owner]:
         return read_cursor(state, self._shards, self._documents, self._identity)
+
+    def _next_epoch(self) -> None:
+        self.cursor = Cursor.start(self.cursor.epoch + 1, self._shards)
+
+    def _check(self, iteration: int) -> None:
+        if iteration != self._iteration:
+            raise RuntimeError(
+                "this iterator of a DocumentStream is out of date: a newer one was made, or the position was "
+                "set; use the newest iterator"
+            )

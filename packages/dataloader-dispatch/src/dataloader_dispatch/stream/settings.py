@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.position import is_count
 
 _USUAL_SHARDS = 64
 _DOCUMENTS_A_SHARD = 16
 
 
-def check_settings(sequence_length: int, eos_token_id: int | None, pad_token_id: int) -> None:
+def check_settings(sequence_length: int, eos_token_id: int | None, pad_token_id: int, seed: int) -> None:
     """Refuse numbers that are out of range.
 
     Raises:
         DataError: Names the setting.
+        TypeError: ``seed`` is not an integer.
     """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed={seed!r} must be an int")
     if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 2:
         raise DataError(
             f"sequence_length={sequence_length!r} is out of range; it must be an integer of at least 2, "
             "one token to predict the other from"
         )
-    for name, token in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
-        if token is not None and token < 0:
-            raise DataError(f"{name}={token} is out of range; token ids are not negative")
+    if eos_token_id is not None:
+        _check_token("eos_token_id", eos_token_id)
+    _check_token("pad_token_id", pad_token_id)
 
 
 def logical_shards(shards: int | None, documents: int, rank: int, world_size: int) -> int:
@@ -38,9 +42,10 @@ def logical_shards(shards: int | None, documents: int, rank: int, world_size: in
     """
     if documents == 0:
         raise DataError("source has no documents; give at least one")
-    if not 0 <= rank < world_size:
+    if not (is_count(rank) and is_count(world_size) and rank < world_size):
         raise DataError(
-            f"rank={rank} is out of range; it must be at least 0 and below world_size={world_size}"
+            f"rank={rank!r} is out of range; it must be an integer of at least 0 and below "
+            f"world_size={world_size!r}"
         )
     if documents < world_size:
         raise DataError(
@@ -72,3 +77,30 @@ def check_takers(shards: int, world_size: int, workers: int) -> None:
             f"shards={shards} cannot be divided among {who}; set shards to a multiple of {takers}, and at "
             "most to the number of documents"
         )
+
+
+def check_workers(num_workers: int, prefetch_factor: int | None) -> None:
+    """Refuse settings of worker processes that make no sense.
+
+    Raises:
+        DataError: Names the setting.
+    """
+    if not is_count(num_workers):
+        raise DataError(f"num_workers={num_workers!r} is out of range; it must be an integer of at least 0")
+    if prefetch_factor is None:
+        return
+    if not is_count(prefetch_factor) or prefetch_factor == 0:
+        raise DataError(
+            f"prefetch_factor={prefetch_factor!r} is out of range; it must be an integer of at least 1, "
+            "or None"
+        )
+    if num_workers == 0:
+        raise DataError(
+            f"prefetch_factor={prefetch_factor} has no effect with num_workers=0; leave it out or "
+            "set num_workers"
+        )
+
+
+def _check_token(name: str, token: int) -> None:
+    if not is_count(token) or token >= 2**63:
+        raise DataError(f"{name}={token!r} is out of range; token ids are int64 integers and not negative")

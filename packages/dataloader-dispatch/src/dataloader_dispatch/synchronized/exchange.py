@@ -85,17 +85,14 @@ class Exchange:
         message = pickle.dumps(value) if self.group.index == source else b""
         size = self.gather(doing, len(message))[source]
         data = _tensor(message, size)
-        root = self.group.ranks[source]
-        self._finish(doing, dist.broadcast(data, root, self.group.process_group, async_op=True))
+        self._finish(doing, self.group.broadcast(data, source))
         return cast(T, pickle.loads(data.numpy().tobytes()))
 
     def start_flags(self, *, has: bool, failed: bool) -> None:
         """Say whether this rank has another batch, or its loader has failed; `wait_flags` waits for it."""
         self._flags = torch.zeros(3, dtype=torch.uint8)
         self._flags[_FAILED if failed else _HAS if has else _ENDED] = 1
-        self._work = dist.all_reduce(
-            self._flags, dist.ReduceOp.MAX, group=self.group.process_group, async_op=True
-        )
+        self._work = self.group.all_reduce_max(self._flags)
 
     def wait_flags(self) -> Flags:
         """What the ranks have said.
@@ -115,8 +112,7 @@ class Exchange:
     def _gather_bytes(self, doing: str, message: bytes, size: int) -> list[bytes]:
         received = [torch.empty(size, dtype=torch.uint8) for _ in self.group.ranks]
         own = _tensor(message[:size], size)
-        work = dist.all_gather(received, own, self.group.process_group, async_op=True)
-        self._finish(doing, work)
+        self._finish(doing, self.group.all_gather(received, own))
         return [part.numpy().tobytes() for part in received]
 
     def _finish(self, doing: str, work: dist.Work | None) -> None:

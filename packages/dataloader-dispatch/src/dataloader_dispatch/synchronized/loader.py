@@ -225,7 +225,11 @@ class SynchronizedDataLoader(Generic[Batch]):
 
 def _ranks_of(process_group: dist.ProcessGroup | None) -> list[int]:
     if dist.is_available() and dist.is_initialized():
-        return dist.get_process_group_ranks(process_group)
+        if process_group is not None and dist.get_rank(process_group) < 0:
+            raise DataError(
+                f"process_group does not contain rank {dist.get_rank()}; make the loader on its ranks only"
+            )
+        return sorted(dist.get_process_group_ranks(process_group))
     if os.environ.get("WORLD_SIZE", "1") != "1":
         get_logger("dataloader_dispatch").warning(
             "SynchronizedDataLoader: WORLD_SIZE=%s, but there is no process group, so every rank is alone; "

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from dataloader_dispatch.rank_group import RankGroup
 
@@ -48,9 +47,7 @@ class Watch:
     """
 
     def __init__(self, group: RankGroup, number: int) -> None:
-        name = group.process_group.group_name  # type: ignore[union-attr]  # several ranks have one
-        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # it is initialized
-        self._store = PrefixStore(f"dataloader_dispatch/watch/{name}/{number}", store)
+        self._store = group.store(f"watch/{number}")
         self._size = group.size
         self._seconds = max(_LOOK_SECONDS, group.size / _RANKS_PER_LOOK_SECOND)
         self._ended = threading.Event()
