@@ -19,8 +19,9 @@ class JsonLogger:
     Each entry has `global_step`, `epoch` and `timestamp` (seconds since 1970), then the record. Lists stay
     arrays; nan and infinities become null. The file is valid JSON after every entry, and appending costs the
     same however long it is. At the start of training, entries beyond the step where the run goes on are
-    dropped, and so are the final metrics of the part before it; the curve of a resumed run is one curve. A file damaged by a kill is repaired, and the damaged
-    one is kept beside it as `<filename>.damaged`. Only the process with world rank 0 writes.
+    dropped, and so are the final metrics of the part before it; the curve of a resumed run is one curve. A
+    file damaged by a kill is repaired, and the damaged one is kept beside it as `<filename>.damaged`. Only
+    the process with world rank 0 writes.
 
     Args:
         filename: Name of the file in `args.logging_dir`.
