@@ -1,0 +1,23 @@
+"""Real ranks over gloo: four of them stop in the middle of an epoch, and two go on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def test_two_ranks_finish_the_epoch_that_four_began(launch: Callable[..., Any], tmp_path: Path) -> None:
+    four = launch("stream_ranks.py", 4, 7)
+    assert [rank.code for rank in four] == [0] * 4, four[0].err
+    states = tmp_path / "states.json"
+    states.write_text(json.dumps([rank.note["state"] for rank in four]))
+    two = launch("stream_ranks.py", 2, 10_000, states)
+    assert [rank.code for rank in two] == [0] * 2, two[0].err
+    seen = Counter(token for rank in [*four, *two] for token in rank.note["tokens"])
+    assert seen == Counter({number + 1: 1 + number % 5 for number in range(997)})
+    assert [rank.note["steps"] for rank in four] == [7] * 4
+    assert two[0].note["steps"] == two[1].note["steps"] > 7
+    assert [rank.note["epoch"] for rank in two] == [1, 1]
