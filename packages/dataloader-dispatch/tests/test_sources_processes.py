@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
 from dataloader_dispatch import DocumentSource, open_documents
 
@@ -44,22 +44,9 @@ def test_workers_read_at_once(tmp_path: Path, method: str) -> None:
     expected = [[source[index] for index in range(COUNT)] for source in sources]
     everything = [document for documents in expected for document in documents]
 
-    class_of_all = AllDocuments(sources)
+    # A class of torch: a spawned process cannot import those of a test.
     loader = DataLoader(
-        class_of_all, batch_size=None, shuffle=False, num_workers=2, multiprocessing_context=method
+        ConcatDataset(sources), batch_size=None, shuffle=False, num_workers=2, multiprocessing_context=method
     )
     assert list(loader) == everything
     assert all(len(pickle.dumps(source)) < 10_000 for source in sources)
-
-
-class AllDocuments:
-    """The documents of several sources, one after the other."""
-
-    def __init__(self, sources: list[DocumentSource]) -> None:
-        self.sources = sources
-
-    def __len__(self) -> int:
-        return COUNT * len(self.sources)
-
-    def __getitem__(self, index: int) -> object:
-        return self.sources[index // COUNT][index % COUNT]
