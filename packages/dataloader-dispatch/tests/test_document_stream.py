@@ -470,3 +470,9 @@ def test_parts_of_a_split_are_packed_independently() -> None:
         dataset = DocumentStream(part, sequence_length=16, encode=str.encode, eos_token_id=EOS, shards=1)
         seen += bytes(tokens_in(rows_of(dataset))).decode().rstrip("\0").split("\0")
     assert sorted(seen) == sorted(documents)
+
+
+@pytest.mark.parametrize("source", ["one text", b"bytes"])
+def test_one_text_is_no_source(source: object) -> None:
+    with pytest.raises(DataError, match=r"is one text.*open_documents\(path\)"):
+        DocumentStream(source, sequence_length=8, encode=str.encode, eos_token_id=EOS)  # type: ignore[arg-type]

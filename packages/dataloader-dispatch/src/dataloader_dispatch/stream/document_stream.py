@@ -16,7 +16,7 @@ from dataloader_dispatch.stream.encoding import DocumentEncoder
 from dataloader_dispatch.stream.order import epoch_order
 from dataloader_dispatch.stream.packing import ShardPacker, ShardRow, finished_row, rows_in_turn
 from dataloader_dispatch.stream.position import StreamPosition
-from dataloader_dispatch.stream.settings import check_settings, check_takers, logical_shards
+from dataloader_dispatch.stream.settings import check_settings, check_source, check_takers, logical_shards
 from dataloader_dispatch.stream.skipping import RowSpan, checked_spans
 
 logger = logging.getLogger("dataloader_dispatch.stream")
@@ -108,6 +108,7 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         skip: Sequence[RowSpan] = (),
     ) -> None:
         check_settings(sequence_length, eos_token_id, pad_token_id, seed)
+        check_source(source)
         self.source = source
         self.sequence_length = sequence_length
         self.eos_token_id = eos_token_id

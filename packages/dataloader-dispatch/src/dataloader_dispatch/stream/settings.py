@@ -28,6 +28,19 @@ def check_settings(sequence_length: int, eos_token_id: int | None, pad_token_id:
     _check_token("pad_token_id", pad_token_id)
 
 
+def check_source(source: object) -> None:
+    """Refuse one text, which would count as a sequence of letters.
+
+    Raises:
+        DataError: The source is a string or bytes.
+    """
+    if isinstance(source, str | bytes):
+        raise DataError(
+            f"source={source!r:.60} is one text, and would be read letter by letter; give a list of texts, "
+            "or open_documents(path) for files"
+        )
+
+
 def logical_shards(shards: int | None, documents: int, rank: int, world_size: int) -> int:
     """The number of logical shards to use.
 
