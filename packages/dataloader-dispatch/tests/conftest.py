@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,20 @@ def _start(
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.fixture
+def ordinary_user() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which this process is a user without the superuser's right to read everything."""
+
+    @contextmanager
+    def drop() -> Iterator[None]:
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(user)
+
+    return drop

@@ -8,8 +8,8 @@ import random
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -267,19 +267,9 @@ def test_directory_links_that_form_a_circle_are_not_followed(tmp_path: Path) -> 
     assert texts(open_documents(root)) == ["x", "y"]
 
 
-@contextmanager
-def ordinary_user() -> Iterator[None]:
-    """Run as a user without the superuser's right to read everything."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
-def test_unreadable_files_and_directories_are_named() -> None:
+def test_unreadable_files_and_directories_are_named(
+    ordinary_user: Callable[[], AbstractContextManager[None]],
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = write(Path(name), {"a.txt": "x", "closed/b.txt": "y"})
         root.chmod(0o755)

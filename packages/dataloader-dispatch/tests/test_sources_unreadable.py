@@ -9,8 +9,8 @@ import pickle
 import resource
 import tempfile
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pyarrow
@@ -135,19 +135,9 @@ def test_a_wrong_column_leaves_out_whole_files_and_then_all(root: Path) -> None:
     assert sum(skipped.whole for skipped in source.skipped.values()) == 3
 
 
-@contextmanager
-def ordinary_user() -> Iterator[None]:
-    """Run as a user without the superuser's right to read everything."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
-def test_files_that_must_not_be_read_or_are_no_files() -> None:
+def test_files_that_must_not_be_read_or_are_no_files(
+    ordinary_user: Callable[[], AbstractContextManager[None]],
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         root.chmod(0o755)
