@@ -3,6 +3,7 @@
 import logging
 import resource
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,7 +88,7 @@ class _Warnings(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-class Ranks:
+class Ranks(ABC):
     """One of two ranks. Subclasses have the scenarios, which both run in the same order.
 
     Args:
@@ -107,8 +108,9 @@ class Ranks:
         )
         self.mesh = init_device_mesh("cpu", (2,))
 
+    @abstractmethod
     def scenarios(self) -> None:
-        raise NotImplementedError
+        """What the ranks do, one after the other."""
 
     def manager(
         self,
