@@ -2,9 +2,9 @@
 
 from .arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
 from .batch import Batch
-from .callbacks import EVENTS
 from .config import arguments_from_dict, field_docs, load_config_file, suggest
 from .errors import ConfigurationError, DataError
+from .events import EVENTS
 from .loss import CausalLMLoss, MeanLoss, TokenLoss
 from .parallelism import Parallelism, SingleDevice
 from .state import StopCause, TrainerControl, TrainerState, TrainOutput

@@ -6,7 +6,7 @@ import time
 
 from .evaluation import EvaluationData, evaluate
 from .interval import record_of
-from .memory import take_peak_memory
+from .peak_memory import take_peak_memory
 from .run import Run
 from .schedule import Periodic
 

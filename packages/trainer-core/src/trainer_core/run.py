@@ -11,8 +11,8 @@ from checkpoint_core import CheckpointManager
 from perf_metrics import ThroughputMeter
 
 from .arguments import TrainingArguments
-from .callbacks import CallbackHandler
 from .evaluation import EvaluationData
+from .events import CallbackHandler
 from .interval import Interval
 from .loaders import epoch_of, epoch_progress_of
 from .loss import TokenLoss

@@ -14,11 +14,11 @@ from perf_metrics import DefaultMetrics, ProgressCallback, ThroughputMeter, devi
 
 from .actions import Actions
 from .arguments import TrainingArguments
-from .callbacks import CallbackHandler
 from .checkpointing import RunComponents, RunProgress, build_manager, load, resume
 from .config import arguments_from_dict
 from .data_rules import check_data
 from .errors import ConfigurationError, DataError
+from .events import CallbackHandler
 from .interrupt import InterruptGuard
 from .interval import Interval
 from .loaders import Collator, evaluation_data, train_loader
