@@ -72,7 +72,7 @@ MakeTrainer = Callable[..., Trainer]
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> MakeTrainer:
-    """Builds a trainer that logs every step; keyword arguments of `Trainer` and of its arguments."""
+    """Builds a trainer that logs every step; `with_trainer` goes to `Trainer`, the rest to its arguments."""
 
     def make(
         *,
@@ -80,6 +80,7 @@ def make_trainer(tmp_path: Path) -> MakeTrainer:
         eval_loader: RaggedLoader | None = None,
         dropout: float = 0.0,
         callbacks: list[object] | None = None,
+        with_trainer: dict[str, object] | None = None,
         **settings: object,
     ) -> Trainer:
         loader = RaggedLoader() if loader is None else loader
@@ -99,6 +100,7 @@ def make_trainer(tmp_path: Path) -> MakeTrainer:
             train_dataset=loader,
             eval_dataset=eval_loader,
             callbacks=callbacks or [],
+            **(with_trainer or {}),  # type: ignore[arg-type]
         )
 
     return make

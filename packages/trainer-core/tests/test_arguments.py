@@ -33,7 +33,7 @@ BAD = [
     ({"lr_scheduler_type": "cos"}, "lr_scheduler_type='cos'.*'cosine'"),
     ({"adam_beta2": 1.0}, "adam_beta2"),
     ({"num_train_epochs": float("inf")}, "num_train_epochs=inf"),
-    ({"lr_scheduler_kwargs": {"min_lr": 0.1}}, "lr_scheduler_kwargs.*min_lr, which 'linear'"),
+    ({"lr_scheduler_kwargs": {"min_lr": 0.1}}, r"lr_scheduler_kwargs\.min_lr=0\.1: is no option of 'linear'"),
     ({"speed_metrics_start_step": -1}, "speed_metrics_start_step"),
 ]
 

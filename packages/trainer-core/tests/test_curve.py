@@ -140,15 +140,13 @@ def test_resume_continues_the_curve_exactly(
     }
     whole = make_trainer(**settings, output_dir=str(tmp_path / "whole"))
     whole.train()
-    pieces: Curve = []
     for step in [*stops, None]:
         stop = [] if step is None else [StopAt(step, by_signal=step % 2 == 0)]
         part = make_trainer(**settings, output_dir=str(tmp_path / "parts"), callbacks=stop)
         output = part.train()
         assert output.global_step == (step or 18)
         assert (part.stop_cause is None) == (step is None)
-        pieces += curve(part)
-    assert pieces == curve(whole)
+    assert curve(part) == curve(whole)
     assert part.state.num_target_tokens_seen == whole.state.num_target_tokens_seen
     for one, other in zip(
         part.unwrapped_model().parameters(), whole.unwrapped_model().parameters(), strict=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -62,7 +62,8 @@ def test_an_epoch_end_at_a_stop_is_served_after_the_restart(
 
     whole = entries(run("whole", []))
     assert [step for step, loss, _ in whole if loss is not None] == [rows, 2 * rows, 3 * rows]
-    assert entries(run("parts", [StopAt(rows)])) + entries(run("parts", [])) == whole
+    run("parts", [StopAt(rows)])
+    assert entries(run("parts", [])) == whole
 
 
 def test_an_epoch_stop_is_remembered_by_the_checkpoint_of_the_epoch(
@@ -126,9 +127,15 @@ def test_train_again_after_a_stop_goes_on(make_trainer: Callable[..., Trainer]) 
 def test_gradients_of_parameters_without_an_optimizer_do_not_pile_up(
     make_trainer: Callable[..., Trainer],
 ) -> None:
-    trainer = make_trainer(max_steps=5, lr_scheduler_type="constant", warmup_steps=0)
-    trainer._optimizer_factory = lambda named: torch.optim.SGD(
-        [parameter for name, parameter in named if name.startswith("head")], lr=0.0
+    def head_only(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([parameter for name, parameter in named if name.startswith("head")], lr=0.0)
+
+    trainer = make_trainer(
+        max_steps=5,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        learning_rate=5e-5,
+        with_trainer={"optimizer_factory": head_only},
     )
     trainer.train()
     every = make_trainer(max_steps=5, lr_scheduler_type="constant", warmup_steps=0, learning_rate=0.0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -32,12 +32,6 @@ class Lap:
         return self.per_second(self.phases.get(phase, 0.0))
 
 
-@dataclass(eq=False)
-class _OpenPhase:
-    name: str
-    excluded: bool
-
-
 class ThroughputMeter:
     """Measures windows of a training loop on the host's clock.
 
@@ -55,7 +49,7 @@ class ThroughputMeter:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._open: list[_OpenPhase] = []
+        self._open: list[_Phase] = []
         self._excluded: dict[str, float] = {}
         self._measured: dict[str, float] = {}
         self._kinds: dict[str, bool] = {}
@@ -106,24 +100,21 @@ class ThroughputMeter:
         if self._kinds.setdefault(name, excluded) != excluded:
             before, now = ("excluded", "measured") if not excluded else ("measured", "excluded")
             raise ValueError(f"phase {name!r} was {before} before and cannot be {now} too; use another name")
-        return self._timed(_OpenPhase(name, excluded))
+        return _Phase(self, name, excluded)
 
-    @contextmanager
-    def _timed(self, phase: _OpenPhase) -> Iterator[None]:
+    def _enter(self, phase: _Phase) -> None:
         self._advance()
         self._open.append(phase)
-        try:
-            yield
-        finally:
-            self._advance()
-            self._open.remove(phase)
+
+    def _leave(self, phase: _Phase) -> None:
+        self._advance()
+        self._open.remove(phase)
 
     def _advance(self) -> float:
         """Give the time since the last change to the phase that owns it; return the time now."""
         now = self._clock()
-        owner = next((p for p in reversed(self._open) if p.excluded), None)
-        owner = owner or (self._open[-1] if self._open else None)
-        if owner is not None:
+        if self._open:
+            owner = next((phase for phase in reversed(self._open) if phase.excluded), self._open[-1])
             totals = self._excluded if owner.excluded else self._measured
             totals[owner.name] = totals.get(owner.name, 0.0) + now - self._mark
         self._mark = now
@@ -132,3 +123,20 @@ class ThroughputMeter:
     def _begin_window(self, now: float) -> None:
         self._excluded, self._measured = {}, {}
         self._window_start = self._mark = now
+
+
+class _Phase(AbstractContextManager[None]):
+    """One stretch of a phase. A class, because a generator costs several times as much at every step."""
+
+    __slots__ = ("_meter", "excluded", "name")
+
+    def __init__(self, meter: ThroughputMeter, name: str, excluded: bool) -> None:
+        self._meter = meter
+        self.name = name
+        self.excluded = excluded
+
+    def __enter__(self) -> None:
+        self._meter._enter(self)
+
+    def __exit__(self, *error: object) -> None:
+        self._meter._leave(self)

@@ -2,34 +2,89 @@
 
 from .arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
 from .batch import Batch
+from .callbacks import (
+    DivergenceDetector,
+    EarlyStopping,
+    ExternalControl,
+    GradientStatistics,
+    InfoCallback,
+    MemorySnapshotCallback,
+    MLflowCallback,
+    ProfilerCallback,
+    TensorBoardCallback,
+    TextSamples,
+    WandbCallback,
+    dump_on_oom,
+)
 from .config import arguments_from_dict, field_docs, load_config_file, suggest
 from .errors import ConfigurationError, DataError
+from .evaluation import EvalMetric
 from .events import EVENTS
-from .loss import CausalLMLoss, MeanLoss, TokenLoss
-from .parallelism import Parallelism, SingleDevice
+from .loss import CausalLMLoss, FusedLinearCrossEntropy, MeanLoss, ModelLoss, OutputMeanLoss, TokenLoss
+from .model import ModelInit, ModelSource, prepare_model
+from .optimization import Multiopt, NonFiniteGradientError
+from .parallelism import Parallelism, Scored, SingleDevice
+from .precision import (
+    FP8_RECIPES,
+    QAT_RECIPES,
+    convert_qat,
+    export_qat,
+    export_qat_checkpoint,
+    load_quantized,
+)
 from .state import StopCause, TrainerControl, TrainerState, TrainOutput
+from .stop_requests import EXIT_RESUMABLE
 from .trainer import Trainer
 
 __all__ = [
     "EVENTS",
+    "EXIT_RESUMABLE",
+    "FP8_RECIPES",
+    "QAT_RECIPES",
     "BaseTrainingArguments",
     "Batch",
     "CausalLMLoss",
     "ConfigurationError",
     "DataError",
+    "DivergenceDetector",
+    "EarlyStopping",
+    "EvalMetric",
+    "ExternalControl",
+    "FusedLinearCrossEntropy",
+    "GradientStatistics",
+    "InfoCallback",
+    "MLflowCallback",
     "MeanLoss",
+    "MemorySnapshotCallback",
     "MinimalTrainingArguments",
+    "ModelInit",
+    "ModelLoss",
+    "ModelSource",
+    "Multiopt",
+    "NonFiniteGradientError",
+    "OutputMeanLoss",
     "Parallelism",
+    "ProfilerCallback",
+    "Scored",
     "SingleDevice",
     "StopCause",
+    "TensorBoardCallback",
+    "TextSamples",
     "TokenLoss",
     "TrainOutput",
     "Trainer",
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "WandbCallback",
     "arguments_from_dict",
+    "convert_qat",
+    "dump_on_oom",
+    "export_qat",
+    "export_qat_checkpoint",
     "field_docs",
     "load_config_file",
+    "load_quantized",
+    "prepare_model",
     "suggest",
 ]

@@ -3,32 +3,58 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
+from dist_env import get_logger
+
+from .checkpointing import load_best, note_best
+from .errors import ConfigurationError
 from .evaluation import EvaluationData, evaluate
 from .interval import record_of
+from .optimization import NonFiniteGradientError
 from .peak_memory import take_peak_memory
 from .run import Run
 from .schedule import Periodic
+from .state import StopCause
+
+logger = get_logger(__name__)
 
 
 class Actions:
-    """Serves what is due and what callbacks ask for, in the order log, evaluate, save."""
+    """Serves what is due and what callbacks ask for, in the order log, evaluate, save.
 
-    def __init__(self, run: Run) -> None:
+    Args:
+        run: The run.
+        stop_requested: Whether this process was asked to stop; an evaluation is left at once then.
+    """
+
+    def __init__(self, run: Run, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self.run = run
+        self._stop_requested = stop_requested
         args = run.args
-        self._log = Periodic(args.logging_strategy, args.logging_steps, args.logging_first_step)
-        self._evaluate = Periodic(args.eval_strategy, args.eval_steps)
+        self._log = Periodic(args.logging_strategy, args.logging_steps, first_step=args.logging_first_step)
+        self._evaluate = Periodic(args.eval_strategy, args.eval_steps, delay=args.eval_delay)
         self._save = Periodic(args.save_strategy, args.save_steps)
+        self._evaluated: tuple[int, dict[str, float]] | None = None
+        """Step and result of the last evaluation of the run's own data."""
 
-    def after_step(self) -> None:
-        """Serve what is due after the optimizer step just done."""
+    def after_step(self) -> bool:
+        """Serve what is due after the optimizer step just done; says whether anything was done."""
         step = self.run.state.global_step
-        self._serve(log=self._log.due(step), evaluate=self._evaluate.due(step), save=self._save.due(step))
+        return self._serve(
+            log=self._log.after_step(step),
+            evaluate=self._evaluate.after_step(step),
+            save=self._save.after_step(step),
+        )
 
     def after_epoch(self) -> None:
         """Serve what is due at the end of an epoch."""
-        self._serve(log=self._log.each_epoch, evaluate=self._evaluate.each_epoch, save=self._save.each_epoch)
+        epoch = self.run.state.raw_epoch
+        self._serve(
+            log=self._log.after_epoch(epoch),
+            evaluate=self._evaluate.after_epoch(epoch),
+            save=self._save.after_epoch(epoch),
+        )
 
     def after_run(self) -> None:
         """Log what is left and save, unless that was done at this step or somebody aborted.
@@ -36,8 +62,24 @@ class Actions:
         A run that is stopped early keeps its log interval open in the checkpoint, so that the points of
         the curve are the same as without the stop.
         """
-        reached_end = not self.run.events.control.ends_run
-        self._serve(log=reached_end, evaluate=False, save=self.run.args.save_strategy != "no")
+        run = self.run
+        reached_end = not run.events.control.ends_run
+        save = run.args.save_strategy != "no"
+        rank_it = save and reached_end and run.args.tracks_best and run.saved_step != run.state.global_step
+        self._serve(log=reached_end, evaluate=rank_it and not self._has_evaluated(), save=save)
+
+    def make_up(self) -> None:
+        """Do the evaluation that a stop cut short, so that the log is the same as without the stop."""
+        run = self.run
+        if not run.state.evaluation_pending or run.events.control.ends_run:
+            return
+        if self._evaluate_or_defer() and run.args.tracks_best:
+            self.save()
+
+    def restore_best(self) -> None:
+        """Put the weights of the best checkpoint into the model, if the arguments ask for it."""
+        if self.run.args.load_best_model_at_end and not self.run.events.control.ends_run:
+            load_best(self.run)
 
     def log(self, record: dict[str, object]) -> None:
         """Put an entry into the history and show it to the callbacks."""
@@ -45,33 +87,16 @@ class Actions:
         state.log_history.append({"global_step": state.global_step, **record})
         self.run.events.fire("on_log", logs=record)
 
-    def log_interval(self) -> None:
-        """End the log interval and log it; nothing if no step was done in it."""
-        run = self.run
-        totals = run.interval.close()
-        if totals is None:
-            return
-        record = record_of(totals, run.state, run.learning_rate)
-        memory = take_peak_memory(run.parallel)
-        if memory is not None:
-            record["peak_mem_allocated"] = memory
-        run.events.fire("on_log_step", logs=record)
-        self.log(record)
-
-    def evaluate(self, data: EvaluationData) -> dict[str, float]:
-        """Score evaluation data from its beginning, log the result, and return it."""
+    def evaluate(self, data: EvaluationData) -> dict[str, float] | None:
+        """Score evaluation data from its beginning, log the result, and return it; None if asked to stop."""
         run = self.run
         started = time.perf_counter()
         with run.meter.exclude("evaluate"):
-            result = evaluate(
-                run.parallel,
-                data.fresh(),
-                run.loss,
-                run.args,
-                on_batch=lambda: run.events.fire("on_prediction_step"),
-            )
-        seconds = time.perf_counter() - started
-        metrics = {"eval_loss": result.loss, "eval_tokens": result.tokens, "eval_seconds": seconds}
+            result = evaluate(run, data.fresh(), stop_requested=self._stop_requested)
+        if result is None:
+            return None
+        metrics = {**result, "eval_seconds": time.perf_counter() - started}
+        self._check_best_metric(metrics)
         run.events.fire("on_evaluate", metrics=metrics)
         self.log({"epoch": run.state.epoch, **metrics})
         return metrics
@@ -79,20 +104,90 @@ class Actions:
     def save(self) -> None:
         """Save a checkpoint of this step."""
         run = self.run
+        metrics = None
+        if self._evaluated is not None and self._has_evaluated():
+            metrics = self._evaluated[1]
         with run.meter.exclude("save"):
-            path = run.manager.save_checkpoint(run.state.global_step)
+            path = run.manager.save_checkpoint(run.state.global_step, metrics=metrics)
+            note_best(run)
         run.saved_step = run.state.global_step
         run.events.fire("on_save", checkpoint_path=str(path))
 
-    def _serve(self, *, log: bool, evaluate: bool, save: bool) -> None:
+    def _serve(self, *, log: bool, evaluate: bool, save: bool) -> bool:
         run, control = self.run, self.run.events.control
-        if log or control.should_log:
-            control.should_log = False
-            self.log_interval()
-        if run.evaluation is not None and (evaluate or control.should_evaluate):
-            control.should_evaluate = False
-            self.evaluate(run.evaluation)
-        wanted = save or control.should_save
-        control.should_save = False
-        if wanted and run.saved_step != run.state.global_step and not control.should_abort_without_save:
+        log, save = log or control.should_log, save or control.should_save
+        evaluate = run.evaluation is not None and (evaluate or control.should_evaluate)
+        control.should_log = control.should_evaluate = control.should_save = False
+        save = save and run.saved_step != run.state.global_step and not control.should_abort_without_save
+        if save and run.args.eval_on_save and run.evaluation is not None:
+            evaluate = evaluate or not self._has_evaluated()
+        if not (log or evaluate or save):
+            return False
+        if not self._gradients_were_finite():
+            return True
+        if log:
+            self._log_interval()
+        if evaluate:
+            self._evaluate_or_defer()
+        if save:
             self.save()
+        return True
+
+    def _log_interval(self) -> None:
+        """End the log interval and log it; nothing if no step was done in it."""
+        run = self.run
+        totals = run.interval.close()
+        if totals is None:
+            return
+        record = record_of(totals, run.state, run.learning_rate)
+        if (recompiles := run.recompiles.count()) is not None:
+            record["recompiles"] = recompiles
+        memory = take_peak_memory(run.parallel)
+        if memory is not None:
+            record["peak_mem_allocated"] = memory
+        run.events.fire("on_log_step", logs=record)
+        self.log(record)
+
+    def _evaluate_or_defer(self) -> bool:
+        """Evaluate the run's own data; a stop that comes first leaves it for the next start."""
+        run = self.run
+        if run.evaluation is None:
+            return False
+        asked = run.parallel.any([self._stop_requested() or run.events.control.should_training_stop])[0]
+        metrics = None if asked else self.evaluate(run.evaluation)
+        run.state.evaluation_pending = metrics is None
+        if metrics is None:
+            return False
+        self._evaluated = (run.state.global_step, metrics)
+        return True
+
+    def _has_evaluated(self) -> bool:
+        return self._evaluated is not None and self._evaluated[0] == self.run.state.global_step
+
+    def _gradients_were_finite(self) -> bool:
+        """Look whether a step since the last look had a gradient that is not finite, as the policy wants."""
+        run = self.run
+        if run.update is None:
+            return True
+        report = run.update.look(run.state.global_step)
+        if not report.bad or run.args.nonfinite_policy == "skip":
+            return True
+        message = report.message(updated=run.args.fuse_optim_with_backward)
+        if run.args.nonfinite_policy == "raise":
+            raise NonFiniteGradientError(message)
+        if not run.events.control.should_abort_without_save:
+            logger.error("%s; the run stops without another checkpoint (nonfinite_policy='stop')", message)
+            run.events.stop(
+                StopCause("nonfinite_policy", f"gradient of step {report.first_step}", aborted=True)
+            )
+        return False
+
+    def _check_best_metric(self, metrics: dict[str, float]) -> None:
+        args = self.run.args
+        if args.tracks_best and args.best_metric not in metrics:
+            raise ConfigurationError(
+                "best_model_metric",
+                args.best_metric,
+                f"is not among the results of an evaluation: {', '.join(sorted(metrics))}",
+                "name one of these",
+            )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,17 +16,18 @@ Batch = Mapping[str, object]
 """`labels` int64 [batch, sequence] and the model's keyword arguments, usually `input_ids`."""
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The microbatches of one optimizer step on this rank, with their token counts.
 
-    Counts are int64 scalars that stay where the data is, so that nothing waits for the device.
+    Counts that depend on the data are int64 scalars where the data is, so that nothing waits for the device.
     """
 
     batches: list[Batch]
+    labels: list[Tensor]
     target_tokens: Tensor
-    input_tokens: Tensor
-    compute_tokens: int
+    """Positions that count in the loss."""
+    input_tokens: list[Tensor | int]
+    """Positions that are no padding, for each microbatch."""
 
 
 def next_window(batches: Iterator[Batch], size: int, loss: TokenLoss) -> Window | None:
@@ -42,13 +43,12 @@ def next_window(batches: Iterator[Batch], size: int, loss: TokenLoss) -> Window 
     if not taken:
         return None
     labels = [labels_of(batch) for batch in taken]
+    counts = [loss.count(part) for part in labels]
     return Window(
         batches=taken,
-        target_tokens=torch.stack([loss.count(part) for part in labels]).sum(),
-        input_tokens=torch.stack(
-            [_input_tokens(batch, part) for batch, part in zip(taken, labels, strict=True)]
-        ).sum(),
-        compute_tokens=sum(part.numel() for part in labels),
+        labels=labels,
+        target_tokens=counts[0] if len(counts) == 1 else torch.stack(counts).sum(),
+        input_tokens=[_input_tokens(batch, part) for batch, part in zip(taken, labels, strict=True)],
     )
 
 
@@ -58,7 +58,8 @@ def labels_of(batch: Batch) -> Tensor:
     Raises:
         DataError: If the batch is not a mapping, or has no tensor named `labels`.
     """
-    if not isinstance(batch, Mapping):
+    # A dict is asked for first: the check for any other mapping takes longer.
+    if not isinstance(batch, dict) and not isinstance(batch, Mapping):
         raise DataError(
             f"a batch is of type {type(batch).__name__}, but must map names to tensors; "
             "give a data_collator that returns a dict with 'labels'"
@@ -80,8 +81,8 @@ def to_device(batch: Batch, device: torch.device) -> dict[str, object]:
     }
 
 
-def _input_tokens(batch: Batch, labels: Tensor) -> Tensor:
+def _input_tokens(batch: Batch, labels: Tensor) -> Tensor | int:
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == labels.shape:
         return mask.sum(dtype=torch.int64)
-    return torch.full((), labels.numel(), dtype=torch.int64, device=labels.device)
+    return labels.numel()

@@ -1,129 +1,31 @@
-"""Which parts of a run are saved, and how they are put back."""
+"""The manager of a run's checkpoints, and how a run goes on from one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
 from pathlib import Path
-from typing import cast
 
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from checkpoint_core import (
     CheckpointConfig,
     CheckpointManager,
-    ModelState,
-    OptimizerState,
     Preprocessor,
-    RNGState,
-    StateComponent,
-    Stateful,
     find_latest_checkpoint,
+    load_model_weights,
 )
 from dist_env import get_logger
 
 from .arguments import TrainingArguments
+from .arguments.changes import OPTIMIZER, Changes, plain_arguments
 from .errors import ConfigurationError
-from .interval import Interval
 from .parallelism import Parallelism
 from .run import Run
-from .state import TrainerState
+from .run_state import RunComponents
 
 logger = get_logger(__name__)
 
-_COUNTERS = (
-    "global_step",
-    "raw_epoch",
-    "epoch_start_step",
-    "num_input_tokens_seen",
-    "num_target_tokens_seen",
-    "total_flos",
-)
-
-
-class RunProgress:
-    """Step, epoch, totals and the open log interval, as a state component."""
-
-    def __init__(self, state: TrainerState, interval: Interval, samples_per_step: int) -> None:
-        self._state = state
-        self._interval = interval
-        self._samples_per_step = samples_per_step
-
-    def state_dict(self) -> dict[str, object]:
-        """Counters and interval, brought up to date."""
-        self._interval.flush()
-        counters: dict[str, object] = {name: getattr(self._state, name) for name in _COUNTERS}
-        interval = self._interval.state_dict()
-        return {**counters, "samples_per_step": self._samples_per_step, "interval": interval}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Put the counters back.
-
-        Raises:
-            ConfigurationError: If epochs limit the run and its steps have another size now.
-            KeyError: If a counter is missing.
-        """
-        before = state["samples_per_step"]
-        if (
-            before != self._samples_per_step
-            and self._state.epoch_train_steps
-            and self._state.num_train_epochs >= 0
-        ):
-            raise ConfigurationError(
-                "per_device_train_batch_size",
-                f"{self._samples_per_step} examples a step with accumulation and ranks",
-                f"the checkpoint counts its epochs in steps of {before} examples",
-                "go back to that number, or limit the run by max_steps with num_train_epochs=-1",
-            )
-        for name in _COUNTERS:
-            setattr(self._state, name, state[name])
-        interval = state["interval"]
-        if isinstance(interval, Mapping):
-            self._interval.load_state_dict(interval)
-
-
-class RunComponents:
-    """Tells the checkpoint manager what there is to save; nothing is discovered."""
-
-    def __init__(
-        self,
-        parallel: Parallelism,
-        progress: RunProgress,
-        *,
-        optimizer: Optimizer | None,
-        scheduler: LRScheduler | None,
-        dataset: object,
-    ) -> None:
-        self._parallel = parallel
-        self._progress = progress
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._dataset = dataset
-
-    def get_state_components(self) -> Sequence[StateComponent]:
-        """Model, optimizer, scheduler, trainer, dataset and rng, as far as they exist."""
-        model = self._parallel.unwrapped_model()
-        parts: dict[str, object] = {"model": ModelState(model)}
-        if self._optimizer is not None:
-            parts["optimizer"] = OptimizerState(self._optimizer, model)
-        if self._scheduler is not None:
-            parts["scheduler"] = self._scheduler
-        parts["trainer"] = self._progress
-        if hasattr(self._dataset, "state_dict"):
-            parts["dataset"] = self._dataset
-        parts["rng"] = RNGState()
-        sharing = self._parallel.sharing()
-        return [
-            StateComponent(
-                key=key, stateful=cast(Stateful, part), sharing_pattern=sharing[key], required=key == "model"
-            )
-            for key, part in parts.items()
-        ]
-
-    def get_process_groups(self) -> Mapping[str, ProcessGroup]:
-        """The parallelism's named groups."""
-        return self._parallel.process_groups()
+ARGUMENTS_FILE = "training_arguments.json"
 
 
 def build_manager(
@@ -133,7 +35,20 @@ def build_manager(
     preprocessor: Preprocessor | None,
 ) -> CheckpointManager:
     """The manager of a run's checkpoints in its output directory."""
-    config = CheckpointConfig(output_dir=args.output_dir, save_total_limit=args.save_total_limit)
+    best = {}
+    if args.tracks_best:
+        keep = args.preserve_n_best if args.preserve_best_model else 1
+        best = {
+            "best_metric": args.best_metric,
+            "greater_is_better": args.best_is_greater,
+            "preserve_n_best": keep,
+        }
+    config = CheckpointConfig(
+        output_dir=args.output_dir,
+        save_total_limit=args.save_total_limit,
+        save_on_each_node=args.save_on_each_node,
+        **best,  # type: ignore[arg-type]
+    )
     return CheckpointManager(
         config, dist=parallel.env, stateful_provider=components, preprocessor=preprocessor
     )
@@ -149,6 +64,8 @@ def resume(run: Run) -> None:
     wanted = run.args.resume_from_checkpoint
     loaded = None if wanted is False else load(run, None if wanted is True else wanted)
     output_dir = Path(run.args.output_dir).absolute()
+    if loaded is not None:
+        judge_changes(run.progress.changes)
     continues = loaded is not None and loaded.parent == output_dir
     if run.args.save_strategy == "no" or continues:
         return
@@ -172,11 +89,15 @@ def load(run: Run, path: str | None) -> Path | None:
         checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it, or its
             state does not fit this run.
     """
+    fresh = _hyperparameters(run.optimizer)
     loaded = run.manager.load_checkpoint(path)
     if loaded is None:
         return None
+    if OPTIMIZER & {change.name for change in run.progress.changes.warned}:
+        _put_back(run, fresh)
     run.saved_step = run.state.global_step
     run.update_epoch()
+    note_best(run)
     if run.loader is not None and not hasattr(run.loader, "state_dict"):
         logger.warning(
             "the training loader (%s) keeps no position: its epoch begins anew, so data will repeat",
@@ -184,3 +105,83 @@ def load(run: Run, path: str | None) -> Path | None:
         )
     logger.info("resumed from %s at step %d", loaded.path, run.state.global_step)
     return loaded.path
+
+
+def judge_changes(changes: Changes) -> None:
+    """Say which arguments differ from those of the checkpoint that a run goes on from.
+
+    Raises:
+        ConfigurationError: If one differs that may not.
+    """
+    for change in changes.refused:
+        raise ConfigurationError(
+            change.name,
+            change.now,
+            f"was {change.before!r} when the checkpoint was saved, and its state means nothing otherwise",
+            f"go back to {change.before!r}, or start anew with resume_from_checkpoint=False elsewhere",
+        )
+    for change in changes.warned:
+        logger.warning("changed since the checkpoint, and changes the curve from here on: %s", change)
+    for change in changes.allowed:
+        logger.info("changed since the checkpoint: %s", change)
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
+    """The checkpoint that training would go on from, if there is one; it is verified when it is loaded."""
+    wanted = args.resume_from_checkpoint
+    if isinstance(wanted, str):
+        return Path(wanted)
+    return find_latest_checkpoint(args.output_dir) if wanted else None
+
+
+def _hyperparameters(optimizer: Optimizer | None) -> list[dict[str, object]]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _put_back(run: Run, fresh: list[dict[str, object]]) -> None:
+    """Let the arguments win over the saved optimizer; the schedule goes on at its place, at the new height."""
+    if run.optimizer is None:
+        return
+    for group, values in zip(run.optimizer.param_groups, fresh, strict=True):
+        base, before = values.get("initial_lr", values["lr"]), group.get("initial_lr", group["lr"])
+        # In place, as a rate may be a tensor that a compiled step holds.
+        scaled = group["lr"] * (base / before) if before else base
+        group.update({name: value for name, value in values.items() if name != "lr"})
+        group["lr"] = scaled
+    if run.scheduler is not None and hasattr(run.scheduler, "base_lrs"):
+        run.scheduler.base_lrs = [group["initial_lr"] for group in run.optimizer.param_groups]
+
+
+def load_best(run: Run) -> bool:
+    """Put the weights of the best checkpoint into the model, and nothing else of it.
+
+    Returns:
+        Whether there is a best checkpoint.
+    """
+    path = run.state.best_model_checkpoint
+    if path is None:
+        logger.warning("no checkpoint has a value of %s: the model stays as it is", run.args.best_metric)
+        return False
+    load_model_weights(run.parallel.unwrapped_model(), path)
+    logger.info("weights of the best checkpoint are in the model: %s", path)
+    return True
+
+
+def note_best(run: Run) -> None:
+    """Write into the state which checkpoint is the best one; collective."""
+    if run.args.tracks_best and (ranked := run.manager.best_checkpoints()):
+        run.state.best_metric = ranked[0].value
+        run.state.best_model_checkpoint = str(ranked[0].path)
+
+
+def write_arguments(run: Run) -> None:
+    """Put the arguments beside the checkpoints, for people; each checkpoint has its own copy of them."""
+    if not run.state.is_world_process_zero or run.args.save_strategy == "no":
+        return
+    path = Path(run.args.output_dir) / ARGUMENTS_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(plain_arguments(run.args), indent=2)
+    partial = path.with_suffix(".partial")
+    partial.write_text(content + "\n", encoding="utf-8")
+    partial.replace(path)

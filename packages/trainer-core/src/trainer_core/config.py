@@ -9,9 +9,9 @@ import inspect
 import re
 import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import dacite
 import yaml
@@ -26,7 +26,8 @@ def arguments_from_dict(cls: type[T], mapping: Mapping[str, object]) -> T:
 
     Args:
         cls: The dataclass; nested dataclasses are built as well.
-        mapping: Field names and values. A whole number is accepted where a float is asked for.
+        mapping: Field names and values. A whole number is accepted where a float is asked for, and a list of
+            texts where a tuple of them is.
 
     Returns:
         The checked instance.
@@ -35,15 +36,18 @@ def arguments_from_dict(cls: type[T], mapping: Mapping[str, object]) -> T:
         ConfigurationError: For an unknown key (with the nearest known one), a wrong type, or a broken rule.
     """
     _refuse_unknown_keys(cls, mapping, prefix="")
-    config = dacite.Config(strict=True, type_hooks={float: _float_from_int})
+    hooks: dict[Any, Callable[[object], object]] = {float: _float_from_int, tuple[str, ...]: _tuple_from_list}
+    config = dacite.Config(strict=True, type_hooks=hooks)
     try:
         return dacite.from_dict(cls, dict(mapping), config=config)
     except dacite.WrongTypeError as error:
         name = error.field_path or "?"
+        # Of a collection dacite shows what it was making of it, not what was given.
+        value = mapping.get(name, error.value)
         raise ConfigurationError(
             name,
-            error.value,
-            f"has the type {type(error.value).__name__} and must be {_type_name(error.field_type)}",
+            value,
+            f"has the type {type(value).__name__} and must be {_type_name(error.field_type)}",
             "write a value of that type",
         ) from error
     except dacite.MissingValueError as error:
@@ -148,6 +152,11 @@ def _refuse_unknown_keys(cls: type, mapping: Mapping[str, object], prefix: str) 
 def _float_from_int(value: object) -> object:
     """Let `1` stand for `1.0`, but not `True`."""
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _tuple_from_list(value: object) -> object:
+    """Let a list, as files have it, stand for a tuple."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _type_name(kind: object) -> str:

@@ -1,4 +1,4 @@
-"""Loss over an evaluation set: a sum over its tokens divided by their number."""
+"""Loss and metrics over an evaluation set: sums over its tokens divided by their number."""
 
 from __future__ import annotations
 
@@ -6,63 +6,79 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from checkpoint_core import RNGState
 
-from .arguments import TrainingArguments
-from .batch import Batch, labels_of
+from .batch import Batch
 from .errors import DataError
-from .loss import TokenLoss
-from .parallelism import Parallelism
+
+if TYPE_CHECKING:
+    from .run import Run
+
+EvalMetric = Callable[[object, Tensor], tuple[Tensor, Tensor]]
+"""`(predictions, labels) -> (sum, count)`, both scalars; the metric is sum over count, over all batches.
+Sums are kept and predictions dropped, so memory does not grow with the evaluation set."""
 
 
-class EvaluationResult(NamedTuple):
-    """What an evaluation measured, over all data-parallel ranks."""
-
-    loss: float
-    tokens: int
-
-
-def evaluate(
-    parallel: Parallelism,
-    loader: object,
-    loss: TokenLoss,
-    args: TrainingArguments,
-    *,
-    on_batch: Callable[[], object],
-) -> EvaluationResult:
+def evaluate(run: Run, loader: object, *, stop_requested: Callable[[], bool]) -> dict[str, float] | None:
     """Score a loader's batches without touching the training state or its random generators.
 
     Args:
-        parallel: Holds the model.
+        run: Holds model, loss, metrics and settings.
         loader: Batches from the beginning of the evaluation set.
-        loss: Sum-and-count loss.
-        args: `max_eval_steps` and precision.
-        on_batch: Called after every batch.
+        stop_requested: Asked after every batch whether to leave.
+
+    Returns:
+        `eval_loss` (nats per counted token), `eval_tokens` and `eval_<name>` for each metric; None if a stop
+        was requested on any rank.
 
     Raises:
         DataError: If no token counts.
     """
-    limit = args.max_eval_steps if args.max_eval_steps > 0 else None
-    sums = torch.zeros(3, dtype=torch.float64, device=parallel.device)
+    parallel, limit = run.parallel, run.args.max_eval_steps
+    sums = torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=parallel.device)
     with _undisturbed(parallel.model):
-        for batch in islice(cast(Iterable[Batch], loader), limit):
-            sums[0] += parallel.forward(batch, loss, args)
-            sums[1] += loss.count(labels_of(batch))
-            sums[2] += 1
-            on_batch()
-    total, tokens, batches = parallel.sum(sums).tolist()
+        for batch in islice(cast(Iterable[Batch], loader), limit if limit > 0 else None):
+            sums += _score(run, batch, sums.device)
+            run.events.fire("on_prediction_step")
+            if parallel.any([stop_requested()])[0]:
+                return None
+    batches, total, tokens, *metrics = parallel.sum(sums).tolist()
     if tokens == 0:
-        raise DataError(
-            f"the evaluation set gave {int(batches)} batches and no token that counts "
-            f"(per_device_eval_batch_size={args.per_device_eval_batch_size}, "
-            f"max_eval_steps={args.max_eval_steps}); give more evaluation data"
-        )
-    return EvaluationResult(loss=total / tokens, tokens=int(tokens))
+        raise DataError(_nothing_to_score(run, int(batches)))
+    result: dict[str, float] = {"eval_loss": total / tokens, "eval_tokens": int(tokens)}
+    for name, part, count in zip(run.eval_metrics, metrics[::2], metrics[1::2], strict=True):
+        result[f"eval_{name}"] = part / count if count else float("nan")
+    return result
+
+
+def _score(run: Run, batch: Batch, device: torch.device) -> Tensor:
+    """Sums of one batch: 1, loss, counted tokens, then sum and count of each metric; float64."""
+    scored = run.parallel.forward(batch, run.loss, run.args)
+    figures = [torch.ones((), device=device), scored.loss, run.loss.count(scored.labels)]
+    for metric in run.eval_metrics.values():
+        figures += metric(scored.predictions, scored.labels)
+    return torch.stack([figure.to(device=device, dtype=torch.float64) for figure in figures])
+
+
+def _nothing_to_score(run: Run, batches: int) -> str:
+    args = run.args
+    cause = (
+        "the set is empty, or smaller than what every rank needs"
+        if batches == 0
+        else "every label is -100, or rows are too short to predict a token from another"
+    )
+    return (
+        f"the evaluation set gave {batches} batches and no token that counts: {cause} "
+        f"(per_device_eval_batch_size={args.per_device_eval_batch_size}, "
+        f"dataloader_drop_last={args.dataloader_drop_last} (training only), "
+        f"max_eval_steps={args.max_eval_steps}, world size {run.parallel.env.world_size}"
+        f"{run.parallel.evaluation_settings()}); give more evaluation data, or smaller batches"
+    )
 
 
 class EvaluationData:

@@ -83,13 +83,18 @@ class CallbackHandler:
         """Call every handler of an event.
 
         A handler may change the control it is given or return another one, whose raised flags are added.
+        An error in a handler goes on up, with a note that names callback and event.
 
         Returns:
             The control after all handlers have run.
         """
         for name, handler in self._handlers_of(event):
             stopped, aborted = self.control.should_training_stop, self.control.should_abort_without_save
-            returned = handler(self.args, self.state, self.control, **self.shared, **extra)
+            try:
+                returned = handler(self.args, self.state, self.control, **self.shared, **extra)
+            except Exception as error:
+                error.add_note(f"raised by the callback {name} in {event}, step {self.state.global_step}")
+                raise
             if isinstance(returned, TrainerControl) and returned is not self.control:
                 self.control.merge(returned)
             if self.control.should_abort_without_save and not aborted:
@@ -98,13 +103,30 @@ class CallbackHandler:
                 self.stop_cause = StopCause(name, event, aborted=False)
         return self.control
 
+    def listens(self, event: str) -> bool:
+        """Whether any callback has a handler for an event."""
+        return bool(self._handlers_of(event))
+
+    def stop(self, cause: StopCause) -> None:
+        """Ask for the end of the run from outside the callbacks; the first cause is kept."""
+        self.control.should_training_stop = True
+        self.control.should_abort_without_save |= cause.aborted
+        if self.stop_cause is None or (cause.aborted and not self.stop_cause.aborted):
+            self.stop_cause = cause
+
     def _handlers_of(self, event: str) -> list[tuple[str, Handler]]:
-        if event not in self._handlers:
-            self._handlers[event] = list(self._find_handlers(event))
-        return self._handlers[event]
+        found = self._handlers.get(event)
+        if found is None:
+            found = self._handlers[event] = list(self._find_handlers(event))
+        return found
 
     def _find_handlers(self, event: str) -> Iterable[tuple[str, Handler]]:
         for callback in self.callbacks:
             handler = getattr(callback, event, None)
             if callable(handler):
-                yield str(getattr(callback, "name", type(callback).__name__)), handler
+                yield callback_name(callback), handler
+
+
+def callback_name(callback: object) -> str:
+    """What messages and checkpoints call a callback: its `name`, or else its class."""
+    return str(getattr(callback, "name", type(callback).__name__))

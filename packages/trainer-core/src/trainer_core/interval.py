@@ -11,10 +11,13 @@ from torch import Tensor
 
 from perf_metrics import ThroughputMeter, model_flops_per_token
 
-from .batch import Window, labels_of
+from .batch import Window
 from .parallelism import Parallelism
 from .speed import RunSpeed
 from .state import TrainerState
+
+_HELD_STEPS = 256
+"""Steps whose scalars are held before they are added up, which bounds memory when nothing is logged."""
 
 
 @dataclass
@@ -27,6 +30,11 @@ class Totals:
     compute_tokens: int = 0
     flos: float = 0.0
     updates: int = 0
+    """Optimizer steps that were applied."""
+    skipped: int = 0
+    """Optimizer steps that were not, because the gradient was not finite."""
+    applied_tokens: int = 0
+    """`target_tokens` of the applied steps."""
     grad_norm_square_sum: float = 0.0
     grad_norm_max: float = 0.0
     net_seconds: float = 0.0
@@ -35,38 +43,67 @@ class Totals:
 
 
 class _DeviceSums:
-    """Running sums of this rank, as scalars on the device; float64 keeps sums of float32 losses exact."""
+    """Running sums of this rank; float64 keeps sums of float32 losses exact.
+
+    The scalars of the last steps are held as they are and added up a few hundred at a time: one addition
+    for each of them would cost more than the step of a small model.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        self.loss = zero.clone()
-        self.target_tokens = zero.clone()
-        self.input_tokens = zero.clone()
-        self.grad_norm_square = zero.clone()
-        self.grad_norm_max = zero.clone()
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
+        """Loss and counted tokens of applied steps, counted tokens, input tokens; then, equal on all ranks,
+        the number of applied steps."""
+        self._norms = torch.zeros(2, dtype=torch.float64, device=device)
+        """Sum of squares, and largest."""
+        self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._inputs: list[Tensor] = []
+        self.known_inputs = 0
         self.compute_tokens = 0
         self.flos = 0.0
         self.updates = 0
 
     def add(self, window: Window, loss_sum: Tensor, grad_norm: Tensor, flos: float) -> None:
-        self.loss += loss_sum
-        self.target_tokens += window.target_tokens
-        self.input_tokens += window.input_tokens
-        self.grad_norm_square += grad_norm.double().square()
-        self.grad_norm_max = torch.maximum(self.grad_norm_max, grad_norm.double())
-        self.compute_tokens += window.compute_tokens
+        self._steps.append((loss_sum, window.target_tokens, grad_norm))
+        for tokens in window.input_tokens:
+            if isinstance(tokens, int):
+                self.known_inputs += tokens
+            else:
+                self._inputs.append(tokens)
         self.flos += flos
         self.updates += 1
+        if len(self._steps) == _HELD_STEPS:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        if not self._steps:
+            return
+        losses, tokens, norms = (
+            torch.stack(part).double().to(self._sums.device) for part in zip(*self._steps, strict=True)
+        )
+        # A step whose gradient is not finite is never applied, and no part of the curve.
+        applied = norms.isfinite()
+        self._sums[0] += losses.where(applied, 0.0).sum()
+        self._sums[1] += tokens.where(applied, 0.0).sum()
+        self._sums[2] += tokens.sum()
+        if self._inputs:
+            self._sums[3] += torch.stack(self._inputs).sum()
+        self._sums[4] += applied.sum()
+        norms = norms.where(applied, 0.0)
+        self._norms[0] += norms.square().sum()
+        self._norms[1] = torch.maximum(self._norms[1], norms.max())
+        self._steps.clear()
+        self._inputs.clear()
 
     def per_rank(self) -> Tensor:
-        """What has to be summed over ranks: float64 [5]."""
-        counted = [self.loss, self.target_tokens, self.input_tokens]
-        known = torch.tensor([self.compute_tokens, self.flos], dtype=torch.float64, device=self.loss.device)
-        return torch.cat([torch.stack(counted), known])
+        """What has to be summed over ranks: float64 [6]."""
+        self._add_up()
+        known = [self.known_inputs, self.compute_tokens, self.flos]
+        known_here = torch.tensor(known, dtype=torch.float64, device=self._sums.device)
+        return torch.cat([self._sums[:4], known_here])
 
-    def global_norms(self) -> Tensor:
-        """What is the same on every rank: float64 [2]."""
-        return torch.stack([self.grad_norm_square, self.grad_norm_max])
+    def shared(self) -> Tensor:
+        """What is the same on every rank: applied steps, sum of squared norms, largest norm; float64 [3]."""
+        return torch.cat([self._sums[4:], self._norms])
 
 
 class Interval:
@@ -87,12 +124,16 @@ class Interval:
         self._state = state
         self._meter = meter
         self._speed = speed
-        self._flops_by_length: dict[int, float | None] = {}
+        self._flops_by_length: dict[int, float] = {}
         self._sums = _DeviceSums(parallel.device)
 
     def add(self, window: Window, loss_sum: Tensor, grad_norm: Tensor) -> None:
         """Add one optimizer step; waits for nothing."""
-        flos = sum(self._flops_of(labels_of(batch)) for batch in window.batches)
+        flos = 0.0
+        for labels in window.labels:
+            positions = labels.numel()
+            self._sums.compute_tokens += positions
+            flos += positions * self._flops_per_token(labels.shape[-1])
         self._sums.add(window, loss_sum, grad_norm, flos)
 
     def flush(self) -> None:
@@ -108,18 +149,21 @@ class Interval:
         self.totals.data_seconds += lap.phases.get("data", 0.0)
 
     def _take(self, sums: _DeviceSums) -> None:
-        loss_sum, target, inputs, compute, flos = self._parallel.sum(sums.per_rank()).tolist()
-        square_sum, largest = sums.global_norms().tolist()
+        figures = self._parallel.sum(sums.per_rank()).tolist()
+        loss_sum, applied_tokens, target, masked_inputs, known_inputs, compute, flos = figures
+        applied, square_sum, largest = sums.shared().tolist()
+        inputs = masked_inputs + known_inputs
         totals, state = self.totals, self._state
         totals.loss_sum += loss_sum
+        totals.applied_tokens += int(applied_tokens)
         totals.target_tokens += int(target)
         totals.input_tokens += int(inputs)
         totals.compute_tokens += int(compute)
         totals.flos += flos
-        totals.updates += sums.updates
+        totals.updates += int(applied)
+        totals.skipped += sums.updates - int(applied)
         totals.grad_norm_square_sum += square_sum
-        # Written so that a norm that is not a number shows.
-        totals.grad_norm_max = totals.grad_norm_max if largest <= totals.grad_norm_max else largest
+        totals.grad_norm_max = max(totals.grad_norm_max, largest)
         state.num_target_tokens_seen += int(target)
         state.num_input_tokens_seen += int(inputs)
         state.total_flos += flos
@@ -132,7 +176,7 @@ class Interval:
         """
         self.flush()
         finished, self.totals = self.totals, Totals()
-        return finished if finished.updates else None
+        return finished if finished.updates or finished.skipped else None
 
     def state_dict(self) -> dict[str, object]:
         """The figures so far; call `flush` first."""
@@ -143,23 +187,25 @@ class Interval:
         known = {field.name for field in fields(Totals)}
         self.totals = Totals(**{name: value for name, value in state.items() if name in known})  # type: ignore[arg-type]
 
-    def _flops_of(self, labels: Tensor) -> float:
-        length = labels.shape[-1]
-        if length not in self._flops_by_length:
-            self._flops_by_length[length] = model_flops_per_token(self._parallel.unwrapped_model(), length)
-        return labels.numel() * (self._flops_by_length[length] or 0.0)
+    def _flops_per_token(self, length: int) -> float:
+        flops = self._flops_by_length.get(length)
+        if flops is None:
+            known = model_flops_per_token(self._parallel.unwrapped_model(), length)
+            flops = self._flops_by_length[length] = known or 0.0
+        return flops
 
 
 def record_of(totals: Totals, state: TrainerState, learning_rate: float) -> dict[str, object]:
     """The log entry of an interval.
 
     `loss` is the sum of the token losses over the counted tokens, `grad_norm` the root mean square over the
-    optimizer steps; `interval_seconds` leaves out evaluation and saving.
+    optimizer steps; both are over the steps that were applied, and not a number if none was.
+    `interval_seconds` leaves out evaluation and saving.
     """
     record: dict[str, object] = {
         "epoch": state.epoch,
-        "loss": totals.loss_sum / max(1, totals.target_tokens),
-        "grad_norm": math.sqrt(totals.grad_norm_square_sum / totals.updates),
+        "loss": totals.loss_sum / max(1, totals.applied_tokens) if totals.updates else math.nan,
+        "grad_norm": math.sqrt(totals.grad_norm_square_sum / totals.updates) if totals.updates else math.nan,
         "grad_norm_max": totals.grad_norm_max,
         "learning_rate": learning_rate,
         "tokens": totals.target_tokens,
@@ -171,4 +217,6 @@ def record_of(totals: Totals, state: TrainerState, learning_rate: float) -> dict
         "interval_seconds": totals.net_seconds,
         "data_wait_share": totals.data_seconds / totals.net_seconds if totals.net_seconds > 0 else None,
     }
+    if totals.skipped:
+        record["skipped_steps"] = totals.skipped
     return record

@@ -10,10 +10,10 @@ import torch
 from .actions import Actions
 from .batch import Batch, Window, next_window
 from .errors import DataError
-from .interrupt import InterruptGuard
 from .loaders import enter_epoch, epoch_of
 from .run import Run
 from .state import StopCause, TrainOutput
+from .stop_requests import StopRequests
 
 
 class TrainingLoop:
@@ -22,13 +22,17 @@ class TrainingLoop:
     Args:
         run: A prepared run with training data.
         actions: What is done between steps.
-        interrupt: Tells of Ctrl-C and SIGTERM.
+        stops: Tells of signals and the time limit.
     """
 
-    def __init__(self, run: Run, actions: Actions, interrupt: InterruptGuard) -> None:
+    def __init__(self, run: Run, actions: Actions, stops: StopRequests) -> None:
+        if run.optimizer is None or run.update is None:
+            raise ValueError("this run has no optimizer; it was prepared without training data")
         self.run = run
+        self.optimizer = run.optimizer
+        self.update = run.update
         self.actions = actions
-        self.interrupt = interrupt
+        self.stops = stops
         self._saw_empty_epoch = False
 
     def train(self) -> TrainOutput:
@@ -39,6 +43,8 @@ class TrainingLoop:
         run.meter.start()
         run.speed.begin(run.state)
         run.events.fire("on_train_begin")
+        self._agree()
+        self.actions.make_up()
         if (epoch_of(run.loader) or 0) > run.state.raw_epoch:
             self._close_epoch()  # the checkpoint is of the last step of an epoch, and the loader has moved on
         while not self._run_is_over():
@@ -47,38 +53,44 @@ class TrainingLoop:
         metrics = run.speed.summary(run.state)
         if "train_runtime" in metrics:
             self.actions.log(dict(metrics))
+        self.actions.restore_best()
         run.events.fire("on_train_end")
         return TrainOutput(run.state.global_step, metrics)
 
     def _train_epoch(self) -> None:
         run = self.run
-        enter_epoch(run.loader, run.state.raw_epoch)
+        self._announce_epoch()
         batches = iter(cast(Iterable[Batch], run.loader))
         control = run.events.control
         control.should_epoch_stop = False
         run.events.fire("on_epoch_begin")
+        self._agree()
         ended = False
         while not (ended or self._run_is_over()):
             with run.meter.measure("data"):
                 window = next_window(batches, run.args.gradient_accumulation_steps, run.loss)
             if window is not None:
                 self._train_step(window)
-                self.actions.after_step()
+                self._agree()
+                if self.actions.after_step():
+                    self._agree()
             ended = window is None or control.should_epoch_stop
         if ended or (run.steps_in_epoch == run.state.epoch_train_steps and not control.ends_run):
             self._close_epoch()
         run.events.fire("on_epoch_end")
+        self._agree()
 
     def _train_step(self, window: Window) -> None:
         run, events = self.run, self.run.events
         events.fire("on_step_begin")
         tokens = run.parallel.sum(window.target_tokens)
-        loss_sum = self._forward_backward(window.batches, tokens.clamp(min=1))
-        grad_norm = run.parallel.clip_grad_norm(run.args.max_grad_norm)
+        loss_sum = self._forward_backward(window.batches, self.update.divisor(tokens))
+        grad_norm = self.update.measure()
         events.fire("on_pre_optimizer_step")
         self._step_optimizer()
-        local_loss = loss_sum / window.target_tokens.clamp(min=1)
-        events.fire("on_train_metrics", loss=local_loss, grad_norm=grad_norm, tokens=window.target_tokens)
+        if events.listens("on_train_metrics"):
+            loss = loss_sum / window.target_tokens.clamp(min=1)
+            events.fire("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=window.target_tokens)
         run.interval.add(window, loss_sum, grad_norm)
         run.state.global_step += 1
         run.update_epoch()
@@ -87,29 +99,29 @@ class TrainingLoop:
             run.interval.flush()
             run.speed.mark(run.state)
 
-    def _forward_backward(self, batches: list[Batch], denominator: torch.Tensor) -> torch.Tensor:
+    def _forward_backward(self, batches: list[Batch], divisor: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the token losses on this rank."""
-        run = self.run
-        loss_sum = torch.zeros((), device=run.parallel.device)
+        run, sums = self.run, []
         for number, batch in enumerate(batches, start=1):
             run.events.fire("on_forward_backward_begin")
             last = number == len(batches)
-            loss_sum += run.parallel.forward_backward(
-                batch, run.loss, run.args, denominator=denominator, last=last
-            )
+            sums.append(run.parallel.forward_backward(batch, run.loss, run.args, divisor=divisor, last=last))
             run.events.fire("on_forward_backward_end")
-        return loss_sum
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
     def _step_optimizer(self) -> None:
         run = self.run
-        if run.optimizer is None:
-            raise RuntimeError("the optimizer is built before the first step")
-        run.learning_rate = float(run.optimizer.param_groups[0]["lr"])
-        run.optimizer.step()
+        run.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        applied = self.update.apply()
         run.parallel.zero_grad()
         run.events.fire("on_optimizer_step")
-        if run.scheduler is not None:
+        if applied and run.scheduler is not None:
             run.scheduler.step()
+        run.garbage.after_step(run.state.global_step)
+
+    def _announce_epoch(self) -> None:
+        if self.run.args.set_dataset_epoch:
+            enter_epoch(self.run.loader, self.run.state.raw_epoch)
 
     def _close_epoch(self) -> None:
         """Count the epoch; one that gave nothing may be the rest of a finished one, but not twice."""
@@ -123,22 +135,22 @@ class TrainingLoop:
         # Counters and loader move first, so that a checkpoint made here begins with the next epoch.
         state.raw_epoch += 1
         state.epoch_start_step = state.global_step
-        enter_epoch(run.loader, state.raw_epoch)
+        self._announce_epoch()
         run.update_epoch()
         self.actions.after_epoch()
 
     def _run_is_over(self) -> bool:
-        state, control = self.run.state, self.run.events.control
-        self._heed_interrupt()
-        if control.ends_run or 0 <= state.max_steps <= state.global_step:
+        state = self.run.state
+        if self.run.events.control.ends_run or 0 <= state.max_steps <= state.global_step:
             return True
         return 0 <= state.num_train_epochs <= state.raw_epoch
 
-    def _heed_interrupt(self) -> None:
-        """Turn a signal on any rank into a request to stop on all of them."""
-        events, received = self.run.events, self.interrupt.received
-        if not self.run.parallel.any([received is not None])[0] or events.control.should_training_stop:
-            return
-        name = received.name if received else "a signal on another rank"
-        events.control.should_training_stop = True
-        events.stop_cause = StopCause(name, "signal", aborted=False)
+    def _agree(self) -> None:
+        """Make what one rank asks for, or was asked by a signal, the wish of all ranks."""
+        run, control, cause = self.run, self.run.events.control, self.stops.cause
+        stop, *flags = run.parallel.any([cause is not None, *vars(control).values()])
+        for name, raised in zip(vars(control), flags, strict=True):
+            setattr(control, name, raised)
+        if stop and not control.should_training_stop:
+            event = "time limit" if cause == "max_train_seconds" else "signal"
+            run.events.stop(StopCause(cause or "a signal on another rank", event, aborted=False))

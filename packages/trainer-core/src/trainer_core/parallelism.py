@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +17,26 @@ from dist_env import DistributedEnvInterface
 from .arguments import TrainingArguments
 from .batch import Batch, labels_of, to_device
 from .errors import ConfigurationError
-from .loss import TokenLoss
+from .loss import TokenLoss, predict
+from .model import ModelSource, compile_model, prepare_model
+from .optimization import clip_grad_norm
 from .precision import autocast
 
-ModelInit = Callable[[], nn.Module]
+
+class Scored(NamedTuple):
+    """A batch after the forward pass."""
+
+    loss: Tensor
+    """Sum of the token losses: float32 scalar on the device."""
+    predictions: object
+    """What the loss was computed from, usually logits [batch, sequence, vocabulary]."""
+    labels: Tensor
 
 
 class Parallelism(ABC):
     """What the loop asks of the devices; one subclass for each way to use them.
 
-    The loop calls, in this order: `check`, `build`, then (after the optimizer exists) `wrap`; then
+    It is called in this order: `check`, `build`, `compile`, then (after the optimizer exists) `wrap`; then
     `forward_backward` and `clip_grad_norm` for every step. Whatever two subclasses would both need is here.
 
     Args:
@@ -55,8 +67,18 @@ class Parallelism(ABC):
         """
 
     @abstractmethod
-    def build(self, source: nn.Module | ModelInit, args: TrainingArguments) -> None:
-        """Make the model, or this rank's part of it, ready on the device; sets `model`."""
+    def build(self, source: ModelSource, args: TrainingArguments, *, weights_follow: bool) -> None:
+        """Make the model, or this rank's part of it, ready on the device; sets `model`.
+
+        Args:
+            source: The module, or a function that makes it.
+            args: How to make it.
+            weights_follow: Whether a checkpoint will fill every weight, so that none need be drawn.
+        """
+
+    def compile(self, args: TrainingArguments) -> None:
+        """Compile the model, as a whole or block by block, if asked to; in place, so that names stay."""
+        compile_model(self.unwrapped_model(), args)
 
     def wrap(self) -> None:
         """Wrap `model` once the optimizer exists; most parallelisms have nothing to do."""
@@ -84,7 +106,8 @@ class Parallelism(ABC):
 
     @abstractmethod
     def sharing(self) -> Mapping[str, SharingPattern]:
-        """How each state component is shared: keys model, optimizer, scheduler, trainer, dataset, rng."""
+        """How each state component is shared: keys model, optimizer, scheduler, grad_scaler,
+        callbacks, trainer, dataset, rng."""
 
     def process_groups(self) -> Mapping[str, ProcessGroup]:
         """Named process groups that state components refer to."""
@@ -94,21 +117,17 @@ class Parallelism(ABC):
         """The parameters that the optimizer works on, under the model's own names."""
         return self.unwrapped_model().named_parameters()
 
-    def forward(self, batch: Batch, loss: TokenLoss, args: TrainingArguments) -> Tensor:
-        """Run the model on one batch.
-
-        Returns:
-            Sum of the token losses: float32 scalar on the device.
-        """
-        moved = to_device(batch, self.device)
-        labels = labels_of(moved)
-        inputs = {name: value for name, value in moved.items() if name != "labels"}
+    def forward(self, batch: Batch, loss: TokenLoss, args: TrainingArguments) -> Scored:
+        """Run the model on one batch and score it."""
+        inputs = to_device(batch, self.device)
+        labels = labels_of(inputs)
+        del inputs["labels"]
         with autocast(args, self.device.type):
-            outputs = self.model(**inputs)
-        return loss(logits_of(outputs), labels)
+            predictions = predict(loss, self.model, inputs, labels)
+        return Scored(loss(predictions, labels), predictions, labels)
 
     def forward_backward(
-        self, batch: Batch, loss: TokenLoss, args: TrainingArguments, *, denominator: Tensor, last: bool
+        self, batch: Batch, loss: TokenLoss, args: TrainingArguments, *, divisor: Tensor, last: bool
     ) -> Tensor:
         """Run one microbatch forward and backward.
 
@@ -116,19 +135,21 @@ class Parallelism(ABC):
             batch: The microbatch.
             loss: Sum-and-count loss.
             args: Precision settings.
-            denominator: Tokens that count in the whole optimizer step, over all ranks; at least 1.
+            divisor: What the sum of the losses is divided by before the backward pass: the tokens that count
+                in the whole optimizer step over all ranks, at least 1, over the scale of the gradients.
             last: Whether this is the last microbatch before the optimizer step.
 
         Returns:
             Sum of the token losses of this microbatch, detached.
         """
-        total = self.forward(batch, loss, args)
-        torch.autograd.backward(total / denominator)
+        total = self.forward(batch, loss, args).loss
+        (total / divisor).backward()  # type: ignore[no-untyped-call]
         return total.detach()
 
     def zero_grad(self) -> None:
         """Drop every gradient, also those of parameters that no optimizer steps."""
-        self.unwrapped_model().zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Measure the gradient's 2-norm, and scale the gradient down to `max_norm` if it is longer.
@@ -136,13 +157,16 @@ class Parallelism(ABC):
         Returns:
             The norm before clipping: scalar on the device.
         """
-        parameters = [p for p in self.unwrapped_model().parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        foreach = self.device.type != "cpu"
-        norm = nn.utils.get_total_norm(gradients, foreach=foreach)
-        if max_norm:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=foreach)
-        return norm
+        return clip_grad_norm(self.parameters, max_norm)
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters, each once."""
+        return [parameter for _, parameter in self.named_parameters() if parameter.requires_grad]
+
+    def evaluation_settings(self) -> str:
+        """Settings that decide how ranks share evaluation data, for a message: ', name=value'."""
+        return ""
 
 
 class SingleDevice(Parallelism):
@@ -167,11 +191,9 @@ class SingleDevice(Parallelism):
                 "start one process, or use a trainer for several devices",
             )
 
-    def build(self, source: nn.Module | ModelInit, args: TrainingArguments) -> None:
-        """Build the model on the host, move it to the device, compile it if asked to."""
-        model = source if isinstance(source, nn.Module) else source()
-        self.model = model.to(self.device)
-        compile_model(self.model, args)
+    def build(self, source: ModelSource, args: TrainingArguments, *, weights_follow: bool) -> None:
+        """Build and convert the model on the device."""
+        self.model = prepare_model(source, args, self.device, weights_follow=weights_follow)
 
     def unwrapped_model(self) -> nn.Module:
         """The model itself."""
@@ -195,35 +217,5 @@ class SingleDevice(Parallelism):
 
     def sharing(self) -> Mapping[str, SharingPattern]:
         """One copy of everything; generators belong to their rank."""
-        keys = ("model", "optimizer", "scheduler", "trainer", "dataset")
+        keys = ("model", "optimizer", "scheduler", "grad_scaler", "callbacks", "trainer", "dataset")
         return {**dict.fromkeys(keys, SharingPattern.GLOBAL), "rng": SharingPattern.PER_RANK}
-
-
-def compile_model(model: nn.Module, args: TrainingArguments) -> None:
-    """Compile a module in place, so that its parameters keep their names."""
-    if args.torch_compile:
-        model.compile(
-            backend=args.torch_compile_backend or "inductor",
-            mode=args.torch_compile_mode,
-            dynamic=args.torch_compile_dynamic,
-            fullgraph=args.torch_compile_full_graph,
-        )
-
-
-def logits_of(outputs: object) -> Tensor:
-    """The logits in a model's output: a tensor, or an object or mapping with `logits`.
-
-    Raises:
-        ConfigurationError: If there are none.
-    """
-    if isinstance(outputs, Tensor):
-        return outputs
-    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    if isinstance(found, Tensor):
-        return found
-    raise ConfigurationError(
-        "model",
-        type(outputs).__name__,
-        "returned neither a tensor nor an object with logits",
-        "return logits",
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
@@ -11,19 +13,23 @@ from checkpoint_core import CheckpointManager
 from perf_metrics import ThroughputMeter
 
 from .arguments import TrainingArguments
-from .evaluation import EvaluationData
+from .evaluation import EvalMetric, EvaluationData
 from .events import CallbackHandler
 from .interval import Interval
 from .loaders import epoch_of, epoch_progress_of
 from .loss import TokenLoss
+from .memory import GarbagePolicy
+from .model import RecompileCounter, run_settings
 from .parallelism import Parallelism
+from .run_state import RunProgress
 from .speed import RunSpeed
 from .state import TrainerState
+from .update import Update
 
 
 @dataclass(kw_only=True)
 class Run:
-    """The parts of a run; optimizer, scheduler and loader exist when there is training data."""
+    """The parts of a run; loader, optimizer and update exist when there is training data."""
 
     args: TrainingArguments
     state: TrainerState
@@ -33,11 +39,16 @@ class Run:
     meter: ThroughputMeter
     speed: RunSpeed
     interval: Interval
+    progress: RunProgress
     manager: CheckpointManager
     loader: object | None
     evaluation: EvaluationData | None
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
+    update: Update | None
+    garbage: GarbagePolicy
+    recompiles: RecompileCounter
+    eval_metrics: Mapping[str, EvalMetric]
     learning_rate: float = 0.0
     """The rate that the last optimizer step was made with."""
     saved_step: int = -1
@@ -56,3 +67,14 @@ class Run:
             state.epoch += self.steps_in_epoch / state.epoch_train_steps
         elif epoch is not None:
             state.epoch = epoch + epoch_progress_of(self.loader)
+
+
+@contextmanager
+def training_switches(run: Run) -> Iterator[None]:
+    """What is switched on in the process, or for autograd, while a run trains; all is put back afterwards."""
+    args, device = run.args, run.parallel.device
+    with ExitStack() as stack:
+        stack.enter_context(run_settings(args, device))
+        stack.enter_context(run.recompiles)
+        stack.enter_context(run.garbage)
+        yield

@@ -21,17 +21,18 @@ class Periodic:
     strategy: str
     period: int
     first_step: bool = False
+    delay: float = 0
+    """Steps, or epochs with that strategy, before it is due for the first time."""
 
-    def due(self, step: int) -> bool:
+    def after_step(self, step: int) -> bool:
         """Whether it is due after this optimizer step."""
-        if self.strategy != "steps":
+        if self.strategy != "steps" or step < self.delay:
             return False
         return step % self.period == 0 or (self.first_step and step == 1)
 
-    @property
-    def each_epoch(self) -> bool:
-        """Whether it is due at the end of every epoch."""
-        return self.strategy == "epoch"
+    def after_epoch(self, epochs: int) -> bool:
+        """Whether it is due now that so many epochs are done."""
+        return self.strategy == "epoch" and epochs >= self.delay
 
 
 def batches_per_epoch(loader: object) -> int | None:

@@ -7,6 +7,14 @@ import sys
 
 import torch
 
+from .arguments import TrainingArguments
+
+
+def seed_rank(args: TrainingArguments, rank: int) -> None:
+    """Give each rank generators of its own, once all ranks have built the same model, if asked for."""
+    if args.seed_per_rank:
+        seed_everything(args.seed + rank)
+
 
 def seed_everything(seed: int) -> None:
     """Seed python, torch (all devices) and, where it is in use, numpy; -1 leaves all alone."""

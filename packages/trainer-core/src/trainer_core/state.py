@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dist_env import DistributedEnvInterface
+
+from .arguments import TrainingArguments
+
 
 @dataclass(kw_only=True)
 class TrainerState:
@@ -41,6 +45,13 @@ class TrainerState:
     total_flos: float = 0.0
     """Model FLOPs, forward and backward."""
     log_history: list[dict[str, object]] = field(default_factory=list)
+    """Every log entry of the run, those of earlier sessions included."""
+    best_metric: float | None = None
+    """Best value so far of the metric that ranks checkpoints."""
+    best_model_checkpoint: str | None = None
+    """Directory of the checkpoint with that value."""
+    evaluation_pending: bool = False
+    """A stop came before the evaluation of this step was done; it is made up for when the run goes on."""
 
 
 @dataclass(kw_only=True)
@@ -70,11 +81,16 @@ class StopCause(NamedTuple):
     """Who ended the run before its time, and when."""
 
     name: str
-    """Name of the callback or of the signal."""
+    """Name of the callback, the signal or the setting."""
     event: str
-    """The event during which it asked."""
+    """The event during which it asked; `signal` or `time limit` for those."""
     aborted: bool
     """Whether it asked to leave without saving."""
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the run is to go on when it is started again: a signal or the time limit ended it."""
+        return self.event in ("signal", "time limit")
 
 
 class TrainOutput(NamedTuple):
@@ -82,3 +98,19 @@ class TrainOutput(NamedTuple):
 
     global_step: int
     metrics: dict[str, float]
+
+
+def fresh_state(args: TrainingArguments, env: DistributedEnvInterface) -> TrainerState:
+    """The state before the first step."""
+    return TrainerState(
+        logging_steps=args.logging_steps,
+        eval_steps=args.eval_steps,
+        save_steps=args.save_steps,
+        train_batch_size=args.per_device_train_batch_size,
+        max_steps=args.max_steps,
+        num_train_epochs=args.num_train_epochs,
+        max_eval_steps=args.max_eval_steps,
+        num_processes=env.world_size,
+        is_local_process_zero=env.local_rank == 0,
+        is_world_process_zero=env.rank == 0,
+    )

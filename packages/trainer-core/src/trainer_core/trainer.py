@@ -1,4 +1,4 @@
-"""The trainer: what a user calls, and what a run is built from."""
+"""The trainer: what a user calls."""
 
 from __future__ import annotations
 
@@ -9,29 +9,39 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkpoint_core import Preprocessor
-from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
-from perf_metrics import DefaultMetrics, ProgressCallback, ThroughputMeter, device_peak_flops
+from dist_env import DistributedEnvInterface
+from perf_metrics import DefaultMetrics, ProgressCallback, device_peak_flops
 
 from .actions import Actions
 from .arguments import TrainingArguments
-from .checkpointing import RunComponents, RunProgress, build_manager, load, resume
+from .assembly import assemble
+from .callbacks import InfoCallback
+from .checkpointing import checkpoint_to_resume, load, load_best, resume, write_arguments
 from .config import arguments_from_dict
 from .data_rules import check_data
-from .errors import ConfigurationError, DataError
+from .errors import DataError
+from .evaluation import EvalMetric
 from .events import CallbackHandler
-from .interrupt import InterruptGuard
-from .interval import Interval
-from .loaders import Collator, evaluation_data, train_loader
+from .given import (
+    FusedLossFactory,
+    Ingredients,
+    OptimizerClass,
+    check_device,
+    check_ingredients,
+    model_source,
+    optimizer_factory_of,
+    single_process,
+)
+from .loaders import Collator, evaluation_data
 from .loop import TrainingLoop
-from .loss import CausalLMLoss, TokenLoss
-from .optimization import OptimizerFactory, SchedulerFactory, build_adamw, build_schedule
-from .parallelism import ModelInit, Parallelism, SingleDevice
-from .precision import matmul_precision
-from .run import Run
-from .schedule import set_length
+from .loss import TokenLoss
+from .model import ModelInit, run_settings
+from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
+from .parallelism import Parallelism, SingleDevice
+from .run import Run, training_switches
 from .seeding import seed_everything
-from .speed import RunSpeed
-from .state import StopCause, TrainerState, TrainOutput
+from .state import StopCause, TrainOutput, fresh_state
+from .stop_requests import EXIT_RESUMABLE, StopRequests
 
 
 class Trainer:
@@ -50,9 +60,15 @@ class Trainer:
         processing_class: Tokenizer or similar; its `save_pretrained` is called beside saved weights.
         callbacks: Replaces the default callbacks (`Trainer.default_callbacks`).
         compute_loss_func: A sum-and-count loss; next-token cross-entropy otherwise.
+        fused_loss_factory: Called with the model's output layer; gives a loss of hidden states that never
+            makes whole logits. For the built-in ones set `fused_loss`.
+        eval_metrics: Further metrics of an evaluation by name, each `(predictions, labels) -> (sum, count)`.
         distributed_env: Rank and device; one process otherwise, on the accelerator if there is one.
         optimizer_factory: Called with the named parameters; AdamW from the arguments otherwise.
-        lr_scheduler_factory: Called with the optimizer; the schedule of the arguments otherwise.
+        optimizer_cls_and_kwargs: An optimizer class and its options, instead of a factory.
+        optimizer_groups: Options, or optimizers of their own, for parameters by name pattern.
+        lr_scheduler_factory: Called with the optimizer; the schedule of the arguments otherwise. A schedule
+            that has handlers of events becomes a callback too.
         parallelism: How to use the devices; `SingleDevice` otherwise.
 
     Raises:
@@ -71,24 +87,36 @@ class Trainer:
         processing_class: Preprocessor | None = None,
         callbacks: Iterable[object] | None = None,
         compute_loss_func: TokenLoss | None = None,
+        fused_loss_factory: FusedLossFactory | None = None,
+        eval_metrics: Mapping[str, EvalMetric] | None = None,
         distributed_env: DistributedEnvInterface | None = None,
         optimizer_factory: OptimizerFactory | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        optimizer_groups: OptimizerGroups | None = None,
         lr_scheduler_factory: SchedulerFactory | None = None,
         parallelism: Parallelism | None = None,
     ) -> None:
         self.args = arguments_from_dict(TrainingArguments, args) if isinstance(args, Mapping) else args
-        self._source = _model_source(model, model_init)
-        self._train_data = train_dataset
-        self._eval_data = eval_dataset
-        self._collator = data_collator
         self.processing_class = processing_class
-        self.loss = _checked_loss(compute_loss_func)
-        self._optimizer_factory = optimizer_factory
-        self._lr_scheduler_factory = lr_scheduler_factory
-        self.parallel = parallelism or SingleDevice(distributed_env or StaticDistributedEnvironment())
+        self.parallel = parallelism or SingleDevice(distributed_env or single_process(self.args))
+        check_device(self.args, self.parallel.env)
         self.parallel.check(self.args)
         check_data(self.args, train_dataset, eval_dataset, data_collator)
-        self.state = self._new_state()
+        self._parts = Ingredients(
+            model=model_source(model, model_init),
+            train_data=train_dataset,
+            eval_data=eval_dataset,
+            collator=data_collator,
+            loss=compute_loss_func,
+            fused_loss=fused_loss_factory,
+            eval_metrics=dict(eval_metrics or {}),
+            optimizer=optimizer_factory_of(optimizer_factory, optimizer_cls_and_kwargs),
+            optimizer_groups=optimizer_groups,
+            scheduler=lr_scheduler_factory,
+            preprocessor=processing_class,
+        )
+        check_ingredients(self.args, self._parts)
+        self.state = fresh_state(self.args, self.parallel.env)
         chosen = self.default_callbacks(self.args) if callbacks is None else callbacks
         self._events = CallbackHandler(chosen, self.args, self.state)
         self._prepared: Run | None = None
@@ -96,36 +124,40 @@ class Trainer:
 
     @staticmethod
     def default_callbacks(args: TrainingArguments) -> list[object]:
-        """Throughput and MFU, then the progress table."""
+        """Throughput and MFU, then the facts of the run, then the progress table."""
         peak = device_peak_flops(args.matmul_dtype, value=args.peak_hardware_flops)
-        return [DefaultMetrics(peak), ProgressCallback()]
+        return [DefaultMetrics(peak), InfoCallback(), ProgressCallback()]
 
     def train(self) -> TrainOutput:
         """Train to the end of the run, from the newest checkpoint if the arguments say so.
 
-        Ctrl-C or SIGTERM finishes the step, saves and returns; `stop_cause` tells who ended the run early.
+        SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and `max_train_seconds` finish the step, save and return;
+        `stop_cause` tells who ended the run early, and `exit_code` what to exit with.
 
         Returns:
             The step reached and the final metrics.
 
         Raises:
             DataError: If there is no training data, or an epoch of it is empty.
+            NonFiniteError: If a gradient is not finite and `nonfinite_policy` is "raise".
         """
-        if self._train_data is None:
+        if self._parts.train_data is None:
             raise DataError("train() needs train_dataset; give one to the Trainer")
         self._events.begin_run()
-        run = self._prepare()
-        if not self._resumed:
-            resume(run)
-            self._resumed = True
-        with matmul_precision(self.args), InterruptGuard() as interrupt:
-            return TrainingLoop(run, Actions(run), interrupt).train()
+        # Signals are heeded from here on: a checkpoint may take long to load.
+        with StopRequests(self.args.max_train_seconds) as stops:
+            run = self._prepare()
+            self._resume(run)
+            write_arguments(run)
+            actions = Actions(run, lambda: stops.cause is not None)
+            with training_switches(run):
+                return TrainingLoop(run, actions, stops).train()
 
     def evaluate(self, eval_dataset: object | None = None) -> dict[str, float]:
         """Score the evaluation set, or another one, with the model as it is.
 
         Returns:
-            `eval_loss` (nats per counted token), `eval_tokens` and `eval_seconds`.
+            `eval_loss` (nats per counted token), `eval_tokens`, `eval_seconds` and the metrics asked for.
 
         Raises:
             DataError: If there is nothing to evaluate on.
@@ -133,11 +165,14 @@ class Trainer:
         run = self._prepare()
         data = run.evaluation
         if eval_dataset is not None:
-            data = evaluation_data(eval_dataset, self.args, self.parallel, self._collator)
+            data = evaluation_data(eval_dataset, self.args, self.parallel, self._parts.collator)
         if data is None:
             raise DataError("evaluate() needs an eval_dataset; give one here or to the Trainer")
-        with matmul_precision(self.args):
-            return Actions(run).evaluate(data)
+        with run_settings(self.args, self.parallel.device, training=False):
+            metrics = Actions(run).evaluate(data)
+        if metrics is None:
+            raise RuntimeError("an evaluation that nobody can stop was stopped")
+        return metrics
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write weights, config and processing class as a Hugging Face directory."""
@@ -162,6 +197,14 @@ class Trainer:
         self._resumed = load(self._prepare(), path) is not None
         return self._resumed
 
+    def load_best_model(self) -> bool:
+        """Put the weights of the best checkpoint into the model, and nothing else of it.
+
+        Returns:
+            Whether there is a best checkpoint.
+        """
+        return load_best(self._prepare())
+
     def add_callback(self, callback: object) -> None:
         """Add a callback, or an instance of a callback class."""
         self._events.add(callback)
@@ -169,6 +212,10 @@ class Trainer:
     def pop_callback(self, callback: object) -> object | None:
         """Take out a callback by identity or exact class; None if there is none."""
         return self._events.pop(callback)
+
+    def remove_callback(self, callback: object) -> None:
+        """Take out a callback by identity or exact class, if it is there."""
+        self._events.pop(callback)
 
     def log(self, record: dict[str, object]) -> None:
         """Put an entry into the log and show it to the callbacks."""
@@ -180,13 +227,18 @@ class Trainer:
         return self.parallel.unwrapped_model()
 
     @property
+    def loss(self) -> TokenLoss:
+        """The loss of the run."""
+        return self._prepare().loss
+
+    @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer; None without training data."""
         return self._prepare().optimizer
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """The learning-rate schedule; None without training data."""
+        """The learning-rate schedule; None without training data, or without a schedule."""
         return self._prepare().scheduler
 
     @property
@@ -196,118 +248,41 @@ class Trainer:
 
     @property
     def stop_cause(self) -> StopCause | None:
-        """The callback or signal that ended the run early; None for a run that reached its end."""
+        """The callback, signal or setting that ended the run early; None for a run that reached its end."""
         return self._events.stop_cause
+
+    @property
+    def exit_code(self) -> int:
+        """What a script should exit with: 75 (EX_TEMPFAIL) if the run is to be started again, else 0."""
+        cause = self.stop_cause
+        return EXIT_RESUMABLE if cause is not None and cause.resumable else 0
 
     def _prepare(self) -> Run:
         """Build everything at the first call; later calls return what was built."""
         if self._prepared is None:
-            self._prepared = self._build()
+            seed_everything(self.args.seed)
+            source = checkpoint_to_resume(self.args)
+            run = self._prepared = assemble(
+                self.args, self.parallel, self.state, self._events, self._parts, resumes=source is not None
+            )
+            self._events.shared = self._shared_with_callbacks(run)
+            if source is not None and self.args.construct_model_on == "meta":
+                self._resume(run)  # there are no weights until they are loaded
             self._events.fire("on_init_end")
         return self._prepared
 
-    def _build(self) -> Run:
-        args, parallel, state = self.args, self.parallel, self.state
-        seed_everything(args.seed)
-        loader = None
-        if self._train_data is not None:
-            loader = train_loader(self._train_data, args, parallel, self._collator)
-        evaluation = None
-        if self._eval_data is not None:
-            evaluation = evaluation_data(self._eval_data, args, parallel, self._collator)
-        set_length(state, args, loader)
-        parallel.build(self._source, args)
-        optimizer, scheduler = self._build_optimizer() if loader is not None else (None, None)
-        parallel.wrap()
-        meter = ThroughputMeter()
-        speed = RunSpeed(args.speed_metrics_start_step, self._samples_per_step())
-        interval = Interval(parallel, state, meter, speed)
-        components = RunComponents(
-            parallel,
-            RunProgress(state, interval, speed.samples_per_step),
-            optimizer=optimizer,
-            scheduler=scheduler,
-            dataset=loader,
-        )
-        run = Run(
-            args=args,
-            state=state,
-            events=self._events,
-            parallel=parallel,
-            loss=self.loss,
-            meter=meter,
-            speed=speed,
-            interval=interval,
-            manager=build_manager(args, parallel, components, self.processing_class),
-            loader=loader,
-            evaluation=evaluation,
-            optimizer=optimizer,
-            scheduler=scheduler,
-        )
-        self._share_with_callbacks(run)
-        return run
+    def _resume(self, run: Run) -> None:
+        if not self._resumed:
+            resume(run)
+            self._resumed = True
 
-    def _build_optimizer(self) -> tuple[Optimizer, LRScheduler]:
-        named = self.parallel.named_parameters()
-        optimizer = (
-            self._optimizer_factory(named) if self._optimizer_factory else build_adamw(self.args, named)
-        )
-        if self._lr_scheduler_factory is not None:
-            return optimizer, self._lr_scheduler_factory(optimizer)
-        return optimizer, build_schedule(self.args, optimizer, self.state.max_steps)
-
-    def _share_with_callbacks(self, run: Run) -> None:
-        self._events.shared = {
+    def _shared_with_callbacks(self, run: Run) -> Mapping[str, object]:
+        return {
             "model": self.parallel.unwrapped_model(),
             "processing_class": self.processing_class,
             "optimizer": run.optimizer,
             "lr_scheduler": run.scheduler,
             "train_dataloader": run.loader,
-            "eval_dataloader": self._eval_data,
+            "eval_dataloader": self._parts.eval_data,
             "trainer": self,
         }
-
-    def _new_state(self) -> TrainerState:
-        args, env = self.args, self.parallel.env
-        return TrainerState(
-            logging_steps=args.logging_steps,
-            eval_steps=args.eval_steps,
-            save_steps=args.save_steps,
-            train_batch_size=args.per_device_train_batch_size,
-            max_steps=args.max_steps,
-            num_train_epochs=args.num_train_epochs,
-            max_eval_steps=args.max_eval_steps,
-            num_processes=env.world_size,
-            is_local_process_zero=env.local_rank == 0,
-            is_world_process_zero=env.rank == 0,
-        )
-
-    def _samples_per_step(self) -> int:
-        args = self.args
-        return (
-            args.per_device_train_batch_size
-            * args.gradient_accumulation_steps
-            * self.parallel.data_parallel_size
-        )
-
-
-def _model_source(model: nn.Module | None, model_init: ModelInit | None) -> nn.Module | ModelInit:
-    if model is not None and model_init is not None:
-        raise ConfigurationError("model_init", model_init, "was given beside model", "give one of the two")
-    source = model if model is not None else model_init
-    if source is None:
-        raise ConfigurationError("model", None, "is missing, and so is model_init", "give one of the two")
-    return source
-
-
-def _checked_loss(loss: TokenLoss | None) -> TokenLoss:
-    if loss is None:
-        return CausalLMLoss()
-    if not callable(loss) or not callable(getattr(loss, "count", None)):
-        raise ConfigurationError(
-            "compute_loss_func",
-            loss,
-            "must return a sum and tell how many positions count",
-            "wrap a loss that returns a mean: MeanLoss(function, count)",
-        )
-    return loss

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
-from .arguments import BaseTrainingArguments
+if TYPE_CHECKING:
+    from ..arguments import BaseTrainingArguments
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(args: BaseTrainingArguments, device_type: str) -> AbstractContextManager[object]:
-    """The autocast context of a forward pass; nothing without mixed precision."""
-    if args.mixed_precision == "bf16":
-        return torch.autocast(device_type, dtype=torch.bfloat16)
-    return nullcontext()
+    """The autocast context of a forward pass; nothing without mixed precision.
+
+    Args:
+        args: `mixed_precision`: None, "no", "bf16" or "fp16".
+        device_type: Where the model computes: "cpu", "cuda", ...
+    """
+    if args.mixed_precision in (None, "no"):
+        return nullcontext()
+    return torch.autocast(device_type, dtype=AUTOCAST_DTYPES[args.mixed_precision])
 
 
 @contextmanager

@@ -1,0 +1,7 @@
+"""What a run can be told: the tree of argument classes, frozen and checked when made."""
+
+from .base import BaseTrainingArguments
+from .minimal import MinimalTrainingArguments
+from .training import TrainingArguments
+
+__all__ = ["BaseTrainingArguments", "MinimalTrainingArguments", "TrainingArguments"]

@@ -1,0 +1,136 @@
+"""The arguments that users of the Hugging Face Trainer know.
+
+The string below a field is its documentation and the help text of command lines built from it
+(see `field_docs`). Values that are resolved at run time never change an argument object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .checks_minimal import check_minimal
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinimalTrainingArguments:
+    """The subset that users of the Hugging Face Trainer know, under the same names."""
+
+    output_dir: str = "output"
+    """Directory of checkpoints, weights and logs."""
+    logging_dir: str | None = None
+    """Directory of logs; the output directory when not given."""
+    overwrite_output_dir: bool = False
+    """Let save_model replace weights that are already there."""
+
+    device: str | None = None
+    """Device of a run without a distributed environment, such as cuda:0; none: the accelerator if any."""
+    use_cpu: bool = False
+    """Run on the CPU; beats device."""
+    seed: int = -1
+    """Seed of python, numpy and torch generators; -1 leaves them alone."""
+
+    per_device_train_batch_size: int = 16
+    """Examples per device and microbatch."""
+    per_device_eval_batch_size: int = 16
+    """Examples per device and evaluation batch."""
+    gradient_accumulation_steps: int = 1
+    """Microbatches per optimizer step."""
+    num_train_epochs: float = 1
+    """Passes over the training data; fractions allowed; negative: epochs do not limit the run."""
+    max_steps: int = -1
+    """Most optimizer steps; -1: no cap; 0 trains nothing."""
+
+    dataloader_num_workers: int = 0
+    """Worker processes of a loader built from a dataset; 0: load in this process."""
+    dataloader_pin_memory: bool = True
+    """Page-locked host memory for batches, when there is an accelerator."""
+    dataloader_persistent_workers: bool = False
+    """Keep worker processes alive between epochs."""
+    dataloader_prefetch_factor: int | None = None
+    """Batches that each worker loads ahead; 2 when there are workers."""
+    dataloader_drop_last: bool = False
+    """Drop a last training batch that is not full."""
+    dataloader_shuffle: bool = True
+    """Shuffle a training dataset of known length, each epoch anew."""
+
+    eval_strategy: str = "no"
+    """When to evaluate: no, steps or epoch."""
+    eval_steps: int = 100
+    """Optimizer steps between evaluations."""
+    eval_delay: float = 0
+    """Optimizer steps, or epochs with eval_strategy=epoch, before the first evaluation."""
+    logging_strategy: str = "steps"
+    """When to log: no, steps or epoch."""
+    logging_steps: int = 50
+    """Optimizer steps between log entries."""
+    logging_first_step: bool = False
+    """Log the first optimizer step too."""
+    save_strategy: str = "steps"
+    """When to save checkpoints: no, steps or epoch; 'no' leaves out the one at the end as well."""
+    save_steps: int = 1000
+    """Optimizer steps between checkpoints."""
+    save_total_limit: int | None = 2
+    """Checkpoints to keep, oldest removed first; none: keep all."""
+    save_safetensors: bool = True
+    """Weights are safetensors, always; false is refused."""
+    save_on_each_node: bool = False
+    """Write checkpoints on every node, for storage that nodes do not share."""
+    resume_from_checkpoint: bool | str = True
+    """True: go on from the newest checkpoint in the output directory, if any; a path: from that one;
+    false: start anew."""
+
+    load_best_model_at_end: bool = False
+    """After the last step, put the weights of the best checkpoint into the model; tracks the best one."""
+    metric_for_best_model: str | None = None
+    """Another name of best_model_metric."""
+    greater_is_better: bool | None = None
+    """Another name of best_model_greater_is_better."""
+
+    torch_compile: bool = False
+    """Compile the model with torch.compile."""
+    torch_compile_backend: str | None = None
+    """Backend of torch.compile; inductor when not given."""
+    torch_compile_mode: str | None = None
+    """Mode of torch.compile: default, reduce-overhead or max-autotune."""
+    torch_compile_dynamic: bool | None = None
+    """Compile for changing shapes; not given: torch decides."""
+    torch_compile_full_graph: bool = False
+    """Fail when the model does not compile as one graph."""
+
+    learning_rate: float = 5e-5
+    """Highest learning rate of the built-in AdamW."""
+    weight_decay: float = 0.0
+    """Weight decay of the built-in AdamW; biases and norm weights are exempt."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = 0.999
+    """Decay of AdamW's second moment."""
+    adam_epsilon: float = 1e-8
+    """AdamW's epsilon."""
+    lr_scheduler_type: str = "linear"
+    """Learning-rate schedule under its Hugging Face name; empty: a constant rate."""
+    lr_scheduler_kwargs: dict[str, float | int | str | bool] = field(default_factory=dict)
+    """Options of the schedule, such as min_lr_rate for cosine_with_min_lr."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    max_grad_norm: float | None = None
+    """Clip the gradient to this norm; none or 0: measure only."""
+    gradient_checkpointing: bool = False
+    """Recompute every block in the backward pass; another name of activation_checkpointing=full."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Check every rule of this class; subclasses extend it.
+
+        Raises:
+            ConfigurationError: For the first rule that is broken.
+        """
+        check_minimal(self)
+
+    @property
+    def log_path(self) -> Path:
+        """Directory of logs, resolved."""
+        return Path(self.logging_dir if self.logging_dir is not None else self.output_dir)

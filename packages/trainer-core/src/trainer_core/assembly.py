@@ -1,0 +1,149 @@
+"""How a run is put together from what the user gave."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dist_env import get_logger
+from perf_metrics import ThroughputMeter
+
+from .arguments import TrainingArguments
+from .checkpointing import build_manager
+from .evaluation import EvaluationData
+from .events import CallbackHandler
+from .given import Ingredients
+from .interval import Interval
+from .loaders import evaluation_data, train_loader
+from .loss import loss_of
+from .memory import GarbagePolicy
+from .model import RecompileCounter
+from .optimization import (
+    NamedParameters,
+    OptimizerInBackward,
+    build_optimizer,
+    build_schedule,
+    is_callback,
+    optimizer_table,
+)
+from .parallelism import Parallelism
+from .precision import build_scaler
+from .run import Run
+from .run_state import CallbackStates, RunComponents, RunProgress
+from .schedule import set_length
+from .seeding import seed_rank
+from .speed import RunSpeed
+from .state import TrainerState
+from .update import build_update
+
+logger = get_logger(__name__)
+
+
+def assemble(
+    args: TrainingArguments,
+    parallel: Parallelism,
+    state: TrainerState,
+    events: CallbackHandler,
+    parts: Ingredients,
+    *,
+    resumes: bool,
+) -> Run:
+    """Build loaders, model, optimizer and all that belongs to a run, in this order.
+
+    Args:
+        args: The arguments.
+        parallel: How the devices are used.
+        state: Receives the length of the run.
+        events: Where a schedule that is a callback is added.
+        parts: What the user gave.
+        resumes: Whether a checkpoint will be loaded into it.
+    """
+    loader, evaluation = _loaders(args, parallel, parts)
+    set_length(state, args, loader)
+    parallel.build(parts.model, args, weights_follow=resumes)
+    loss = loss_of(args, parallel.unwrapped_model(), parts.loss)
+    parallel.compile(args)
+    optimizer, scheduler = None, None
+    if loader is not None:
+        optimizer = _optimizer(args, parallel, parts)
+        scheduler = _scheduler(args, optimizer, state, parts)
+        if scheduler is not None and is_callback(scheduler):
+            events.add(scheduler)
+    parallel.wrap()
+    seed_rank(args, parallel.env.rank)
+    meter = ThroughputMeter()
+    speed = RunSpeed(args.speed_metrics_start_step, samples_per_step(args, parallel))
+    interval = Interval(parallel, state, meter, speed)
+    progress = RunProgress(args, state, interval, speed.samples_per_step)
+    scaler = build_scaler(args, parallel.unwrapped_model(), parallel.device)
+    components = RunComponents(
+        parallel,
+        progress,
+        callbacks=CallbackStates(events),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=scaler,
+        dataset=loader,
+    )
+    return Run(
+        args=args,
+        state=state,
+        events=events,
+        parallel=parallel,
+        loss=loss,
+        meter=meter,
+        speed=speed,
+        interval=interval,
+        progress=progress,
+        manager=build_manager(args, parallel, components, parts.preprocessor),
+        loader=loader,
+        evaluation=evaluation,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        update=None if optimizer is None else build_update(args, parallel, optimizer, scaler),
+        garbage=GarbagePolicy(args, parallel.device),
+        recompiles=RecompileCounter(args),
+        eval_metrics=parts.eval_metrics,
+    )
+
+
+def _loaders(
+    args: TrainingArguments, parallel: Parallelism, parts: Ingredients
+) -> tuple[object | None, EvaluationData | None]:
+    loader = evaluation = None
+    if parts.train_data is not None:
+        loader = train_loader(parts.train_data, args, parallel, parts.collator)
+    if parts.eval_data is not None:
+        evaluation = evaluation_data(parts.eval_data, args, parallel, parts.collator)
+    return loader, evaluation
+
+
+def _optimizer(args: TrainingArguments, parallel: Parallelism, parts: Ingredients) -> Optimizer:
+    model, named = parallel.unwrapped_model(), list(parallel.named_parameters())
+
+    def build(some: NamedParameters) -> Optimizer:
+        return build_optimizer(
+            args, model, named_parameters=some, groups=parts.optimizer_groups, factory=parts.optimizer
+        )
+
+    optimizer = OptimizerInBackward(named, build) if args.fuse_optim_with_backward else build(named)
+    if args.debug_optimizer_groups:
+        table = optimizer_table(optimizer, model, named_parameters=named, groups=parts.optimizer_groups)
+        logger.info("optimizer groups:\n%s", table)
+    return optimizer
+
+
+def _scheduler(
+    args: TrainingArguments, optimizer: Optimizer, state: TrainerState, parts: Ingredients
+) -> LRScheduler | None:
+    if parts.scheduler is not None:
+        return parts.scheduler(optimizer)
+    if not args.lr_scheduler_type:
+        return None
+    return build_schedule(args, optimizer, state.max_steps)
+
+
+def samples_per_step(args: TrainingArguments, parallel: Parallelism) -> int:
+    """Examples of one optimizer step over all ranks."""
+    per_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return per_rank * parallel.data_parallel_size

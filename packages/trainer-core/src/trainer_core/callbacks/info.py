@@ -1,0 +1,165 @@
+"""The callback that says, before training, what is about to run, and afterwards why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from typing import TYPE_CHECKING, TextIO
+
+import torch
+from torch import nn
+
+from .output import print_block
+
+if TYPE_CHECKING:
+    from ..arguments import TrainingArguments
+    from ..state import TrainerControl, TrainerState
+    from ..trainer import Trainer
+
+SETTINGS = (
+    "mixed_precision",
+    "default_dtype",
+    "float32_matmul_precision",
+    "fp8_recipe",
+    "qat_recipe",
+    "gradient_checkpointing",
+    "activation_checkpointing",
+    "activation_checkpointing_every",
+    "activation_checkpointing_share",
+    "activation_checkpointing_operators",
+    "activation_memory_budget",
+    "enable_activation_offloading",
+    "torch_compile",
+    "torch_compile_scope",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "fused_loss",
+    "fuse_optim_with_backward",
+    "construct_model_on",
+    "sdpa_backend",
+    "detect_anomaly",
+    "seed",
+)
+"""Arguments that are shown when they are not at their defaults."""
+
+
+class InfoCallback:
+    """Prints one block on what is about to run, and one line on why it ended.
+
+    Acts at on_train_begin and on_train_end, on rank 0: size of the model, examples per step, length of the
+    run, device, precision, settings that are on, version of torch, folder of the checkpoints, and the step at
+    which the run goes on.
+
+    Args:
+        stream: Where to print; standard error when not given.
+    """
+
+    name = "info"
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        trainer: Trainer,
+        **_: object,
+    ) -> None:
+        """Print the block."""
+        if not state.is_world_process_zero:
+            return
+        rows = {
+            "model": _model_text(model),
+            "step": _step_size_text(args, state, trainer),
+            "length": _length_text(state),
+            "device": _device_text(trainer.parallel.device, state.num_processes),
+            "precision": _precision_text(args, model),
+            "settings": ", ".join(_changed_settings(args)) or "all at their defaults",
+            "torch": torch.__version__,
+            "checkpoints": "none" if args.save_strategy == "no" else args.output_dir,
+            "begins": f"resumed at step {state.global_step}" if state.global_step else "at step 0",
+        }
+        width = max(map(len, rows))
+        self._print("\n".join(f"{label:<{width}}  {text}" for label, text in rows.items()))
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        trainer: Trainer,
+        **_: object,
+    ) -> None:
+        """Print why the run ended."""
+        if state.is_world_process_zero:
+            self._print(f"ended at step {state.global_step}: {_end_text(state, trainer)}")
+
+    def _print(self, text: str) -> None:
+        print_block(text, self._stream, default="stderr")
+
+
+def _model_text(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    total = sum(parameter.numel() for parameter in parameters)
+    trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return f"{type(model).__name__}, {total:,} parameters, {trainable:,} trainable, {_bytes_text(size)}"
+
+
+def _bytes_text(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def _step_size_text(args: TrainingArguments, state: TrainerState, trainer: Trainer) -> str:
+    ranks = trainer.parallel.data_parallel_size
+    each, windows = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    factors = f"{each} per device x {windows} accumulated x {ranks} data-parallel"
+    return f"{each * windows * ranks} examples = {factors}"
+
+
+def _length_text(state: TrainerState) -> str:
+    steps = f"{state.max_steps:,} steps" if state.max_steps >= 0 else "steps not known ahead"
+    epochs = f"{state.num_train_epochs:g} epochs" if state.num_train_epochs >= 0 else "epochs without limit"
+    per_epoch = f", {state.epoch_train_steps:,} steps each" if state.epoch_train_steps else ""
+    return f"{steps}, {epochs}{per_epoch}"
+
+
+def _device_text(device: torch.device, ranks: int) -> str:
+    name = str(device)
+    if device.type == "cuda":
+        name = f"{device}, {torch.cuda.get_device_name(device)}"
+    return f"{name}, {ranks} {'process' if ranks == 1 else 'processes'}"
+
+
+def _precision_text(args: TrainingArguments, model: nn.Module) -> str:
+    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    return f"weights {', '.join(kinds)}; matrix products {args.matmul_dtype}"
+
+
+def _changed_settings(args: TrainingArguments) -> Iterator[str]:
+    known = {field.name: field for field in fields(args)}
+    for name in SETTINGS:
+        if name in known and getattr(args, name) != _default_of(known[name]):
+            yield f"{name}={getattr(args, name)}"
+
+
+def _default_of(field: Field[object]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _end_text(state: TrainerState, trainer: Trainer) -> str:
+    cause = trainer.stop_cause
+    if cause is None:
+        done = 0 <= state.max_steps <= state.global_step
+        return "all steps done" if done else f"{state.epoch:g} epochs done"
+    manner = "aborted without a checkpoint" if cause.aborted else "stopped"
+    return f"{manner} by {cause.name} in {cause.event}"

@@ -1,0 +1,196 @@
+"""The callback that lets the model write from time to time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TextIO
+
+import torch
+from torch import nn
+
+from checkpoint_core import RNGState
+
+from ..errors import ConfigurationError
+from .files import write_text
+from .generation import Generate, generate_with_model
+from .output import print_block
+
+if TYPE_CHECKING:
+    from ..arguments import TrainingArguments
+    from ..state import TrainerControl, TrainerState
+
+SAMPLES_FILE = "samples.jsonl"
+TEXT_FILE = "samples.txt"
+
+
+class TextSamples:
+    """Generates text from fixed prompts during training, and leaves the training curve untouched.
+
+    Acts at on_evaluate (`every="eval"`) or at on_step_end of each n-th step, on every rank, since a sharded
+    model needs all of them. Rank 0 prints the texts and writes them into the log directory: `samples.jsonl`,
+    one object a line with `step`, `epoch`, `prompt` and `text`, and `samples.txt`, to read. Lines beyond the
+    step at which a run is resumed are dropped. Random number generators and the training mode of every module
+    are put back afterwards.
+
+    Args:
+        prompts: What the model is to go on from, at least one.
+        every: "eval", or a number of steps.
+        max_new_tokens: Tokens to generate for each prompt, 1 or more.
+        generate: Called as `generate(model, prompt)` in evaluation mode without gradients; returns the text.
+            Not given: `model.generate` with the run's processing class as tokenizer.
+        options: Further keywords of `model.generate`, such as `do_sample` or `temperature`.
+        seed: Seed before each round, so that rounds differ by the model alone.
+        stream: Where to print; standard output when not given.
+
+    Raises:
+        ConfigurationError: An argument is out of range, or contradicts another.
+    """
+
+    name = "text_samples"
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        *,
+        every: int | Literal["eval"] = "eval",
+        max_new_tokens: int = 64,
+        generate: Generate | None = None,
+        options: Mapping[str, object] | None = None,
+        seed: int = 0,
+        stream: TextIO | None = None,
+    ) -> None:
+        if isinstance(prompts, str) or not prompts:
+            raise ConfigurationError("prompts", prompts, "must be a list with a prompt", "give ['a text']")
+        if every != "eval" and (isinstance(every, str) or every < 1):
+            raise ConfigurationError("every", every, "must be 'eval' or steps, 1 or more", "change it")
+        if max_new_tokens < 1:
+            raise ConfigurationError("max_new_tokens", max_new_tokens, "must be 1 or more", "raise it")
+        if generate is not None and options:
+            raise ConfigurationError(
+                "options", options, "are for model.generate and have no effect on generate", "leave them out"
+            )
+        self._prompts = tuple(prompts)
+        self._every = every
+        self._options = {"max_new_tokens": max_new_tokens, **(options or {})}
+        self._generate = generate
+        self._seed = seed
+        self._stream = stream
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        processing_class: object = None,
+        **_: object,
+    ) -> None:
+        """Check that there is a way to generate, and drop samples beyond the current step.
+
+        Raises:
+            ConfigurationError: `generate` was not given, and model or processing class cannot do without.
+        """
+        if self._generate is None:
+            self._generate = generate_with_model(model, processing_class, self._options)
+        if state.is_world_process_zero:
+            _drop_after(state.global_step, args.log_path)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        **_: object,
+    ) -> None:
+        """Write samples after an evaluation."""
+        if self._every == "eval" and self._generate is not None:
+            self._sample(self._generate, args, state, model)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        **_: object,
+    ) -> None:
+        """Write samples after each n-th step."""
+        if (
+            isinstance(self._every, int)
+            and state.global_step % self._every == 0
+            and self._generate is not None
+        ):
+            self._sample(self._generate, args, state, model)
+
+    def _sample(
+        self, generate: Generate, args: TrainingArguments, state: TrainerState, model: nn.Module
+    ) -> None:
+        with undisturbed(model), torch.no_grad():
+            torch.manual_seed(self._seed)
+            texts = [generate(model, prompt) for prompt in self._prompts]
+        if not state.is_world_process_zero:
+            return
+        samples = [
+            {"step": state.global_step, "epoch": state.epoch, "prompt": prompt, "text": text}
+            for prompt, text in zip(self._prompts, texts, strict=True)
+        ]
+        _append(args.log_path, samples)
+        print_block("\n".join(_readable(sample) for sample in samples), self._stream, default="stdout")
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every module has its mode back, and the generators their states."""
+    training = {module: module.training for module in model.modules()}
+    generators = RNGState()
+    before = generators.state_dict()
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        generators.load_state_dict(before)
+
+
+def _append(directory: Path, samples: Sequence[Mapping[str, object]]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / SAMPLES_FILE).open("a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+    with (directory / TEXT_FILE).open("a", encoding="utf-8") as text:
+        text.writelines(_readable(sample) + "\n" for sample in samples)
+
+
+def _drop_after(step: int, directory: Path) -> None:
+    """Keep the samples up to a step, and write the text anew from them; a torn last line goes too."""
+    path = directory / SAMPLES_FILE
+    if not path.exists():
+        return
+    samples = [sample for line in path.read_text(encoding="utf-8").splitlines() if (sample := _parsed(line))]
+    kept = [sample for sample in samples if _step_of(sample) <= step]
+    write_text(path, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in kept))
+    write_text(directory / TEXT_FILE, "".join(_readable(sample) + "\n" for sample in kept))
+
+
+def _parsed(line: str) -> dict[str, object] | None:
+    try:
+        sample = json.loads(line)
+    except ValueError:
+        return None
+    return sample if isinstance(sample, dict) else None
+
+
+def _step_of(sample: Mapping[str, object]) -> int:
+    step = sample.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _readable(sample: Mapping[str, object]) -> str:
+    return f"--- step {sample.get('step')} ---\n{sample.get('prompt')}|{sample.get('text')}\n"

@@ -1,0 +1,181 @@
+"""What experiment trackers share: one run that goes on after a resume, with steps that never go back."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from dist_env import get_logger
+
+from .files import read_json_object, write_text
+from .library import require_library
+from .metric_names import config_of, scalars_of
+
+if TYPE_CHECKING:
+    from ..arguments import TrainingArguments
+    from ..state import TrainerControl, TrainerState
+
+logger = get_logger(__name__)
+
+RESUMED_AT = "session/resumed_at_step"
+"""Name of the marker in the first point after a resume; its value is the step of the checkpoint."""
+
+
+class Opening(NamedTuple):
+    """What a tracker needs to open its run."""
+
+    run_id: str | None
+    """The run to go on with; None begins one."""
+    directory: Path
+    """The run's log directory."""
+    config: dict[str, object]
+    """The arguments, as JSON values."""
+    step: int
+    """Optimizer step at which the run goes on."""
+
+
+class Tracker(ABC):
+    """Base of the trackers: rank 0 writes each log record as grouped scalars over the optimizer step.
+
+    Acts at on_train_begin (opens the run, or goes on with the one of the checkpoint), on_log and on_train_end
+    (closes it). Names of the scalars: `train/...`, `eval/...`, `final/...`. A record that is logged outside
+    `train`, such as an evaluation afterwards, opens the run and closes it again.
+
+    The run's id is saved with each checkpoint. If the interrupted part had logged beyond the checkpoint, a
+    tracker that can take points back does so; for one that cannot, the steps that are there already are not
+    logged a second time, and a warning names them. Either way steps only grow, and the first new point
+    carries `session/resumed_at_step`.
+
+    Args:
+        run_id: Go on with this run of the tracker, not with the one of the checkpoint.
+
+    Raises:
+        ConfigurationError: The tracker's library is not installed.
+    """
+
+    name: ClassVar[str]
+    """Name under which its state is saved."""
+    library: ClassVar[str]
+    """The optional library, which is also the name of the extra."""
+    takes_points_back: ClassVar[bool] = False
+    """Whether opening a run at a step removes its points beyond that step."""
+
+    def __init__(self, run_id: str | None = None) -> None:
+        require_library(type(self).__name__, self.library)
+        self._chosen_id = run_id
+        self._run_id = run_id
+        self._last_step = -1
+        self._logged_through = -1
+        self._resumed_at: int | None = None
+        self._ledger: Path | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """Id of the tracker's run, on rank 0 once training has begun."""
+        return self._run_id
+
+    @abstractmethod
+    def open_run(self, opening: Opening) -> str:
+        """Begin a run and store its config, or go on with one.
+
+        Returns:
+            The run's id.
+        """
+
+    @abstractmethod
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        """Store scalars at an optimizer step."""
+
+    @abstractmethod
+    def close_run(self, *, aborted: bool) -> None:
+        """Bring everything to its place and close the run."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Open the run."""
+        if state.is_world_process_zero:
+            self._open(args, state)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: Mapping[str, object],
+        **_: object,
+    ) -> None:
+        """Store one record."""
+        if not state.is_world_process_zero:
+            return
+        if self._ledger is not None:
+            self._store(logs, state.global_step)
+            return
+        self._open(args, state)
+        self._store(logs, state.global_step)
+        self._close(aborted=False)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Close the run."""
+        if self._ledger is not None:
+            self._close(aborted=control.should_abort_without_save)
+
+    def state_dict(self) -> dict[str, object]:
+        """The run's id and the last step logged; those of rank 0 count."""
+        return {"run_id": self._run_id, "last_step": self._last_step}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on with the run of a checkpoint, unless another one was chosen."""
+        run_id, last_step = state["run_id"], state["last_step"]
+        if isinstance(run_id, str) and isinstance(last_step, int) and self._chosen_id in (None, run_id):
+            self._run_id, self._last_step = run_id, last_step
+
+    def _open(self, args: TrainingArguments, state: TrainerState) -> None:
+        step = state.global_step
+        known, directory = self._run_id, args.log_path
+        ledger = directory / f"{self.name}.run.json"
+        self._resumed_at = step if known is not None and step > 0 else None
+        self._logged_through = self._already_logged(ledger, step)
+        self._run_id = self.open_run(Opening(known, directory, config_of(args), step))
+        self._ledger = ledger
+
+    def _already_logged(self, ledger: Path, step: int) -> int:
+        """Last step that must not be logged again; -1 when there is none beyond the current one."""
+        noted = read_json_object(ledger)
+        last = noted.get("last_step") if noted.get("run_id") == self._run_id else None
+        through = max(self._last_step, last if isinstance(last, int) else -1)
+        if self.takes_points_back or self._run_id is None or through <= step:
+            return -1
+        logger.warning(
+            "%s: run %s holds points up to step %d and cannot take them back; training goes on from step %d, "
+            "and is not logged there again until step %d is passed. Give run_id for a run of its own",
+            type(self).__name__,
+            self._run_id,
+            through,
+            step,
+            through,
+        )
+        return through
+
+    def _store(self, record: Mapping[str, object], step: int) -> None:
+        scalars = scalars_of(record)
+        if step <= self._logged_through or not scalars:
+            return
+        if self._resumed_at is not None:
+            scalars[RESUMED_AT] = float(self._resumed_at)
+            self._resumed_at = None
+        self.write(scalars, step)
+        self._last_step = step
+        if self._ledger is not None:
+            # A checkpoint does not know what was logged after it, so that is noted beside the logs.
+            write_text(self._ledger, json.dumps({"run_id": self._run_id, "last_step": step}) + "\n")
+
+    def _close(self, *, aborted: bool) -> None:
+        self._ledger = None
+        self.close_run(aborted=aborted)

@@ -1,0 +1,164 @@
+"""What the user gave to the trainer beside the arguments: checked, and brought into one form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from checkpoint_core import Preprocessor
+from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
+
+from .arguments import TrainingArguments
+from .errors import ConfigurationError
+from .evaluation import EvalMetric
+from .loaders import Collator
+from .loss import TokenLoss, check_loss
+from .model import ModelInit, ModelSource
+from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
+
+FusedLossFactory = Callable[[nn.Module], TokenLoss]
+OptimizerClass = tuple[type[Optimizer], Mapping[str, object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ingredients:
+    """Everything that a run is made of beside the arguments and the devices."""
+
+    model: ModelSource
+    train_data: object | None
+    eval_data: object | None
+    collator: Collator | None
+    loss: TokenLoss | None
+    fused_loss: FusedLossFactory | None
+    eval_metrics: Mapping[str, EvalMetric]
+    optimizer: OptimizerFactory | None
+    optimizer_groups: OptimizerGroups | None
+    scheduler: SchedulerFactory | None
+    preprocessor: Preprocessor | None
+
+
+def model_source(model: nn.Module | None, model_init: ModelInit | None) -> ModelSource:
+    """The one of the two that was given.
+
+    Raises:
+        ConfigurationError: If both or none were.
+    """
+    if model is not None and model_init is not None:
+        raise ConfigurationError("model_init", model_init, "was given beside model", "give one of the two")
+    source = model if model is not None else model_init
+    if source is None:
+        raise ConfigurationError("model", None, "is missing, and so is model_init", "give one of the two")
+    return source
+
+
+def optimizer_factory_of(
+    factory: OptimizerFactory | None, cls_and_kwargs: OptimizerClass | None
+) -> OptimizerFactory | None:
+    """The factory, or one made of class and options.
+
+    Raises:
+        ConfigurationError: If both were given.
+    """
+    if cls_and_kwargs is None:
+        return factory
+    if factory is not None:
+        raise ConfigurationError(
+            "optimizer_cls_and_kwargs",
+            cls_and_kwargs,
+            "was given beside optimizer_factory",
+            "give one of them",
+        )
+    cls, options = cls_and_kwargs
+    return partial(_make_optimizer, cls, dict(options))
+
+
+def check_ingredients(args: TrainingArguments, parts: Ingredients) -> None:
+    """Refuse what contradicts the arguments, or would have no effect beside them.
+
+    Raises:
+        ConfigurationError: Naming the setting.
+    """
+    check_loss(args, parts.loss)
+    fused = args.fused_loss != "no" or parts.fused_loss is not None
+    if fused and parts.eval_metrics:
+        raise ConfigurationError(
+            "eval_metrics",
+            sorted(parts.eval_metrics),
+            "need logits, and a fused loss never makes them",
+            "leave one of them out",
+        )
+    if args.fuse_optim_with_backward and _several_factories(parts.optimizer_groups):
+        raise ConfigurationError(
+            "fuse_optim_with_backward",
+            True,
+            "works with one optimizer, and optimizer_groups make several",
+            "leave the factories out of optimizer_groups",
+        )
+    own = parts.optimizer is not None
+    for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
+        default = TrainingArguments.__dataclass_fields__[name].default
+        if own and type(args) is TrainingArguments and getattr(args, name) != default:
+            raise ConfigurationError(
+                name,
+                getattr(args, name),
+                "has no effect beside an optimizer of your own",
+                f"give it to that optimizer, and leave {name} out",
+            )
+    if parts.scheduler is not None and type(args) is TrainingArguments and args.warmup_steps:
+        raise ConfigurationError(
+            "warmup_steps",
+            args.warmup_steps,
+            "has no effect beside lr_scheduler_factory",
+            "warm up in that schedule, and leave warmup_steps out",
+        )
+
+
+def single_process(args: TrainingArguments) -> DistributedEnvInterface:
+    """The environment of one process on the device that the arguments name, or on the accelerator if any."""
+    if args.use_cpu:
+        return StaticDistributedEnvironment()
+    if args.device is not None:
+        return StaticDistributedEnvironment(device=_known_device(args.device))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return StaticDistributedEnvironment(device=accelerator or torch.device("cpu"))
+
+
+def check_device(args: TrainingArguments, env: DistributedEnvInterface) -> None:
+    """Refuse an environment that contradicts `use_cpu` or `device`.
+
+    Raises:
+        ConfigurationError: If it does.
+    """
+    wanted = "cpu" if args.use_cpu else args.device
+    if wanted is None:
+        return
+    device = _known_device(wanted)
+    same = device.type == env.device.type and device.index in (None, env.device.index)
+    if not same:
+        setting, value = ("use_cpu", True) if args.use_cpu else ("device", args.device)
+        raise ConfigurationError(
+            setting, value, f"contradicts the environment, which is on {env.device}", "set both to the same"
+        )
+
+
+def _known_device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigurationError(
+            "device", name, f"is no device: {reason}", "use cpu or cuda:0, say"
+        ) from error
+
+
+def _several_factories(groups: OptimizerGroups | None) -> bool:
+    return any("factory" in options for options in (groups or {}).values())
+
+
+def _make_optimizer(cls: type[Optimizer], options: dict[str, object], named: object) -> Optimizer:
+    return cls(named, **options)  # type: ignore[arg-type]

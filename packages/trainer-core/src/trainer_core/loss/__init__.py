@@ -1,0 +1,26 @@
+"""Losses: each a sum and a count, so that it can be averaged over any set of tokens exactly."""
+
+from .causal import CausalLMLoss
+from .choice import LossSettings, check_loss, loss_of
+from .fused import FusedLinearCrossEntropy, HiddenStates
+from .mean import MeanLoss, OutputMeanLoss
+from .model_loss import ModelLoss
+from .predictions import logits_of, predict
+from .token_loss import IGNORE_INDEX, TokenLoss, count_next_tokens
+
+__all__ = [
+    "IGNORE_INDEX",
+    "CausalLMLoss",
+    "FusedLinearCrossEntropy",
+    "HiddenStates",
+    "LossSettings",
+    "MeanLoss",
+    "ModelLoss",
+    "OutputMeanLoss",
+    "TokenLoss",
+    "check_loss",
+    "count_next_tokens",
+    "logits_of",
+    "loss_of",
+    "predict",
+]

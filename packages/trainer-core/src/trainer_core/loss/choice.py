@@ -1,0 +1,89 @@
+"""The loss of a run, from its arguments and what the user gave."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import nn
+
+from ..errors import ConfigurationError
+from .causal import CausalLMLoss
+from .fused import FusedLinearCrossEntropy
+from .head import output_head
+from .token_loss import TokenLoss
+
+
+class LossSettings(Protocol):
+    """The arguments that choose a loss."""
+
+    @property
+    def label_smoothing(self) -> float:
+        """Share of the target mass spread evenly over the vocabulary, 0 to 1."""
+
+    @property
+    def z_loss(self) -> float:
+        """Weight of the squared log-partition term."""
+
+    @property
+    def fused_loss(self) -> str:
+        """no, auto, torch, chunked, liger or cut."""
+
+
+def check_loss(args: LossSettings, given: object) -> None:
+    """Refuse a loss that is no sum and count, and arguments that have no effect beside it.
+
+    Needs no model, so it can be called before there is one.
+
+    Args:
+        args: Label smoothing, z-loss and fused loss.
+        given: The user's loss, or None.
+
+    Raises:
+        ConfigurationError: Naming the setting.
+    """
+    if given is None:
+        return
+    if not callable(given) or not callable(getattr(given, "count", None)):
+        raise ConfigurationError(
+            "compute_loss_func",
+            given,
+            "must return a sum and tell how many positions count",
+            "wrap a loss that returns a mean: MeanLoss(function, count) or, for one of the model's whole "
+            "output, OutputMeanLoss(function, count)",
+        )
+    defaults: dict[str, object] = {"label_smoothing": 0.0, "z_loss": 0.0, "fused_loss": "no"}
+    for name, default in defaults.items():
+        value = getattr(args, name)
+        if value != default:
+            raise ConfigurationError(
+                name,
+                value,
+                "has no effect beside compute_loss_func, which is computed as given",
+                f"leave {name} out, or leave compute_loss_func out",
+            )
+
+
+def loss_of(args: LossSettings, model: nn.Module, given: TokenLoss | None = None) -> TokenLoss:
+    """The loss to train with.
+
+    Call it after the model's layers have been converted (FP8, QAT) and before it is compiled or wrapped.
+
+    Args:
+        args: Label smoothing, z-loss and fused loss.
+        model: Names its output head, if the loss is to be fused.
+        given: The user's loss, which goes first.
+
+    Raises:
+        ConfigurationError: If settings contradict each other, or the loss cannot be fused with this model.
+    """
+    check_loss(args, given)
+    if given is not None:
+        return given
+    if args.fused_loss == "no":
+        return CausalLMLoss(label_smoothing=args.label_smoothing, z_loss=args.z_loss)
+    return FusedLinearCrossEntropy(
+        output_head(model),
+        backend=args.fused_loss,
+        label_smoothing=args.label_smoothing,
+        z_loss=args.z_loss,
+    )

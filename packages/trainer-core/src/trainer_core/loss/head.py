@@ -1,0 +1,211 @@
+"""The output head of a model, and how to have the hidden states that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigurationError
+from .predictions import logits_of, member
+
+_LEAVE_OUT = "set fused_loss='no' for this model"
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module inside a data-parallel or compiled wrapper."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def output_head(model: nn.Module) -> nn.Linear:
+    """The linear layer that `model.get_output_embeddings()` names.
+
+    Raises:
+        ConfigurationError: If the model does not name one, or it is no plain linear layer.
+    """
+    getter = getattr(bare(model), "get_output_embeddings", None)
+    if not callable(getter):
+        raise ConfigurationError(
+            "fused_loss",
+            type(bare(model)).__name__,
+            "the model does not say which layer makes the logits",
+            "give it a method get_output_embeddings() that returns its output nn.Linear, or set "
+            "fused_loss='no'",
+        )
+    return checked_head(getter())
+
+
+def checked_head(head: object) -> nn.Linear:
+    """Return the head if its output is `input @ weight.T + bias`.
+
+    Raises:
+        ConfigurationError: If it is something else, such as a layer converted to FP8 or prepared for QAT.
+    """
+    if not isinstance(head, nn.Linear):
+        raise ConfigurationError(
+            "fused_loss", type(head).__name__, "the output head must be an nn.Linear", _LEAVE_OUT
+        )
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        raise ConfigurationError(
+            "fused_loss",
+            f"{type(head).__module__}.{type(head).__name__}",
+            "the output head computes something of its own (converted to FP8, prepared for QAT, an "
+            "adapter?), and the fused loss would compute a plain matrix product in its place",
+            "leave the head out of the conversion (fp8_exclude, or the layers that QAT prepares), or set "
+            "fused_loss='no'",
+        )
+    if _is_quantised(head.weight):
+        raise ConfigurationError(
+            "fused_loss",
+            type(head.weight).__name__,
+            "the weight of the output head is a tensor of a special kind",
+            "leave the head out of the quantisation, or set fused_loss='no'",
+        )
+    return head
+
+
+def _is_quantised(weight: Tensor) -> bool:
+    if type(weight) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return not isinstance(weight, DTensor)
+
+
+class HeadBypass:
+    """Has a model return the input of its output head in place of its logits.
+
+    While the model runs, the head passes its input through. Afterwards the model's "logits" must be that
+    very tensor, unchanged: a model that scales, caps, cuts or casts its logits is refused, as the loss would
+    be quietly wrong for it. A model may also offer its hidden states itself: `can_return_hidden_states`
+    that is true, and `forward(..., return_hidden_states=True)`.
+
+    Args:
+        head: The output head; it is left as it was after each call.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        self.head = head
+        self.calls = 0
+        self.given: Tensor | None = None
+        self.version = 0
+        self.sample: Tensor | None = None
+        self._verified: set[tuple[bool, bool]] = set()
+        # One object for good: a compiled model is compiled again for another one.
+        self._forward: Callable[[Tensor], Tensor] = self._pass_through
+
+    def hidden_states(self, model: nn.Module, inputs: Mapping[str, object]) -> Tensor:
+        """Run the model.
+
+        Args:
+            model: The module to call, with all wrappers.
+            inputs: Its keyword arguments.
+
+        Returns:
+            Floating [batch, sequence, features].
+
+        Raises:
+            ConfigurationError: If the model's logits are not what its head returns.
+        """
+        if getattr(bare(model), "can_return_hidden_states", False):
+            return _offered(model(**inputs, return_hidden_states=True))
+        with self._bypassed():
+            returned = logits_of(model(**inputs))
+            self._verify(returned, model)
+        return returned
+
+    @contextmanager
+    def _bypassed(self) -> Iterator[None]:
+        self._forget()
+        # nn.Module would take a module or parameter only; a method may be any object.
+        self.head.forward = self._forward  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del self.head.forward
+            self._forget()
+
+    def _forget(self) -> None:
+        self.calls, self.given, self.version, self.sample = 0, None, 0, None
+
+    def _pass_through(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        self.given = hidden
+        if torch.compiler.is_compiling():
+            # Compiled code has no versions, so a change in place is seen by comparing a part.
+            self.sample = hidden.detach().select(-1, 0).clone()
+        elif not hidden.is_inference():
+            self.version = hidden._version
+        return hidden
+
+    def _verify(self, returned: Tensor, model: nn.Module) -> None:
+        found = self._difference(returned, model.training)
+        if found is not None:
+            raise ConfigurationError("fused_loss", type(bare(model)).__name__, found, _LEAVE_OUT)
+
+    def _difference(self, returned: Tensor, training: bool) -> str | None:
+        """What keeps the model's logits from being the head's output; None if nothing."""
+        given = self.given
+        if given is None or self.calls != 1:
+            return (
+                f"the model called its output head {self.calls} times in a forward pass, but the fused loss "
+                "takes the place of exactly one call"
+            )
+        if not (returned is given or _same_memory(returned, given)):
+            return (
+                "the model's logits are not what its output head returns: they are scaled, capped, cut, cast "
+                f"or copied afterwards (the head was given {given.dtype} {list(given.shape)}, the model "
+                f"returned {returned.dtype} {list(returned.shape)}), and the fused loss would leave that out"
+            )
+        if self._changed_in_place(returned, training):
+            return "the model changes its logits in place, and the fused loss would leave that out"
+        return None
+
+    def _changed_in_place(self, returned: Tensor, training: bool) -> bool:
+        if self.sample is None:
+            return not returned.is_inference() and returned._version != self.version
+        case = (training, torch.is_grad_enabled())
+        if case in self._verified:
+            return False  # once for each graph, as it waits for the device
+        self._verified.add(case)
+        return not torch.allclose(
+            self.sample, returned.detach().select(-1, 0), rtol=0, atol=0, equal_nan=True
+        )
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors are the same numbers in the same memory, with the same gradient."""
+    if type(one) is not Tensor or type(other) is not Tensor:
+        return False
+    same_layout = (one.shape, one.stride(), one.dtype, one.device) == (
+        other.shape,
+        other.stride(),
+        other.dtype,
+        other.device,
+    )
+    return same_layout and one.requires_grad == other.requires_grad and one.data_ptr() == other.data_ptr()
+
+
+def _offered(outputs: object) -> Tensor:
+    """The hidden states that a model returned on request."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    for name in ("last_hidden_state", "hidden_states"):
+        found = member(outputs, name)
+        if isinstance(found, Tensor):
+            return found
+    raise ConfigurationError(
+        "fused_loss",
+        type(outputs).__name__,
+        "the model says can_return_hidden_states, but return_hidden_states=True gave no tensor and no "
+        "last_hidden_state",
+        "return the tensor that the output head is given, or take can_return_hidden_states away",
+    )

@@ -1,0 +1,24 @@
+"""What is done to a model before it trains: construction, activation checkpointing, compilation."""
+
+from .activation_checkpointing import blocks_to_checkpoint, checkpoint_activations
+from .blocks import find_blocks
+from .compilation import compile_model
+from .construction import ModelInit, ModelSource, construct
+from .meta_construction import verify_initialised
+from .preparation import prepare_model
+from .recompiles import RecompileCounter
+from .run_settings import run_settings
+
+__all__ = [
+    "ModelInit",
+    "ModelSource",
+    "RecompileCounter",
+    "blocks_to_checkpoint",
+    "checkpoint_activations",
+    "compile_model",
+    "construct",
+    "find_blocks",
+    "prepare_model",
+    "run_settings",
+    "verify_initialised",
+]

@@ -1,0 +1,123 @@
+"""Build the model where and as the arguments say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dist_env import get_logger
+
+from ..errors import ConfigurationError
+from .meta_construction import SETTING, build_without_storage, materialise
+from .ties import Ties
+
+if TYPE_CHECKING:
+    from ..arguments import TrainingArguments
+
+logger = get_logger(__name__)
+
+ModelInit = Callable[[], nn.Module]
+ModelSource = nn.Module | ModelInit
+"""A model, or what builds it."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def construct(
+    source: ModelSource,
+    args: TrainingArguments,
+    device: torch.device,
+    *,
+    weights_will_be_loaded: bool,
+) -> nn.Module:
+    """Build a model, and put it on the device.
+
+    `default` builds it on the host and moves it. `device` builds it on the device at once; on an accelerator
+    its fresh weights differ from those of `default`, since the device has a random generator of its own.
+    `meta` allocates the parameters on the device and leaves them for a checkpoint to fill; buffers have the
+    values of `default`. After loading, call `verify_initialised`.
+
+    Args:
+        source: The model, or what builds it.
+        args: construct_model_on and default_dtype.
+        device: Where the model computes.
+        weights_will_be_loaded: Whether a checkpoint will fill the model; without one, `meta` is carried out
+            as `default`, with a warning.
+
+    Returns:
+        The model on the device, ties kept.
+
+    Raises:
+        ConfigurationError: If a model that is built already is to be built in another way, if `source` builds
+            something else than a module, or if `meta` cannot know the value of a buffer.
+    """
+    if isinstance(source, nn.Module):
+        _refuse_for_built_model(args)
+        return _moved(source, device)
+    where = args.construct_model_on
+    if where == "meta" and not weights_will_be_loaded:
+        logger.warning("construct_model_on='meta' finds no checkpoint: the model is built as with 'default'")
+        where = "default"
+    with default_dtype(args.default_dtype):
+        if where == "meta":
+            model = build_without_storage(lambda: _built(source))
+            materialise(model, device)
+        elif where == "device":
+            with torch.device(device):
+                model = _built(source)
+        else:
+            model = _built(source)
+    return _moved(model, device)
+
+
+@contextmanager
+def default_dtype(name: str | None) -> Iterator[None]:
+    """Make float32, bfloat16 or float16 the dtype of new tensors; None changes nothing.
+
+    Raises:
+        ConfigurationError: For another name.
+    """
+    if name is None:
+        yield
+        return
+    if name not in _DTYPES:
+        raise ConfigurationError(
+            "default_dtype", name, f"must be one of {', '.join(_DTYPES)}", "choose one of these"
+        )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_DTYPES[name])
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _built(source: ModelInit) -> nn.Module:
+    model = source()
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            "model_init", type(model).__name__, "must return a torch.nn.Module", "return the model"
+        )
+    return model
+
+
+def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+    ties = Ties(model)
+    model.to(device)
+    ties.restore()
+    return model
+
+
+def _refuse_for_built_model(args: TrainingArguments) -> None:
+    for name, unset in ((SETTING, "default"), ("default_dtype", None)):
+        value = getattr(args, name)
+        if value != unset:
+            raise ConfigurationError(
+                name,
+                value,
+                "has no effect on a model that is built already",
+                f"pass model_init instead of model, or leave {name} out",
+            )

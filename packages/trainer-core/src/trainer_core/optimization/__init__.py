@@ -1,0 +1,36 @@
+"""Optimizers, their parameter groups, and learning-rate schedules."""
+
+from .adamw import NamedParameters, OptimizerFactory, build_adamw, decay_exemptions
+from .clipping import clip_grad_norm
+from .fused_adamw import FusedAdamW
+from .groups import OptimizerGroups, ParameterGroups, build_optimizer
+from .in_backward import OptimizerInBackward
+from .multi import Multiopt
+from .nonfinite import NonFiniteGradientError, NonFiniteGuard, NonFinitePolicy, NonFiniteReport
+from .plateau import PlateauSchedule
+from .schedules import FactorSchedule, SchedulerFactory, build_schedule, is_callback
+from .table import optimizer_table
+
+__all__ = [
+    "FactorSchedule",
+    "FusedAdamW",
+    "Multiopt",
+    "NamedParameters",
+    "NonFiniteGradientError",
+    "NonFiniteGuard",
+    "NonFinitePolicy",
+    "NonFiniteReport",
+    "OptimizerFactory",
+    "OptimizerGroups",
+    "OptimizerInBackward",
+    "ParameterGroups",
+    "PlateauSchedule",
+    "SchedulerFactory",
+    "build_adamw",
+    "build_optimizer",
+    "build_schedule",
+    "clip_grad_norm",
+    "decay_exemptions",
+    "is_callback",
+    "optimizer_table",
+]

@@ -1,0 +1,75 @@
+"""The norm of the gradient, and clipping to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (Tensor, nn.Parameter)
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: Iterable[Tensor], max_norm: float | None, foreach: bool | None = None
+) -> Tensor:
+    """Measure the gradient's 2-norm, and scale the gradient down to `max_norm` if it is longer.
+
+    The norm is the root of the sum of squares over all gradients. Those of 16 bits are summed up in float32.
+    Nothing waits for the device: the scaling factor is a tensor, 1 if there is nothing to clip.
+
+    Args:
+        parameters: Those without a gradient are passed over.
+        max_norm: The longest allowed; None or 0: measure only.
+        foreach: Whether to go through the gradients in one call of torch; one by one if False. None: one
+            call, which is the faster one on every device, for few gradients and for many.
+
+    Returns:
+        The norm before clipping: scalar on the parameters' device; 0 without gradients.
+    """
+    everything = list(parameters)
+    holders = [p for p in everything if p.grad is not None]
+    gradients = [p.grad for p in holders if p.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=everything[0].device if everything else None)
+    if not _is_uniform(gradients):
+        # Several devices, dtypes or kinds of tensors, such as DTensors; torch sorts them.
+        norm = nn.utils.get_total_norm(gradients, foreach=foreach)
+        if max_norm:
+            nn.utils.clip_grads_with_norm_(holders, max_norm, norm, foreach=foreach)
+        return norm
+    norm = _norm(gradients, one_call=foreach is not False)
+    if max_norm:
+        _scale(gradients, _factor(max_norm, norm), one_call=foreach is not False)
+    return norm
+
+
+def _norm(gradients: list[Tensor], *, one_call: bool) -> Tensor:
+    dtype = torch.float32 if gradients[0].dtype in _HALVES else None
+    if one_call:
+        norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+    else:
+        norms = tuple(torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def _factor(max_norm: float, norm: Tensor) -> Tensor:
+    """As in torch: a little below, so that rounding does not leave the norm above the limit."""
+    return (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+
+
+def _scale(gradients: list[Tensor], factor: Tensor, *, one_call: bool) -> None:
+    factor = factor.to(gradients[0].dtype)
+    if one_call:
+        torch._foreach_mul_(gradients, factor)
+    else:
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def _is_uniform(gradients: list[Tensor]) -> bool:
+    kinds = {(type(g), g.dtype, g.device) for g in gradients}
+    return len(kinds) == 1 and next(iter(kinds))[0] in _PLAIN

@@ -1,0 +1,167 @@
+"""Which parts of a run are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from checkpoint_core import ModelState, OptimizerState, RNGState, StateComponent, Stateful
+from dist_env import get_logger
+
+from .arguments import TrainingArguments
+from .arguments.changes import Changes, compare, plain_arguments
+from .errors import ConfigurationError
+from .events import CallbackHandler, callback_name
+from .interval import Interval
+from .parallelism import Parallelism
+from .state import TrainerState
+
+logger = get_logger(__name__)
+
+_COUNTERS = (
+    "global_step",
+    "raw_epoch",
+    "epoch_start_step",
+    "num_input_tokens_seen",
+    "num_target_tokens_seen",
+    "total_flos",
+    "evaluation_pending",
+    "log_history",
+)
+
+
+class RunProgress:
+    """Step, epoch, totals, log, arguments and the open log interval, as a state component."""
+
+    def __init__(
+        self, args: TrainingArguments, state: TrainerState, interval: Interval, samples_per_step: int
+    ) -> None:
+        self.changes = Changes((), (), ())
+        """How the arguments differ from those of the checkpoint that was loaded."""
+        self._args = args
+        self._state = state
+        self._interval = interval
+        self._samples_per_step = samples_per_step
+
+    def state_dict(self) -> dict[str, object]:
+        """Counters and interval, brought up to date."""
+        self._interval.flush()
+        counters: dict[str, object] = {name: getattr(self._state, name) for name in _COUNTERS}
+        interval = self._interval.state_dict()
+        return {
+            **counters,
+            "samples_per_step": self._samples_per_step,
+            "interval": interval,
+            "arguments": plain_arguments(self._args),
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Put the counters back.
+
+        Raises:
+            ConfigurationError: If epochs limit the run and its steps have another size now.
+            KeyError: If a counter is missing.
+        """
+        arguments = state["arguments"]
+        if isinstance(arguments, Mapping):
+            self.changes = compare(arguments, self._args)
+        before = state["samples_per_step"]
+        if (
+            before != self._samples_per_step
+            and self._state.epoch_train_steps
+            and self._state.num_train_epochs >= 0
+        ):
+            raise ConfigurationError(
+                "per_device_train_batch_size",
+                f"{self._samples_per_step} examples a step with accumulation and ranks",
+                f"the checkpoint counts its epochs in steps of {before} examples",
+                "go back to that number, or limit the run by max_steps with num_train_epochs=-1",
+            )
+        for name in _COUNTERS:
+            setattr(self._state, name, state[name])
+        interval = state["interval"]
+        if isinstance(interval, Mapping):
+            self._interval.load_state_dict(interval)
+
+
+class CallbackStates:
+    """The states of the callbacks that keep one, by their names."""
+
+    def __init__(self, events: CallbackHandler) -> None:
+        self._events = events
+
+    def state_dict(self) -> dict[str, object]:
+        """State of every callback with `state_dict` and `load_state_dict`; equal names are numbered."""
+        return {name: callback.state_dict() for name, callback in self._keepers().items()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Give each callback its state; one that was not there when it was saved begins anew."""
+        for name, callback in self._keepers().items():
+            if name in state:
+                callback.load_state_dict(cast(dict[str, object], state[name]))
+            else:
+                logger.info("the checkpoint has no state of the callback %s, which begins anew", name)
+        if left := sorted(state.keys() - self._keepers().keys()):
+            logger.warning("the checkpoint has state of callbacks that this run lacks: %s", ", ".join(left))
+
+    def _keepers(self) -> dict[str, Stateful]:
+        found: dict[str, Stateful] = {}
+        for callback in self._events.callbacks:
+            # A learning-rate schedule may be a callback too, and is saved as what it is.
+            if isinstance(callback, LRScheduler) or not hasattr(callback, "load_state_dict"):
+                continue
+            name = callback_name(callback)
+            same = sum(key == name or key.startswith(f"{name}#") for key in found)
+            found[f"{name}#{same + 1}" if same else name] = cast(Stateful, callback)
+        return found
+
+
+class RunComponents:
+    """Tells the checkpoint manager what there is to save; nothing is discovered."""
+
+    def __init__(
+        self,
+        parallel: Parallelism,
+        progress: RunProgress,
+        *,
+        callbacks: CallbackStates,
+        optimizer: Optimizer | None,
+        scheduler: LRScheduler | None,
+        scaler: object | None,
+        dataset: object,
+    ) -> None:
+        self._parallel = parallel
+        self._progress = progress
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._rest: dict[str, object | None] = {"grad_scaler": scaler, "callbacks": callbacks}
+        self._dataset = dataset
+
+    def get_state_components(self) -> Sequence[StateComponent]:
+        """Model, optimizer, scheduler, grad_scaler, callbacks, trainer, dataset, rng, as far as they exist."""
+        model = self._parallel.unwrapped_model()
+        parts: dict[str, object] = {"model": ModelState(model)}
+        if self._optimizer is not None:
+            parts["optimizer"] = OptimizerState(self._optimizer, model)
+        if self._scheduler is not None:
+            parts["scheduler"] = self._scheduler
+        parts |= {key: part for key, part in self._rest.items() if part is not None}
+        parts["trainer"] = self._progress
+        if hasattr(self._dataset, "state_dict"):
+            parts["dataset"] = self._dataset
+        parts["rng"] = RNGState()
+        sharing = self._parallel.sharing()
+        return [
+            StateComponent(
+                key=key, stateful=cast(Stateful, part), sharing_pattern=sharing[key], required=key == "model"
+            )
+            for key, part in parts.items()
+        ]
+
+    def get_process_groups(self) -> Mapping[str, ProcessGroup]:
+        """The parallelism's named groups."""
+        return self._parallel.process_groups()

@@ -1,0 +1,142 @@
+"""One optimizer step: measure the gradient, clip it, apply it; in three kinds."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .arguments import TrainingArguments
+from .optimization import NonFiniteGuard, NonFinitePolicy, NonFiniteReport, OptimizerInBackward
+from .parallelism import Parallelism
+from .precision import LossScaler
+
+_FINITE = NonFiniteReport(bad=False, first_step=-1, skipped=0)
+
+
+class Update(Protocol):
+    """What the loop asks of the optimizer, in this order at every step."""
+
+    def divisor(self, tokens: Tensor) -> Tensor:
+        """What a sum of token losses is divided by before the backward pass.
+
+        Args:
+            tokens: Positions that count in the whole step, over all ranks: scalar on the device.
+        """
+
+    def measure(self) -> Tensor:
+        """Clip the gradient; its norm before that: scalar on the device."""
+
+    def apply(self) -> bool:
+        """Step the optimizer; whether the schedule moves on."""
+
+    def look(self, global_step: int) -> NonFiniteReport:
+        """Whether gradients were not finite since the last look; waits for the device."""
+
+
+class PlainUpdate:
+    """Gradients as they are; steps that are not finite are kept off on the device."""
+
+    def __init__(self, args: TrainingArguments, parallel: Parallelism, optimizer: Optimizer) -> None:
+        self._max_norm = args.max_grad_norm
+        self._parallel = parallel
+        self._guard = _guard(args, parallel, optimizer)
+
+    def divisor(self, tokens: Tensor) -> Tensor:
+        """The tokens, at least 1."""
+        return tokens.clamp(min=1)
+
+    def measure(self) -> Tensor:
+        """Clip the gradient; its norm before that."""
+        norm = self._parallel.clip_grad_norm(self._max_norm)
+        self._guard.observe(norm)
+        return norm
+
+    def apply(self) -> bool:
+        """Step the optimizer."""
+        self._guard.step()
+        return True
+
+    def look(self, global_step: int) -> NonFiniteReport:
+        """What the guard saw."""
+        return self._guard.check(global_step)
+
+
+class ScaledUpdate:
+    """Float16: the loss is scaled up, the gradients down, and a step that overflowed is skipped."""
+
+    def __init__(
+        self, args: TrainingArguments, parallel: Parallelism, optimizer: Optimizer, scaler: LossScaler
+    ) -> None:
+        self._max_norm = args.max_grad_norm
+        self._parallel = parallel
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._one = torch.ones((), device=parallel.device)
+
+    def divisor(self, tokens: Tensor) -> Tensor:
+        """The tokens, at least 1, over the scale: dividing by it averages and scales at once."""
+        return tokens.clamp(min=1) / self._scaler.scale(self._one)
+
+    def measure(self) -> Tensor:
+        """Unscale and clip the gradient; its norm between the two."""
+        self._scaler.unscale_(self._optimizer)
+        return self._parallel.clip_grad_norm(self._max_norm)
+
+    def apply(self) -> bool:
+        """Step the optimizer, unless a gradient overflowed."""
+        made = self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return made
+
+    def look(self, global_step: int) -> NonFiniteReport:
+        """Overflow is the scaler's business, unless no scale helps any more."""
+        if not self._scaler.is_hopeless:
+            return _FINITE
+        return NonFiniteReport(True, global_step - self._scaler.skipped_in_a_row + 1, 0)
+
+
+class UpdateInBackward:
+    """The optimizer has stepped during the backward pass; the norm is known afterwards."""
+
+    def __init__(
+        self, args: TrainingArguments, parallel: Parallelism, optimizer: OptimizerInBackward
+    ) -> None:
+        self._optimizer = optimizer
+        self._guard = _guard(args, parallel, optimizer)
+
+    def divisor(self, tokens: Tensor) -> Tensor:
+        """The tokens, at least 1."""
+        return tokens.clamp(min=1)
+
+    def measure(self) -> Tensor:
+        """The norm of the gradients that were applied."""
+        norm = self._optimizer.take_norm()
+        self._guard.observe(norm)
+        return norm
+
+    def apply(self) -> bool:
+        """Count the step."""
+        self._guard.step()
+        return True
+
+    def look(self, global_step: int) -> NonFiniteReport:
+        """What the guard saw."""
+        return self._guard.check(global_step)
+
+
+def _guard(args: TrainingArguments, parallel: Parallelism, optimizer: Optimizer) -> NonFiniteGuard:
+    return NonFiniteGuard(cast(NonFinitePolicy, args.nonfinite_policy), parallel.device, optimizer)
+
+
+def build_update(
+    args: TrainingArguments, parallel: Parallelism, optimizer: Optimizer, scaler: LossScaler | None
+) -> Update:
+    """The kind of step that optimizer and precision ask for."""
+    if isinstance(optimizer, OptimizerInBackward):
+        return UpdateInBackward(args, parallel, optimizer)
+    if scaler is not None:
+        return ScaledUpdate(args, parallel, optimizer, scaler)
+    return PlainUpdate(args, parallel, optimizer)

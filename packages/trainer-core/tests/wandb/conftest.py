@@ -1,0 +1,67 @@
+"""Reads the offline run files of Weights & Biases: records in the block format of LevelDB's log."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from wandb.proto import wandb_internal_pb2
+
+FILE_HEADER, BLOCK, RECORD_HEADER = 7, 32768, 7
+FULL, LAST = 1, 4
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Records are cut into parts that do not cross blocks; each part has checksum, length and kind."""
+    data = path.read_bytes()
+    position, parts = FILE_HEADER, b""
+    while position + RECORD_HEADER <= len(data):
+        left = BLOCK - position % BLOCK
+        if left < RECORD_HEADER:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        position += RECORD_HEADER
+        parts += data[position : position + length]
+        position += length
+        if kind in (FULL, LAST):
+            yield parts
+            parts = b""
+
+
+def of_kind(folder: Path, kind: str) -> Iterator[wandb_internal_pb2.Record]:
+    (path,) = folder.glob("*.wandb")
+    for data in records(path):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == kind:
+            yield record
+
+
+@pytest.fixture
+def offline_rows() -> Callable[[Path], list[dict[str, object]]]:
+    """The history of an offline run, row by row, with `_step` and the names as logged."""
+
+    def read(folder: Path) -> list[dict[str, object]]:
+        rows = []
+        for record in of_kind(folder, "history"):
+            items = record.history.item
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+            rows.append({**row, "_step": record.history.step.num})
+        return rows
+
+    return read
+
+
+@pytest.fixture
+def offline_config() -> Callable[[Path], dict[str, object]]:
+    """The config that an offline run began with."""
+
+    def read(folder: Path) -> dict[str, object]:
+        record = next(of_kind(folder, "run"))
+        return {item.key: json.loads(item.value_json) for item in record.run.config.update}
+
+    return read
