@@ -87,7 +87,7 @@ def test_words_become_values(words: str, name: str, value: object) -> None:
         ("stray", "unknown argument 'stray'"),
         ("--max-steps five", "--max-steps: 'five' is not a whole number"),
         ("--learning-rate fast", "--learning-rate: 'fast' is not a number"),
-        ("--lr-scheduler-kwargs half", "name=number"),
+        ("--lr-scheduler-kwargs half", "name=value"),
         ("--max-steps", "--max-steps: expected one argument"),
     ],
 )

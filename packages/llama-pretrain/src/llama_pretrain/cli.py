@@ -27,7 +27,7 @@ options of train that are used most (all of them: {PROG} train --help):
   --config FILE              TOML or YAML file with any of the options
   --version                  print the version
 
-The other commands have --help as well. Exit codes: 0 done, 2 wrong input, 130 interrupted."""
+The other commands have --help as well. Exit codes: 0 done, 2 wrong input, 75 stopped early and saved (the same command goes on), 130 interrupted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words of the command line, without the program's name; those of the process when not given.
 
     Returns:
-        Exit code: 0 done, 2 wrong input, 130 interrupted.
+        Exit code: 0 done, 2 wrong input, 75 stopped early and saved, 130 interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in ("-h", "--help"):

@@ -119,6 +119,8 @@ def _read_as(kind: object, text: str) -> object:
         return text
     if get_origin(kind) is dict:
         return _read_table(text)
+    if get_origin(kind) is tuple:
+        return tuple(filter(None, (part.strip() for part in text.split(","))))
     if kind not in (int, float):
         raise TypeError(f"no option can be made for the type {kind!r}")
     try:
@@ -128,14 +130,14 @@ def _read_as(kind: object, text: str) -> object:
 
 
 def _read_table(text: str) -> object:
-    """Read `name=number,name=number`."""
-    table: dict[str, float] = {}
+    """Read `name=value,name=value`, with a whole number, number, truth value or text as value."""
+    table: dict[str, object] = {}
+    read = _reader((bool, int, float, str))
     for part in filter(None, text.split(",")):
-        name, _, number = part.partition("=")
-        value = _read_as(float, number)
-        if not name or not isinstance(value, float):
+        name, _, value = part.partition("=")
+        if not name.strip() or not value:
             return _NO_VALUE
-        table[name.strip()] = value
+        table[name.strip()] = read(value)
     return table
 
 
@@ -147,13 +149,17 @@ def _expected(kinds: tuple[object, ...]) -> str:
         type(None): "none",
         str: "a text",
     }
-    return " or ".join(words.get(kind, "name=number,...") for kind in kinds)  # type: ignore[call-overload]
+    return " or ".join(words.get(kind, _of_collection(kind, "name=value,...", "name,...")) for kind in kinds)  # type: ignore[call-overload]
 
 
 def _metavar(kinds: tuple[object, ...]) -> str:
     words = {int: "N", float: "X", bool: "true|false", type(None): "", str: "TEXT"}
-    shown = [words.get(kind, "NAME=X,...") for kind in kinds]  # type: ignore[call-overload]
+    shown = [words.get(kind, _of_collection(kind, "NAME=X,...", "NAME,...")) for kind in kinds]  # type: ignore[call-overload]
     return "|".join(filter(None, shown))
+
+
+def _of_collection(kind: object, table: str, names: str) -> str:
+    return table if get_origin(kind) is dict else names
 
 
 def _shown(value: object) -> str:
@@ -161,6 +167,8 @@ def _shown(value: object) -> str:
         return ",".join(f"{key}={item}" for key, item in value.items()) or "empty"
     if value is None or isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
     return str(value)
 
 

@@ -17,7 +17,6 @@ from .config import LlamaConfig
 from .data import evaluation_loader, open_data, split_data, training_loader
 from .model_choice import model_config, new_model, starts_from_weights
 from .options import PretrainArguments
-from .program import EXIT_INTERRUPTED
 from .report import announce, say_how_to_continue, say_nothing_was_left, show_result
 from .run_directory import LOGS_NAME, RunDirectory
 from .tokenizer import Tokenizer, load_tokenizer
@@ -102,7 +101,7 @@ def train(args: PretrainArguments) -> int:
         args: The settings as resolved.
 
     Returns:
-        Exit code: 0, or 130 when Ctrl-C or SIGTERM ended the run early.
+        Exit code: 0, or 75 when Ctrl-C, a signal or the time limit ended the run early and it can go on.
 
     Raises:
         ConfigurationError: If a setting cannot be used, or the directory belongs to another run.
@@ -127,8 +126,8 @@ def _train_on(env: DistributedEnvInterface, args: PretrainArguments) -> int:
     output = trainer.train()
     if trainer.stop_cause is not None:
         say_how_to_continue(args, output.global_step, trainer.stop_cause.name)
-        return EXIT_INTERRUPTED
-    if not any("loss" in entry for entry in trainer.state.log_history):
+        return trainer.exit_code
+    if output.global_step == trainer.state.session_start_step:
         say_nothing_was_left(output.global_step)
     if experiment.held_out_documents is not None and output.global_step not in directory.held_out_losses(
         args

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from torch.optim import Optimizer
@@ -17,15 +16,13 @@ from checkpoint_core import (
 from dist_env import get_logger
 
 from .arguments import TrainingArguments
-from .arguments.changes import OPTIMIZER, Changes, plain_arguments
+from .arguments.changes import OPTIMIZER, Changes
 from .errors import ConfigurationError
 from .parallelism import Parallelism
 from .run import Run
 from .run_state import RunComponents
 
 logger = get_logger(__name__)
-
-ARGUMENTS_FILE = "training_arguments.json"
 
 
 def build_manager(
@@ -173,15 +170,3 @@ def note_best(run: Run) -> None:
     if run.args.tracks_best and (ranked := run.manager.best_checkpoints()):
         run.state.best_metric = ranked[0].value
         run.state.best_model_checkpoint = str(ranked[0].path)
-
-
-def write_arguments(run: Run) -> None:
-    """Put the arguments beside the checkpoints, for people; each checkpoint has its own copy of them."""
-    if not run.state.is_world_process_zero or run.args.save_strategy == "no":
-        return
-    path = Path(run.args.output_dir) / ARGUMENTS_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(plain_arguments(run.args), indent=2)
-    partial = path.with_suffix(".partial")
-    partial.write_text(content + "\n", encoding="utf-8")
-    partial.replace(path)

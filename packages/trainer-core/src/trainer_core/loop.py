@@ -42,6 +42,7 @@ class TrainingLoop:
         run.parallel.zero_grad()
         run.meter.start()
         run.speed.begin(run.state)
+        run.state.session_start_step = run.state.global_step
         run.events.fire("on_train_begin")
         self._agree()
         self.actions.make_up()

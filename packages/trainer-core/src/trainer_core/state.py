@@ -29,6 +29,8 @@ class TrainerState:
     """Epochs done; the fraction is known only when the length of an epoch is."""
     global_step: int = 0
     """Optimizer steps completed."""
+    session_start_step: int = 0
+    """`global_step` at which this call of `train` began."""
     raw_epoch: int = 0
     """Epochs completed."""
     epoch_start_step: int = 0

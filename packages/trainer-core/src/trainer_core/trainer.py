@@ -16,7 +16,7 @@ from .actions import Actions
 from .arguments import TrainingArguments
 from .assembly import assemble
 from .callbacks import InfoCallback
-from .checkpointing import checkpoint_to_resume, load, load_best, resume, write_arguments
+from .checkpointing import checkpoint_to_resume, load, load_best, resume
 from .config import arguments_from_dict
 from .data_rules import check_data
 from .errors import DataError
@@ -148,7 +148,6 @@ class Trainer:
         with StopRequests(self.args.max_train_seconds) as stops:
             run = self._prepare()
             self._resume(run)
-            write_arguments(run)
             actions = Actions(run, lambda: stops.cause is not None)
             with training_switches(run):
                 return TrainingLoop(run, actions, stops).train()
@@ -253,9 +252,15 @@ class Trainer:
 
     @property
     def exit_code(self) -> int:
-        """What a script should exit with: 75 (EX_TEMPFAIL) if the run is to be started again, else 0."""
+        """What a script should exit with.
+
+        75 (EX_TEMPFAIL) if the run was asked to stop early and goes on when it is started again, 1 if
+        somebody aborted it without saving, else 0.
+        """
         cause = self.stop_cause
-        return EXIT_RESUMABLE if cause is not None and cause.resumable else 0
+        if cause is None:
+            return 0
+        return EXIT_RESUMABLE if cause.resumable else int(cause.aborted)
 
     def _prepare(self) -> Run:
         """Build everything at the first call; later calls return what was built."""

@@ -113,19 +113,24 @@ def test_it_looks_only_as_often_as_it_was_told(
 
     monkeypatch.setattr(os, "stat", counting)
     for settings, expected in (({"every_seconds": 0}, 12), ({"every_seconds": 60}, 1)):
-        looks.clear()
         callback = ExternalControl(tmp_path / "control", **settings)  # type: ignore[arg-type]
         callback.on_train_begin(arguments(), state(), TrainerControl())
+        looks.clear()
         for step in range(1, 13):
             callback.on_step_end(arguments(), state(step), TrainerControl())
         assert len(looks) == expected
-    looks.clear()
     callback = ExternalControl(tmp_path / "control", every_steps=4, every_seconds=0)
     callback.on_train_begin(arguments(), state(), TrainerControl())
+    looks.clear()
     for step in range(1, 13):
         callback.on_step_end(arguments(), state(step), TrainerControl())
         callback.on_step_end(arguments(), state(step, is_world_process_zero=False), TrainerControl())
     assert len(looks) == 3
+
+
+def test_a_directory_is_refused(arguments: Arguments, state: State, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is a directory; give the path of a file in it"):
+        ExternalControl(tmp_path).on_train_begin(arguments(), state(), TrainerControl())
 
 
 def test_a_status_with_nothing_known_is_json(arguments: Arguments, state: State, tmp_path: Path) -> None:

@@ -212,6 +212,17 @@ def test_an_aborted_run_is_closed_as_such(arguments: Arguments, state: State, tm
     assert json.loads((tmp_path / "run" / "run0.jsonl").read_text().splitlines()[-1])["aborted"]
 
 
+def test_a_run_that_an_error_left_open_is_closed_first(
+    arguments: Arguments, state: State, tmp_path: Path
+) -> None:
+    tracker = LinesTracker()
+    log_steps(tracker, arguments(), state, range(1, 3))
+    log_steps(tracker, arguments(), state, range(3, 4))
+    entries = [json.loads(line) for line in (tmp_path / "run" / "run0.jsonl").read_text().splitlines()]
+    assert entries[3] == {"closed": True, "aborted": True}
+    assert [entry["step"] for entry in entries if "step" in entry] == [1, 2, 3]
+
+
 def test_a_missing_library_is_named_with_its_extra() -> None:
     class Missing(LinesTracker):
         library = "no_such_tracker"

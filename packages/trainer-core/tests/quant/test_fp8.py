@@ -37,9 +37,8 @@ def test_recipe_trains_like_full_precision(lab: Any, recipe: str, mixed_precisio
     found = lab.train(model, args)
     expected = lab.train(lab.model(), lab.settings(mixed_precision=mixed_precision))
     assert found != expected, "rounding to FP8 must show"
-    assert found[0] == pytest.approx(expected[0], rel=0.02)
-    assert found[-1] < 0.2 * found[0]
-    assert found[-1] == pytest.approx(expected[-1], abs=0.1)
+    assert found[-1] < 0.01 * found[0]
+    assert found == pytest.approx(expected, abs=0.05), "at every step; the loss starts at 3.6"
 
 
 def test_refusal_of_what_torchao_cannot_run(lab: Any) -> None:

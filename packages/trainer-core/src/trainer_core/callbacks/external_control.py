@@ -39,7 +39,7 @@ class ExternalControl:
     raises the flags it names, and answers with a line of JSON in `<path>.status`: the words, step, epoch,
     last logged loss and seconds to go. A file with a word that is not known is not served at all; it is kept
     as `<path>.rejected` and a warning names the known words. An empty file is left alone: somebody is
-    writing it.
+    writing it. A file that is there when training begins is served after the first step.
 
     Args:
         path: The file; `<output_dir>/control` when not given.
@@ -71,8 +71,16 @@ class ExternalControl:
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Settle the path and start the clock."""
+        """Settle the path and start the clock.
+
+        Raises:
+            ConfigurationError: The path is a directory.
+        """
         self._path = Path(args.output_dir) / "control" if self._given_path is None else Path(self._given_path)
+        if self._path.is_dir():
+            raise ConfigurationError(
+                "path", str(self._path), "is a directory", "give the path of a file in it"
+            )
         self._begin_step, self._begin_time = state.global_step, time.monotonic()
         self._next_look = 0.0
 
@@ -119,10 +127,13 @@ class ExternalControl:
         write_text(self._beside("status"), json.dumps(self._status(words, state)) + "\n")
 
     def _take(self) -> list[str] | None:
-        """Take the file away and return its words; None for one that is rejected."""
+        """Take the file away and return its words; None for one that is rejected or gone."""
         taken = self._beside("taken")
-        # Renamed first, so that what somebody writes from now on is a new file.
-        self._path.replace(taken)
+        try:
+            # Renamed first, so that what somebody writes from now on is a new file.
+            self._path.replace(taken)
+        except FileNotFoundError:
+            return None  # whoever wrote it has taken it back
         text = taken.read_text(encoding="utf-8", errors="replace")
         words = text.lower().split()
         unknown = [word for word in words if word not in WORDS]

@@ -97,6 +97,8 @@ class Tracker(ABC):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         """Open the run."""
+        if self._ledger is not None:
+            self._close(aborted=True)  # an error ended the training before this one, past on_train_end
         if state.is_world_process_zero:
             self._open(args, state)
 

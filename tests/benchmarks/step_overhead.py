@@ -1,0 +1,163 @@
+"""Measure what a training loop costs beside a hand-written one: CPU milliseconds per step, and the set-up.
+
+    python tests/benchmarks/step_overhead.py --json step.json --plot step.png
+
+One process, one thread. Every contender trains the same model on the same batches; in each round all of them
+run once, in an order that moves on by one. A run is a warm-up of 10 steps and some windows of 50 steps, each
+with one log entry. ``--quick`` only shows that everything runs. Nothing is asserted about time; a contender
+that ends at another loss than the plain loop is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# One thread, decided before torch starts its pools.
+os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+# A safe path leaves out the folder of the script.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from _step_contenders import CONTENDERS, Sample, measure
+from _step_report import losses, plot, rows, summarise
+from _step_work import LOG_EVERY, SIZES, WARM_UP, Size, Work
+from _timing import machine, print_table
+
+TOLERANCE = 1e-4
+"""Largest relative deviation of a loss after all steps; the optimizers differ in the order of roundings."""
+DISTRIBUTIONS = ("torch", "torchdata", "accelerate", "transformers", "lightning")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: rounds, and windows of a run."""
+
+    rounds: int
+    windows: int
+
+
+# Short runs at the larger size: what is compared has to be measured within few seconds.
+EFFORTS = {"nano": Effort(rounds=30, windows=6), "tiny": Effort(rounds=30, windows=1)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {
+        "benchmark": "step_overhead",
+        "machine": machine(Path.cwd(), DISTRIBUTIONS),
+        "method": {"warm_up_steps": WARM_UP, "window_steps": LOG_EVERY, "threads": 1},
+        "sizes": {},
+    }
+    for name in options.only:
+        effort = _effort(name, options)
+        samples = _run(SIZES[name], effort)
+        results["sizes"][name] = {
+            "rounds": effort.rounds,
+            "windows": effort.windows,
+            "contenders": summarise(samples),
+            "losses": losses(samples),
+        }
+        _show(name, results["sizes"][name])
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.plot:
+        plot(options.plot, results["sizes"])
+    _check_losses(results["sizes"])
+
+
+def _run(size: Size, effort: Effort) -> dict[str, list[Sample]]:
+    """All contenders once in each round; the first round warms up imports and is not counted."""
+    samples: dict[str, list[Sample]] = {contender.label: [] for contender in CONTENDERS}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="step-benchmark-") as folder:
+        work = Work.of(size, effort.windows, Path(folder))
+        for number in range(-1, effort.rounds):
+            shift = max(0, number) % len(CONTENDERS)
+            for contender in CONTENDERS[shift:] + CONTENDERS[:shift]:
+                gc.collect()
+                with _quiet():
+                    sample = measure(contender, work)
+                if number >= 0:
+                    samples[contender.label].append(sample)
+            minutes = (time.monotonic() - began) / 60
+            print(f"[{minutes:5.1f} min] {size.name}: round {number + 1}/{effort.rounds}", flush=True)
+    return samples
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What the contenders print goes nowhere; none of them sees a terminal."""
+    with (
+        Path(os.devnull).open("w") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _show(name: str, result: dict[str, Any]) -> None:
+    print()
+    print_table(rows(result["contenders"], name))
+    found = result["losses"]
+    print(
+        f"loss after all steps: {found['plain_loop']:.6f}; largest relative deviation "
+        f"{found['largest_deviation']:.1e} ({found['of']})\n",
+        flush=True,
+    )
+
+
+def _check_losses(results: dict[str, Any]) -> None:
+    for name, result in results.items():
+        found = result["losses"]
+        if not found["largest_deviation"] <= TOLERANCE:
+            raise SystemExit(
+                f"{name}: {found['of']} ends at another loss than the plain loop: "
+                f"{found['largest_deviation']:.1e} relative, more than {TOLERANCE:.0e}"
+            )
+
+
+def _effort(name: str, options: argparse.Namespace) -> Effort:
+    usual = EFFORTS[name]
+    if options.quick:
+        return Effort(rounds=2, windows=1)
+    return Effort(options.rounds or usual.rounds, options.windows or usual.windows)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join(SIZES), help="comma-separated, of: %(default)s")
+    parser.add_argument("--rounds", type=int, help="rounds at each size, instead of 30")
+    parser.add_argument("--windows", type=int, help="windows of 50 steps in a run, instead of 6 and 1")
+    parser.add_argument("--quick", action="store_true", help="two short rounds: does everything run?")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all results there")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw them into this picture")
+    options = parser.parse_args(arguments)
+    options.only = options.only.split(",")
+    if unknown := set(options.only) - set(SIZES):
+        parser.error(f"--only names {sorted(unknown)}; choose among {list(SIZES)}")
+    for name in ("rounds", "windows"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name} must be 1 or more")
+    return options
+
+
+if __name__ == "__main__":
+    main()
