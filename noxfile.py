@@ -50,18 +50,27 @@ def extras(package: str) -> list[str]:
     return sorted(project_table(package).get("optional-dependencies", {}))
 
 
+def test_groups(package: str) -> list[str]:
+    """Return the dependency groups of a package that only a part of its tests needs."""
+    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
+    return sorted(set(tomllib.loads(text).get("dependency-groups", {})) - {"test"})
+
+
 def extra_tests(package: str) -> dict[str, str]:
-    """Return {extra: folder} for each extra whose tests have a folder of their own, `tests/<extra>`."""
-    folders = {extra: f"packages/{package}/tests/{extra}" for extra in extras(package)}
-    return {extra: folder for extra, folder in folders.items() if (ROOT / folder).is_dir()}
+    """Return {name: folder} for each extra or group whose tests have a folder of their own, `tests/<name>`."""
+    names = [*extras(package), *test_groups(package)]
+    folders = {name: f"packages/{package}/tests/{name}" for name in names}
+    return {name: folder for name, folder in folders.items() if (ROOT / folder).is_dir()}
 
 
 def install_package(session: nox.Session, package: str, extra: str = "") -> None:
     """Install one package of the workspace with its test tools; siblings come in only if it declares them."""
     here = f"packages/{package}"
-    target = f"./{here}[{extra}]" if extra else f"./{here}"
+    target = f"./{here}[{extra}]" if extra in extras(package) else f"./{here}"
+    groups = ["test", *({extra} & set(test_groups(package)))]
+    chosen = [part for group in groups for part in ("--group", f"{here}/pyproject.toml:{group}")]
     # Reinstall: with a reused environment (nox -r) uv would keep yesterday's copy of the package.
-    session.install("--reinstall-package", package, target, "--group", f"{here}/pyproject.toml:test")
+    session.install("--reinstall-package", package, target, *chosen)
 
 
 def install_everything(session: nox.Session, group: str) -> None:
@@ -71,7 +80,7 @@ def install_everything(session: nox.Session, group: str) -> None:
 
 
 def add_package_sessions(package: str) -> None:
-    """Define `tests-<package>`, and one `tests-<package>-<extra>` for each extra with a test folder."""
+    """Define `tests-<package>`, and one `tests-<package>-<name>` for each extra or group with a test folder."""
     with_extra = extra_tests(package)
 
     def tests(session: nox.Session) -> None:
@@ -97,7 +106,7 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
         install_package(session, package, extra)
         session.run("pytest", folder, *session.posargs, env=ENV)
 
-    tests.__doc__ = f"Test the `{extra}` extra of {package}."
+    tests.__doc__ = f"Test {package} together with `{extra}`."
     nox.session(name=f"tests-{package}-{extra}", python=PYTHONS)(tests)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,12 +51,10 @@ class Sample:
     Attributes:
         windows: Milliseconds per step.
         setup: Milliseconds from its constructor to its first step.
-        loss: Loss of the trained model on the first batch.
     """
 
     windows: list[Window]
     setup: Window
-    loss: float
 
 
 class ReadyLoader:
@@ -176,25 +174,13 @@ CONTENDERS = (
 )
 
 
-def measure(contender: Contender, work: Work) -> Sample:
-    """Train a new model once."""
+def measure(contender: Contender, work: Work) -> tuple[Sample, nn.Module]:
+    """Train a new model once; returns the times and the trained model."""
     model = work.model()
+    clock: Clock = model.clock  # type: ignore[assignment]
     cpu, wall = time.process_time(), time.perf_counter()
     contender.train(work, model)
-    clock = replace(model.clock)  # type: ignore[type-var]
-    return Sample(clock.windows(), _since(clock, cpu, wall), _final_loss(model, work))
-
-
-def _since(clock: Clock, cpu: float, wall: float) -> Window:
-    if clock.first is None:
-        raise RuntimeError("the contender made no step")
-    return Window((clock.first[0] - cpu) * 1e3, (clock.first[1] - wall) * 1e3)
-
-
-@torch.no_grad()
-def _final_loss(model: nn.Module, work: Work) -> float:
-    clock: Clock = model.clock  # type: ignore[assignment]
-    if clock.steps != work.steps:
-        raise RuntimeError(f"the contender made {clock.steps} steps of {work.steps}")
-    batch = work.batches[0]
-    return mean_loss(model(batch["input_ids"]), batch["labels"]).item()
+    if clock.first is None or clock.steps != work.steps:
+        raise RuntimeError(f"{contender.label} made {clock.steps} steps of {work.steps}")
+    setup = Window((clock.first[0] - cpu) * 1e3, (clock.first[1] - wall) * 1e3)
+    return Sample(clock.windows(), setup), model

@@ -39,20 +39,6 @@ def summarise(samples: Samples) -> dict[str, Any]:
     }
 
 
-def losses(samples: Samples) -> dict[str, Any]:
-    """The loss after all steps by label, and the largest deviation from the plain loop, relative to it."""
-    found = {label: [sample.loss for sample in told] for label, told in samples.items()}
-    reference = found[PLAIN.label][0]
-    deviations = {label: max(abs(loss / reference - 1) for loss in told) for label, told in found.items()}
-    worst = max(deviations, key=lambda label: deviations[label])
-    return {
-        "plain_loop": reference,
-        "deviations": deviations,
-        "largest_deviation": deviations[worst],
-        "of": worst,
-    }
-
-
 def rows(summary: Mapping[str, Any], size: str) -> list[list[str]]:
     """The table of one size."""
     table = [

@@ -12,33 +12,141 @@ from trainer_core import (
     field_docs,
     load_config_file,
 )
+from trainer_core.arguments.changes import REFUSED, WARNED, Changes, compare, plain_arguments
 
 BAD = [
+    # unknown names and wrong types
     ({"max_step": 3}, "max_step=3.*did you mean 'max_steps'"),
     ({"max_steps": "3"}, "max_steps='3'.*str.*int"),
-    ({"max_steps": -2}, "max_steps=-2"),
     ({"max_steps": True}, "max_steps=True"),
     ({"learning_rate": "fast"}, "learning_rate='fast'"),
+    ({"fp8_recipe": "rowwise", "fp8_exclude": "head"}, r"fp8_exclude='head'.*str.*tuple"),
+    ({"sdpa_backend": 3}, "sdpa_backend=3.*int"),
+    # single values
+    ({"max_steps": -2}, "max_steps=-2"),
     ({"learning_rate": -1.0}, r"learning_rate=-1\.0.*0 to 1000"),
     ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
+    ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0.*at least 1"),
     ({"eval_strategy": "step"}, "eval_strategy='step'.*'steps'"),
+    ({"logging_strategy": "epochs"}, "logging_strategy='epochs'.*'epoch'"),
+    ({"save_strategy": "best"}, "save_strategy='best'"),
+    ({"eval_steps": 0}, "eval_steps=0"),
+    ({"logging_steps": 0}, "logging_steps=0"),
+    ({"save_steps": 0}, "save_steps=0"),
+    ({"eval_delay": -1}, "eval_delay=-1"),
+    ({"seed": -2}, "seed=-2"),
     ({"num_train_epochs": -1}, "num_train_epochs.*set max_steps"),
-    ({"save_total_limit": 0}, "save_total_limit=0"),
-    ({"mixed_precision": "bf17"}, "mixed_precision='bf17'.*'bf16'"),
-    ({"torch_compile_backend": "inductor"}, "torch_compile_backend.*has no effect"),
-    ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor=2.*dataloader_num_workers"),
-    ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "warmup_steps=3.*constant_with_warmup"),
-    ({"peak_hardware_flops": 0.0}, "peak_hardware_flops"),
-    ({"lr_scheduler_type": "cos"}, "lr_scheduler_type='cos'.*'cosine'"),
-    ({"adam_beta2": 1.0}, "adam_beta2"),
     ({"num_train_epochs": float("inf")}, "num_train_epochs=inf"),
+    ({"save_total_limit": 0}, "save_total_limit=0"),
+    ({"output_dir": ""}, "output_dir=''.*not be empty"),
+    ({"save_safetensors": False}, "save_safetensors=False.*pickled"),
+    ({"adam_beta2": 1.0}, "adam_beta2"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm"),
+    ({"warmup_steps": -1}, "warmup_steps=-1"),
+    ({"lr_scheduler_type": "cos"}, "lr_scheduler_type='cos'.*'cosine'"),
     ({"lr_scheduler_kwargs": {"min_lr": 0.1}}, r"lr_scheduler_kwargs\.min_lr=0\.1: is no option of 'linear'"),
+    ({"torch_compile": True, "torch_compile_mode": "fast"}, "torch_compile_mode='fast'.*'max-autotune'"),
+    ({"mixed_precision": "bf17"}, "mixed_precision='bf17'.*'bf16'"),
+    ({"default_dtype": "bf16"}, "default_dtype='bf16'.*'bfloat16'"),
+    ({"float32_matmul_precision": "low"}, "float32_matmul_precision='low'"),
+    ({"fp8_recipe": "columnwise"}, "fp8_recipe='columnwise'.*'rowwise'"),
+    ({"qat_recipe": "int3"}, "qat_recipe='int3'.*'int4-weight-only'"),
+    ({"fp8_recipe": "rowwise", "fp8_dim_alignment": -1}, "fp8_dim_alignment=-1"),
+    ({"fused_loss": "yes"}, "fused_loss='yes'.*'chunked'"),
+    ({"nonfinite_policy": "ignore"}, "nonfinite_policy='ignore'.*'skip'"),
+    ({"label_smoothing": 1.0}, r"label_smoothing=1\.0"),
+    ({"z_loss": -0.1}, r"z_loss=-0\.1"),
+    ({"max_eval_steps": 0}, "max_eval_steps=0"),
+    ({"preserve_n_best": 0}, "preserve_n_best=0"),
+    ({"sdpa_backend": "cuda"}, "sdpa_backend='cuda'.*'flash'"),
+    ({"torch_compile": True, "dynamo_recompile_limit": 0}, "dynamo_recompile_limit=0"),
+    ({"construct_model_on": "cpu"}, "construct_model_on='cpu'.*'meta'"),
+    ({"activation_checkpointing": "half"}, "activation_checkpointing='half'.*'share'"),
+    ({"torch_compile": True, "torch_compile_scope": "layers"}, "torch_compile_scope='layers'.*'blocks'"),
+    ({"gc_threshold": 2.0}, r"gc_threshold=2\.0"),
+    ({"gc_steps": 0}, "gc_steps=0"),
+    ({"max_train_seconds": 0.0}, "max_train_seconds"),
+    ({"peak_hardware_flops": 0.0}, "peak_hardware_flops"),
     ({"speed_metrics_start_step": -1}, "speed_metrics_start_step"),
+    # values that exclude each other
+    (
+        {"fp8_recipe": "rowwise", "qat_recipe": "int4-weight-only"},
+        "fp8_recipe.*excludes qat_recipe.*linear layers",
+    ),
+    ({"fuse_optim_with_backward": True, "max_grad_norm": 1.0}, r"excludes max_grad_norm=1\.0"),
+    (
+        {"fuse_optim_with_backward": True, "gradient_accumulation_steps": 2},
+        "excludes gradient_accumulation_steps=2",
+    ),
+    ({"fuse_optim_with_backward": True, "mixed_precision": "fp16"}, "excludes mixed_precision='fp16'"),
+    ({"fuse_optim_with_backward": True, "nonfinite_policy": "skip"}, "excludes nonfinite_policy='skip'"),
+    ({"gradient_checkpointing": True, "activation_checkpointing": "share"}, "gradient_checkpointing"),
+    ({"activation_checkpointing": "every_n"}, "activation_checkpointing_every=None.*at least 1"),
+    ({"activation_checkpointing": "share"}, "activation_checkpointing_share=None.*0 to 1"),
+    ({"activation_memory_budget": 0.0}, r"activation_memory_budget=0\.0.*torch_compile=True"),
+    (
+        {"activation_memory_budget": 0.5, "torch_compile": True, "activation_checkpointing": "full"},
+        "activation_memory_budget.*leave one",
+    ),
+    ({"load_best_model_at_end": True}, "load_best_model_at_end.*set eval_strategy"),
+    (
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"},
+        "load_best_model_at_end.*at every checkpoint.*eval_on_save",
+    ),
+    (
+        {"preserve_best_model": True, "eval_strategy": "steps", "eval_steps": 7, "save_steps": 20},
+        "preserve_best_model.*save_steps=20.*eval_steps=7",
+    ),
+    (
+        {"preserve_best_model": True, "eval_strategy": "steps", "save_strategy": "no"},
+        "preserve_best_model.*set save_strategy",
+    ),
+    (
+        {"preserve_best_model": True, "eval_on_save": True, "best_model_metric": "accuracy"},
+        "best_model_greater_is_better=None.*eval_accuracy",
+    ),
+    (
+        {
+            "load_best_model_at_end": True,
+            "eval_on_save": True,
+            "metric_for_best_model": "f1",
+            "best_model_metric": "accuracy",
+        },
+        "metric_for_best_model='f1'.*another name",
+    ),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "reduce_lr_on_plateau.*set eval_strategy"),
+    # values without effect
+    ({"torch_compile_backend": "inductor"}, "torch_compile_backend.*has no effect"),
+    ({"torch_compile_mode": "default"}, "torch_compile_mode.*has no effect"),
+    ({"torch_compile_dynamic": True}, "torch_compile_dynamic.*has no effect"),
+    ({"torch_compile_full_graph": True}, "torch_compile_full_graph.*has no effect"),
+    ({"torch_compile_scope": "blocks"}, "torch_compile_scope.*has no effect"),
+    ({"dynamo_recompile_limit": 3}, "dynamo_recompile_limit.*has no effect"),
+    ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor=2.*dataloader_num_workers"),
+    ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers.*dataloader_num_workers"),
+    ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "warmup_steps=3.*constant_with_warmup"),
+    ({"lr_scheduler_type": "", "lr_scheduler_kwargs": {"a": 1}}, "lr_scheduler_kwargs.*without"),
+    ({"logging_strategy": "no", "logging_first_step": True}, "logging_first_step.*has no effect"),
+    ({"use_cpu": True, "device": "cuda"}, "device='cuda'.*use_cpu"),
+    ({"fp8_exclude": ["head"]}, "fp8_exclude.*set fp8_recipe"),
+    ({"fp8_emulate": True}, "fp8_emulate.*set fp8_recipe"),
+    ({"fp8_dim_alignment": 8}, "fp8_dim_alignment.*set fp8_recipe"),
+    ({"sdpa_backend": "math", "sdpa_set_priority": True}, "sdpa_set_priority.*several"),
+    ({"preserve_n_best": 2}, "preserve_n_best.*preserve_best_model"),
+    ({"best_model_metric": "accuracy"}, "best_model_metric.*has no effect"),
+    ({"metric_for_best_model": "accuracy"}, "metric_for_best_model.*has no effect"),
+    ({"greater_is_better": True}, "greater_is_better.*has no effect"),
+    ({"eval_on_save": True, "save_strategy": "no"}, "eval_on_save.*set save_strategy"),
+    ({"activation_checkpointing_every": 2}, "activation_checkpointing_every.*'every_n'"),
+    ({"activation_checkpointing_share": 0.5}, "activation_checkpointing_share.*'share'"),
+    ({"activation_checkpointing_operators": ["aten.mm"]}, "activation_checkpointing_operators.*'operators'"),
+    ({"transformer_layers_path": "model.layers"}, "transformer_layers_path.*has no effect"),
+    ({"seed_per_rank": True}, "seed_per_rank.*set seed"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), BAD, ids=[next(iter(bad)) for bad, _ in BAD])
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=["-".join(bad) for bad, _ in BAD])
 def test_bad_settings_name_setting_value_and_way_out(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         arguments_from_dict(TrainingArguments, settings)
@@ -95,3 +203,55 @@ def test_missing_file_is_an_error_and_an_empty_one_is_not(tmp_path: Path) -> Non
         load_config_file(tmp_path / "none.toml")
     (tmp_path / "empty.yaml").write_text("")
     assert load_config_file(tmp_path / "empty.yaml") == {}
+
+
+def test_aliases_and_derived_values() -> None:
+    args = TrainingArguments(
+        load_best_model_at_end=True,
+        eval_on_save=True,
+        metric_for_best_model="accuracy",
+        greater_is_better=True,
+    )
+    assert args.tracks_best
+    assert (args.best_metric, args.best_is_greater) == ("eval_accuracy", True)
+    assert TrainingArguments(gradient_checkpointing=True).recomputation == "full"
+    assert TrainingArguments(mixed_precision="no").autocast_dtype is None
+    assert TrainingArguments(mixed_precision="fp16").matmul_dtype == "fp16"
+    assert TrainingArguments(default_dtype="bfloat16").matmul_dtype == "bf16"
+
+
+def test_changes_are_told_apart_by_what_they_mean() -> None:
+    before = plain_arguments(TrainingArguments(seed=1, max_steps=10, num_train_epochs=-1))
+
+    def changed(**settings: object) -> Changes:
+        given: dict[str, object] = {"seed": 1, "max_steps": 10, "num_train_epochs": -1} | settings
+        return compare(before, arguments_from_dict(TrainingArguments, given))
+
+    assert changed() == Changes((), (), ())
+    refused = changed(seed=2).refused
+    assert [str(change) for change in refused] == ["seed: 1 before, 2 now"]
+    assert [change.name for change in changed(learning_rate=1e-3).warned] == ["learning_rate"]
+    assert [change.name for change in changed(logging_steps=5, torch_compile=True).allowed] == [
+        "logging_steps",
+        "torch_compile",
+    ]
+    # A schedule that aims at the end of the run bends when the end moves; a constant rate does not.
+    assert [change.name for change in changed(max_steps=20).warned] == ["max_steps"]
+    constant = plain_arguments(TrainingArguments(max_steps=10, lr_scheduler_type="constant"))
+    later = compare(constant, TrainingArguments(max_steps=20, lr_scheduler_type="constant"))
+    assert ([change.name for change in later.allowed], later.warned) == (["max_steps"], ())
+    # How an optimizer step is divided into microbatches does not touch the curve; its size does.
+    split = changed(per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    assert ([c.name for c in split.allowed], split.warned) == (
+        ["gradient_accumulation_steps", "per_device_train_batch_size"],
+        (),
+    )
+    assert [change.name for change in changed(gradient_accumulation_steps=2).warned] == [
+        "gradient_accumulation_steps"
+    ]
+
+
+def test_every_classified_argument_exists() -> None:
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert names >= WARNED | REFUSED
+    assert not WARNED & REFUSED

@@ -199,7 +199,8 @@ class RunDirectory:
     def _changes(self, args: PretrainArguments) -> dict[str, tuple[object, object]]:
         if not (self.path / CONFIG_NAME).is_file():
             return {}
-        before, now = load_config_file(self.path / CONFIG_NAME), asdict(args)
+        # As the file has it: a tuple is a list there.
+        before, now = load_config_file(self.path / CONFIG_NAME), yaml.safe_load(yaml.safe_dump(asdict(args)))
         return {
             name: (before.get(name), value)
             for name, value in now.items()

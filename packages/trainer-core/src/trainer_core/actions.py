@@ -91,6 +91,7 @@ class Actions:
         """Score evaluation data from its beginning, log the result, and return it; None if asked to stop."""
         run = self.run
         started = time.perf_counter()
+        run.garbage.relieve_device()
         with run.meter.exclude("evaluate"):
             result = evaluate(run, data.fresh(), stop_requested=self._stop_requested)
         if result is None:

@@ -51,8 +51,11 @@ def build_manager(
     )
 
 
-def resume(run: Run) -> None:
+def resume(run: Run) -> Path | None:
     """Load the checkpoint that `resume_from_checkpoint` asks for, if there is one.
+
+    Returns:
+        The checkpoint; None for a fresh start.
 
     Raises:
         ConfigurationError: If the output directory holds checkpoints that this run would not continue.
@@ -65,7 +68,7 @@ def resume(run: Run) -> None:
         judge_changes(run.progress.changes)
     continues = loaded is not None and loaded.parent == output_dir
     if run.args.save_strategy == "no" or continues:
-        return
+        return loaded
     other = find_latest_checkpoint(output_dir)
     if other is not None:
         raise ConfigurationError(
@@ -74,6 +77,7 @@ def resume(run: Run) -> None:
             f"starts another run beside {other}, whose place its own checkpoints would need",
             "choose another output_dir, or remove the checkpoints there",
         )
+    return loaded
 
 
 def load(run: Run, path: str | None) -> Path | None:
@@ -137,7 +141,7 @@ def _hyperparameters(optimizer: Optimizer | None) -> list[dict[str, object]]:
 
 
 def _put_back(run: Run, fresh: list[dict[str, object]]) -> None:
-    """Let the arguments win over the saved optimizer; the schedule goes on at its place, at the new height."""
+    """Let the arguments win over the saved optimizer; the schedule keeps its place, at the new height."""
     if run.optimizer is None:
         return
     for group, values in zip(run.optimizer.param_groups, fresh, strict=True):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
-
-from checkpoint_core import RNGState
+from torch import Tensor
 
 from .batch import Batch
 from .errors import DataError
+from .undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from .run import Run
@@ -41,7 +39,7 @@ def evaluate(run: Run, loader: object, *, stop_requested: Callable[[], bool]) ->
     """
     parallel, limit = run.parallel, run.args.max_eval_steps
     sums = torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=parallel.device)
-    with _undisturbed(parallel.model):
+    with undisturbed(parallel.model):
         for batch in islice(cast(Iterable[Batch], loader), limit if limit > 0 else None):
             sums += _score(run, batch, sums.device)
             run.events.fire("on_prediction_step")
@@ -99,19 +97,3 @@ class EvaluationData:
         if self._beginning is not None:
             loader.load_state_dict(copy.deepcopy(self._beginning))  # type: ignore[attr-defined]
         return loader
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the mode of every module and all random generators are put back."""
-    modes = {module: module.training for module in model.modules()}
-    generators = RNGState()
-    before = generators.state_dict()
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        generators.load_state_dict(before)
-        for module, training in modes.items():
-            module.training = training

@@ -7,6 +7,8 @@ from typing import cast
 
 import torch
 
+from dist_env import get_logger
+
 from .actions import Actions
 from .batch import Batch, Window, next_window
 from .errors import DataError
@@ -14,6 +16,8 @@ from .loaders import enter_epoch, epoch_of
 from .run import Run
 from .state import StopCause, TrainOutput
 from .stop_requests import StopRequests
+
+logger = get_logger(__name__)
 
 
 class TrainingLoop:
@@ -133,12 +137,24 @@ class TrainingLoop:
             self._saw_empty_epoch = True
             return
         self._saw_empty_epoch = False
+        self._note_a_short_epoch()
         # Counters and loader move first, so that a checkpoint made here begins with the next epoch.
         state.raw_epoch += 1
         state.epoch_start_step = state.global_step
         self._announce_epoch()
         run.update_epoch()
         self.actions.after_epoch()
+
+    def _note_a_short_epoch(self) -> None:
+        run = self.run
+        promised = run.state.epoch_train_steps
+        if promised and run.steps_in_epoch < promised and not run.events.control.should_epoch_stop:
+            logger.warning(
+                "the training data ended after %d optimizer steps, and its length promised %d; "
+                "the run ends after its epochs, not at the step count shown",
+                run.steps_in_epoch,
+                promised,
+            )
 
     def _run_is_over(self) -> bool:
         state = self.run.state

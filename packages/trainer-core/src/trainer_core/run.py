@@ -13,6 +13,7 @@ from checkpoint_core import CheckpointManager
 from perf_metrics import ThroughputMeter
 
 from .arguments import TrainingArguments
+from .callbacks import dump_on_oom
 from .evaluation import EvalMetric, EvaluationData
 from .events import CallbackHandler
 from .interval import Interval
@@ -77,4 +78,5 @@ def training_switches(run: Run) -> Iterator[None]:
         stack.enter_context(run_settings(args, device))
         stack.enter_context(run.recompiles)
         stack.enter_context(run.garbage)
+        stack.enter_context(dump_on_oom(args.log_path / "memory"))
         yield

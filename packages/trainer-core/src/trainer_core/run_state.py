@@ -142,7 +142,7 @@ class RunComponents:
         self._dataset = dataset
 
     def get_state_components(self) -> Sequence[StateComponent]:
-        """Model, optimizer, scheduler, grad_scaler, callbacks, trainer, dataset, rng, as far as they exist."""
+        """The components of the run, as far as they exist: the keys of `Parallelism.sharing`."""
         model = self._parallel.unwrapped_model()
         parts: dict[str, object] = {"model": ModelState(model)}
         if self._optimizer is not None:

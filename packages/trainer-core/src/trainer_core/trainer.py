@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,7 +36,7 @@ from .given import (
 from .loaders import Collator, evaluation_data
 from .loop import TrainingLoop
 from .loss import TokenLoss
-from .model import ModelInit, run_settings
+from .model import ModelInit, run_settings, verify_initialised
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .parallelism import Parallelism, SingleDevice
 from .run import Run, training_switches
@@ -220,6 +221,14 @@ class Trainer:
         """Put an entry into the log and show it to the callbacks."""
         Actions(self._prepare()).log(record)
 
+    def untimed(self, what: str) -> AbstractContextManager[None]:
+        """A context whose time does not count as training: speed and utilization leave it out.
+
+        Args:
+            what: Name of what is done in it.
+        """
+        return self._prepare().meter.exclude(what)
+
     def unwrapped_model(self) -> nn.Module:
         """The model without parallel wrappers."""
         self._prepare()
@@ -272,7 +281,7 @@ class Trainer:
             )
             self._events.shared = self._shared_with_callbacks(run)
             if source is not None and self.args.construct_model_on == "meta":
-                self._resume(run)  # there are no weights until they are loaded
+                self._fill(run)
             self._events.fire("on_init_end")
         return self._prepared
 
@@ -280,6 +289,12 @@ class Trainer:
         if not self._resumed:
             resume(run)
             self._resumed = True
+
+    def _fill(self, run: Run) -> None:
+        """Load what a model without weights was built for, at once: there is nothing to use until then."""
+        self._resume(run)
+        model = self.parallel.unwrapped_model()
+        verify_initialised(model, model.state_dict() if run.saved_step >= 0 else ())
 
     def _shared_with_callbacks(self, run: Run) -> Mapping[str, object]:
         return {

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import random
@@ -15,6 +16,16 @@ from trainer_core.callbacks import TextSamples
 
 Arguments = Callable[..., TrainingArguments]
 State = Callable[..., TrainerState]
+
+
+class Untimed:
+    """All that the callback asks of a trainer: a context whose time does not count."""
+
+    def untimed(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+UNTIMED = Untimed()
 
 
 def sample_letters(model: nn.Module, prompt: str) -> str:
@@ -85,7 +96,7 @@ def test_rounds_differ_by_the_model_alone(arguments: Arguments, state: State, tm
     samples = TextSamples(["ab"], every=1, generate=sample_letters, stream=io.StringIO())
     samples.on_train_begin(arguments(), state(), TrainerControl(), model=model)
     for step in (1, 2):
-        samples.on_step_end(arguments(), state(step), TrainerControl(), model=model)
+        samples.on_step_end(arguments(), state(step), TrainerControl(), model=model, trainer=UNTIMED)
     first, second = lines(tmp_path / "run" / "samples.jsonl")
     assert first["text"] == second["text"]
 
@@ -110,7 +121,7 @@ def test_a_frozen_module_stays_in_evaluation_mode_even_after_an_error(
     samples.on_train_begin(arguments(), state(), TrainerControl(), model=model)
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="no words"):
-        samples.on_evaluate(arguments(), state(1), TrainerControl(), model=model)
+        samples.on_evaluate(arguments(), state(1), TrainerControl(), model=model, trainer=UNTIMED)
     assert [model.training, model[0].training, model[1].training] == [True, False, True]
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -121,7 +132,7 @@ def test_the_models_own_generate(arguments: Arguments, state: State, tmp_path: P
     samples.on_train_begin(
         arguments(), state(), TrainerControl(), model=model, processing_class=LettersTokenizer()
     )
-    samples.on_evaluate(arguments(), state(1), TrainerControl(), model=model)
+    samples.on_evaluate(arguments(), state(1), TrainerControl(), model=model, trainer=UNTIMED)
     (entry,) = lines(tmp_path / "run" / "samples.jsonl")
     assert (entry["prompt"], entry["text"]) == ("ab", "dfhj")
 
@@ -135,7 +146,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(
         samples = TextSamples(["é"], every=1, generate=lambda *_: f"from {begin}", stream=io.StringIO())
         samples.on_train_begin(arguments(), state(begin), TrainerControl(), model=model)
         for step in range(begin + 1, end + 1):
-            samples.on_step_end(arguments(), state(step), TrainerControl(), model=model)
+            samples.on_step_end(arguments(), state(step), TrainerControl(), model=model, trainer=UNTIMED)
 
     session(0, 4)
     path = tmp_path / "run" / "samples.jsonl"
@@ -158,7 +169,7 @@ def test_other_ranks_generate_and_write_nothing(arguments: Arguments, state: Sta
     samples = TextSamples(["ab"], generate=lambda _, prompt: called.append(prompt) or "")  # type: ignore[func-returns-value]
     for_rank_1 = state(1, is_world_process_zero=False)
     samples.on_train_begin(arguments(), for_rank_1, TrainerControl(), model=Alphabet())
-    samples.on_evaluate(arguments(), for_rank_1, TrainerControl(), model=Alphabet())
+    samples.on_evaluate(arguments(), for_rank_1, TrainerControl(), model=Alphabet(), trainer=UNTIMED)
     assert called == ["ab"]
     assert not (tmp_path / "run").exists()
 

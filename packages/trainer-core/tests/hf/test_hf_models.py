@@ -88,6 +88,7 @@ def test_checkpointed_blocks_run_again_with_the_same_numbers(
     assert runs == {f"{BLOCKS[build]}.{k}": 1 + (f"{BLOCKS[build]}.{k}" in names) for k in range(4)}
     assert len(names) == (2 if every else 4)
     assert list(model.state_dict()) == keys
+    assert model(torch.arange(5).unsqueeze(0)).past_key_values is None
     assert model.config.use_cache
     assert "cache" not in caplog.text
     assert not [w for w in recwarn if "cache" in str(w.message)]

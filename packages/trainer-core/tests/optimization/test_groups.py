@@ -47,6 +47,8 @@ def test_first_match_wins_and_the_rest_is_default(net, arguments):
 def test_exemption_holds_in_a_pattern_unless_it_sets_the_decay(net, arguments):
     model = net()
     groups = {"layers.0.*": {"lr": 1e-4}, "layers.1.*": {"weight_decay": 0.3}}
+    optimizer = build_optimizer(arguments(), model, groups=groups)
+    assert len(optimizer.param_groups) == 4  # the rest, two of layer 0, one of layer 1
     decay = {
         name: o["weight_decay"]
         for name, o in by_name(build_optimizer(arguments(), model, groups=groups)).items()
@@ -94,6 +96,7 @@ def test_one_factory_for_all_makes_a_plain_optimizer(net, arguments):
     [
         ({"layer.0.*": {"lr": 1.0}}, r"layer\.0\.\*.*matches no parameter.*nearest names are: .*layers\.0\."),
         ({"head": {"lr": 1.0}}, r"whole name.*head\.weight"),
+        ({"re:head": {"lr": 1.0}}, r"whole name.*head\.weight"),
         ({"layers.*": {}, "layers.0.*": {}}, r"layers\.0\.\*.*comes too late.*go to 'layers\.\*' before"),
         ({"embed.*": {"lr": 1.0}}, "matches only frozen parameters, such as embed.weight"),
         ({"re:head(": {"lr": 1.0}}, "is no regular expression"),

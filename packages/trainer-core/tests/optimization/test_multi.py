@@ -156,6 +156,18 @@ def test_state_dict_round_trip_and_copy(net, loss_of, arguments):
         again.load_state_dict({"state": {}, "param_groups": packed["param_groups"][:1]})
 
 
+def test_state_of_three_members_goes_back_to_its_own(net, loss_of):
+    def three(model):
+        return Multiopt([FusedAdamW(layer.parameters()) for layer in (model.embed, *model.layers)])
+
+    model, other = net(), net()
+    optimizer, again = three(model), three(other)
+    train(model, optimizer, loss_of, 3)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, two in zip(optimizer.state, again.state, strict=True):
+        assert torch.equal(optimizer.state[one]["exp_avg"], again.state[two]["exp_avg"])
+
+
 def test_hooks_closure_and_groups(net, loss_of, arguments):
     model = net()
     optimizer = build_optimizer(arguments(), model, groups=matrices_by(muon))

@@ -137,7 +137,7 @@ def test_the_host_reads_nothing_per_step(net, loss_of, policy, kind):
         one_step(model, guard, loss_of, step)
     with CountReads() as counted:
         for step in range(3, 6):
-            guard.leave_out(one_step(model, guard, loss_of, step, bad=float("inf") if step == 4 else None))
+            one_step(model, guard, loss_of, step, bad=float("inf") if step == 4 else None)
     assert counted.reads == 0
 
 
@@ -160,13 +160,9 @@ def test_others_cost_one_read_per_step_which_is_said_once(net, loss_of, kind, ca
 def test_several_skips_in_one_interval(net, loss_of):
     model = net()
     guard = NonFiniteGuard("skip", CPU, FusedAdamW(model.parameters()))
-    kept = torch.zeros(())
     for step in range(1, 11):
         bad = float("nan") if step in (3, 7, 8) else None
-        norm = one_step(model, guard, loss_of, step, bad)
-        kept += guard.leave_out(norm)
-        assert bool(guard.leave_out(torch.ones((), dtype=torch.int64))) is (bad is None)
-    assert kept.isfinite()
+        one_step(model, guard, loss_of, step, bad)
     report = guard.check(10)
     assert (report.first_step, report.skipped) == (3, 3)
     one_step(model, guard, loss_of, 11, float("inf"))

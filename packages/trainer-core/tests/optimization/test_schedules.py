@@ -77,6 +77,7 @@ def schedule(arguments):
             lr_scheduler_type=name,
             lr_scheduler_kwargs=options or {},
             warmup_steps=warmup,
+            eval_strategy="steps",
         )
         return build_schedule(args, optimizer, total)
 

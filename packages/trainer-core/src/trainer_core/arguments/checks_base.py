@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .. import rules
 from ..errors import ConfigurationError
+from ..precision.recipes import FP8_RECIPES, QAT_RECIPES
 from .effects import Dependent, refuse_without_effect
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "default_dtype": (None, "float32", "bfloat16", "float16"),
     "mixed_precision": (None, "no", "bf16", "fp16"),
-    "fp8_recipe": (None, "tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    "fp8_recipe": (None, *FP8_RECIPES),
     "float32_matmul_precision": (None, "highest", "high", "medium"),
     "fused_loss": ("no", "auto", "torch", "chunked", "liger", "cut"),
     "nonfinite_policy": ("stop", "skip", "raise"),
@@ -33,6 +34,7 @@ def check_base(args: BaseTrainingArguments) -> None:
     """
     for name, choices in _CHOICES.items():
         rules.one_of(name, getattr(args, name), choices)
+    rules.one_of("qat_recipe", args.qat_recipe, (None, *QAT_RECIPES))
     rules.at_least_or("max_eval_steps", args.max_eval_steps, 1, off=-1)
     rules.at_least("preserve_n_best", args.preserve_n_best, 1)
     rules.at_least("fp8_dim_alignment", args.fp8_dim_alignment, 0)
@@ -43,6 +45,17 @@ def check_base(args: BaseTrainingArguments) -> None:
     _check_attention(args)
     _check_linear_swaps(args)
     _check_best(args)
+    if (
+        args.lr_scheduler_type == "reduce_lr_on_plateau"
+        and args.eval_strategy == "no"
+        and not args.eval_on_save
+    ):
+        raise ConfigurationError(
+            "lr_scheduler_type",
+            args.lr_scheduler_type,
+            "follows a metric of the evaluations, and there are none",
+            "set eval_strategy",
+        )
     refuse_without_effect(args, _unused(args))
 
 
@@ -65,6 +78,17 @@ def _check_linear_swaps(args: BaseTrainingArguments) -> None:
             getattr(args, asked[0]),
             f"excludes {asked[1]}={getattr(args, asked[1])!r}: both replace the linear layers",
             "leave one of them out",
+        )
+
+
+def _check_plateau(args: BaseTrainingArguments) -> None:
+    follows = args.lr_scheduler_type == "reduce_lr_on_plateau"
+    if follows and args.eval_strategy == "no" and not args.eval_on_save:
+        raise ConfigurationError(
+            "lr_scheduler_type",
+            args.lr_scheduler_type,
+            "follows a metric of the evaluations, and there are none",
+            "set eval_strategy",
         )
 
 

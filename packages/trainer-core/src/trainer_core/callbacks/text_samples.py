@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
 import torch
 from torch import nn
 
-from checkpoint_core import RNGState
-
 from ..errors import ConfigurationError
+from ..undisturbed import undisturbed
 from .files import write_text
 from .generation import Generate, generate_with_model
 from .output import print_block
@@ -21,6 +19,7 @@ from .output import print_block
 if TYPE_CHECKING:
     from ..arguments import TrainingArguments
     from ..state import TrainerControl, TrainerState
+    from ..trainer import Trainer
 
 SAMPLES_FILE = "samples.jsonl"
 TEXT_FILE = "samples.txt"
@@ -106,11 +105,12 @@ class TextSamples:
         control: TrainerControl,
         *,
         model: nn.Module,
+        trainer: Trainer,
         **_: object,
     ) -> None:
         """Write samples after an evaluation."""
         if self._every == "eval" and self._generate is not None:
-            self._sample(self._generate, args, state, model)
+            self._sample(self._generate, args, state, model, trainer)
 
     def on_step_end(
         self,
@@ -119,6 +119,7 @@ class TextSamples:
         control: TrainerControl,
         *,
         model: nn.Module,
+        trainer: Trainer,
         **_: object,
     ) -> None:
         """Write samples after each n-th step."""
@@ -127,12 +128,17 @@ class TextSamples:
             and state.global_step % self._every == 0
             and self._generate is not None
         ):
-            self._sample(self._generate, args, state, model)
+            self._sample(self._generate, args, state, model, trainer)
 
     def _sample(
-        self, generate: Generate, args: TrainingArguments, state: TrainerState, model: nn.Module
+        self,
+        generate: Generate,
+        args: TrainingArguments,
+        state: TrainerState,
+        model: nn.Module,
+        trainer: Trainer,
     ) -> None:
-        with undisturbed(model), torch.no_grad():
+        with trainer.untimed("text samples"), undisturbed(model):
             torch.manual_seed(self._seed)
             texts = [generate(model, prompt) for prompt in self._prompts]
         if not state.is_world_process_zero:
@@ -143,21 +149,6 @@ class TextSamples:
         ]
         _append(args.log_path, samples)
         print_block("\n".join(_readable(sample) for sample in samples), self._stream, default="stdout")
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module has its mode back, and the generators their states."""
-    training = {module: module.training for module in model.modules()}
-    generators = RNGState()
-    before = generators.state_dict()
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-        generators.load_state_dict(before)
 
 
 def _append(directory: Path, samples: Sequence[Mapping[str, object]]) -> None:

@@ -72,7 +72,7 @@ def build_adamw(
         exempt: What `decay_exemptions` found in the model.
 
     Returns:
-        The fused AdamW where the device has one. It has one group if nothing decays anyway.
+        The fused AdamW where the device has one.
 
     Raises:
         ConfigurationError: If no parameter is trainable.
@@ -82,9 +82,10 @@ def build_adamw(
 
 
 def split_by_decay(members: NamedTensors, weight_decay: float, exempt: Mapping[str, str]) -> list[Group]:
-    """Group dicts of those that decay and those that do not, without empty ones."""
-    if not weight_decay:
-        return [{"params": members, "weight_decay": 0.0}] if members else []
+    """Group dicts of those that decay and those that do not, without empty ones.
+
+    Two even without decay, so that a run can be resumed with another one.
+    """
     groups = [
         {"params": [(n, p) for n, p in members if not exemption(n, p, exempt)], "weight_decay": weight_decay},
         {"params": [(n, p) for n, p in members if exemption(n, p, exempt)], "weight_decay": 0.0},

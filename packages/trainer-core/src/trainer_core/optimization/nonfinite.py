@@ -105,16 +105,6 @@ class NonFiniteGuard:
         elif self._in_backward or not self._flag.item():
             self.optimizer.step()
 
-    def leave_out(self, value: Tensor) -> Tensor:
-        """A figure of the step for the statistics: zero if the step was left out under `skip`.
-
-        Args:
-            value: Such as the norm, the loss or the number of tokens; on the device.
-        """
-        if self._sticky:
-            return value
-        return torch.where(self._flag > 0, torch.zeros_like(value), value)
-
     def check(self, global_step: int) -> NonFiniteReport:
         """Look at the device, once: at log, evaluation and save, before anything is written.
 

@@ -24,8 +24,8 @@ def optimizer_table(
 ) -> str:
     """One line per parameter: its pattern, its optimizer, and the options it really has.
 
-    Options other than learning rate and weight decay are shown where they are not the same for all. The last
-    column says why a parameter does not decay, or that it is frozen.
+    Options other than learning rate and weight decay are shown where groups of one optimizer differ in them.
+    The last column says why a parameter does not decay, or that it is frozen.
 
     Args:
         optimizer: As it is; nothing is taken from arguments.
@@ -39,7 +39,7 @@ def optimizer_table(
     named = list(model.named_parameters() if named_parameters is None else named_parameters)
     patterns = ParameterGroups(groups or {}).assign(named)
     places = {id(p): (kind, group) for kind, group in _groups(optimizer) for p in group["params"]}
-    differing = _differing([group for _, group in places.values()])
+    differing = _differing(list(_groups(optimizer)))
     exempt = decay_exemptions(model)
     rows = [["parameter", "shape", "group", "optimizer", "lr", "weight decay", *differing, "note"]]
     for name, parameter in named:
@@ -63,10 +63,13 @@ def _groups(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
             yield type(member).__name__, group
 
 
-def _differing(groups: list[dict[str, Any]]) -> list[str]:
-    """Options that some groups have otherwise than others."""
-    names = dict.fromkeys(name for group in groups for name in group if name not in _HIDDEN)
-    return [name for name in names if len({_text(group.get(name)) for group in groups}) > 1]
+def _differing(groups: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Options that some groups have otherwise than other groups of the same kind of optimizer."""
+    values: dict[tuple[str, str], set[str]] = {}
+    for kind, group in groups:
+        for name in group:
+            values.setdefault((name, kind), set()).add(_text(group[name]) if name not in _HIDDEN else "")
+    return list(dict.fromkeys(name for (name, _), seen in values.items() if len(seen) > 1))
 
 
 def _text(value: object) -> str:

@@ -1,0 +1,112 @@
+"""Which checkpoint is the best one, what is kept of it, and what is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer_core import ConfigurationError, Trainer
+
+TRACKED = {
+    "max_steps": 12,
+    "num_train_epochs": -1,
+    "save_strategy": "steps",
+    "eval_strategy": "steps",
+    "save_steps": 2,
+    "eval_steps": 2,
+    "save_total_limit": 1,
+    "learning_rate": 0.5,  # high enough for the evaluation to get worse at some point
+}
+
+
+def losses_by_step(trainer: Trainer) -> dict[int, float]:
+    log = trainer.state.log_history
+    return {int(e["global_step"]): float(e["eval_loss"]) for e in log if "eval_loss" in e}  # type: ignore[call-overload, arg-type]
+
+
+def checkpoints(directory: Path) -> list[int]:
+    return sorted(int(path.name.rpartition("-")[2]) for path in directory.glob("checkpoint-*"))
+
+
+def test_the_best_checkpoint_is_kept_and_its_weights_alone_are_put_back(
+    make_trainer: Callable[..., Trainer], ragged_loader: Callable[..., object], tmp_path: Path
+) -> None:
+    trainer = make_trainer(eval_loader=ragged_loader(seed=5), load_best_model_at_end=True, **TRACKED)
+    trainer.train()
+    losses = losses_by_step(trainer)
+    best = min(losses, key=lambda step: losses[step])
+    assert best != 12, "the last step is the best one: this test needs another learning rate"
+    assert checkpoints(tmp_path / "run") == sorted({best, 12})
+    assert trainer.state.best_metric == losses[best]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / f"checkpoint-{best}")
+    assert trainer.state.global_step == 12
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6)
+
+
+def test_preserved_checkpoints_are_counted_apart_and_survive_a_restart(
+    make_trainer: Callable[..., Trainer], ragged_loader: Callable[..., object], tmp_path: Path
+) -> None:
+    settings = TRACKED | {"preserve_best_model": True, "preserve_n_best": 2}
+    make_trainer(eval_loader=ragged_loader(seed=5), **(settings | {"max_steps": 8})).train()
+    again = make_trainer(eval_loader=ragged_loader(seed=5), **settings)
+    again.train()
+    losses = losses_by_step(again)
+    two_best = sorted(losses, key=lambda step: losses[step])[:2]
+    # Besides the best ones: the one that was resumed from, and one more, the newest of the others.
+    assert checkpoints(tmp_path / "run") == sorted({*two_best, 8, 10, 12})
+
+
+def test_every_checkpoint_can_have_its_own_evaluation(
+    make_trainer: Callable[..., Trainer], ragged_loader: Callable[..., object]
+) -> None:
+    settings = TRACKED | {"eval_strategy": "no", "eval_on_save": True, "save_steps": 5}
+    trainer = make_trainer(eval_loader=ragged_loader(seed=5), preserve_best_model=True, **settings)
+    trainer.train()
+    assert sorted(losses_by_step(trainer)) == [5, 10, 12]
+
+
+def test_an_unknown_metric_is_an_error_at_the_first_evaluation(
+    make_trainer: Callable[..., Trainer], ragged_loader: Callable[..., object]
+) -> None:
+    trainer = make_trainer(
+        eval_loader=ragged_loader(seed=5),
+        preserve_best_model=True,
+        best_model_metric="accuracy",
+        best_model_greater_is_better=True,
+        **TRACKED,
+    )
+    with pytest.raises(ConfigurationError, match=r"best_model_metric='eval_accuracy'.*eval_loss"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def accuracy(predictions: object, labels: Tensor) -> tuple[Tensor, Tensor]:
+    assert isinstance(predictions, Tensor)
+    right = predictions[:, :-1].argmax(-1) == labels[:, 1:]
+    counted = labels[:, 1:] != -100
+    return (right & counted).sum(), counted.sum()
+
+
+def test_metrics_of_ones_own_are_weighted_by_their_counts(
+    make_trainer: Callable[..., Trainer], ragged_loader: Callable[..., object]
+) -> None:
+    data = ragged_loader(seed=5)
+    trainer = make_trainer(
+        eval_loader=data,
+        preserve_best_model=True,
+        best_model_metric="accuracy",
+        best_model_greater_is_better=True,
+        with_trainer={"eval_metrics": {"accuracy": accuracy}},
+        **TRACKED,
+    )
+    trainer.train()
+    found = trainer.evaluate()["eval_accuracy"]
+    with torch.no_grad():
+        right, counted = accuracy(trainer.unwrapped_model()(data.ids), data.labels)  # type: ignore[attr-defined]
+    assert found == pytest.approx(int(right) / int(counted))
+    measured = [e["eval_accuracy"] for e in trainer.state.log_history if "eval_accuracy" in e]
+    assert trainer.state.best_metric == max(measured[:-1])  # type: ignore[type-var]

@@ -1,0 +1,160 @@
+"""The rows of the table: each is a way to train that has to give the reference's curve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.optim import AdamW, Optimizer
+
+from .reference import Recipe
+
+PLAIN = Recipe()
+EXACT = 1e-5
+"""Bound on the relative deviation of a float32 row. Rounding alone gives up to about 1e-6: see the rows of
+the reference itself, with its microbatches cut in another way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row.
+
+    A new kind of row needs a name in `runners.RUNNERS` and nothing else.
+    """
+
+    name: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Training arguments beside those that the recipe implies."""
+    options: Callable[[], Mapping[str, object]] = dict
+    """Makes further options of `Trainer`."""
+    accumulation: int = 1
+    """Microbatches of a global batch, over all ranks."""
+    recipe: Recipe = PLAIN
+    """What the reference does."""
+    runner: str = "here"
+    world_size: int = 1
+    tolerance: float = EXACT
+    because: str = ""
+    """Why the bound is another one than `EXACT`."""
+
+
+class SpoilGradient:
+    """Makes one element of the gradient not a number, at one optimizer step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_forward_backward_end(self, args: object, state: object, control: object, **kw: object) -> None:
+        if state.global_step == self.step:  # type: ignore[attr-defined]
+            kw["model"].head.weight.grad[0, 0] = torch.nan  # type: ignore[attr-defined]
+
+
+def _adamw(groups: list[dict[str, object]]) -> Optimizer:
+    return AdamW(groups, PLAIN.learning_rate, PLAIN.betas, PLAIN.epsilon, PLAIN.weight_decay)
+
+
+def _decay_by_name(**options: object) -> Mapping[str, object]:
+    exempt = {"weight_decay": 0.0, **options}
+    return {"optimizer_groups": {"*norm.weight": exempt, "re:.*\\.bias": dict(exempt)}}
+
+
+TIED = replace(PLAIN, tied=True)
+UNCLIPPED = replace(PLAIN, max_grad_norm=None)
+COMPILED = {"torch_compile": True}
+BY_EYE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+
+CASES = [
+    Case(name="reference, microbatches of 4 rows", runner="reference", accumulation=2),
+    Case(name="reference, microbatches of 8 rows", runner="reference", accumulation=1),
+    Case(name="accumulation 1"),
+    Case(name="accumulation 2", accumulation=2),
+    Case(name="accumulation 4", accumulation=4),
+    Case(name="tied head", recipe=TIED, accumulation=4),
+    Case(name="no clipping", recipe=UNCLIPPED),
+    Case(name="compiled model, inductor", settings=COMPILED),
+    Case(name="compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
+    Case(name="compiled model, aot_eager, accumulation 4", settings=BY_EYE, accumulation=4),
+    Case(
+        name="compiled blocks, aot_eager, tied",
+        settings={**BY_EYE, "torch_compile_scope": "blocks"},
+        recipe=TIED,
+    ),
+    Case(name="compiled, memory budget 0.5", settings={**COMPILED, "activation_memory_budget": 0.5}),
+    Case(name="checkpointing full", settings={"activation_checkpointing": "full"}),
+    Case(name="gradient_checkpointing", settings={"gradient_checkpointing": True}, accumulation=2),
+    Case(
+        name="checkpointing every_n 2",
+        settings={"activation_checkpointing": "every_n", "activation_checkpointing_every": 2},
+    ),
+    Case(
+        name="checkpointing share 1/3",
+        settings={"activation_checkpointing": "share", "activation_checkpointing_share": 1 / 3},
+    ),
+    Case(name="checkpointing operators", settings={"activation_checkpointing": "operators"}),
+    Case(
+        name="checkpointing operators, only aten.mm",
+        settings={
+            "activation_checkpointing": "operators",
+            "activation_checkpointing_operators": ("aten.mm",),
+        },
+    ),
+    Case(
+        name="checkpointing full, compiled blocks",
+        settings={**BY_EYE, "torch_compile_scope": "blocks", "activation_checkpointing": "full"},
+    ),
+    Case(name="activation offloading", settings={"enable_activation_offloading": True}),
+    Case(name="fused loss torch", settings={"fused_loss": "torch"}),
+    Case(name="fused loss chunked", settings={"fused_loss": "chunked"}, accumulation=4),
+    Case(name="fused loss auto, tied", settings={"fused_loss": "auto"}, recipe=TIED),
+    Case(name="fused loss auto, compiled", settings={"fused_loss": "auto", **BY_EYE}),
+    Case(name="built on the device", settings={"construct_model_on": "device"}),
+    Case(name="restarted, built by default", runner="restarted"),
+    Case(name="restarted, built on meta", settings={"construct_model_on": "meta"}, runner="restarted"),
+    Case(
+        name="restarted, built on meta, tied, accumulation 4",
+        settings={"construct_model_on": "meta"},
+        runner="restarted",
+        recipe=TIED,
+        accumulation=4,
+    ),
+    Case(name="optimizer in backward", settings={"fuse_optim_with_backward": True}, recipe=UNCLIPPED),
+    Case(
+        name="optimizer in backward, tied, restarted",
+        settings={"fuse_optim_with_backward": True},
+        recipe=replace(UNCLIPPED, tied=True),
+        runner="restarted",
+    ),
+    Case(name="optimizer groups by name", options=_decay_by_name),
+    Case(name="two optimizers (Multiopt)", options=lambda: _decay_by_name(factory=_adamw), accumulation=2),
+    Case(
+        name="two optimizers, restarted", options=lambda: _decay_by_name(factory=_adamw), runner="restarted"
+    ),
+    Case(name="nonfinite_policy skip", settings={"nonfinite_policy": "skip"}),
+    Case(name="nonfinite_policy raise", settings={"nonfinite_policy": "raise"}),
+    Case(
+        name="nonfinite_policy skip, a step skipped",
+        settings={"nonfinite_policy": "skip"},
+        options=lambda: {"callbacks": [SpoilGradient(17)]},
+        recipe=replace(PLAIN, bad_step=17),
+    ),
+    Case(name="garbage by hand", settings={"gc_steps": 5, "gc_freeze": True}),
+    Case(name="anomaly mode", settings={"detect_anomaly": True}),
+    Case(name="evaluation in between", settings={"eval_strategy": "steps", "eval_steps": 3}),
+    Case(
+        name="evaluation in between, compiled",
+        settings={"eval_strategy": "steps", "eval_steps": 10, **BY_EYE},
+    ),
+    Case(
+        name="bf16 autocast, beside a reference in bf16 autocast",
+        settings={"mixed_precision": "bf16"},
+        recipe=replace(PLAIN, autocast=True),
+        accumulation=4,
+    ),
+    Case(
+        name="bf16 autocast, beside the float32 reference",
+        settings={"mixed_precision": "bf16"},
+        tolerance=5e-2,
+        because="bfloat16 keeps 8 bits of a product",
+    ),
+]

@@ -1,0 +1,95 @@
+"""A decoder in the manner of Llama, small enough to train in a second: plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY = 101
+"""A prime, so that nothing that is cut into equal parts fits it."""
+WIDTH, HEADS, BLOCKS, LONGEST = 32, 4, 4, 16
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; projections of the input have biases, as in Qwen 2."""
+
+    rotation: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=True)
+        self.o_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        half = WIDTH // HEADS // 2
+        angles = torch.outer(torch.arange(LONGEST), 10_000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("rotation", torch.stack([angles.cos(), angles.sin()]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        heads = self.qkv_proj(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self._rotate(heads[0]), self._rotate(heads[1]), heads[2]
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        cos, sin = self.rotation[:, : x.shape[-2]].to(x.dtype)
+        one, other = x.chunk(2, dim=-1)
+        return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.up_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(WIDTH), Attention()
+        self.mlp_norm, self.mlp = nn.RMSNorm(WIDTH), FeedForward()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Decoder(nn.Module):
+    """The model: int64 tokens [batch, length] to logits [batch, length, vocabulary].
+
+    Args:
+        tied: Whether the head shares its weight with the embedding.
+        dropout: Share of the activations that each half of a block drops.
+        blocks: How many blocks.
+    """
+
+    def __init__(self, *, tied: bool = False, dropout: float = 0.0, blocks: int = BLOCKS) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.05)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))

@@ -1,0 +1,95 @@
+"""What every way to train has to agree with: a loop by hand, in plain torch."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .data import GLOBAL_BATCH, IGNORED, STEPS_PER_EPOCH, RaggedLoader
+from .model import Decoder
+
+
+class Point(NamedTuple):
+    """One optimizer step."""
+
+    loss: float
+    """Mean over the counted tokens of the global batch, in nats."""
+    grad_norm: float
+    """2-norm of the gradient before clipping."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how."""
+
+    steps: int = 50
+    seed: int = 11
+    learning_rate: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    warmup: int = 5
+    max_grad_norm: float | None = 1.6
+    tied: bool = False
+    autocast: bool = False
+    bad_step: int | None = None
+    """The optimizer step whose gradient is made not a number; it is left out, and the schedule goes on."""
+
+
+def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
+    """Train from scratch, with so many rows in a microbatch; one point for each optimizer step."""
+    torch.manual_seed(recipe.seed)
+    model = Decoder(tied=recipe.tied)
+    everything = list(model.parameters())
+    groups = [
+        {"params": [p for p in everything if p.ndim > 1], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in everything if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, recipe.learning_rate, recipe.betas, recipe.epsilon)
+    loader, points = RaggedLoader(microbatch), []
+    for step in range(recipe.steps):
+        if step % STEPS_PER_EPOCH == 0:
+            loader.set_epoch(step // STEPS_PER_EPOCH)
+            batches = iter(loader)
+        window = list(islice(batches, GLOBAL_BATCH // microbatch))
+        tokens = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in window)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * _factor(step, recipe)
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in window:
+            with torch.autocast("cpu", torch.bfloat16) if recipe.autocast else nullcontext():
+                loss = next_token_losses(model, batch)
+            (loss / tokens).backward()
+            total += loss.item()
+        if step == recipe.bad_step:
+            points.append(Point(math.nan, math.nan))
+            continue
+        limit = math.inf if recipe.max_grad_norm is None else recipe.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(everything, limit)
+        optimizer.step()
+        points.append(Point(total / tokens, norm.item()))
+    return points
+
+
+def next_token_losses(model: Decoder, batch: dict[str, Tensor]) -> Tensor:
+    """Sum of the cross-entropies of one microbatch: float32 scalar."""
+    logits = model(batch["input_ids"])[:, :-1].float()
+    return functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def _factor(step: int, recipe: Recipe) -> float:
+    """Linear warm-up from zero, then half a cosine down to zero."""
+    if step < recipe.warmup:
+        return step / recipe.warmup
+    done = (step - recipe.warmup) / (recipe.steps - recipe.warmup)
+    return 0.5 * (1.0 + math.cos(math.pi * done))

@@ -1,0 +1,98 @@
+"""One curve: whatever is switched on, loss and gradient norm are those of a loop by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from equivalence.cases import CASES, EXACT, PLAIN, TIED, Case
+from equivalence.data import IGNORED, STEPS_PER_EPOCH, RaggedLoader
+from equivalence.reference import Recipe
+from equivalence.table import Result, expected, largest_deviation, measure
+from torch import Tensor
+from torch.nn import functional
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_row_agrees_with_the_reference(
+    case: Case, tmp_path: Path, record_result: Callable[[Result], None]
+) -> None:
+    result = measure(case, tmp_path)
+    record_result(result)
+    assert result.loss <= case.tolerance
+    assert result.grad_norm <= case.tolerance
+
+
+def test_reference_learns() -> None:
+    for recipe in (PLAIN, TIED):
+        points = expected(recipe)
+        assert len(points) == 50
+        assert points[-1].loss < 0.75 * points[0].loss
+
+
+def test_reference_clips_some_steps_and_not_others() -> None:
+    assert PLAIN.max_grad_norm is not None
+    clipped = [point.grad_norm > PLAIN.max_grad_norm for point in expected(PLAIN)]
+    assert 10 < sum(clipped) < 40
+
+
+WRONG = {
+    "no weight decay": replace(PLAIN, weight_decay=0.0),
+    "no clipping": replace(PLAIN, max_grad_norm=None),
+    "another warm-up": replace(PLAIN, warmup=6),
+    "another second moment": replace(PLAIN, betas=(0.9, 0.96)),
+    "another end of the schedule": replace(PLAIN, steps=51),
+    "another seed": replace(PLAIN, seed=12),
+    "tied": TIED,
+}
+
+
+@pytest.mark.parametrize("recipe", WRONG.values(), ids=WRONG)
+def test_comparison_sees_a_wrong_setting(recipe: Recipe) -> None:
+    """Each of these is off by ten times the bound at least, so that the bound catches it."""
+    off = largest_deviation(expected(recipe)[: PLAIN.steps], expected(PLAIN))
+    assert off.loss > 10 * EXACT
+    assert off.grad_norm > 10 * EXACT
+
+
+def test_comparison_sees_decay_of_norms_and_biases(tmp_path: Path) -> None:
+    everything = {"*norm.weight": {"weight_decay": PLAIN.weight_decay}, "*.bias": {"weight_decay": 0.1}}
+    off = measure(Case(name="all decay", options=lambda: {"optimizer_groups": everything}), tmp_path)
+    assert not off.agrees
+    assert off.loss > 10 * EXACT
+
+
+class MeanOfEachMicrobatch:
+    """The mistake that accumulation invites: each microbatch counts alike, however few tokens it has."""
+
+    def count(self, labels: Tensor) -> Tensor:
+        return (labels[:, 1:] != IGNORED).any().long()
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        losses = functional.cross_entropy(
+            logits[:, :-1].transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="sum"
+        )
+        return losses / (labels[:, 1:] != IGNORED).sum().clamp(min=1)
+
+
+def test_comparison_sees_a_mean_of_means(tmp_path: Path) -> None:
+    options = {"compute_loss_func": MeanOfEachMicrobatch()}
+    off = measure(Case(name="mean of means", options=lambda: options, accumulation=4), tmp_path)
+    assert off.loss > 1000 * EXACT
+
+
+def test_data_is_ragged() -> None:
+    """Microbatches without a counted token, rows without one, and a short last window."""
+    loader = RaggedLoader(2)
+    batches = list(loader)
+    counts = [(batch["labels"][:, 1:] != IGNORED).sum(dim=1).tolist() for batch in batches]
+    assert [0, 0] in counts
+    assert sum(0 in rows for rows in counts) >= 3
+    assert len({batch["input_ids"].shape for batch in batches}) > 3
+    assert len(batches) % 4
+    assert -(-len(batches) // 4) == STEPS_PER_EPOCH
+    for size in (4, 8):
+        tokens = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in RaggedLoader(size))
+        assert tokens == sum(map(sum, counts))
