@@ -57,7 +57,7 @@ def test_groups(package: str) -> list[str]:
 
 
 def extra_tests(package: str) -> dict[str, str]:
-    """Return {name: folder} for each extra or group whose tests have a folder of their own, `tests/<name>`."""
+    """Return {name: folder} for each extra or group whose tests have their own folder, `tests/<name>`."""
     names = [*extras(package), *test_groups(package)]
     folders = {name: f"packages/{package}/tests/{name}" for name in names}
     return {name: folder for name, folder in folders.items() if (ROOT / folder).is_dir()}
@@ -80,7 +80,7 @@ def install_everything(session: nox.Session, group: str) -> None:
 
 
 def add_package_sessions(package: str) -> None:
-    """Define `tests-<package>`, and one `tests-<package>-<name>` for each extra or group with a test folder."""
+    """Define `tests-<package>`, and one `tests-<package>-<name>` for each extra or group that has tests."""
     with_extra = extra_tests(package)
 
     def tests(session: nox.Session) -> None:
@@ -119,6 +119,13 @@ def workspace(session: nox.Session) -> None:
     """Test what holds for the repository as a whole."""
     session.install("--group", "test")
     session.run("pytest", "tests/workspace", *session.posargs, env=ENV)
+
+
+@nox.session
+def equivalence(session: nox.Session) -> None:
+    """Hold every way to train against a hand-written loop, and print the table."""
+    install_everything(session, "test")
+    session.run("pytest", "tests/equivalence", *session.posargs, env=ENV)
 
 
 @nox.session

@@ -61,7 +61,7 @@ def assemble(
     loader, evaluation = _loaders(args, parallel, parts)
     set_length(state, args, loader)
     parallel.build(parts.model, args, weights_follow=resumes)
-    loss = loss_of(args, parallel.unwrapped_model(), parts.loss)
+    loss = loss_of(args, parallel.unwrapped_model(), parts.loss, parts.fused_loss)
     parallel.compile(args)
     optimizer, scheduler = None, None
     if loader is not None:

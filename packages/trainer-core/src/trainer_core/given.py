@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,11 +17,10 @@ from .arguments import TrainingArguments
 from .errors import ConfigurationError
 from .evaluation import EvalMetric
 from .loaders import Collator
-from .loss import TokenLoss, check_loss
+from .loss import FusedLossFactory, TokenLoss, check_loss
 from .model import ModelInit, ModelSource
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 
-FusedLossFactory = Callable[[nn.Module], TokenLoss]
 OptimizerClass = tuple[type[Optimizer], Mapping[str, object]]
 
 
@@ -83,7 +82,7 @@ def check_ingredients(args: TrainingArguments, parts: Ingredients) -> None:
     Raises:
         ConfigurationError: Naming the setting.
     """
-    check_loss(args, parts.loss)
+    check_loss(args, parts.loss, parts.fused_loss)
     fused = args.fused_loss != "no" or parts.fused_loss is not None
     if fused and parts.eval_metrics:
         raise ConfigurationError(

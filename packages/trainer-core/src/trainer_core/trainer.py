@@ -24,7 +24,6 @@ from .errors import DataError
 from .evaluation import EvalMetric
 from .events import CallbackHandler
 from .given import (
-    FusedLossFactory,
     Ingredients,
     OptimizerClass,
     check_device,
@@ -35,7 +34,7 @@ from .given import (
 )
 from .loaders import Collator, evaluation_data
 from .loop import TrainingLoop
-from .loss import TokenLoss
+from .loss import FusedLossFactory, TokenLoss
 from .model import ModelInit, run_settings, verify_initialised
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .parallelism import Parallelism, SingleDevice

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer_core.errors import ConfigurationError
-from trainer_core.loss import CausalLMLoss, FusedLinearCrossEntropy, MeanLoss, check_loss, loss_of
+from trainer_core.loss import CausalLMLoss, FusedLinearCrossEntropy, MeanLoss, check_loss, loss_of, predict
 from trainer_core.loss.backends import choose, torch_has_it
 from trainer_core.loss.chunked import ChunkedOptions
 
@@ -81,3 +81,40 @@ def test_auto_takes_torch_only_where_it_is_exact() -> None:
 def test_a_chunk_of_no_tokens_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="chunk_tokens=0"):
         FusedLinearCrossEntropy(nn.Linear(2, 3), chunk_tokens=0)
+
+
+class SumOfSquares:
+    """A loss of hidden states, without any meaning."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.head = head
+
+    def count(self, labels: torch.Tensor) -> torch.Tensor:
+        return (labels >= 0).sum()
+
+    def __call__(self, predictions: object, labels: torch.Tensor) -> torch.Tensor:
+        assert isinstance(predictions, torch.Tensor)
+        return predictions.square().sum() + self.head.weight.sum()  # type: ignore[union-attr, operator]
+
+
+def test_a_factory_is_given_the_head_and_its_loss_the_hidden_states(tiny_lm, settings) -> None:
+    model = tiny_lm()
+    loss = loss_of(settings(), model, None, SumOfSquares)
+    ids = torch.arange(6).view(1, 6)
+    hidden = predict(loss, model, {"input_ids": ids}, ids)
+    assert isinstance(hidden, torch.Tensor)
+    assert hidden.shape == (1, 6, model.head.in_features)
+    assert torch.equal(model.head(hidden), model(input_ids=ids))
+    assert torch.equal(loss(hidden, ids), hidden.square().sum() + model.head.weight.sum())
+    assert loss.count(ids) == 6
+
+
+def test_a_factory_excludes_settings_and_another_loss(tiny_lm, settings) -> None:
+    with pytest.raises(
+        ConfigurationError, match="fused_loss='auto': has no effect beside fused_loss_factory"
+    ):
+        check_loss(settings(fused_loss="auto"), None, SumOfSquares)
+    with pytest.raises(ConfigurationError, match="given beside compute_loss_func"):
+        check_loss(settings(), CausalLMLoss(), SumOfSquares)
+    with pytest.raises(ConfigurationError, match="sum-and-count|sum and tells"):
+        loss_of(settings(), tiny_lm(), None, lambda head: nn.functional.cross_entropy)

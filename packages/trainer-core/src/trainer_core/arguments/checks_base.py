@@ -45,17 +45,7 @@ def check_base(args: BaseTrainingArguments) -> None:
     _check_attention(args)
     _check_linear_swaps(args)
     _check_best(args)
-    if (
-        args.lr_scheduler_type == "reduce_lr_on_plateau"
-        and args.eval_strategy == "no"
-        and not args.eval_on_save
-    ):
-        raise ConfigurationError(
-            "lr_scheduler_type",
-            args.lr_scheduler_type,
-            "follows a metric of the evaluations, and there are none",
-            "set eval_strategy",
-        )
+    _check_plateau(args)
     refuse_without_effect(args, _unused(args))
 
 

@@ -3,6 +3,7 @@
 from .causal import CausalLMLoss
 from .choice import LossSettings, check_loss, loss_of
 from .fused import FusedLinearCrossEntropy, HiddenStates
+from .hidden_states import FusedLossFactory, HiddenStatesLoss
 from .mean import MeanLoss, OutputMeanLoss
 from .model_loss import ModelLoss
 from .predictions import logits_of, predict
@@ -12,7 +13,9 @@ __all__ = [
     "IGNORE_INDEX",
     "CausalLMLoss",
     "FusedLinearCrossEntropy",
+    "FusedLossFactory",
     "HiddenStates",
+    "HiddenStatesLoss",
     "LossSettings",
     "MeanLoss",
     "ModelLoss",

@@ -10,6 +10,7 @@ from ..errors import ConfigurationError
 from .causal import CausalLMLoss
 from .fused import FusedLinearCrossEntropy
 from .head import output_head
+from .hidden_states import FusedLossFactory, HiddenStatesLoss
 from .token_loss import TokenLoss
 
 
@@ -29,7 +30,7 @@ class LossSettings(Protocol):
         """no, auto, torch, chunked, liger or cut."""
 
 
-def check_loss(args: LossSettings, given: object) -> None:
+def check_loss(args: LossSettings, given: object, fused_factory: object = None) -> None:
     """Refuse a loss that is no sum and count, and arguments that have no effect beside it.
 
     Needs no model, so it can be called before there is one.
@@ -37,11 +38,19 @@ def check_loss(args: LossSettings, given: object) -> None:
     Args:
         args: Label smoothing, z-loss and fused loss.
         given: The user's loss, or None.
+        fused_factory: The user's factory of a loss on hidden states, or None.
 
     Raises:
         ConfigurationError: Naming the setting.
     """
+    if given is not None and fused_factory is not None:
+        raise ConfigurationError(
+            "fused_loss_factory", fused_factory, "was given beside compute_loss_func", "give one of them"
+        )
+    if given is None and fused_factory is None:
+        return
     if given is None:
+        _refuse_settings(args, "fused_loss_factory")
         return
     if not callable(given) or not callable(getattr(given, "count", None)):
         raise ConfigurationError(
@@ -51,6 +60,10 @@ def check_loss(args: LossSettings, given: object) -> None:
             "wrap a loss that returns a mean: MeanLoss(function, count) or, for one of the model's whole "
             "output, OutputMeanLoss(function, count)",
         )
+    _refuse_settings(args, "compute_loss_func")
+
+
+def _refuse_settings(args: LossSettings, beside: str) -> None:
     defaults: dict[str, object] = {"label_smoothing": 0.0, "z_loss": 0.0, "fused_loss": "no"}
     for name, default in defaults.items():
         value = getattr(args, name)
@@ -58,12 +71,17 @@ def check_loss(args: LossSettings, given: object) -> None:
             raise ConfigurationError(
                 name,
                 value,
-                "has no effect beside compute_loss_func, which is computed as given",
-                f"leave {name} out, or leave compute_loss_func out",
+                f"has no effect beside {beside}, which is computed as given",
+                f"leave {name} out, or leave {beside} out",
             )
 
 
-def loss_of(args: LossSettings, model: nn.Module, given: TokenLoss | None = None) -> TokenLoss:
+def loss_of(
+    args: LossSettings,
+    model: nn.Module,
+    given: TokenLoss | None = None,
+    fused_factory: FusedLossFactory | None = None,
+) -> TokenLoss:
     """The loss to train with.
 
     Call it after the model's layers have been converted (FP8, QAT) and before it is compiled or wrapped.
@@ -72,13 +90,16 @@ def loss_of(args: LossSettings, model: nn.Module, given: TokenLoss | None = None
         args: Label smoothing, z-loss and fused loss.
         model: Names its output head, if the loss is to be fused.
         given: The user's loss, which goes first.
+        fused_factory: Makes a loss on hidden states from the output head.
 
     Raises:
         ConfigurationError: If settings contradict each other, or the loss cannot be fused with this model.
     """
-    check_loss(args, given)
+    check_loss(args, given, fused_factory)
     if given is not None:
         return given
+    if fused_factory is not None:
+        return HiddenStatesLoss(output_head(model), fused_factory)
     if args.fused_loss == "no":
         return CausalLMLoss(label_smoothing=args.label_smoothing, z_loss=args.z_loss)
     return FusedLinearCrossEntropy(
