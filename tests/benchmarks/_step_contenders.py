@@ -18,7 +18,6 @@ from _step_peers import accelerate, fabric, hf_trainer, lightning
 from _step_work import CLIP_NORM, LEARNING_RATE, LOG_EVERY, Clock, Example, Window, Work, mean_loss
 from torch import nn
 from torch.optim import AdamW, Optimizer
-from torch.utils.data import DataLoader
 
 from dist_env import StaticDistributedEnvironment
 from trainer_core import Trainer, TrainingArguments
@@ -75,10 +74,9 @@ def plain(work: Work, model: nn.Module, *, fused: bool | None = None) -> None:
     """The loop that everybody writes: loader, schedule, clipping, and a line every 50 steps."""
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=fused)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / work.steps)
-    loader = DataLoader(work.examples, batch_size=work.size.batch_size)  # type: ignore[arg-type]
     total = torch.zeros(())
     model.train()
-    for step, batch in enumerate(loader, start=1):
+    for step, batch in enumerate(work.loader(), start=1):
         loss = mean_loss(model(batch["input_ids"]), batch["labels"])
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)

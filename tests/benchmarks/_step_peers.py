@@ -13,21 +13,19 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 
-def _parts(work: Work, model: nn.Module) -> tuple[AdamW, LambdaLR, Any]:
+def _parts(work: Work, model: nn.Module) -> tuple[AdamW, LambdaLR]:
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     schedule = LambdaLR(optimizer, lambda step: 1 - step / work.steps)
-    return optimizer, schedule, DataLoader(work.examples, batch_size=work.size.batch_size)  # type: ignore[arg-type]
+    return optimizer, schedule
 
 
 def accelerate(work: Work, model: nn.Module) -> None:
     """Accelerate: model, optimizer, schedule and loader prepared."""
     accelerator = Accelerator(cpu=True)
-    optimizer, schedule, loader = _parts(work, model)
-    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    model, optimizer, schedule, loader = accelerator.prepare(model, *_parts(work, model), work.loader())
     total = torch.zeros(())
     model.train()
     for step, batch in enumerate(loader, start=1):
@@ -46,15 +44,15 @@ def accelerate(work: Work, model: nn.Module) -> None:
 def fabric(work: Work, model: nn.Module) -> None:
     """Lightning Fabric: model, optimizer and loader set up."""
     runtime = Fabric(accelerator="cpu", devices=1)
-    optimizer, schedule, loader = _parts(work, model)
+    optimizer, schedule = _parts(work, model)
     wrapped, wrapped_optimizer = runtime.setup(model, optimizer)
-    loader = runtime.setup_dataloaders(loader)
+    loader = runtime.setup_dataloaders(work.loader())
     total = torch.zeros(())
     wrapped.train()
     for step, batch in enumerate(loader, start=1):
         loss = mean_loss(wrapped(batch["input_ids"]), batch["labels"])
         runtime.backward(loss)
-        norm = runtime.clip_gradients(wrapped, wrapped_optimizer, max_norm=CLIP_NORM)
+        norm: Any = runtime.clip_gradients(wrapped, wrapped_optimizer, max_norm=CLIP_NORM)
         wrapped_optimizer.step()
         schedule.step()
         wrapped_optimizer.zero_grad()
@@ -80,7 +78,7 @@ def hf_trainer(work: Work, model: nn.Module) -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    Trainer(model, args, train_dataset=work.examples, compute_loss_func=_loss_for_hf).train()  # type: ignore[arg-type]
+    Trainer(model, args, train_dataset=work.examples, compute_loss_func=_loss_for_hf).train()
 
 
 def _loss_for_hf(outputs: Tensor, labels: Tensor, num_items_in_batch: object = None) -> Tensor:
@@ -105,7 +103,7 @@ class _Module(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW, and a schedule that is stepped with it."""
-        optimizer, schedule, _ = _parts(self._work, self.model)
+        optimizer, schedule = _parts(self._work, self.model)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -125,7 +123,7 @@ class _Lines(Logger):
 
 def lightning(work: Work, model: nn.Module, *, logs: bool = True) -> None:
     """Lightning Trainer: barebones, or logging the loss by ``self.log``."""
-    speaking = {
+    speaking: dict[str, Any] = {
         "logger": _Lines(),
         "log_every_n_steps": LOG_EVERY,
         "enable_progress_bar": False,
@@ -138,7 +136,6 @@ def lightning(work: Work, model: nn.Module, *, logs: bool = True) -> None:
         max_steps=work.steps,
         gradient_clip_val=CLIP_NORM,
         default_root_dir=str(work.directory),
-        **(speaking if logs else {"barebones": True}),  # type: ignore[arg-type]
+        **(speaking if logs else {"barebones": True}),
     )
-    loader = DataLoader(work.examples, batch_size=work.size.batch_size)  # type: ignore[arg-type]
-    trainer.fit(_Module(work, model, logs), loader)
+    trainer.fit(_Module(work, model, logs), work.loader())

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from llama_pretrain import Llama, LlamaConfig
 from perf_metrics import model_flops_per_token
@@ -168,6 +169,10 @@ class Work:
         """A new model with the same weights each time."""
         torch.manual_seed(0)
         return self.size.build()
+
+    def loader(self) -> Any:
+        """A new torch loader of the examples, in order."""
+        return DataLoader(cast("Dataset[Example]", self.examples), batch_size=self.size.batch_size)
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

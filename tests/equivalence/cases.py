@@ -14,6 +14,8 @@ PLAIN = Recipe()
 EXACT = 1e-5
 """Bound on the relative deviation of a float32 row. Rounding alone gives up to about 1e-6: see the rows of
 the reference itself, with its microbatches cut in another way."""
+BFLOAT16 = 2e-2
+"""Bound of rows that compare numbers rounded to bfloat16 in different places; 2 ** -8 is 4e-3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,6 @@ CASES = [
         name="checkpointing full, compiled blocks",
         settings={**BY_EYE, "torch_compile_scope": "blocks", "activation_checkpointing": "full"},
     ),
-    Case(name="activation offloading", settings={"enable_activation_offloading": True}),
     Case(name="fused loss torch", settings={"fused_loss": "torch"}),
     Case(name="fused loss chunked", settings={"fused_loss": "chunked"}, accumulation=4),
     Case(name="fused loss auto, tied", settings={"fused_loss": "auto"}, recipe=TIED),
@@ -145,16 +146,26 @@ CASES = [
         name="evaluation in between, compiled",
         settings={"eval_strategy": "steps", "eval_steps": 10, **BY_EYE},
     ),
+    # Weights that differ in a last bit are rounded to bfloat16s that differ in the eighth: here the reference
+    # has to round as we do, and without that it is as far from itself as the row below it.
     Case(
-        name="bf16 autocast, beside a reference in bf16 autocast",
+        name="bf16 autocast",
         settings={"mixed_precision": "bf16"},
-        recipe=replace(PLAIN, autocast=True),
+        recipe=replace(PLAIN, autocast=True, fused=True),
         accumulation=4,
     ),
     Case(
-        name="bf16 autocast, beside the float32 reference",
+        name="reference in bf16 autocast, another AdamW",
+        runner="reference with another AdamW",
+        recipe=replace(PLAIN, autocast=True),
+        accumulation=4,
+        tolerance=BFLOAT16,
+        because="what a last bit does in bfloat16",
+    ),
+    Case(
+        name="bf16 autocast, beside float32",
         settings={"mixed_precision": "bf16"},
-        tolerance=5e-2,
+        tolerance=BFLOAT16,
         because="bfloat16 keeps 8 bits of a product",
     ),
 ]

@@ -39,6 +39,8 @@ class Recipe:
     max_grad_norm: float | None = 1.6
     tied: bool = False
     autocast: bool = False
+    fused: bool = False
+    """Whether to take torch's fused AdamW, which rounds otherwise than the one for each parameter."""
     bad_step: int | None = None
     """The optimizer step whose gradient is made not a number; it is left out, and the schedule goes on."""
 
@@ -52,7 +54,9 @@ def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
         {"params": [p for p in everything if p.ndim > 1], "weight_decay": recipe.weight_decay},
         {"params": [p for p in everything if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, recipe.learning_rate, recipe.betas, recipe.epsilon)
+    optimizer = torch.optim.AdamW(
+        groups, recipe.learning_rate, recipe.betas, recipe.epsilon, fused=recipe.fused
+    )
     loader, points = RaggedLoader(microbatch), []
     for step in range(recipe.steps):
         if step % STEPS_PER_EPOCH == 0:

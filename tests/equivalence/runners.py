@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch._dynamo.utils import counters
 
 from trainer_core import Trainer, TrainingArguments
 
@@ -88,6 +90,11 @@ def _by_reference(case: Case, directory: Path) -> list[Point]:
     return train(case.recipe, GLOBAL_BATCH // case.accumulation)
 
 
+def _by_reference_with_another_adamw(case: Case, directory: Path) -> list[Point]:
+    other = replace(case.recipe, fused=not case.recipe.fused)
+    return train(other, GLOBAL_BATCH // case.accumulation)
+
+
 def _here(case: Case, directory: Path) -> list[Point]:
     trainer = build(case, directory)
     trainer.train()
@@ -104,7 +111,12 @@ def _restarted(case: Case, directory: Path) -> list[Point]:
     return curve(second.state.log_history)
 
 
-RUNNERS: dict[str, Runner] = {"reference": _by_reference, "here": _here, "restarted": _restarted}
+RUNNERS: dict[str, Runner] = {
+    "reference": _by_reference,
+    "reference with another AdamW": _by_reference_with_another_adamw,
+    "here": _here,
+    "restarted": _restarted,
+}
 """Each trains a row in an empty directory. One for several processes starts `case.world_size` of them, and
 returns what rank 0 logged."""
 
@@ -112,4 +124,8 @@ returns what rank 0 logged."""
 def run(case: Case, directory: Path) -> list[Point]:
     """Train a row."""
     torch._dynamo.reset()  # what other rows compiled would count as recompilations of this one
-    return RUNNERS[case.runner](case, directory)
+    counters.clear()
+    points = RUNNERS[case.runner](case, directory)
+    if bool(case.settings.get("torch_compile")) != bool(counters["frames"]["ok"]):
+        raise RuntimeError(f"{case.name}: {counters['frames']['ok']} frames were compiled")
+    return points

@@ -29,7 +29,8 @@ class TinyModel(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed(input_ids)
-        past = hidden.cumsum(dim=1) / torch.arange(1, hidden.shape[1] + 1).unsqueeze(-1)
+        positions = torch.arange(1, hidden.shape[1] + 1, device=hidden.device)
+        past = hidden.cumsum(dim=1) / positions.unsqueeze(-1)
         return self.head(self.dropout(torch.tanh(self.mix(past))))
 
 

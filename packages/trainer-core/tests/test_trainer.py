@@ -5,35 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from dist_env import StaticDistributedEnvironment
 from trainer_core import CausalLMLoss, ConfigurationError, DataError, MeanLoss, Trainer, TrainingArguments
-
-
-class CountReads(TorchDispatchMode):
-    """Counts the times a tensor's value is brought to Python, which on a GPU waits for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.reads += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
-def reads_in(trainer: Trainer) -> int:
-    with CountReads() as counter:
-        trainer.train()
-    return counter.reads
-
-
-def test_steps_between_log_entries_read_nothing_from_the_device(make_trainer: Callable[..., Trainer]) -> None:
-    quiet = {"logging_steps": 1000, "num_train_epochs": -1, "max_grad_norm": 1.0, "learning_rate": 1e-3}
-    short, long = make_trainer(**quiet, max_steps=4), make_trainer(**quiet, max_steps=24)
-    assert reads_in(short) == reads_in(long)
 
 
 def test_clipping_bounds_the_step_and_logs_the_norm_before(make_trainer: Callable[..., Trainer]) -> None:
