@@ -140,7 +140,7 @@ class Actions:
         totals = run.interval.close()
         if totals is None:
             return
-        record = record_of(totals, run.state, run.learning_rate)
+        record = record_of(totals, run.state)
         if (recompiles := run.recompiles.count()) is not None:
             record["recompiles"] = recompiles
         memory = take_peak_memory(run.parallel)

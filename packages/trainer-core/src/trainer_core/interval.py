@@ -37,6 +37,8 @@ class Totals:
     """`target_tokens` of the applied steps."""
     grad_norm_square_sum: float = 0.0
     grad_norm_max: float = 0.0
+    learning_rate: float = 0.0
+    """The rate that the last optimizer step was made with."""
     net_seconds: float = 0.0
     gross_seconds: float = 0.0
     data_seconds: float = 0.0
@@ -127,8 +129,9 @@ class Interval:
         self._flops_by_length: dict[int, float] = {}
         self._sums = _DeviceSums(parallel.device)
 
-    def add(self, window: Window, loss_sum: Tensor, grad_norm: Tensor) -> None:
+    def add(self, window: Window, loss_sum: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
         """Add one optimizer step; waits for nothing."""
+        self.totals.learning_rate = learning_rate
         flos = 0.0
         for labels in window.labels:
             positions = labels.numel()
@@ -195,7 +198,7 @@ class Interval:
         return flops
 
 
-def record_of(totals: Totals, state: TrainerState, learning_rate: float) -> dict[str, object]:
+def record_of(totals: Totals, state: TrainerState) -> dict[str, object]:
     """The log entry of an interval.
 
     `loss` is the sum of the token losses over the counted tokens, `grad_norm` the root mean square over the
@@ -207,7 +210,7 @@ def record_of(totals: Totals, state: TrainerState, learning_rate: float) -> dict
         "loss": totals.loss_sum / max(1, totals.applied_tokens) if totals.updates else math.nan,
         "grad_norm": math.sqrt(totals.grad_norm_square_sum / totals.updates) if totals.updates else math.nan,
         "grad_norm_max": totals.grad_norm_max,
-        "learning_rate": learning_rate,
+        "learning_rate": totals.learning_rate,
         "tokens": totals.target_tokens,
         "input_tokens": totals.input_tokens,
         "compute_tokens": totals.compute_tokens,

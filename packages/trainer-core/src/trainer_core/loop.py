@@ -92,11 +92,12 @@ class TrainingLoop:
         loss_sum = self._forward_backward(window.batches, self.update.divisor(tokens))
         grad_norm = self.update.measure()
         events.fire("on_pre_optimizer_step")
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._step_optimizer()
         if events.listens("on_train_metrics"):
             loss = loss_sum / window.target_tokens.clamp(min=1)
             events.fire("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=window.target_tokens)
-        run.interval.add(window, loss_sum, grad_norm)
+        run.interval.add(window, loss_sum, grad_norm, learning_rate)
         run.state.global_step += 1
         run.update_epoch()
         events.fire("on_step_end")
@@ -116,7 +117,6 @@ class TrainingLoop:
 
     def _step_optimizer(self) -> None:
         run = self.run
-        run.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         applied = self.update.apply()
         run.parallel.zero_grad()
         run.events.fire("on_optimizer_step")

@@ -50,8 +50,6 @@ class Run:
     garbage: GarbagePolicy
     recompiles: RecompileCounter
     eval_metrics: Mapping[str, EvalMetric]
-    learning_rate: float = 0.0
-    """The rate that the last optimizer step was made with."""
     saved_step: int = -1
     """Step of the newest checkpoint of this run."""
 
