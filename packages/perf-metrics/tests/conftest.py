@@ -10,7 +10,8 @@ import pytest
 
 @dataclass
 class Arguments:
-    logging_dir: str
+    logging_dir: str | None
+    output_dir: str | None = None
 
 
 @dataclass

@@ -167,6 +167,12 @@ def test_a_missing_directory_is_named(run) -> None:
         begin(run, 0)
 
 
+def test_without_a_directory_for_logs_the_file_is_in_that_of_the_run(run) -> None:
+    run.args.output_dir, run.args.logging_dir = run.args.logging_dir, None
+    begin(run, 0)
+    assert (Path(run.args.output_dir) / "trainer_logs.json").is_file()
+
+
 WRITER = """
 import sys
 from types import SimpleNamespace

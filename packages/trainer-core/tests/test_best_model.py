@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_core import ConfigurationError, Trainer
+from trainer_core import ConfigurationError, EarlyStopping, Trainer
 
 TRACKED = {
     "max_steps": 12,
@@ -110,3 +110,20 @@ def test_metrics_of_ones_own_are_weighted_by_their_counts(
     assert found == pytest.approx(int(right) / int(counted))
     measured = [e["eval_accuracy"] for e in trainer.state.log_history if "eval_accuracy" in e]
     assert trainer.state.best_metric == max(measured[:-1])  # type: ignore[type-var]
+
+
+def test_early_stopping_ends_with_the_best_weights(
+    make_trainer: Callable[..., Trainer], ragged_loader: Callable[..., object]
+) -> None:
+    trainer = make_trainer(
+        eval_loader=ragged_loader(seed=5),
+        load_best_model_at_end=True,
+        callbacks=[EarlyStopping(patience=2)],
+        **TRACKED,
+    )
+    trainer.train()
+    assert trainer.stop_cause is not None
+    assert trainer.stop_cause.name == "early_stopping"
+    assert trainer.exit_code == 0
+    losses = losses_by_step(trainer)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses.values()), rel=1e-6)

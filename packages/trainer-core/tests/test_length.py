@@ -115,9 +115,9 @@ def test_a_length_that_fails_is_said_with_its_reason(
 
 
 def test_what_needs_the_length_says_so(make_trainer: Callable[..., Trainer]) -> None:
-    with pytest.raises(ConfigurationError, match=r"num_train_epochs=1\.5.*set max_steps"):
+    with pytest.raises(ConfigurationError, match=r"num_train_epochs=1\.5.*max_steps"):
         make_trainer(loader=Unsized(), num_train_epochs=1.5).train()
-    with pytest.raises(ConfigurationError, match=r"lr_scheduler_type='cosine'.*set max_steps"):
+    with pytest.raises(ConfigurationError, match=r"lr_scheduler_type='cosine'.*max_steps"):
         make_trainer(loader=Unsized(), num_train_epochs=1).train()
 
 

@@ -209,3 +209,30 @@ def test_options_beside_an_optimizer_of_ones_own_are_refused(make_trainer: Calla
     )
     own.train()
     assert isinstance(own.optimizer, torch.optim.SGD)
+
+
+def test_settings_of_something_that_is_off_are_said(
+    make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="trainer_core"):
+        make_trainer(eval_steps=7, save_total_limit=5, gc_threshold=0.9, logging_strategy="no")
+    said = [record.getMessage().partition("=")[0] for record in caplog.records]
+    assert said == ["eval_steps", "logging_steps", "save_total_limit", "gc_threshold"]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="trainer_core"):
+        make_trainer(logging_steps=50)
+    assert not caplog.records
+
+
+def test_a_stop_without_a_checkpoint_is_no_reason_to_start_again(
+    make_trainer: Callable[..., Trainer],
+) -> None:
+    slow = {"max_steps": 100_000, "num_train_epochs": -1, "max_train_seconds": 0.2}
+    unsaved = make_trainer(**slow)
+    unsaved.train()
+    assert unsaved.stop_cause is not None
+    assert unsaved.stop_cause[:2] == ("max_train_seconds", "time limit")
+    assert unsaved.exit_code == 1
+    saved = make_trainer(**slow, save_strategy="steps", save_steps=100_000)
+    saved.train()
+    assert saved.exit_code == 75

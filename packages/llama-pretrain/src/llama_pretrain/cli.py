@@ -27,7 +27,8 @@ options of train that are used most (all of them: {PROG} train --help):
   --config FILE              TOML or YAML file with any of the options
   --version                  print the version
 
-The other commands have --help as well. Exit codes: 0 done, 2 wrong input, 75 stopped early and saved (the same command goes on), 130 interrupted."""
+The other commands have --help as well. Exit codes: 0 done, 1 aborted, 2 wrong input,
+75 stopped early and saved (the same command goes on), 130 interrupted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,8 +9,12 @@ class LoggingArguments(Protocol):
     """Arguments of a run, as far as logging needs them."""
 
     @property
-    def logging_dir(self) -> str:
-        """Directory for log files."""
+    def logging_dir(self) -> str | None:
+        """Directory for log files; None means the one below."""
+
+    @property
+    def output_dir(self) -> str:
+        """Directory of the run."""
 
 
 class ProgressState(Protocol):

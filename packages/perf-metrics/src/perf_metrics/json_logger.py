@@ -24,7 +24,7 @@ class JsonLogger:
     the process with world rank 0 writes.
 
     Args:
-        filename: Name of the file in `args.logging_dir`.
+        filename: Name of the file in `args.logging_dir`, or in `args.output_dir` where that is not set.
 
     Raises:
         ValueError: `filename` is not a plain file name.
@@ -69,11 +69,12 @@ class JsonLogger:
             append_entry(path, entry)
 
     def _path(self, args: LoggingArguments) -> Path:
-        if not args.logging_dir:
+        place = args.logging_dir or args.output_dir
+        if not place:
             raise ValueError(
-                f"logging_dir={args.logging_dir!r}: JsonLogger needs a directory; set logging_dir"
+                f"logging_dir={args.logging_dir!r}: JsonLogger needs a directory; set it, or output_dir"
             )
-        directory = Path(args.logging_dir)
+        directory = Path(place)
         directory.mkdir(parents=True, exist_ok=True)
         return directory / self._filename
 

@@ -13,6 +13,7 @@ from .callbacks import (
     ProfilerCallback,
     TensorBoardCallback,
     TextSamples,
+    Tracker,
     WandbCallback,
     dump_on_oom,
 )
@@ -20,7 +21,15 @@ from .config import arguments_from_dict, field_docs, load_config_file, suggest
 from .errors import ConfigurationError, DataError
 from .evaluation import EvalMetric
 from .events import EVENTS
-from .loss import CausalLMLoss, FusedLinearCrossEntropy, MeanLoss, ModelLoss, OutputMeanLoss, TokenLoss
+from .loss import (
+    CausalLMLoss,
+    FusedLinearCrossEntropy,
+    MeanLoss,
+    ModelLoss,
+    OutputMeanLoss,
+    TokenLoss,
+    count_next_tokens,
+)
 from .model import ModelInit, ModelSource, prepare_model
 from .optimization import Multiopt, NonFiniteGradientError
 from .parallelism import Parallelism, Scored, SingleDevice
@@ -31,6 +40,7 @@ from .precision import (
     export_qat,
     export_qat_checkpoint,
     load_quantized,
+    prepare_qat,
 )
 from .state import StopCause, TrainerControl, TrainerState, TrainOutput
 from .stop_requests import EXIT_RESUMABLE
@@ -71,6 +81,7 @@ __all__ = [
     "TensorBoardCallback",
     "TextSamples",
     "TokenLoss",
+    "Tracker",
     "TrainOutput",
     "Trainer",
     "TrainerControl",
@@ -79,6 +90,7 @@ __all__ = [
     "WandbCallback",
     "arguments_from_dict",
     "convert_qat",
+    "count_next_tokens",
     "dump_on_oom",
     "export_qat",
     "export_qat_checkpoint",
@@ -86,5 +98,6 @@ __all__ = [
     "load_config_file",
     "load_quantized",
     "prepare_model",
+    "prepare_qat",
     "suggest",
 ]

@@ -77,8 +77,12 @@ class Actions:
             self.save()
 
     def restore_best(self) -> None:
-        """Put the weights of the best checkpoint into the model, if the arguments ask for it."""
-        if self.run.args.load_best_model_at_end and not self.run.events.control.ends_run:
+        """Put the weights of the best checkpoint into the model, if the arguments ask for it.
+
+        Not if it goes on when it is started again, as it is not at its end then, nor if it was aborted.
+        """
+        cause = self.run.events.stop_cause
+        if self.run.args.load_best_model_at_end and (cause is None or not (cause.resumable or cause.aborted)):
             load_best(self.run)
 
     def log(self, record: dict[str, object]) -> None:

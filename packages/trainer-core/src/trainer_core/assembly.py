@@ -74,7 +74,7 @@ def assemble(
     meter = ThroughputMeter()
     speed = RunSpeed(args.speed_metrics_start_step, samples_per_step(args, parallel))
     interval = Interval(parallel, state, meter, speed)
-    progress = RunProgress(args, state, interval, speed.samples_per_step)
+    progress = RunProgress(args, state, interval, speed.samples_per_step, trains=loader is not None)
     scaler = build_scaler(args, parallel.unwrapped_model(), parallel.device)
     components = RunComponents(
         parallel,

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from checkpoint_core import (
     CheckpointConfig,
+    CheckpointError,
     CheckpointManager,
     Preprocessor,
     find_latest_checkpoint,
@@ -65,7 +66,7 @@ def resume(run: Run) -> Path | None:
     loaded = None if wanted is False else load(run, None if wanted is True else wanted)
     output_dir = Path(run.args.output_dir).absolute()
     if loaded is not None:
-        judge_changes(run.progress.changes)
+        say_changes(run.progress.changes)
     continues = loaded is not None and loaded.parent == output_dir
     if run.args.save_strategy == "no" or continues:
         return loaded
@@ -87,11 +88,16 @@ def load(run: Run, path: str | None) -> Path | None:
         The checkpoint; None if there is none.
 
     Raises:
+        ConfigurationError: If the run trains, and an argument differs that may not.
         checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it, or its
             state does not fit this run.
     """
     fresh = _hyperparameters(run.optimizer)
-    loaded = run.manager.load_checkpoint(path)
+    try:
+        loaded = run.manager.load_checkpoint(path)
+    except CheckpointError as error:
+        # What is wrong then is a setting, and not the checkpoint.
+        raise (run.progress.refusal or error) from error
     if loaded is None:
         return None
     if OPTIMIZER & {change.name for change in run.progress.changes.warned}:
@@ -108,19 +114,8 @@ def load(run: Run, path: str | None) -> Path | None:
     return loaded.path
 
 
-def judge_changes(changes: Changes) -> None:
-    """Say which arguments differ from those of the checkpoint that a run goes on from.
-
-    Raises:
-        ConfigurationError: If one differs that may not.
-    """
-    for change in changes.refused:
-        raise ConfigurationError(
-            change.name,
-            change.now,
-            f"was {change.before!r} when the checkpoint was saved, and its state means nothing otherwise",
-            f"go back to {change.before!r}, or start anew with resume_from_checkpoint=False elsewhere",
-        )
+def say_changes(changes: Changes) -> None:
+    """Say which arguments differ from those of the checkpoint that a run goes on from."""
     for change in changes.warned:
         logger.warning("changed since the checkpoint, and changes the curve from here on: %s", change)
     for change in changes.allowed:

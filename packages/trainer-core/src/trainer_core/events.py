@@ -25,7 +25,7 @@ EVENTS = (
     "on_evaluate",
     "on_save",
 )
-"""Every event, in the order of a run. A callback is any object; it has a method for each event it wants."""
+"""Every event. A callback is any object; it has a method for each event it wants."""
 
 Handler = Callable[..., TrainerControl | None]
 

@@ -38,10 +38,19 @@ class RunProgress:
     """Step, epoch, totals, log, arguments and the open log interval, as a state component."""
 
     def __init__(
-        self, args: TrainingArguments, state: TrainerState, interval: Interval, samples_per_step: int
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        interval: Interval,
+        samples_per_step: int,
+        *,
+        trains: bool,
     ) -> None:
         self.changes = Changes((), (), ())
         """How the arguments differ from those of the checkpoint that was loaded."""
+        self.refusal: ConfigurationError | None = None
+        """Why the checkpoint was refused, if it was."""
+        self._trains = trains
         self._args = args
         self._state = state
         self._interval = interval
@@ -69,23 +78,35 @@ class RunProgress:
         arguments = state["arguments"]
         if isinstance(arguments, Mapping):
             self.changes = compare(arguments, self._args)
-        before = state["samples_per_step"]
-        if (
-            before != self._samples_per_step
-            and self._state.epoch_train_steps
-            and self._state.num_train_epochs >= 0
-        ):
-            raise ConfigurationError(
-                "per_device_train_batch_size",
-                f"{self._samples_per_step} examples a step with accumulation and ranks",
-                f"the checkpoint counts its epochs in steps of {before} examples",
-                "go back to that number, or limit the run by max_steps with num_train_epochs=-1",
-            )
+        self.refusal = self._refusal(state["samples_per_step"])
+        if self.refusal is not None:
+            raise self.refusal
         for name in _COUNTERS:
             setattr(self._state, name, state[name])
         interval = state["interval"]
         if isinstance(interval, Mapping):
             self._interval.load_state_dict(interval)
+
+    def _refusal(self, samples_before: object) -> ConfigurationError | None:
+        """What stands against going on from the checkpoint; nothing, if this run does not train."""
+        if not self._trains:
+            return None
+        for change in self.changes.refused:
+            return ConfigurationError(
+                change.name,
+                change.now,
+                f"was {change.before!r} when the checkpoint was saved, and its state means nothing otherwise",
+                f"go back to {change.before!r}, or start anew with resume_from_checkpoint=False elsewhere",
+            )
+        counts_epochs = self._state.epoch_train_steps and self._state.num_train_epochs >= 0
+        if counts_epochs and samples_before != self._samples_per_step:
+            return ConfigurationError(
+                "per_device_train_batch_size",
+                f"{self._samples_per_step} examples a step with accumulation and ranks",
+                f"the checkpoint counts its epochs in steps of {samples_before} examples",
+                "go back to that number, or limit the run by max_steps with num_train_epochs=-1",
+            )
+        return None
 
 
 class CallbackStates:
@@ -135,7 +156,7 @@ class RunComponents:
         dataset: object,
     ) -> None:
         self._parallel = parallel
-        self._progress = progress
+        self.progress = progress
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._rest: dict[str, object | None] = {"grad_scaler": scaler, "callbacks": callbacks}
@@ -144,13 +165,13 @@ class RunComponents:
     def get_state_components(self) -> Sequence[StateComponent]:
         """The components of the run, as far as they exist: the keys of `Parallelism.sharing`."""
         model = self._parallel.unwrapped_model()
-        parts: dict[str, object] = {"model": ModelState(model)}
+        # The trainer's own comes first: it refuses a checkpoint before anything else has changed.
+        parts: dict[str, object] = {"trainer": self.progress, "model": ModelState(model)}
         if self._optimizer is not None:
             parts["optimizer"] = OptimizerState(self._optimizer, model)
         if self._scheduler is not None:
             parts["scheduler"] = self._scheduler
         parts |= {key: part for key, part in self._rest.items() if part is not None}
-        parts["trainer"] = self._progress
         if hasattr(self._dataset, "state_dict"):
             parts["dataset"] = self._dataset
         parts["rng"] = RNGState()

@@ -63,18 +63,18 @@ def total_steps(args: MinimalTrainingArguments, per_epoch: int | None) -> int:
         The number of steps, or -1 when only the end of the data will tell.
 
     Raises:
-        ConfigurationError: For a fraction of an epoch of unknown length without `max_steps`.
+        ConfigurationError: For a fraction of an epoch of unknown length.
     """
     by_epochs = -1
     if args.num_train_epochs >= 0:
         if per_epoch is not None:
             by_epochs = math.floor(per_epoch * args.num_train_epochs + 1e-9)
-        elif args.num_train_epochs != int(args.num_train_epochs) and args.max_steps < 0:
+        elif args.num_train_epochs != int(args.num_train_epochs):
             raise ConfigurationError(
                 "num_train_epochs",
                 args.num_train_epochs,
                 "is a fraction of an epoch, and this data cannot tell how long an epoch is",
-                "set max_steps, or a whole number of epochs",
+                "set a whole number of epochs, or max_steps and num_train_epochs=-1",
             )
     limits = [limit for limit in (by_epochs, args.max_steps) if limit >= 0]
     return min(limits, default=-1)

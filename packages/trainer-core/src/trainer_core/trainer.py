@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkpoint_core import Preprocessor
-from dist_env import DistributedEnvInterface
+from dist_env import DistributedEnvInterface, get_logger
 from perf_metrics import DefaultMetrics, ProgressCallback, device_peak_flops
 
 from .actions import Actions
 from .arguments import TrainingArguments
+from .arguments.at_rest import said_in_vain
 from .assembly import assemble
 from .callbacks import InfoCallback
 from .checkpointing import checkpoint_to_resume, load, load_best, resume
@@ -42,6 +43,8 @@ from .run import Run, training_switches
 from .seeding import seed_everything
 from .state import StopCause, TrainOutput, fresh_state
 from .stop_requests import EXIT_RESUMABLE, StopRequests
+
+logger = get_logger(__name__)
 
 
 class Trainer:
@@ -102,6 +105,8 @@ class Trainer:
         check_device(self.args, self.parallel.env)
         self.parallel.check(self.args)
         check_data(self.args, train_dataset, eval_dataset, data_collator)
+        for line in said_in_vain(self.args, self.parallel.device.type, evaluates=eval_dataset is not None):
+            logger.warning("%s", line)
         self._parts = Ingredients(
             model=model_source(model, model_init),
             train_data=train_dataset,
@@ -139,7 +144,7 @@ class Trainer:
 
         Raises:
             DataError: If there is no training data, or an epoch of it is empty.
-            NonFiniteError: If a gradient is not finite and `nonfinite_policy` is "raise".
+            NonFiniteGradientError: If a gradient is not finite and `nonfinite_policy` is "raise".
         """
         if self._parts.train_data is None:
             raise DataError("train() needs train_dataset; give one to the Trainer")
@@ -262,13 +267,14 @@ class Trainer:
     def exit_code(self) -> int:
         """What a script should exit with.
 
-        75 (EX_TEMPFAIL) if the run was asked to stop early and goes on when it is started again, 1 if
-        somebody aborted it without saving, else 0.
+        75 (EX_TEMPFAIL) if the run was asked to stop early, has saved, and goes on when it is started again;
+        1 if it was aborted, or left without saving; else 0.
         """
         cause = self.stop_cause
-        if cause is None:
+        if cause is None or not (cause.resumable or cause.aborted):
             return 0
-        return EXIT_RESUMABLE if cause.resumable else int(cause.aborted)
+        saved = cause.resumable and self.saved_step == self.state.global_step
+        return EXIT_RESUMABLE if saved else 1
 
     def _prepare(self) -> Run:
         """Build everything at the first call; later calls return what was built."""
@@ -302,6 +308,6 @@ class Trainer:
             "optimizer": run.optimizer,
             "lr_scheduler": run.scheduler,
             "train_dataloader": run.loader,
-            "eval_dataloader": self._parts.eval_data,
+            "eval_dataloader": None if run.evaluation is None else run.evaluation.fresh(),
             "trainer": self,
         }

@@ -63,7 +63,7 @@ def _check_length(args: MinimalTrainingArguments) -> None:
             "num_train_epochs",
             args.num_train_epochs,
             "a negative number means no limit by epochs, and max_steps=-1 means no limit by steps",
-            "set max_steps, or an epoch count of 0 or more",
+            "set max_steps or max_train_seconds, or an epoch count of 0 or more",
         )
 
 

@@ -36,6 +36,26 @@ def refuse_without_effect(args: object, dependents: Iterable[Dependent]) -> None
             raise ConfigurationError(name, value, f"has no effect {condition}", f"{fix}, or leave {name} out")
 
 
+def settings_at_rest(args: object, dependents: Iterable[Dependent]) -> list[str]:
+    """Say which settings were changed and rest now, because what they belong to is off.
+
+    These are periods and limits: harmless, but somebody may have meant to switch something on.
+
+    Args:
+        args: An argument dataclass.
+        dependents: Settings whose condition is not met.
+
+    Returns:
+        A line for each.
+    """
+    defaults = {field.name: field.default for field in fields(args)}  # type: ignore[arg-type]
+    return [
+        f"{name}={getattr(args, name)!r} has no effect {condition}; {fix}, or leave {name} out"
+        for name, condition, fix in dependents
+        if getattr(args, name) != defaults[name]
+    ]
+
+
 def default_of(args: object, name: str) -> object:
     """The default of a field in the class that first declared it; subclasses may have other defaults."""
     for cls in reversed(type(args).__mro__):

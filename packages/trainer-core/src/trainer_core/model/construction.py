@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 ModelInit = Callable[[], nn.Module]
+"""Builds the model; called once, after seeding."""
 ModelSource = nn.Module | ModelInit
 """A model, or what builds it."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
