@@ -10,7 +10,7 @@ from dist_env import get_logger
 from .checkpointing import load_best, note_best
 from .errors import ConfigurationError
 from .evaluation import EvaluationData, evaluate
-from .interval import record_of
+from .interval import plain_record, record_of
 from .optimization import NonFiniteGradientError
 from .peak_memory import take_peak_memory
 from .run import Run
@@ -35,25 +35,25 @@ class Actions:
         self._log = Periodic(args.logging_strategy, args.logging_steps, first_step=args.logging_first_step)
         self._evaluate = Periodic(args.eval_strategy, args.eval_steps, delay=args.eval_delay)
         self._save = Periodic(args.save_strategy, args.save_steps)
-        self._evaluated: tuple[int, dict[str, float]] | None = None
-        """Step and result of the last evaluation of the run's own data."""
 
     def after_step(self) -> bool:
         """Serve what is due after the optimizer step just done; says whether anything was done."""
         step = self.run.state.global_step
+        save = self._save.after_step(step)
         return self._serve(
             log=self._log.after_step(step),
-            evaluate=self._evaluate.after_step(step),
-            save=self._save.after_step(step),
+            evaluate=self._evaluate.after_step(step) or (save and self.run.args.eval_on_save),
+            save=save,
         )
 
     def after_epoch(self) -> None:
         """Serve what is due at the end of an epoch."""
         epoch = self.run.state.raw_epoch
+        save = self._save.after_epoch(epoch)
         self._serve(
             log=self._log.after_epoch(epoch),
-            evaluate=self._evaluate.after_epoch(epoch),
-            save=self._save.after_epoch(epoch),
+            evaluate=self._evaluate.after_epoch(epoch) or (save and self.run.args.eval_on_save),
+            save=save,
         )
 
     def after_run(self) -> None:
@@ -62,11 +62,15 @@ class Actions:
         A run that is stopped early keeps its log interval open in the checkpoint, so that the points of
         the curve are the same as without the stop.
         """
-        run = self.run
+        run, args, state = self.run, self.run.args, self.run.state
+        save = args.save_strategy != "no"
         reached_end = not run.events.control.ends_run
-        save = run.args.save_strategy != "no"
-        rank_it = save and reached_end and run.args.tracks_best and run.saved_step != run.state.global_step
-        self._serve(log=reached_end, evaluate=rank_it and not self._has_evaluated(), save=save)
+        at_end = reached_end or 0 <= state.max_steps <= state.global_step
+        # The checkpoint of an early stop is none that the run would have made by itself.
+        self._serve(
+            log=reached_end, evaluate=save and at_end and (args.eval_on_save or args.tracks_best), save=save
+        )
+        run.interval.flush()
 
     def make_up(self) -> None:
         """Do the evaluation that a stop cut short, so that the log is the same as without the stop."""
@@ -88,7 +92,7 @@ class Actions:
     def log(self, record: dict[str, object]) -> None:
         """Put an entry into the history and show it to the callbacks."""
         state = self.run.state
-        state.log_history.append({"global_step": state.global_step, **record})
+        state.log_history.append({"global_step": state.global_step, **plain_record(record)})
         self.run.events.fire("on_log", logs=record)
 
     def evaluate(self, data: EvaluationData) -> dict[str, float] | None:
@@ -110,8 +114,8 @@ class Actions:
         """Save a checkpoint of this step."""
         run = self.run
         metrics = None
-        if self._evaluated is not None and self._has_evaluated():
-            metrics = self._evaluated[1]
+        if run.evaluated is not None and self._has_result():
+            metrics, run.ranked_step = run.evaluated[1], run.state.global_step
         with run.meter.exclude("save"):
             path = run.manager.save_checkpoint(run.state.global_step, metrics=metrics)
             note_best(run)
@@ -119,24 +123,34 @@ class Actions:
         run.events.fire("on_save", checkpoint_path=str(path))
 
     def _serve(self, *, log: bool, evaluate: bool, save: bool) -> bool:
-        run, control = self.run, self.run.events.control
-        log, save = log or control.should_log, save or control.should_save
-        evaluate = run.evaluation is not None and (evaluate or control.should_evaluate)
-        control.should_log = control.should_evaluate = control.should_save = False
-        save = save and run.saved_step != run.state.global_step and not control.should_abort_without_save
-        if save and run.args.eval_on_save and run.evaluation is not None:
-            evaluate = evaluate or not self._has_evaluated()
-        if not (log or evaluate or save):
+        control = self.run.events.control
+        asked = log or evaluate or save
+        evaluate = evaluate or (control.should_save and self.run.args.eval_on_save)
+        if not (asked or control.should_log or control.should_evaluate or control.should_save):
             return False
         if not self._gradients_were_finite():
             return True
-        if log:
+        # A flag is read when its turn comes: a handler of one stage may ask for the next, or abort.
+        if self._is_asked("should_log", log):
             self._log_interval()
-        if evaluate:
+        if self._is_asked("should_evaluate", evaluate):
             self._evaluate_or_defer()
-        if save:
+        if self._is_asked("should_save", save) and self._may_save():
             self.save()
         return True
+
+    def _is_asked(self, flag: str, due: bool) -> bool:
+        control = self.run.events.control
+        raised = self.run.parallel.any([due, getattr(control, flag)])
+        setattr(control, flag, False)
+        return any(raised)
+
+    def _may_save(self) -> bool:
+        run = self.run
+        aborted = run.parallel.any([run.events.control.should_abort_without_save])[0]
+        step = run.state.global_step
+        unranked = run.args.tracks_best and self._has_result() and run.ranked_step != step
+        return not aborted and (run.saved_step != step or unranked)
 
     def _log_interval(self) -> None:
         """End the log interval and log it; nothing if no step was done in it."""
@@ -144,6 +158,8 @@ class Actions:
         totals = run.interval.close()
         if totals is None:
             return
+        if not totals.updates:
+            logger.warning("every one of the last %d optimizer steps was skipped", totals.skipped)
         record = record_of(totals, run.state)
         if (recompiles := run.recompiles.count()) is not None:
             record["recompiles"] = recompiles
@@ -156,18 +172,22 @@ class Actions:
     def _evaluate_or_defer(self) -> bool:
         """Evaluate the run's own data; a stop that comes first leaves it for the next start."""
         run = self.run
-        if run.evaluation is None:
+        if run.evaluation is None or run.state.evaluated_step == run.state.global_step:
             return False
-        asked = run.parallel.any([self._stop_requested() or run.events.control.should_training_stop])[0]
+        cause = run.events.stop_cause
+        # A run that a callback ends is not started again to make up for it.
+        resumable = cause is not None and cause.resumable
+        asked = run.parallel.any([self._stop_requested() or resumable])[0]
         metrics = None if asked else self.evaluate(run.evaluation)
         run.state.evaluation_pending = metrics is None
         if metrics is None:
             return False
-        self._evaluated = (run.state.global_step, metrics)
+        run.evaluated = (run.state.global_step, metrics)
+        run.state.evaluated_step = run.state.global_step
         return True
 
-    def _has_evaluated(self) -> bool:
-        return self._evaluated is not None and self._evaluated[0] == self.run.state.global_step
+    def _has_result(self) -> bool:
+        return self.run.evaluated is not None and self.run.evaluated[0] == self.run.state.global_step
 
     def _gradients_were_finite(self) -> bool:
         """Look whether a step since the last look had a gradient that is not finite, as the policy wants."""

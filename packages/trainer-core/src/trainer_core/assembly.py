@@ -13,6 +13,7 @@ from .checkpointing import build_manager
 from .evaluation import EvaluationData
 from .events import CallbackHandler
 from .given import Ingredients
+from .hyperparameters import Hyperparameters
 from .interval import Interval
 from .loaders import evaluation_data, train_loader
 from .loss import loss_of
@@ -74,7 +75,8 @@ def assemble(
     meter = ThroughputMeter()
     speed = RunSpeed(args.speed_metrics_start_step, samples_per_step(args, parallel))
     interval = Interval(parallel, state, meter, speed)
-    progress = RunProgress(args, state, interval, speed.samples_per_step, trains=loader is not None)
+    options = None if optimizer is None else Hyperparameters(optimizer)
+    progress = RunProgress(args, state, interval, speed.samples_per_step, options=options)
     scaler = build_scaler(args, parallel.unwrapped_model(), parallel.device)
     components = RunComponents(
         parallel,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.optim import Optimizer
-
 from checkpoint_core import (
     CheckpointConfig,
     CheckpointError,
@@ -17,11 +15,12 @@ from checkpoint_core import (
 from dist_env import get_logger
 
 from .arguments import TrainingArguments
-from .arguments.changes import OPTIMIZER, Changes
+from .arguments.changes import Changes
 from .errors import ConfigurationError
 from .parallelism import Parallelism
 from .run import Run
 from .run_state import RunComponents
+from .schedule_state import go_to_step
 
 logger = get_logger(__name__)
 
@@ -92,7 +91,6 @@ def load(run: Run, path: str | None) -> Path | None:
         checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it, or its
             state does not fit this run.
     """
-    fresh = _hyperparameters(run.optimizer)
     try:
         loaded = run.manager.load_checkpoint(path)
     except CheckpointError as error:
@@ -100,8 +98,9 @@ def load(run: Run, path: str | None) -> Path | None:
         raise (run.progress.refusal or error) from error
     if loaded is None:
         return None
-    if OPTIMIZER & {change.name for change in run.progress.changes.warned}:
-        _put_back(run, fresh)
+    run.progress.reassert_options(run.scheduler)
+    if run.scheduler is not None and "scheduler" in loaded.missing:
+        go_to_step(run.scheduler, run.state.global_step)
     run.saved_step = run.state.global_step
     run.update_epoch()
     note_best(run)
@@ -128,25 +127,6 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
     if isinstance(wanted, str):
         return Path(wanted)
     return find_latest_checkpoint(args.output_dir) if wanted else None
-
-
-def _hyperparameters(optimizer: Optimizer | None) -> list[dict[str, object]]:
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
-
-
-def _put_back(run: Run, fresh: list[dict[str, object]]) -> None:
-    """Let the arguments win over the saved optimizer; the schedule keeps its place, at the new height."""
-    if run.optimizer is None:
-        return
-    for group, values in zip(run.optimizer.param_groups, fresh, strict=True):
-        base, before = values.get("initial_lr", values["lr"]), group.get("initial_lr", group["lr"])
-        # In place, as a rate may be a tensor that a compiled step holds.
-        scaled = group["lr"] * (base / before) if before else base
-        group.update({name: value for name, value in values.items() if name != "lr"})
-        group["lr"] = scaled
-    if run.scheduler is not None and hasattr(run.scheduler, "base_lrs"):
-        run.scheduler.base_lrs = [group["initial_lr"] for group in run.optimizer.param_groups]
 
 
 def load_best(run: Run) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -20,6 +20,9 @@ from .loaders import Collator
 from .loss import FusedLossFactory, TokenLoss, check_loss
 from .model import ModelInit, ModelSource
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
+
+_OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_OF_SCHEDULE = ("warmup_steps", "lr_scheduler_type", "lr_scheduler_kwargs")
 
 OptimizerClass = tuple[type[Optimizer], Mapping[str, object]]
 
@@ -98,23 +101,23 @@ def check_ingredients(args: TrainingArguments, parts: Ingredients) -> None:
             "works with one optimizer, and optimizer_groups make several",
             "leave the factories out of optimizer_groups",
         )
-    own = parts.optimizer is not None
-    for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
-        default = TrainingArguments.__dataclass_fields__[name].default
-        if own and type(args) is TrainingArguments and getattr(args, name) != default:
+    if parts.optimizer is not None:
+        _refuse_beside(args, _OF_ADAMW, "an optimizer of your own")
+    if parts.scheduler is not None:
+        _refuse_beside(args, _OF_SCHEDULE, "lr_scheduler_factory")
+
+
+def _refuse_beside(args: TrainingArguments, names: Sequence[str], what: str) -> None:
+    """Refuse settings that differ from the defaults of their class, and that `what` takes the place of."""
+    for field in fields(args):
+        value = getattr(args, field.name)
+        if field.name in names and value not in (field.default, {}):
             raise ConfigurationError(
-                name,
-                getattr(args, name),
-                "has no effect beside an optimizer of your own",
-                f"give it to that optimizer, and leave {name} out",
+                field.name,
+                value,
+                f"has no effect beside {what}",
+                f"say it there, and leave {field.name} out",
             )
-    if parts.scheduler is not None and type(args) is TrainingArguments and args.warmup_steps:
-        raise ConfigurationError(
-            "warmup_steps",
-            args.warmup_steps,
-            "has no effect beside lr_scheduler_factory",
-            "warm up in that schedule, and leave warmup_steps out",
-        )
 
 
 def single_process(args: TrainingArguments) -> DistributedEnvInterface:

@@ -187,6 +187,7 @@ class Interval:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Take up an interval where a checkpoint left it."""
+        self._sums = _DeviceSums(self._parallel.device)
         known = {field.name for field in fields(Totals)}
         self.totals = Totals(**{name: value for name, value in state.items() if name in known})  # type: ignore[arg-type]
 
@@ -223,3 +224,26 @@ def record_of(totals: Totals, state: TrainerState) -> dict[str, object]:
     if totals.skipped:
         record["skipped_steps"] = totals.skipped
     return record
+
+
+def plain_record(record: Mapping[str, object]) -> dict[str, object]:
+    """A log entry as a checkpoint can hold it: numbers, texts, None, and lists and tables of them.
+
+    Raises:
+        TypeError: For anything else, naming the entry.
+    """
+    return {name: _plain(name, value) for name, value in record.items()}
+
+
+def _plain(name: str, value: object) -> object:
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{name}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, item) for item in value]
+    if callable(to_python := getattr(value, "tolist", None)):
+        return _plain(name, to_python())  # tensors, and arrays and scalars of numpy
+    raise TypeError(
+        f"log entry {name!r} is a {type(value).__name__}, not a number, a text, or a list or table of them"
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
 
+from checkpoint_core import RNGState, Stateful
 from dist_env import get_logger
 
 from .actions import Actions
@@ -38,23 +39,28 @@ class TrainingLoop:
         self.actions = actions
         self.stops = stops
         self._saw_empty_epoch = False
+        self._continues = run.has_trained
+        run.has_trained = True
 
     def train(self) -> TrainOutput:
         """Train, save and sum up."""
         run = self.run
         run.parallel.model.train()
         run.parallel.zero_grad()
+        self.update.reset()
         run.meter.start()
         run.speed.begin(run.state)
         run.state.session_start_step = run.state.global_step
         run.events.fire("on_train_begin")
         self._agree()
         self.actions.make_up()
-        if (epoch_of(run.loader) or 0) > run.state.raw_epoch:
-            self._close_epoch()  # the checkpoint is of the last step of an epoch, and the loader has moved on
+        self._agree()
+        if self._epoch_is_complete():
+            self._close_epoch()  # the checkpoint is of the last step of an epoch
         while not self._run_is_over():
             self._train_epoch()
         self.actions.after_run()
+        self._agree()
         metrics = run.speed.summary(run.state)
         if "train_runtime" in metrics:
             self.actions.log(dict(metrics))
@@ -65,12 +71,12 @@ class TrainingLoop:
     def _train_epoch(self) -> None:
         run = self.run
         self._announce_epoch()
-        batches = iter(cast(Iterable[Batch], run.loader))
+        batches = self._batches()
         control = run.events.control
         control.should_epoch_stop = False
         run.events.fire("on_epoch_begin")
         self._agree()
-        ended = False
+        ended = control.should_epoch_stop
         while not (ended or self._run_is_over()):
             with run.meter.measure("data"):
                 window = next_window(batches, run.args.gradient_accumulation_steps, run.loss)
@@ -80,10 +86,28 @@ class TrainingLoop:
                 if self.actions.after_step():
                     self._agree()
             ended = window is None or control.should_epoch_stop
-        if ended or (run.steps_in_epoch == run.state.epoch_train_steps and not control.ends_run):
+        if ended or (self._epoch_is_complete() and not control.ends_run):
             self._close_epoch()
         run.events.fire("on_epoch_end")
         self._agree()
+
+    def _batches(self) -> Iterator[Batch]:
+        """The rest of the epoch; in mid-epoch the random generators stay where the checkpoint has them."""
+        self._hold_position()
+        generators = RNGState()
+        before = generators.state_dict() if self.run.steps_in_epoch else None
+        batches = iter(cast(Iterable[Batch], self.run.loader))
+        if before is not None:
+            generators.load_state_dict(before)
+        return batches
+
+    def _hold_position(self) -> None:
+        """Let a loader that this process has left in mid-epoch go on there: a new iterator begins anew."""
+        loader = self.run.loader
+        if self.run.steps_in_epoch and self._continues and hasattr(loader, "load_state_dict"):
+            keeper = cast(Stateful, loader)
+            keeper.load_state_dict(keeper.state_dict())
+        self._continues = False
 
     def _train_step(self, window: Window) -> None:
         run, events = self.run, self.run.events
@@ -131,7 +155,7 @@ class TrainingLoop:
     def _close_epoch(self) -> None:
         """Count the epoch; one that gave nothing may be the rest of a finished one, but not twice."""
         run, state = self.run, self.run.state
-        if run.steps_in_epoch == 0:
+        if run.steps_in_epoch == 0 and not run.events.control.should_epoch_stop:
             if self._saw_empty_epoch:
                 raise DataError("the training data gave no batch in a whole epoch; give more data")
             self._saw_empty_epoch = True
@@ -144,6 +168,12 @@ class TrainingLoop:
         self._announce_epoch()
         run.update_epoch()
         self.actions.after_epoch()
+
+    def _epoch_is_complete(self) -> bool:
+        """Whether the epoch is known to have no more data: by its length, or because the loader moved on."""
+        run, state = self.run, self.run.state
+        moved_on = (epoch_of(run.loader) or 0) > state.raw_epoch
+        return moved_on or (0 < run.steps_in_epoch == state.epoch_train_steps)
 
     def _note_a_short_epoch(self) -> None:
         run = self.run

@@ -18,6 +18,7 @@ from .arguments import TrainingArguments
 from .batch import Batch, labels_of, to_device
 from .errors import ConfigurationError
 from .loss import TokenLoss, predict
+from .memory import check_activation_offload
 from .model import ModelSource, compile_model, prepare_model
 from .optimization import clip_grad_norm
 from .precision import autocast
@@ -183,6 +184,8 @@ class SingleDevice(Parallelism):
         Raises:
             ConfigurationError: If the world size is not 1.
         """
+        if args.enable_activation_offloading:
+            check_activation_offload(self.device)
         if self.env.world_size != 1:
             raise ConfigurationError(
                 "world_size",

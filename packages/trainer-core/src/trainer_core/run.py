@@ -50,6 +50,12 @@ class Run:
     garbage: GarbagePolicy
     recompiles: RecompileCounter
     eval_metrics: Mapping[str, EvalMetric]
+    has_trained: bool = False
+    """Whether a loop has run in this process."""
+    evaluated: tuple[int, dict[str, float]] | None = None
+    """Step and result of the last evaluation of the run's own data in this process."""
+    ranked_step: int = -1
+    """Step of the last checkpoint that was saved with the result of an evaluation in this process."""
     saved_step: int = -1
     """Step of the newest checkpoint of this run."""
 

@@ -16,8 +16,10 @@ from .arguments import TrainingArguments
 from .arguments.changes import Changes, compare, plain_arguments
 from .errors import ConfigurationError
 from .events import CallbackHandler, callback_name
+from .hyperparameters import Hyperparameters
 from .interval import Interval
 from .parallelism import Parallelism
+from .schedule_state import ScheduleState
 from .state import TrainerState
 
 logger = get_logger(__name__)
@@ -30,6 +32,7 @@ _COUNTERS = (
     "num_target_tokens_seen",
     "total_flos",
     "evaluation_pending",
+    "evaluated_step",
     "log_history",
 )
 
@@ -43,14 +46,14 @@ class RunProgress:
         state: TrainerState,
         interval: Interval,
         samples_per_step: int,
-        *,
-        trains: bool,
+        options: Hyperparameters | None,
     ) -> None:
         self.changes = Changes((), (), ())
         """How the arguments differ from those of the checkpoint that was loaded."""
         self.refusal: ConfigurationError | None = None
         """Why the checkpoint was refused, if it was."""
-        self._trains = trains
+        self._options = options
+        self._options_before: Sequence[Mapping[str, object]] | None = None
         self._args = args
         self._state = state
         self._interval = interval
@@ -66,6 +69,8 @@ class RunProgress:
             "samples_per_step": self._samples_per_step,
             "interval": interval,
             "arguments": plain_arguments(self._args),
+            "optimizer": None if self._options is None else self._options.kind,
+            "optimizer_options": None if self._options is None else self._options.plain(),
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -78,7 +83,8 @@ class RunProgress:
         arguments = state["arguments"]
         if isinstance(arguments, Mapping):
             self.changes = compare(arguments, self._args)
-        self.refusal = self._refusal(state["samples_per_step"])
+        self._options_before = cast("Sequence[Mapping[str, object]] | None", state["optimizer_options"])
+        self.refusal = self._refusal(state["samples_per_step"], state["optimizer"])
         if self.refusal is not None:
             raise self.refusal
         for name in _COUNTERS:
@@ -87,9 +93,20 @@ class RunProgress:
         if isinstance(interval, Mapping):
             self._interval.load_state_dict(interval)
 
-    def _refusal(self, samples_before: object) -> ConfigurationError | None:
+    def reassert_options(self, scheduler: LRScheduler | None) -> None:
+        """Let options of the optimizer that the user has changed win over the restored ones, and say so."""
+        if self._options is None or self._options_before is None:
+            return
+        self._options.complete()
+        if scheduler is None and any(change.name == "lr_scheduler_type" for change in self.changes.warned):
+            self._options.rates_as_built()
+        if changes := self._options.changes(self._options_before):
+            logger.warning("changed since the checkpoint, and in force from here on: %s", "; ".join(changes))
+            self._options.reassert(self._options_before, scheduler)
+
+    def _refusal(self, samples_before: object, optimizer_before: object) -> ConfigurationError | None:
         """What stands against going on from the checkpoint; nothing, if this run does not train."""
-        if not self._trains:
+        if self._options is None:
             return None
         for change in self.changes.refused:
             return ConfigurationError(
@@ -97,6 +114,13 @@ class RunProgress:
                 change.now,
                 f"was {change.before!r} when the checkpoint was saved, and its state means nothing otherwise",
                 f"go back to {change.before!r}, or start anew with resume_from_checkpoint=False elsewhere",
+            )
+        if optimizer_before not in (None, self._options.kind):
+            return ConfigurationError(
+                "optimizer",
+                self._options.kind,
+                f"was {optimizer_before} when the checkpoint was saved, whose state it cannot take up",
+                "go back to that optimizer, or start from the checkpoint's weights in another output_dir",
             )
         counts_epochs = self._state.epoch_train_steps and self._state.num_train_epochs >= 0
         if counts_epochs and samples_before != self._samples_per_step:
@@ -170,7 +194,7 @@ class RunComponents:
         if self._optimizer is not None:
             parts["optimizer"] = OptimizerState(self._optimizer, model)
         if self._scheduler is not None:
-            parts["scheduler"] = self._scheduler
+            parts["scheduler"] = ScheduleState(self._scheduler)
         parts |= {key: part for key, part in self._rest.items() if part is not None}
         if hasattr(self._dataset, "state_dict"):
             parts["dataset"] = self._dataset

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dist_env import get_logger
 
 from .arguments import MinimalTrainingArguments
-from .errors import ConfigurationError
+from .errors import ConfigurationError, DataError
 from .state import TrainerState
 
 logger = get_logger(__name__)
@@ -85,4 +85,6 @@ def set_length(state: TrainerState, args: MinimalTrainingArguments, loader: obje
     if loader is None:
         return
     state.epoch_train_steps = updates_per_epoch(loader, args.gradient_accumulation_steps)
+    if state.epoch_train_steps == 0 and args.num_train_epochs and args.max_steps:
+        raise DataError("the training loader has the length 0; give it data, or leave drop_last out")
     state.max_steps = total_steps(args, state.epoch_train_steps)

@@ -52,6 +52,8 @@ class TrainerState:
     """Best value so far of the metric that ranks checkpoints."""
     best_model_checkpoint: str | None = None
     """Directory of the checkpoint with that value."""
+    evaluated_step: int = -1
+    """Step of the last evaluation of the run's own data."""
     evaluation_pending: bool = False
     """A stop came before the evaluation of this step was done; it is made up for when the run goes on."""
 

@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .arguments import TrainingArguments
-from .optimization import NonFiniteGuard, NonFinitePolicy, NonFiniteReport, OptimizerInBackward
+from .optimization import (
+    NonFiniteGradientError,
+    NonFiniteGuard,
+    NonFinitePolicy,
+    NonFiniteReport,
+    OptimizerInBackward,
+)
 from .parallelism import Parallelism
 from .precision import LossScaler
 
@@ -31,6 +37,9 @@ class Update(Protocol):
 
     def apply(self) -> bool:
         """Step the optimizer; whether the schedule moves on."""
+
+    def reset(self) -> None:
+        """Forget a step that was left in the middle, and what was observed before."""
 
     def look(self, global_step: int) -> NonFiniteReport:
         """Whether gradients were not finite since the last look; waits for the device."""
@@ -59,6 +68,10 @@ class PlainUpdate:
         self._guard.step()
         return True
 
+    def reset(self) -> None:
+        """Forget what was observed before."""
+        self._guard.reset()
+
     def look(self, global_step: int) -> NonFiniteReport:
         """What the guard saw."""
         return self._guard.check(global_step)
@@ -71,6 +84,7 @@ class ScaledUpdate:
         self, args: TrainingArguments, parallel: Parallelism, optimizer: Optimizer, scaler: LossScaler
     ) -> None:
         self._max_norm = args.max_grad_norm
+        self._policy = args.nonfinite_policy
         self._parallel = parallel
         self._optimizer = optimizer
         self._scaler = scaler
@@ -91,11 +105,25 @@ class ScaledUpdate:
         self._scaler.update()
         return made
 
+    def reset(self) -> None:
+        """Forget a step that was left in the middle."""
+        self._scaler.reset()
+
     def look(self, global_step: int) -> NonFiniteReport:
-        """Overflow is the scaler's business, unless no scale helps any more."""
+        """Overflow is the scaler's business, unless no scale helps any more.
+
+        Raises:
+            NonFiniteGradientError: If none helps, and the policy is not to stop.
+        """
         if not self._scaler.is_hopeless:
             return _FINITE
-        return NonFiniteReport(True, global_step - self._scaler.skipped_in_a_row + 1, 0)
+        report = NonFiniteReport(True, global_step - self._scaler.skipped_in_a_row + 1, 0)
+        if self._policy == "skip":
+            raise NonFiniteGradientError(
+                f"the {self._scaler.skipped_in_a_row} steps from {report.first_step} on were skipped: the "
+                "gradient is not finite at any loss scale; look for too high a learning rate, or bad data"
+            )
+        return report
 
 
 class UpdateInBackward:
@@ -121,6 +149,12 @@ class UpdateInBackward:
         """Count the step."""
         self._guard.step()
         return True
+
+    def reset(self) -> None:
+        """Forget a step that was left in the middle, and what was observed before."""
+        self._optimizer.zero_grad()
+        self._optimizer.take_norm()
+        self._guard.reset()
 
     def look(self, global_step: int) -> NonFiniteReport:
         """What the guard saw."""

@@ -73,9 +73,13 @@ def test_plateau_of_transformers():
     theirs, ours = optimizer(), optimizer()
     expected = get_scheduler("reduce_lr_on_plateau", theirs, scheduler_specific_kwargs=dict(options))
     args = TrainingArguments(
-        learning_rate=RATE, lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs=options
+        learning_rate=RATE,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs=options,
+        eval_strategy="steps",
     )
     schedule = build_schedule(args, ours, -1)
+    schedule.on_train_begin(args, None, None)
     for loss in (3.0, 2.0, 2.0, 2.0, 2.0, 1.999, 2.5, 2.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
         expected.step(loss)
         schedule.step()  # the loop's own call after each optimizer step

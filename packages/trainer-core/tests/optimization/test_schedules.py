@@ -198,6 +198,8 @@ def test_plateau_is_fed_by_evaluations(schedule):
     plateau = schedule("reduce_lr_on_plateau", {"patience": 0, "factor": 0.5}, optimizer=optimizer)
     assert isinstance(plateau, PlateauSchedule)
     assert is_callback(plateau)
+    plateau.on_evaluate(None, None, None, metrics={"eval_loss": 9.0})  # before training: does not count
+    plateau.on_train_begin(None, None, None)
     for loss in (2.0, 1.0, 1.0, math.nan):
         run(plateau, optimizer, 3)
         plateau.on_evaluate(None, None, None, metrics={"eval_loss": loss, "eval_tokens": 3}, model=None)
@@ -206,12 +208,14 @@ def test_plateau_is_fed_by_evaluations(schedule):
         "reduce_lr_on_plateau", {"patience": 0, "factor": 0.5}, optimizer=(other := sgd(RATE / 4))
     )
     again.load_state_dict(plateau.state_dict())
+    again.on_train_begin(None, None, None)
     again.on_evaluate(None, None, None, metrics={"eval_loss": 1.0})
     assert other.param_groups[0]["lr"] == RATE / 8
 
 
 def test_plateau_names_the_metrics_there_are(schedule):
     plateau = schedule("reduce_lr_on_plateau", {"metric": "accuracy"}, optimizer=sgd(RATE))
+    plateau.on_train_begin(None, None, None)
     plateau.on_evaluate(None, None, None, metrics={"eval_accuracy": 0.5})
     with pytest.raises(ConfigurationError, match=r"metric='accuracy'.*eval_loss, eval_tokens"):
         plateau.on_evaluate(None, None, None, metrics={"eval_tokens": 3, "eval_loss": 1.0})

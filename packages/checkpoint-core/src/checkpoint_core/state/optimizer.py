@@ -13,6 +13,8 @@ from checkpoint_core.state.names import CanonicalNames
 # Positions and a copy of the names, which PyTorch keeps in its parameter groups; names replace both.
 _NOT_HYPERPARAMETERS = ("params", "param_names")
 _SECTIONS = ("parameters", "state")
+# How a step is computed, not what: the live optimizer was built for it, and its step functions rely on it.
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay")
 
 
 class OptimizerState:
@@ -68,8 +70,9 @@ class OptimizerState:
         """Restore hyperparameters and per-parameter state by name.
 
         The optimizer may hold its parameters in another order and in other groups than when it was saved, as
-        long as the parameters of each group were saved with the same hyperparameters. Tensors keep the dtype
-        they were saved with.
+        long as the parameters of each group were saved with the same hyperparameters. Options that choose an
+        implementation, such as ``fused``, stay those of the live optimizer. Tensors keep the dtype they were
+        saved with.
 
         Args:
             state: What :meth:`state_dict` returned.
@@ -90,7 +93,8 @@ class OptimizerState:
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                     # PyTorch leaves these where they are, but a captured graph reads them on the device.
                     values[key] = value.to(group[key].device)
-            groups.append({**(values or kept), "params": [position[name] for name in members]})
+            own = {key: kept[key] for key in _IMPLEMENTATION if key in kept}
+            groups.append({**(values or kept), **own, "params": [position[name] for name in members]})
         packed = {position[name]: values for name, values in state["state"].items()}
         self.optimizer.load_state_dict({"state": packed, "param_groups": groups})
         self._restore_dtypes(packed)
@@ -217,7 +221,8 @@ def _hyperparameters(
     """What all members of one group were saved with; empty without members."""
     values: dict[str, Any] = {}
     for name in members:
-        here = dict(saved[name]["hyperparameters"])
+        stored = saved[name]["hyperparameters"].items()
+        here = {key: value for key, value in stored if key not in _IMPLEMENTATION}
         values = values or here
         if different := sorted(key for key in {*values, *here} if not _equal(values.get(key), here.get(key))):
             raise CheckpointError(

@@ -38,6 +38,10 @@ def _at_rest(args: TrainingArguments, device_type: str, evaluates: bool) -> Iter
         condition = f"with save_strategy={args.save_strategy!r}"
         yield Dependent("save_steps", condition, "set save_strategy='steps'")
     if args.save_strategy == "no":
-        yield Dependent("save_total_limit", "with save_strategy='no'", "set save_strategy")
+        for name in ("save_total_limit", "save_on_each_node"):
+            yield Dependent(name, "with save_strategy='no'", "set save_strategy")
+    if 0 <= args.max_steps < args.speed_metrics_start_step:
+        condition = f"in a run of max_steps={args.max_steps}"
+        yield Dependent("speed_metrics_start_step", condition, "lower it")
     if device_type == "cpu":
         yield Dependent("gc_threshold", "on the CPU", "leave it at its default")

@@ -39,9 +39,6 @@ WARNED = frozenset(
 )
 """The curve goes on in another way than it would have."""
 
-OPTIMIZER = frozenset({"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"})
-"""Also part of the saved optimizer, whose values give way to those of the arguments."""
-
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """Warned about when their product differs; how an optimizer step is divided does not touch the curve."""
 _STOPPING_POINTS = frozenset({"max_steps", "num_train_epochs"})

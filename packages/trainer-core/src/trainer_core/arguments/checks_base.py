@@ -52,10 +52,6 @@ def check_base(args: BaseTrainingArguments) -> None:
 def _check_attention(args: BaseTrainingArguments) -> None:
     given = args.sdpa_backend
     names = (given,) if isinstance(given, str) else given or ()
-    if not isinstance(names, list | tuple):
-        raise ConfigurationError(
-            "sdpa_backend", given, "must be a name or a list of names", f"choose of {', '.join(_ATTENTION)}"
-        )
     for name in names:
         rules.one_of("sdpa_backend", name, _ATTENTION)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .checks_minimal import check_minimal
+from .field_types import check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,7 @@ class MinimalTrainingArguments:
         Raises:
             ConfigurationError: For the first rule that is broken.
         """
+        check_types(self)
         check_minimal(self)
 
     @property

@@ -24,6 +24,10 @@ LOGITS_AT_A_TIME = 2**24
 """Most logits that exist at one time: 64 MiB in float32."""
 
 
+_SCALED_ROWS = 4096
+"""Rows of a 16-bit gradient that are scaled in float32 at a time."""
+
+
 @dataclass(frozen=True)
 class ChunkedOptions:
     """How `chunked_linear_cross_entropy` computes.
@@ -101,13 +105,23 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ready, ctx.gradients = ctx.gradients, None
         if ready is not None:
-            # In place: these are large, and nobody else holds them now.
-            scaled = [None if g is None else g.mul_(gradient.to(g.dtype)) for g in ready]
-            return (*scaled, None, None, None)
+            return (*[None if g is None else _scaled(g, gradient) for g in ready], None, None, None)
         hidden, weight, targets, *rest = ctx.saved_tensors
         again = _Pass(hidden, weight, rest[0] if rest else None, targets, ctx.options, ctx.wanted)
         again.run(scale=gradient)
         return (*again.gradients(), None, None, None)
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """A gradient times a factor, in place: it is large, and nobody else holds it now.
+
+    The factor is not rounded to 16 bits, which would err by the same share everywhere.
+    """
+    if gradient.dtype not in (torch.bfloat16, torch.float16):
+        return gradient.mul_(factor.to(gradient.dtype))
+    for rows in torch.split(gradient, _SCALED_ROWS):
+        rows.copy_(rows.float() * factor)
+    return gradient
 
 
 class _Pass:

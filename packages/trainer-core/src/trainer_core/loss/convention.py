@@ -10,9 +10,8 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from checkpoint_core import RNGState
-
 from ..errors import ConfigurationError
+from ..undisturbed import undisturbed
 from .predictions import loss_in
 from .token_loss import IGNORE_INDEX
 
@@ -53,7 +52,7 @@ def find_convention(
     def loss(marked: Tensor, **more: object) -> float:
         return float(loss_in(model(**inputs, labels=marked, **more)))
 
-    with _at_rest(model):
+    with undisturbed(model), _eager(model):
         if takes_items:
             items = [torch.tensor(n, device=labels.device) for n in (1, 2)]
             one, two = (loss(full, num_items_in_batch=number) for number in items)
@@ -102,22 +101,6 @@ def _same(one: float, other: float) -> bool:
 
 def _refusal(rule: str, fix: str) -> ConfigurationError:
     return ConfigurationError("compute_loss_func", "ModelLoss", rule, fix)
-
-
-@contextmanager
-def _at_rest(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, nothing compiled; modes and random generators are put back."""
-    modes = {module: module.training for module in model.modules()}
-    generators = RNGState()
-    before = generators.state_dict()
-    model.eval()
-    try:
-        with torch.no_grad(), _eager(model):
-            yield
-    finally:
-        generators.load_state_dict(before)
-        for module, training in modes.items():
-            module.training = training
 
 
 @contextmanager

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import cast
 
 from torch import Tensor, nn
 
+from dist_env import get_logger
+
 from ..errors import ConfigurationError
 from .token_loss import TokenLoss
+
+logger = get_logger(__name__)
 
 Predict = Callable[[nn.Module, Mapping[str, object], Tensor], object]
 
@@ -31,7 +36,18 @@ def predict(loss: TokenLoss, model: nn.Module, inputs: Mapping[str, object], lab
     own = cast(Predict | None, getattr(loss, "predict", None))
     if own is not None:
         return own(model, inputs, labels)
-    return logits_of(model(**inputs))
+    outputs = model(**inputs)
+    if not isinstance(outputs, Tensor) and member(outputs, "aux_loss") is not None:
+        _say_what_is_left_out()
+    return logits_of(outputs)
+
+
+@cache
+def _say_what_is_left_out() -> None:
+    logger.warning(
+        "the model returns an auxiliary loss (aux_loss, as routers of experts have it), and the built-in "
+        "loss does not add it; give a compute_loss_func that weighs it, or switch it off in the model"
+    )
 
 
 def logits_of(outputs: object) -> Tensor:

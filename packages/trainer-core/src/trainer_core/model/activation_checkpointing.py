@@ -7,7 +7,6 @@ do around a block, such as gathering its shards, happens once and not again in t
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from fractions import Fraction
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..errors import ConfigurationError
 from .blocks import find_blocks
+from .caches import leave_caches_out
 from .operators import operators
 
 if TYPE_CHECKING:
@@ -106,12 +106,12 @@ def checkpoint_activations(model: nn.Module, args: TrainingArguments) -> list[st
         every=args.activation_checkpointing_every,
         share=args.activation_checkpointing_share,
     )
-    _leave_caches_out(model, [block for _, block in blocks])
     names = []
     for index, (name, block) in enumerate(blocks):
         if index in chosen:
             _exchange_forward(block, contexts)
             names.append(name)
+    leave_caches_out(model)
     return names
 
 
@@ -165,19 +165,3 @@ def _refuse_second_switch(model: nn.Module, mode: str) -> None:
                 f"the model has a switch of its own, gradient_checkpointing, that is on at {where}",
                 f"call model.gradient_checkpointing_disable(), or set {SETTING}='no'",
             )
-
-
-def _leave_caches_out(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Switch key-value caches off while training: a recomputation would extend them a second time."""
-    inside = {id(part) for block in blocks for part in block.modules()}
-    for module in model.modules():
-        if id(module) not in inside and "use_cache" in inspect.signature(module.forward).parameters:
-            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
-
-
-def _without_cache(
-    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    if not (module.training and torch.is_grad_enabled()):
-        return None
-    return args, {**kwargs, "use_cache": False}

@@ -10,6 +10,7 @@ from torch import nn
 from dist_env import get_logger
 
 from .activation_checkpointing import checkpoint_activations
+from .caches import leave_caches_out
 from .construction import ModelSource, construct
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def prepare_model(
     if args.qat_recipe is not None:
         prepare_qat(model, args, device)
     blocks = checkpoint_activations(model, args)
+    if not blocks:
+        leave_caches_out(model)
     if blocks:
         logger.info("activation checkpointing: %d blocks, %s to %s", len(blocks), blocks[0], blocks[-1])
     return model

@@ -2,6 +2,7 @@
 
 from .adamw import NamedParameters, OptimizerFactory, build_adamw, decay_exemptions
 from .clipping import clip_grad_norm
+from .facade import OptimizerFacade
 from .fused_adamw import FusedAdamW
 from .groups import OptimizerGroups, ParameterGroups, build_optimizer
 from .in_backward import OptimizerInBackward
@@ -20,6 +21,7 @@ __all__ = [
     "NonFiniteGuard",
     "NonFinitePolicy",
     "NonFiniteReport",
+    "OptimizerFacade",
     "OptimizerFactory",
     "OptimizerGroups",
     "OptimizerInBackward",

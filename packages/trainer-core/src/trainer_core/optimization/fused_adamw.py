@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_, itemgetter
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 Group = dict[str, Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
+_STEP = itemgetter("step")
 
 
 class FusedAdamW(AdamW):
@@ -39,6 +41,7 @@ class FusedAdamW(AdamW):
         weight_decay: float = 1e-2,
     ) -> None:
         self._batches: list[_Batch] | None = None
+        self._collected: list[Group] = []
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -105,12 +108,12 @@ class FusedAdamW(AdamW):
 
     def _usual_gradients(self, batches: list[_Batch]) -> list[list[Tensor]] | None:
         """The gradients of each batch; None if anything is not as when the batches were collected."""
-        if not batches:
+        if not batches or not _same(self.param_groups, self._collected):
             return None
         gradients: list[list[Tensor]] = []
         for batch in batches:
             here = batch.gradients()
-            if here is None or not batch.is_current():
+            if here is None or not batch.is_current(self.state):
                 return None
             gradients.append(here)
         return gradients
@@ -118,9 +121,11 @@ class FusedAdamW(AdamW):
     def _collect(self) -> list[_Batch]:
         """Batches of all parameters; none if some are not usual, or have no gradient or no state yet."""
         batches: list[_Batch] = []
+        self._collected = list(self.param_groups)
         for group in self.param_groups:
             if not _is_usual(group) or not all(self._has_state(p) for p in group["params"]):
                 return []
+        for group in self.param_groups:
             idle = [p for p in group["params"] if p.grad is None]
             busy = _by_kind(p for p in group["params"] if p.grad is not None)
             batches += [_Batch(group, members, [], self.state) for members in busy]
@@ -139,7 +144,7 @@ class _Batch:
         self.group = group
         self.members = members
         self.idle = idle
-        self._held = group["params"]
+        self._held = list(group["params"])
         self._states = [state[p] for p in members]
         self._counts: Tensor | None = None
         self._steps: list[Tensor] = []
@@ -157,11 +162,12 @@ class _Batch:
             return None
         return cast(list[Tensor], found)
 
-    def is_current(self) -> bool:
-        """Whether options and state are still the ones collected."""
-        if not _is_usual(self.group) or self.group["params"] is not self._held:
+    def is_current(self, state: Any) -> bool:
+        """Whether options, parameters and state are still the ones collected."""
+        if not _is_usual(self.group) or not _same(self.group["params"], self._held):
             return False
-        return all(held.get("step") is count for held, count in zip(self._states, self._steps, strict=True))
+        held = all(map(is_, map(state.get, self.members), self._states))
+        return held and all(map(is_, map(_STEP, self._states), self._steps))
 
     def step(self, gradients: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Step all members; as in torch, `found_inf` of 1 leaves everything as it was."""
@@ -214,6 +220,11 @@ def _is_usual(group: Group) -> bool:
         and not (group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"])
         and not any(isinstance(option, Tensor) for option in (group["lr"], *group["betas"]))
     )
+
+
+def _same(now: Sequence[object], before: Sequence[object]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _by_kind(parameters: Iterator[Tensor]) -> list[list[Tensor]]:

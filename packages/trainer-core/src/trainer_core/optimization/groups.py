@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import rules
 from ..arguments import MinimalTrainingArguments
 from ..errors import ConfigurationError
 from .adamw import (
@@ -28,6 +29,7 @@ OptimizerGroups = Mapping[str, Mapping[str, object]]
 """Options (`lr`, `weight_decay`, ... and `factory`) by pattern of parameter names, in order."""
 
 DEFAULT = "(default)"
+_LIMITS = {"lr": (0.0, 1e3), "weight_decay": (0.0, 1e3), "eps": (0.0, 1.0)}
 _GroupFactory = Callable[[list[Group]], Optimizer]
 
 
@@ -204,3 +206,15 @@ def _check_options(part: _Part, optimizer: Optimizer) -> None:
                 f"is no option of {type(optimizer).__name__}",
                 f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(optimizer.defaults))}",
             )
+        _check_value(f"optimizer_groups[{part.pattern!r}].{option}", option, value)
+
+
+def _check_value(setting: str, option: str, value: object) -> None:
+    """Hold the options that every AdamW has against the same limits as the arguments of the same meaning."""
+    if option in _LIMITS and not isinstance(value, Tensor):
+        rules.within(setting, value, *_LIMITS[option])
+    if option == "betas":
+        if not isinstance(value, Sequence) or len(value) != 2:
+            raise ConfigurationError(setting, value, "must be two numbers", "write (0.9, 0.999), say")
+        for beta in value:
+            rules.within(setting, beta, 0.0, 1.0 - 1e-9)

@@ -81,6 +81,10 @@ class NonFiniteGuard:
                 type(optimizer).__name__,
             )
 
+    def reset(self) -> None:
+        """Forget what was observed: the state before has been left behind."""
+        self._figures.zero_()
+
     @torch.no_grad()
     def observe(self, norm: Tensor) -> None:
         """Judge a step by its gradient norm; waits for nothing.
@@ -130,4 +134,6 @@ def _gates_exactly(optimizer: Optimizer) -> bool:
         return all(_gates_exactly(member) for member in optimizer.optimizers)
     if isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups):
         return False  # torch 2.13 leaves the momentum uninitialised when its first step is left out
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    # Only the fused kernels know the flag, and a group may ask for another one.
+    fused = all(group.get("fused", True) for group in optimizer.param_groups)
+    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))

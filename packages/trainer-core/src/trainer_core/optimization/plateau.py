@@ -28,20 +28,34 @@ class PlateauSchedule(ReduceLROnPlateau):
     def __init__(self, optimizer: Optimizer, *, metric: str = "eval_loss", **options: Any) -> None:
         super().__init__(optimizer, **options)
         self.metric = metric
+        self._training = False
+        for group in optimizer.param_groups:
+            # As other schedules note it, so that a reduced rate is told from the one it began with.
+            group.setdefault("initial_lr", group["lr"])
 
     def step(self, metrics: SupportsFloat | None = None, epoch: int | None = None) -> None:  # type: ignore[override]
         """Take a value of the metric; without one, as after an optimizer step, do nothing."""
         if metrics is not None:
             super().step(metrics, epoch)
 
+    def on_train_begin(self, args: object, state: object, control: object, **_: object) -> None:
+        """Evaluations count from here on."""
+        self._training = True
+
+    def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
+        """Evaluations no longer count."""
+        self._training = False
+
     def on_evaluate(
         self, args: object, state: object, control: object, *, metrics: Mapping[str, object], **_: object
     ) -> None:
-        """Take the metric of an evaluation.
+        """Take the metric of an evaluation; those outside training do not count.
 
         Raises:
             ConfigurationError: If the evaluation does not give this metric, or gives no number.
         """
+        if not self._training:
+            return
         value = metrics.get(self.metric, metrics.get(f"eval_{self.metric}"))
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ConfigurationError(

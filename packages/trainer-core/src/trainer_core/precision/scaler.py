@@ -101,6 +101,12 @@ class LossScaler:
         self._scaler.update()
         self._gate = None
 
+    def reset(self) -> None:
+        """Forget a step that an error has cut short; waits for the device."""
+        if self._gate is not None:
+            self._scaler.update(self._scaler.get_scale())
+            self._gate = None
+
     def get_scale(self) -> float:
         """The factor; waits for the device."""
         return self._scaler.get_scale()
