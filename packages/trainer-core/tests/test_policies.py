@@ -215,9 +215,9 @@ def test_settings_of_something_that_is_off_are_said(
     make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="trainer_core"):
-        make_trainer(eval_steps=7, save_total_limit=5, gc_threshold=0.9, logging_strategy="no")
+        make_trainer(eval_steps=7, eval_delay=3, save_total_limit=5, gc_threshold=0.9)
     said = [record.getMessage().partition("=")[0] for record in caplog.records]
-    assert said == ["eval_steps", "logging_steps", "save_total_limit", "gc_threshold"]
+    assert said == ["eval_steps", "eval_delay", "save_total_limit", "gc_threshold"]
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="trainer_core"):
         make_trainer(logging_steps=50)

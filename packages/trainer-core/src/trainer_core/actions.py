@@ -67,9 +67,9 @@ class Actions:
         reached_end = not run.events.control.ends_run
         at_end = reached_end or 0 <= state.max_steps <= state.global_step
         # The checkpoint of an early stop is none that the run would have made by itself.
-        self._serve(
-            log=reached_end, evaluate=save and at_end and (args.eval_on_save or args.tracks_best), save=save
-        )
+        log = reached_end and args.logging_strategy != "no"
+        evaluate = save and at_end and (args.eval_on_save or args.tracks_best)
+        self._serve(log=log, evaluate=evaluate, save=save)
         run.interval.flush()
 
     def make_up(self) -> None:

@@ -32,6 +32,7 @@ from .precision import build_scaler
 from .run import Run
 from .run_state import CallbackStates, RunComponents, RunProgress
 from .schedule import set_length
+from .schedule_state import ScheduleState
 from .seeding import seed_rank
 from .speed import RunSpeed
 from .state import TrainerState
@@ -75,6 +76,7 @@ def assemble(
     meter = ThroughputMeter()
     speed = RunSpeed(args.speed_metrics_start_step, samples_per_step(args, parallel))
     interval = Interval(parallel, state, meter, speed)
+    schedule = None if scheduler is None else ScheduleState(scheduler)
     options = None if optimizer is None else Hyperparameters(optimizer)
     progress = RunProgress(args, state, interval, speed.samples_per_step, options=options)
     scaler = build_scaler(args, parallel.unwrapped_model(), parallel.device)
@@ -83,7 +85,7 @@ def assemble(
         progress,
         callbacks=CallbackStates(events),
         optimizer=optimizer,
-        scheduler=scheduler,
+        schedule=schedule,
         scaler=scaler,
         dataset=loader,
     )
@@ -102,6 +104,7 @@ def assemble(
         evaluation=evaluation,
         optimizer=optimizer,
         scheduler=scheduler,
+        schedule=schedule,
         update=None if optimizer is None else build_update(args, parallel, optimizer, scaler),
         garbage=GarbagePolicy(args, parallel.device),
         recompiles=RecompileCounter(args),

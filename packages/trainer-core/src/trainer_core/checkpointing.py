@@ -20,7 +20,6 @@ from .errors import ConfigurationError
 from .parallelism import Parallelism
 from .run import Run
 from .run_state import RunComponents
-from .schedule_state import go_to_step
 
 logger = get_logger(__name__)
 
@@ -98,9 +97,7 @@ def load(run: Run, path: str | None) -> Path | None:
         raise (run.progress.refusal or error) from error
     if loaded is None:
         return None
-    run.progress.reassert_options(run.scheduler)
-    if run.scheduler is not None and "scheduler" in loaded.missing:
-        go_to_step(run.scheduler, run.state.global_step)
+    run.progress.settle(run.schedule)
     run.saved_step = run.state.global_step
     run.update_epoch()
     note_best(run)

@@ -236,7 +236,8 @@ def plain_record(record: Mapping[str, object]) -> dict[str, object]:
 
 
 def _plain(name: str, value: object) -> object:
-    if value is None or isinstance(value, str | bool | int | float):
+    # By exact type: numbers of numpy pass for floats, and cannot be saved.
+    if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, Mapping):
         return {str(key): _plain(f"{name}.{key}", item) for key, item in value.items()}

@@ -23,6 +23,7 @@ from .memory import GarbagePolicy
 from .model import RecompileCounter, run_settings
 from .parallelism import Parallelism
 from .run_state import RunProgress
+from .schedule_state import ScheduleState
 from .speed import RunSpeed
 from .state import TrainerState
 from .update import Update
@@ -46,6 +47,8 @@ class Run:
     evaluation: EvaluationData | None
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
+    schedule: ScheduleState | None
+    """The same, as a part of checkpoints."""
     update: Update | None
     garbage: GarbagePolicy
     recompiles: RecompileCounter

@@ -93,16 +93,23 @@ class RunProgress:
         if isinstance(interval, Mapping):
             self._interval.load_state_dict(interval)
 
-    def reassert_options(self, scheduler: LRScheduler | None) -> None:
-        """Let options of the optimizer that the user has changed win over the restored ones, and say so."""
+    def settle(self, schedule: ScheduleState | None) -> None:
+        """Let what the user has changed about optimizer and schedule win over what was restored, and say so.
+
+        Args:
+            schedule: The schedule of this run, after loading.
+        """
         if self._options is None or self._options_before is None:
             return
         self._options.complete()
-        if scheduler is None and any(change.name == "lr_scheduler_type" for change in self.changes.warned):
-            self._options.rates_as_built()
         if changes := self._options.changes(self._options_before):
             logger.warning("changed since the checkpoint, and in force from here on: %s", "; ".join(changes))
-            self._options.reassert(self._options_before, scheduler)
+            self._options.reassert(self._options_before, None if schedule is None else schedule.scheduler)
+        if schedule is None and any(change.name == "lr_scheduler_type" for change in self.changes.warned):
+            self._options.rates_as_built()
+        if schedule is not None and not schedule.loaded:
+            self._options.rates_as_built()
+            schedule.go_to_step(self._state.global_step)
 
     def _refusal(self, samples_before: object, optimizer_before: object) -> ConfigurationError | None:
         """What stands against going on from the checkpoint; nothing, if this run does not train."""
@@ -175,15 +182,18 @@ class RunComponents:
         *,
         callbacks: CallbackStates,
         optimizer: Optimizer | None,
-        scheduler: LRScheduler | None,
+        schedule: ScheduleState | None,
         scaler: object | None,
         dataset: object,
     ) -> None:
         self._parallel = parallel
         self.progress = progress
         self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._rest: dict[str, object | None] = {"grad_scaler": scaler, "callbacks": callbacks}
+        self._rest: dict[str, object | None] = {
+            "scheduler": schedule,
+            "grad_scaler": scaler,
+            "callbacks": callbacks,
+        }
         self._dataset = dataset
 
     def get_state_components(self) -> Sequence[StateComponent]:
@@ -193,8 +203,6 @@ class RunComponents:
         parts: dict[str, object] = {"trainer": self.progress, "model": ModelState(model)}
         if self._optimizer is not None:
             parts["optimizer"] = OptimizerState(self._optimizer, model)
-        if self._scheduler is not None:
-            parts["scheduler"] = ScheduleState(self._scheduler)
         parts |= {key: part for key, part in self._rest.items() if part is not None}
         if hasattr(self._dataset, "state_dict"):
             parts["dataset"] = self._dataset

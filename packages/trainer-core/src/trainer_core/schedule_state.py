@@ -13,30 +13,30 @@ logger = get_logger(__name__)
 
 
 class ScheduleState:
-    """Saves the schedule; one of another kind goes to the same step instead of taking up the state.
+    """Saves the schedule, and leaves alone what a schedule of another kind has saved.
 
     Args:
         scheduler: The schedule of this run.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
+        self.loaded = False
+        """Whether it took up the state of a checkpoint."""
 
     def state_dict(self) -> dict[str, object]:
         """The state, and what kind of schedule it is of."""
-        return {"kind": type(self._scheduler).__name__, "state": self._scheduler.state_dict()}
+        return {"kind": type(self.scheduler).__name__, "state": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Put the schedule where the saved one was."""
-        inner = cast(dict[str, object], state["state"])
-        if state["kind"] == type(self._scheduler).__name__:
-            self._scheduler.load_state_dict(inner)
-            return
-        logger.warning("the checkpoint's schedule is a %s: this one begins at its step", state["kind"])
-        go_to_step(self._scheduler, cast(int, inner.get("last_epoch", 0)))
+        """Put the schedule where the saved one was, if it is of the same kind."""
+        self.loaded = state["kind"] == type(self.scheduler).__name__
+        if self.loaded:
+            self.scheduler.load_state_dict(cast(dict[str, object], state["state"]))
 
-
-def go_to_step(scheduler: LRScheduler, step: int) -> None:
-    """Set a schedule, and the rates that it drives, to where it is after so many steps."""
-    scheduler.last_epoch = step - 1
-    scheduler.step()
+    def go_to_step(self, step: int) -> None:
+        """Set the schedule, and the rates that it drives, to where it is after so many optimizer steps."""
+        kind = type(self.scheduler).__name__
+        logger.info("the checkpoint has no state of a %s: it begins at step %d", kind, step)
+        self.scheduler.last_epoch = step - 1
+        self.scheduler.step()

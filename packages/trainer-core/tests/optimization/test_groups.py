@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.optim import SGD
+from torch.optim import SGD, Adafactor
 
 from trainer_core import ConfigurationError
 from trainer_core.optimization import (
@@ -103,6 +103,14 @@ def test_one_factory_for_all_makes_a_plain_optimizer(net, arguments):
         ({"head.*": {"weight_decai": 1.0}}, "is no option of FusedAdamW; did you mean 'weight_decay'"),
         ({"head.*": {"factory": "sgd"}}, r"factory='sgd': must be callable"),
         ({"head.*": 3}, "must give a mapping of options"),
+        ({"head.*": {"lr": -1}}, r"\['head\.\*'\]\.lr=-1: must be a number from 0"),
+        ({"head.*": {"lr": "0.1"}}, r"\.lr='0\.1': must be a number"),
+        ({"head.*": {"lr": float("nan")}}, r"\.lr=nan: must be a number"),
+        ({"head.*": {"weight_decay": -1.0}}, r"\.weight_decay=-1\.0: must be a number from 0"),
+        ({"head.*": {"eps": "x"}}, r"\.eps='x': must be a number"),
+        ({"head.*": {"betas": (2, 3)}}, r"\.betas=2: must be a number from 0"),
+        ({"head.*": {"betas": 0.9}}, r"\.betas=0\.9: must be two numbers"),
+        ({"head.*": {"factory": sgd, "lr": -1.0}}, r"\.lr=-1\.0: must be a number from 0"),
     ],
 )
 def test_mistakes_are_named(net, arguments, groups, message):
@@ -111,6 +119,24 @@ def test_mistakes_are_named(net, arguments, groups, message):
     with pytest.raises(ConfigurationError, match=message) as caught:
         build_optimizer(arguments(), model, groups=groups)
     assert caught.value.setting.startswith("optimizer_groups")
+
+
+def test_options_of_another_optimizer_have_its_form(net, arguments):
+    groups = {"head.*": {"factory": lambda params: Adafactor(params), "eps": (None, 1e-4)}}
+    options = by_name(build_optimizer(arguments(), net(), groups=groups))
+    assert options["head.weight"]["eps"] == (None, 1e-4)
+
+
+def test_an_unfused_group_trains_beside_the_fused_rest(make_trainer, curve):
+    fused, mixed = (
+        make_trainer(max_steps=6, with_trainer={"optimizer_groups": {"mix.*": options}})
+        for options in ({"fused": True}, {"fused": False})
+    )
+    fused.train()
+    mixed.train()
+    assert {group["fused"] for group in mixed.optimizer.param_groups} == {True, False}
+    for one, other in zip(curve(mixed), curve(fused), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
 
 
 def test_a_factory_must_return_an_optimizer(net, arguments):

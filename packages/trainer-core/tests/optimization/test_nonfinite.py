@@ -33,6 +33,11 @@ def multi_mixed(params):
     return Multiopt([FusedAdamW([p for p in params if p.ndim != 2]), Muon(matrices)])
 
 
+def with_an_unfused_group(params):
+    params = list(params)
+    return FusedAdamW([{"params": params[:3]}, {"params": params[3:], "fused": False}])
+
+
 GATED = {
     "ours": FusedAdamW,
     "AdamW": lambda params: AdamW(params, fused=True),
@@ -43,6 +48,7 @@ GATED = {
 }
 READ = {
     "AdamW": lambda params: AdamW(params, foreach=False),
+    "ours with an unfused group": with_an_unfused_group,
     "SGD with momentum": lambda params: SGD(params, lr=0.1, momentum=0.9, fused=True),
     "several": multi_mixed,
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
-from functools import lru_cache
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigurationError
+
+_HINTS: dict[type, dict[str, Any]] = {}
+"""By class, as evaluating them takes longer than all checks."""
 
 
 def check_types(args: object) -> None:
@@ -19,8 +21,7 @@ def check_types(args: object) -> None:
     Raises:
         ConfigurationError: For the first such value.
     """
-    cls: Hashable = type(args)
-    hints = _hints(cls)
+    hints = _hints(type(args))
     for field in fields(args):  # type: ignore[arg-type]
         value = getattr(args, field.name)
         if not _fits(value, hints[field.name]):
@@ -32,9 +33,10 @@ def check_types(args: object) -> None:
             )
 
 
-@lru_cache(maxsize=64)
-def _hints(cls: Hashable) -> dict[str, Any]:
-    return get_type_hints(cls)
+def _hints(cls: type) -> dict[str, Any]:
+    if cls not in _HINTS:
+        _HINTS[cls] = get_type_hints(cls)
+    return _HINTS[cls]
 
 
 def _fits(value: object, hint: Any) -> bool:

@@ -1,0 +1,124 @@
+"""Values of a wrong type given to the arguments, and settings beside an optimizer or schedule of one's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler
+
+from trainer_core import ConfigurationError, Trainer, TrainingArguments
+
+WRONG = {
+    "torch_compile": "no",
+    "use_cpu": 1,
+    "output_dir": 5,
+    "fp8_exclude": "model",
+    "lr_scheduler_kwargs": None,
+    "resume_from_checkpoint": None,
+    "max_steps": 3.0,
+    "seed": True,
+    "learning_rate": "1e-3",
+    "weight_decay": False,
+    "warmup_steps": None,
+    "lr_scheduler_type": 3,
+    "sdpa_backend": 7,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_value_of_another_type_is_refused(name: str) -> None:
+    value = WRONG[name]
+    beside = {"fp8_recipe": "rowwise"} if name == "fp8_exclude" else {}
+    with pytest.raises(ConfigurationError, match=re.escape(f"{name}={value!r}")) as caught:
+        TrainingArguments(**{"output_dir": "run", **beside, name: value})  # type: ignore[arg-type]
+    assert caught.value.setting == name
+    assert type(value).__name__ in str(caught.value)
+
+
+def test_values_that_serve_for_their_type() -> None:
+    args = TrainingArguments(
+        output_dir="run",
+        learning_rate=1,
+        max_grad_norm=2,
+        sdpa_backend=["math"],
+        fp8_recipe="rowwise",
+        fp8_exclude=["*.head"],  # type: ignore[arg-type]
+        lr_scheduler_kwargs={},
+        resume_from_checkpoint="elsewhere",
+    )
+    assert (args.learning_rate, list(args.fp8_exclude)) == (1, ["*.head"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnArguments(TrainingArguments):
+    """More settings, and other defaults."""
+
+    learning_rate: float = 3e-4
+    warmup_steps: int | float = 5
+    data_mixture: str = "web"
+
+
+@pytest.fixture
+def start(
+    ragged_loader: Callable[..., object], tiny_model: Callable[..., torch.nn.Module], tmp_path: object
+) -> Callable[..., Trainer]:
+    def make(cls: type[TrainingArguments], given: dict[str, object], **settings: object) -> Trainer:
+        common = {"output_dir": str(tmp_path), "max_steps": 2, "save_strategy": "no"}
+        return Trainer(
+            cls(**common, **settings),  # type: ignore[arg-type]
+            model_init=tiny_model,
+            train_dataset=ragged_loader(),
+            callbacks=[],
+            **given,  # type: ignore[arg-type]
+        )
+
+    return make
+
+
+def own_optimizer(named: object) -> Optimizer:
+    return SGD(named, lr=0.1)  # type: ignore[arg-type]
+
+
+def own_schedule(optimizer: Optimizer) -> LRScheduler:
+    return ConstantLR(optimizer)
+
+
+BESIDE_OPTIMIZER = {"learning_rate": 1e-3, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_epsilon": 1e-6}
+BESIDE_SCHEDULE = {
+    "warmup_steps": 10,
+    "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": {"num_cycles": 0.3},
+}
+
+
+@pytest.mark.parametrize("cls", [TrainingArguments, OwnArguments])
+@pytest.mark.parametrize("name", [*BESIDE_OPTIMIZER, *BESIDE_SCHEDULE])
+def test_a_setting_that_would_have_no_effect_is_refused(
+    start: Callable[..., Trainer], cls: type[TrainingArguments], name: str
+) -> None:
+    given: dict[str, object] = {"optimizer_factory": own_optimizer}
+    settings: dict[str, object] = {}
+    if name in BESIDE_SCHEDULE:
+        given = {"lr_scheduler_factory": own_schedule}
+        kind = {"lr_scheduler_type": "cosine"} if name == "lr_scheduler_kwargs" else {}
+        settings = {**kind, name: BESIDE_SCHEDULE[name]}
+    else:
+        settings = {name: BESIDE_OPTIMIZER[name]}
+    with pytest.raises(ConfigurationError, match="has no effect beside") as caught:
+        start(cls, given, **settings).train()
+    assert caught.value.setting in settings
+
+
+def test_an_optimizer_class_counts_as_ones_own(start: Callable[..., Trainer]) -> None:
+    with pytest.raises(ConfigurationError, match=r"weight_decay=0\.1: has no effect"):
+        start(OwnArguments, {"optimizer_cls_and_kwargs": (SGD, {"lr": 0.1})}, weight_decay=0.1).train()
+
+
+def test_defaults_of_a_subclass_were_not_said_by_the_user(start: Callable[..., Trainer]) -> None:
+    given = {"optimizer_factory": own_optimizer, "lr_scheduler_factory": own_schedule}
+    assert start(OwnArguments, given).train().global_step == 2
