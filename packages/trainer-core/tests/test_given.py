@@ -1,10 +1,10 @@
-"""Values of a wrong type given to the arguments, and settings beside an optimizer or schedule of one's own."""
+"""Arguments of a wrong type, and settings beside an optimizer or schedule of one's own."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -59,7 +59,9 @@ class OwnArguments(TrainingArguments):
     """More settings, and other defaults."""
 
     learning_rate: float = 3e-4
-    warmup_steps: int | float = 5
+    warmup_steps: int = 5
+    lr_scheduler_type: str = "cosine_with_min_lr"
+    lr_scheduler_kwargs: dict[str, float | int | str | bool] = field(default_factory=lambda: {"min_lr": 1e-5})
     data_mixture: str = "web"
 
 
@@ -68,7 +70,12 @@ def start(
     ragged_loader: Callable[..., object], tiny_model: Callable[..., torch.nn.Module], tmp_path: object
 ) -> Callable[..., Trainer]:
     def make(cls: type[TrainingArguments], given: dict[str, object], **settings: object) -> Trainer:
-        common = {"output_dir": str(tmp_path), "max_steps": 2, "save_strategy": "no"}
+        common = {
+            "output_dir": str(tmp_path),
+            "max_steps": 2,
+            "save_strategy": "no",
+            "per_device_train_batch_size": 4,
+        }
         return Trainer(
             cls(**common, **settings),  # type: ignore[arg-type]
             model_init=tiny_model,
@@ -105,7 +112,7 @@ def test_a_setting_that_would_have_no_effect_is_refused(
     settings: dict[str, object] = {}
     if name in BESIDE_SCHEDULE:
         given = {"lr_scheduler_factory": own_schedule}
-        kind = {"lr_scheduler_type": "cosine"} if name == "lr_scheduler_kwargs" else {}
+        kind = {} if name == "warmup_steps" else {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {}}
         settings = {**kind, name: BESIDE_SCHEDULE[name]}
     else:
         settings = {name: BESIDE_OPTIMIZER[name]}

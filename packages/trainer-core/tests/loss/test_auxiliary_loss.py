@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +21,14 @@ class Router(nn.Module):
         return SimpleNamespace(logits=logits, aux_loss=None if self.aux_loss is None else logits.sum())
 
 
+@pytest.fixture(autouse=True)
+def nothing_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said once per process, and the usual logger leaves out a warning that repeats."""
+    predictions._say_what_is_left_out.cache_clear()
+    monkeypatch.setattr(predictions, "logger", logging.getLogger("test_auxiliary_loss"))
+
+
 def warnings_of(model: nn.Module, batch: dict[str, Tensor], caplog: pytest.LogCaptureFixture) -> list[str]:
-    predictions._say_what_is_left_out.cache_clear()  # said once per process
     for _ in range(3):
         predict(CausalLMLoss(), model, {"input_ids": batch["input_ids"]}, batch["labels"])
     return [record.message for record in caplog.records if "aux_loss" in record.message]
@@ -32,6 +39,8 @@ def test_said_once(tiny_lm: type, batch: dict[str, Tensor], caplog: pytest.LogCa
     assert "compute_loss_func" in message
 
 
-def test_silent_without_one(tiny_lm: type, batch: dict[str, Tensor], caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_without_one(
+    tiny_lm: type, batch: dict[str, Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
     assert warnings_of(Router(tiny_lm(), None), batch, caplog) == []
     assert warnings_of(tiny_lm(), batch, caplog) == []

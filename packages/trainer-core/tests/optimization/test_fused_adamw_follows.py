@@ -1,4 +1,4 @@
-"""FusedAdamW keeps lists of what it steps; whatever a user exchanges counts from the next step on, as in torch."""
+"""FusedAdamW keeps lists of what it steps; what a user exchanges counts from the next step on."""
 
 from __future__ import annotations
 

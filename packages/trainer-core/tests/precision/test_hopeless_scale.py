@@ -24,12 +24,19 @@ class Poison:
             next(p for p in model.parameters() if p.grad is not None).grad[0] = float("nan")  # type: ignore[index]
 
 
-SETTINGS = {"max_steps": 40, "mixed_precision": "fp16", "logging_steps": 10, "save_strategy": "steps"}
+SETTINGS = {
+    "max_steps": 40,
+    "num_train_epochs": -1,
+    "mixed_precision": "fp16",
+    "logging_steps": 10,
+    "save_strategy": "steps",
+    "save_steps": 100,
+}
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise"])
 def test_the_error_comes_at_the_look(make_trainer: Callable[..., Trainer], policy: str) -> None:
-    trainer = make_trainer(callbacks=[Poison(5)], nonfinite_policy=policy, save_steps=100, **SETTINGS)
+    trainer = make_trainer(callbacks=[Poison(5)], nonfinite_policy=policy, **SETTINGS)
     with pytest.raises(NonFiniteGradientError, match=r"step(s from)? 5"):
         trainer.train()
     assert trainer.state.global_step == 30  # 25 in a row are skipped by step 29, and 30 is the next look
@@ -37,6 +44,6 @@ def test_the_error_comes_at_the_look(make_trainer: Callable[..., Trainer], polic
 
 
 def test_a_scale_that_is_found_in_the_end_is_no_error(make_trainer: Callable[..., Trainer]) -> None:
-    trainer = make_trainer(callbacks=[Poison(5, 28)], nonfinite_policy="skip", save_steps=100, **SETTINGS)
+    trainer = make_trainer(callbacks=[Poison(5, 28)], nonfinite_policy="skip", **SETTINGS)
     assert trainer.train().global_step == 40
     assert trainer.saved_step == 40

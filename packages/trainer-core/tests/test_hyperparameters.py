@@ -1,0 +1,192 @@
+"""Options of the optimizer at a resume: what the user changed wins, what the run changed is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from trainer_core import Trainer
+
+MakeTrainer = Callable[..., Trainer]
+SAVED = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "num_train_epochs": -1,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+}
+SAID = "in force from here on"
+
+
+class Watch:
+    """Keeps the options of the groups as training begins, without parameters and names."""
+
+    def __init__(self) -> None:
+        self.groups: list[dict[str, object]] = []
+
+    def on_train_begin(
+        self, args: object, state: object, control: object, *, optimizer: Optimizer, **_: object
+    ) -> None:
+        left_out = ("params", "param_names")
+        self.groups = [{k: v for k, v in g.items() if k not in left_out} for g in optimizer.param_groups]
+
+    def each(self, name: str) -> list[object]:
+        return [group[name] for group in self.groups]
+
+
+class Move:
+    """Sets an option of every group at a step."""
+
+    def __init__(self, step: int, **options: float) -> None:
+        self.step, self.options = step, options
+
+    def on_step_end(
+        self, args: object, state: object, control: object, *, optimizer: Optimizer, **_: object
+    ) -> None:
+        if state.global_step == self.step:  # type: ignore[attr-defined]
+            for group in optimizer.param_groups:
+                group.update(self.options)
+
+
+Resumed = Callable[..., tuple[Watch, list[str]]]
+
+
+@pytest.fixture
+def resumed(make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture) -> Resumed:
+    """Trains to step 4, and from there to 6 with other settings; gives what the second start found."""
+
+    def run(
+        before: dict[str, object], after: dict[str, object], callbacks: Iterable[object] = ()
+    ) -> tuple[Watch, list[str]]:
+        make_trainer(**{**SAVED, "max_steps": 4, **before}, callbacks=list(callbacks)).train()
+        caplog.clear()
+        watch = Watch()
+        again = make_trainer(**{**SAVED, "max_steps": 6, **after}, callbacks=[watch])
+        assert again.train().global_step == 6
+        assert again.state.session_start_step == 4
+        return watch, [record.message for record in caplog.records if SAID in record.message]
+
+    return run
+
+
+def groups(**options: object) -> dict[str, object]:
+    return {"with_trainer": {"optimizer_groups": {"mix.*": options}}}
+
+
+def factory(**options: float) -> dict[str, object]:
+    def make(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        return SGD(list(named), **options)
+
+    # The trainers of the fixture give a learning rate, which has no place beside an optimizer of one's own.
+    return {"with_trainer": {"optimizer_factory": make}, "learning_rate": 5e-5}
+
+
+def test_a_rate_changed_in_optimizer_groups_wins(resumed: Resumed) -> None:
+    watch, said = resumed(groups(lr=1e-2), groups(lr=1e-3))
+    assert watch.each("lr").count(1e-3) == 2  # with and without decay
+    assert len(said) == 1
+    assert "initial_lr" in said[0]
+    assert "0.01 before, 0.001 now" in said[0]
+
+
+# The warnings of these tests differ in their numbers: a warning is given once per process, word for word.
+@pytest.mark.parametrize(("schedule", "share"), [("constant", 1.0), ("inverse_sqrt", 2**-0.5)])
+def test_a_rate_changed_in_a_factory_wins_and_the_schedule_keeps_its_place(
+    resumed: Resumed, schedule: str, share: float
+) -> None:
+    before, after = 0.5 * share, 0.25 * share
+    options = {"timescale": 4} if schedule == "inverse_sqrt" else {}
+    kind = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options}
+    watch, said = resumed({**factory(lr=before), **kind}, {**factory(lr=after), **kind})
+    assert watch.each("lr") == [pytest.approx(after * share)]
+    assert watch.each("initial_lr") == [after]
+    assert len(said) == 1
+
+
+def test_another_option_of_a_factory_wins(resumed: Resumed) -> None:
+    watch, said = resumed(factory(lr=0.1, momentum=0.9), factory(lr=0.1, momentum=0.5))
+    assert watch.each("momentum") == [0.5]
+    assert "momentum of optimizer group 0: 0.9 before, 0.5 now" in said[0]
+
+
+@pytest.mark.parametrize("options", [{"weight_decay": 0.25}, {"lr": 0.125}])
+def test_what_a_callback_moved_is_restored_and_nothing_said(
+    resumed: Resumed, options: dict[str, float]
+) -> None:
+    # Without a schedule, which would move the rate itself.
+    settings = {"lr_scheduler_type": ""}
+    watch, said = resumed(settings, settings, [Move(3, **options)])
+    for name, value in options.items():
+        assert set(watch.each(name)) == {value}
+    assert said == []
+
+
+def test_only_what_the_user_changed_wins_over_what_a_callback_moved(
+    resumed: Resumed,
+) -> None:
+    watch, said = resumed(
+        {"learning_rate": 1e-2}, {"learning_rate": 4e-3}, [Move(3, weight_decay=0.25, eps=1e-3)]
+    )
+    assert set(watch.each("lr")) == {4e-3}
+    assert set(watch.each("weight_decay")) == {0.25}
+    assert set(watch.each("eps")) == {1e-3}
+    assert len(said) == 1
+
+
+def test_a_change_in_one_group_leaves_the_others(resumed: Resumed) -> None:
+    watch, _ = resumed(groups(lr=1e-2), groups(lr=2e-3), [Move(3, weight_decay=0.25)])
+    assert set(watch.each("weight_decay")) == {0.25}
+
+
+class RateKept:
+    """Keeps the learning rate of the last checkpoint."""
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+
+    def on_save(
+        self, args: object, state: object, control: object, *, optimizer: Optimizer, **_: object
+    ) -> None:
+        self.rate = optimizer.param_groups[0]["lr"]
+
+
+def test_the_reduced_rate_of_a_plateau_survives_a_change_of_the_decay(
+    resumed: Resumed, ragged_loader: Callable[..., object]
+) -> None:
+    def plateau() -> dict[str, object]:
+        return {
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            # No loss is better by 10, so each evaluation but the first divides the rate by 10.
+            "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0, "threshold_mode": "abs"},
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "eval_loader": ragged_loader(),
+        }
+
+    kept = RateKept()
+    watch, said = resumed(plateau(), {**plateau(), "weight_decay": 0.5}, [kept])
+    assert kept.rate == pytest.approx(1e-2 * 0.1**3)
+    assert set(watch.each("lr")) == {kept.rate}
+    assert set(watch.each("initial_lr")) == {1e-2}
+    assert sorted(set(watch.each("weight_decay"))) == [0.0, 0.5]
+    assert len(said) == 1
+
+
+def test_the_same_options_again_change_no_bit(
+    make_trainer: MakeTrainer, curve: Callable[[Trainer], list[tuple[float, float]]]
+) -> None:
+    settings = {**SAVED, **groups(lr=1e-3, betas=(0.8, 0.95))}
+    whole = make_trainer(max_steps=6, **{**settings, "save_strategy": "no", "save_steps": 500})
+    whole.train()
+    make_trainer(max_steps=4, **settings).train()
+    rest = make_trainer(max_steps=6, **settings)
+    rest.train()
+    assert curve(rest) == curve(whole)
+    for one, other in zip(
+        rest.unwrapped_model().parameters(), whole.unwrapped_model().parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
