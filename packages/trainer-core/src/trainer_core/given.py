@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import partial
 
 import torch
@@ -111,7 +111,8 @@ def _refuse_beside(args: TrainingArguments, names: Sequence[str], what: str) -> 
     """Refuse settings that differ from the defaults of their class, and that `what` takes the place of."""
     for field in fields(args):
         value = getattr(args, field.name)
-        if field.name in names and value not in (field.default, {}):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name in names and value != default:
             raise ConfigurationError(
                 field.name,
                 value,

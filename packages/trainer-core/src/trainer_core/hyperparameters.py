@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -56,9 +55,8 @@ class Hyperparameters:
             return [f"{len(before)} optimizer groups before, {len(now)} now"]
         return [
             f"{name} of optimizer group {number}: {old.get(name)!r} before, {new.get(name)!r} now"
-            for number, (old, new) in enumerate(zip(before, now, strict=True))
-            for name in sorted(old.keys() | new.keys())
-            if old.get(name) != new.get(name)
+            for number, (old, new, names) in enumerate(zip(before, now, self._changed(before), strict=True))
+            for name in sorted(names)
         ]
 
     @property
@@ -77,26 +75,32 @@ class Hyperparameters:
             group["lr"] = built["initial_lr"]
 
     def reassert(self, before: Sequence[Mapping[str, object]], scheduler: LRScheduler | None) -> None:
-        """Put back the options that this optimizer was built with; a schedule keeps its place.
+        """Put in force what differs from a checkpoint's options; a schedule keeps its place.
 
         Args:
             before: What `plain` gave in the checkpoint.
             scheduler: The schedule, loaded.
         """
-        for number, (group, built) in enumerate(zip(self._optimizer.param_groups, self._built, strict=True)):
-            old = (
-                before[number].get("initial_lr")
-                if len(before) == len(self._built)
-                else group.get("initial_lr")
-            )
-            new = built["initial_lr"]
-            if isinstance(old, int | float) and old and isinstance(new, int | float):
-                group["lr"] = group["lr"] * (new / old)
-            else:
-                group["lr"] = new
-            group.update({name: value for name, value in built.items() if name in group})
+        groups = zip(self._optimizer.param_groups, self._built, self._changed(before), strict=True)
+        for number, (group, built, changed) in enumerate(groups):
+            if "initial_lr" in changed:
+                then = before[number] if len(before) == len(self._built) else group
+                old, new = then.get("initial_lr"), built["initial_lr"]
+                scaled = isinstance(old, int | float) and old and isinstance(new, int | float)
+                group["lr"] = group["lr"] * (new / old) if scaled else new  # type: ignore[operator]
+            group.update({name: built[name] for name in changed if name in group and name in built})
         if scheduler is not None and hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [cast(float, built["initial_lr"]) for built in self._built]
+            scheduler.base_lrs = [group["initial_lr"] for group in self._optimizer.param_groups]
+
+    def _changed(self, before: Sequence[Mapping[str, object]]) -> list[set[str]]:
+        """Names of the options that differ, by group; all of them if the groups cannot be told apart."""
+        now = self.plain()
+        if len(before) != len(now):
+            return [set(options) for options in now]
+        return [
+            {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+            for old, new in zip(before, now, strict=True)
+        ]
 
 
 def _kind(optimizer: Optimizer) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,6 @@ from torch.optim.optimizer import ParamsT
 
 Group = dict[str, Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
-_STEP = itemgetter("step")
 
 
 class FusedAdamW(AdamW):
@@ -166,8 +165,9 @@ class _Batch:
         """Whether options, parameters and state are still the ones collected."""
         if not _is_usual(self.group) or not _same(self.group["params"], self._held):
             return False
-        held = all(map(is_, map(state.get, self.members), self._states))
-        return held and all(map(is_, map(_STEP, self._states), self._steps))
+        if not all(map(is_, map(state.get, self.members), self._states)):
+            return False
+        return all(held.get("step") is count for held, count in zip(self._states, self._steps, strict=True))
 
     def step(self, gradients: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Step all members; as in torch, `found_inf` of 1 leaves everything as it was."""
@@ -217,6 +217,7 @@ def _fused_step(
 def _is_usual(group: Group) -> bool:
     return (
         group["fused"] is True
+        and group["decoupled_weight_decay"]
         and not (group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"])
         and not any(isinstance(option, Tensor) for option in (group["lr"], *group["betas"]))
     )

@@ -211,7 +211,8 @@ def _check_options(part: _Part, optimizer: Optimizer) -> None:
 
 def _check_value(setting: str, option: str, value: object) -> None:
     """Hold the options that every AdamW has against the same limits as the arguments of the same meaning."""
-    if option in _LIMITS and not isinstance(value, Tensor):
+    # Some optimizers take a tensor or a pair where AdamW takes a number.
+    if option in _LIMITS and not isinstance(value, Tensor | tuple | list):
         rules.within(setting, value, *_LIMITS[option])
     if option == "betas":
         if not isinstance(value, Sequence) or len(value) != 2:
