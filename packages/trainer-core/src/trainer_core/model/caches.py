@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,16 +18,21 @@ def leave_caches_out(model: nn.Module) -> None:
     Args:
         model: The outermost modules that take `use_cache` get False while they train with gradients.
     """
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    parameters = inspect.signature(model.forward).parameters
+    if "use_cache" in parameters:
+        positional = parameters["use_cache"].kind is not inspect.Parameter.KEYWORD_ONLY
+        place = list(parameters).index("use_cache") if positional else None
+        model.register_forward_pre_hook(partial(_without_cache, place), with_kwargs=True)
         return
     for part in model.children():
         leave_caches_out(part)
 
 
 def _without_cache(
-    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    place: int | None, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
     if not (module.training and torch.is_grad_enabled()):
         return None
+    if place is not None and len(args) > place:
+        return (*args[:place], False, *args[place + 1 :]), kwargs
     return args, {**kwargs, "use_cache": False}

@@ -206,15 +206,18 @@ def _check_options(part: _Part, optimizer: Optimizer) -> None:
                 f"is no option of {type(optimizer).__name__}",
                 f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(optimizer.defaults))}",
             )
-        _check_value(f"optimizer_groups[{part.pattern!r}].{option}", option, value)
+        setting = f"optimizer_groups[{part.pattern!r}].{option}"
+        _check_value(setting, option, value, optimizer.defaults[option])
 
 
-def _check_value(setting: str, option: str, value: object) -> None:
-    """Hold the options that every AdamW has against the same limits as the arguments of the same meaning."""
-    # Some optimizers take a tensor or a pair where AdamW takes a number.
-    if option in _LIMITS and not isinstance(value, Tensor | tuple | list):
+def _check_value(setting: str, option: str, value: object, default: object) -> None:
+    """Hold options that mean the same as arguments against the same limits.
+
+    An optimizer whose default has another form, as the two `eps` of Adafactor, means something else.
+    """
+    if option in _LIMITS and isinstance(default, int | float) and not isinstance(value, Tensor):
         rules.within(setting, value, *_LIMITS[option])
-    if option == "betas":
+    if option == "betas" and isinstance(default, tuple) and len(default) == 2:
         if not isinstance(value, Sequence) or len(value) != 2:
             raise ConfigurationError(setting, value, "must be two numbers", "write (0.9, 0.999), say")
         for beta in value:
