@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,20 +17,38 @@ from trainer_core.callbacks import WandbCallback
 Rows = Callable[[Path], list[dict[str, object]]]
 
 
-class KilledAt:
-    """Keeps the tracker's state of the newest checkpoint, and ends the process's work at a step."""
+# One session of a run, interrupted when it has logged a step. Each has a process of its own, because W&B's
+# service takes a run that begins again at once under the same id for the one just ended.
+SESSION = """
+import sys, torch
+from trainer_core import Trainer
+from trainer_core.callbacks import WandbCallback
 
-    def __init__(self, tracker: WandbCallback, step: int) -> None:
-        self.tracker = tracker
-        self.step = step
-        self.saved = ""
 
-    def on_save(self, args: object, state: object, control: object, **_: object) -> None:
-        self.saved = json.dumps(self.tracker.state_dict())
-
-    def on_log(self, args: object, state: object, control: object, **_: object) -> None:
-        if state.global_step == self.step:  # type: ignore[attr-defined]
+class Interrupted:
+    def on_log(self, args, state, control, **_):
+        if state.global_step == int(sys.argv[2]):
             raise KeyboardInterrupt
+
+
+class Bigram(torch.nn.Embedding):
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
+settings = {"output_dir": sys.argv[1], "per_device_train_batch_size": 2, "max_steps": 8, "seed": 1}
+rows = [{"input_ids": row, "labels": row} for row in torch.arange(64).remainder(23).view(16, 4)]
+tracker = WandbCallback("tests")
+try:
+    Trainer(
+        settings | {"logging_steps": 1, "save_steps": 3},
+        model_init=lambda: Bigram(23, 23),
+        train_dataset=rows,
+        callbacks=[tracker, Interrupted()],
+    ).train()
+finally:
+    print("run", tracker.run_id)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -69,23 +89,17 @@ def test_an_offline_run_holds_the_curves(
     assert (config["learning_rate"], config["lr_scheduler_type"]) == (1e-2, "cosine")
 
 
-def test_a_resumed_run_has_the_same_id_and_growing_steps(
-    make_trainer: Callable[..., Trainer], offline_rows: Rows, tmp_path: Path
-) -> None:
-    settings = {"max_steps": 8, "num_train_epochs": -1, "save_strategy": "steps", "save_steps": 3}
-    tracker = WandbCallback("tests")
-    killed = KilledAt(tracker, step=5)
-    with pytest.raises(KeyboardInterrupt):
-        make_trainer(callbacks=[tracker, killed], **settings).train()
-    # A real kill would end the process; here W&B must be told, as its exit hook would.
-    wandb.finish(exit_code=1)
-    again = WandbCallback("tests")
-    again.load_state_dict(json.loads(killed.saved))
-    make_trainer(callbacks=[again], **settings).train()
-    assert again.run_id == tracker.run_id
-    first, second = offline_runs(tmp_path / "run")
-    assert str(tracker.run_id) in first.name
-    assert str(tracker.run_id) in second.name
+def test_a_resumed_run_has_the_same_id_and_growing_steps(offline_rows: Rows, tmp_path: Path) -> None:
+    ids = set()
+    for interrupted_at, code in ((5, -signal.SIGINT), (0, 0)):
+        command = [sys.executable, "-c", SESSION, str(tmp_path), str(interrupted_at)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == code, done.stderr
+        ids |= {line for line in done.stdout.splitlines() if line.startswith("run ")}
+    (run_id,) = ids
+    first, second = offline_runs(tmp_path)
+    assert first.name.endswith(run_id.removeprefix("run "))
+    assert second.name.endswith(run_id.removeprefix("run "))
     rows = offline_rows(first) + offline_rows(second)
     assert list(column(rows, "train/loss")) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row["_step"] for row in rows] == sorted(row["_step"] for row in rows)  # type: ignore[type-var]
