@@ -93,8 +93,9 @@ class OptimizerState:
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                     # PyTorch leaves these where they are, but a captured graph reads them on the device.
                     values[key] = value.to(group[key].device)
+            # The live group's values come first for the order of its keys, which stays as it is.
             own = {key: kept[key] for key in _IMPLEMENTATION if key in kept}
-            groups.append({**(values or kept), **own, "params": [position[name] for name in members]})
+            groups.append({**kept, **values, **own, "params": [position[name] for name in members]})
         packed = {position[name]: values for name, values in state["state"].items()}
         self.optimizer.load_state_dict({"state": packed, "param_groups": groups})
         self._restore_dtypes(packed)
