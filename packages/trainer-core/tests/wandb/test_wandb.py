@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -91,9 +92,12 @@ def test_an_offline_run_holds_the_curves(
 
 def test_a_resumed_run_has_the_same_id_and_growing_steps(offline_rows: Rows, tmp_path: Path) -> None:
     ids = set()
+    # Without the service of this process, which other tests have begun.
+    env = {name: value for name, value in os.environ.items() if "WANDB" not in name}
+    env |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     for interrupted_at, code in ((5, -signal.SIGINT), (0, 0)):
         command = [sys.executable, "-c", SESSION, str(tmp_path), str(interrupted_at)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == code, done.stderr
         ids |= {line for line in done.stdout.splitlines() if line.startswith("run ")}
     (run_id,) = ids
