@@ -1,6 +1,11 @@
 """A training loop that is small to read, exact in its numbers and resumable anywhere."""
 
-from .arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
+from .arguments import (
+    BaseTrainingArguments,
+    DataParallelArguments,
+    MinimalTrainingArguments,
+    TrainingArguments,
+)
 from .batch import Batch
 from .callbacks import (
     DivergenceDetector,
@@ -18,6 +23,7 @@ from .callbacks import (
     dump_on_oom,
 )
 from .config import arguments_from_dict, field_docs, load_config_file, suggest
+from .data_parallel import DataParallel
 from .errors import ConfigurationError, DataError
 from .evaluation import EvalMetric
 from .events import EVENTS
@@ -44,6 +50,7 @@ from .precision import (
 )
 from .state import StopCause, TrainerControl, TrainerState, TrainOutput
 from .stop_requests import EXIT_RESUMABLE
+from .traffic import Traffic
 from .trainer import Trainer
 
 __all__ = [
@@ -56,6 +63,8 @@ __all__ = [
     "CausalLMLoss",
     "ConfigurationError",
     "DataError",
+    "DataParallel",
+    "DataParallelArguments",
     "DivergenceDetector",
     "EarlyStopping",
     "EvalMetric",
@@ -82,6 +91,7 @@ __all__ = [
     "TextSamples",
     "TokenLoss",
     "Tracker",
+    "Traffic",
     "TrainOutput",
     "Trainer",
     "TrainerControl",

@@ -116,7 +116,7 @@ class Actions:
         metrics = None
         if run.evaluated is not None and self._has_result():
             metrics, run.ranked_step = run.evaluated[1], run.state.global_step
-        with run.meter.exclude("save"):
+        with run.meter.exclude("save"), run.parallel.consolidated(optimizer=True):
             path = run.manager.save_checkpoint(run.state.global_step, metrics=metrics)
             note_best(run)
         run.saved_step = run.state.global_step
@@ -195,7 +195,7 @@ class Actions:
         if run.update is None:
             return True
         report = run.update.look(run.state.global_step)
-        if not report.bad or run.args.nonfinite_policy == "skip":
+        if run.args.nonfinite_policy == "skip" or not run.parallel.any([report.bad])[0]:
             return True
         message = report.message(updated=run.args.fuse_optim_with_backward)
         if run.args.nonfinite_policy == "raise":

@@ -71,7 +71,7 @@ def assemble(
         scheduler = _scheduler(args, optimizer, state, parts)
         if scheduler is not None and is_callback(scheduler):
             events.add(scheduler)
-    parallel.wrap()
+    parallel.wrap(optimizer)
     seed_rank(args, parallel.env.rank)
     meter = ThroughputMeter()
     speed = RunSpeed(args.speed_metrics_start_step, samples_per_step(args, parallel))

@@ -17,6 +17,7 @@ from dist_env import get_logger
 from .arguments import TrainingArguments
 from .arguments.changes import Changes
 from .errors import ConfigurationError
+from .loaders import keeps_position
 from .parallelism import Parallelism
 from .run import Run
 from .run_state import RunComponents
@@ -101,7 +102,7 @@ def load(run: Run, path: str | None) -> Path | None:
     run.saved_step = run.state.global_step
     run.update_epoch()
     note_best(run)
-    if run.loader is not None and not hasattr(run.loader, "state_dict"):
+    if run.loader is not None and not keeps_position(run.loader):
         logger.warning(
             "the training loader (%s) keeps no position: its epoch begins anew, so data will repeat",
             type(run.loader).__name__,

@@ -39,9 +39,12 @@ def evaluate(run: Run, loader: object, *, stop_requested: Callable[[], bool]) ->
     """
     parallel, limit = run.parallel, run.args.max_eval_steps
     sums = torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=parallel.device)
-    with undisturbed(parallel.model):
+    with parallel.consolidated(optimizer=False), undisturbed(parallel.model):
         for batch in islice(cast(Iterable[Batch], loader), limit if limit > 0 else None):
-            sums += _score(run, batch, sums.device)
+            figures = _score(run, batch, sums.device)
+            # A dummy is scored, because the ranks compute together, and counts for nothing.
+            if not getattr(loader, "last_is_dummy", False):
+                sums += figures
             run.events.fire("on_prediction_step")
             if parallel.any([stop_requested()])[0]:
                 return None
@@ -83,8 +86,8 @@ class EvaluationData:
     """Gives the evaluation set from its beginning, as often as asked.
 
     Args:
-        make: Gives the loader.
-        beginning: State to set it back to first, for a ready-made loader that keeps a position.
+        make: Gives the loader, the same one each time or a new one.
+        beginning: State to set it back to first; none for a loader that begins anew by itself.
     """
 
     def __init__(self, make: Callable[[], object], beginning: object | None = None) -> None:

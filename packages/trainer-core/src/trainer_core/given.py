@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -42,6 +44,22 @@ class Ingredients:
     optimizer_groups: OptimizerGroups | None
     scheduler: SchedulerFactory | None
     preprocessor: Preprocessor | None
+
+    def facts(self) -> dict[str, object]:
+        """What of it has to be the same on all ranks, as plain values by the names that users know."""
+        given = {
+            "train_dataset": self.train_data,
+            "eval_dataset": self.eval_data,
+            "compute_loss_func": self.loss,
+            "fused_loss_factory": self.fused_loss,
+            "optimizer_factory": self.optimizer,
+            "optimizer_groups": self.optimizer_groups,
+            "lr_scheduler_factory": self.scheduler,
+        }
+        facts: dict[str, object] = {
+            name: "given" if part is not None else "not given" for name, part in given.items()
+        }
+        return {**facts, "eval_metrics": sorted(self.eval_metrics)}
 
 
 def model_source(model: nn.Module | None, model_init: ModelInit | None) -> ModelSource:
@@ -121,14 +139,42 @@ def _refuse_beside(args: TrainingArguments, names: Sequence[str], what: str) -> 
             )
 
 
-def single_process(args: TrainingArguments) -> DistributedEnvInterface:
-    """The environment of one process on the device that the arguments name, or on the accelerator if any."""
+def environment_of(args: TrainingArguments) -> DistributedEnvInterface:
+    """The environment of the process group that exists; one process if there is none.
+
+    Raises:
+        ConfigurationError: If a launcher has started several processes, and there is no process group.
+    """
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        return StaticDistributedEnvironment(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world_size,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+            device=_device(args, local_rank),
+        )
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigurationError(
+            "distributed_env",
+            None,
+            f"must be given: WORLD_SIZE is {os.environ['WORLD_SIZE']}, and there is no process group",
+            "write `with DistributedEnvironment() as env:` around the trainer, and give it env",
+        )
+    return StaticDistributedEnvironment(device=_device(args, None))
+
+
+def _device(args: TrainingArguments, index: int | None) -> torch.device:
+    """The device that the arguments name, or the accelerator if any."""
     if args.use_cpu:
-        return StaticDistributedEnvironment()
+        return torch.device("cpu")
     if args.device is not None:
-        return StaticDistributedEnvironment(device=_known_device(args.device))
+        return _known_device(args.device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return StaticDistributedEnvironment(device=accelerator or torch.device("cpu"))
+    if accelerator is None or index is None:
+        return accelerator or torch.device("cpu")
+    return torch.device(accelerator.type, index)
 
 
 def check_device(args: TrainingArguments, env: DistributedEnvInterface) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -42,6 +42,8 @@ class Totals:
     net_seconds: float = 0.0
     gross_seconds: float = 0.0
     data_seconds: float = 0.0
+    communicated_bytes: float | None = None
+    """Payload that the ranks have handed to collectives, all together; none where nobody counts."""
 
 
 class _DeviceSums:
@@ -96,16 +98,11 @@ class _DeviceSums:
         self._steps.clear()
         self._inputs.clear()
 
-    def per_rank(self) -> Tensor:
-        """What has to be summed over ranks: float64 [6]."""
+    def figures(self) -> list[float]:
+        """The five sums, the two of norms, and what the host knows; waits for the device once."""
         self._add_up()
-        known = [self.known_inputs, self.compute_tokens, self.flos]
-        known_here = torch.tensor(known, dtype=torch.float64, device=self._sums.device)
-        return torch.cat([self._sums[:4], known_here])
-
-    def shared(self) -> Tensor:
-        """What is the same on every rank: applied steps, sum of squared norms, largest norm; float64 [3]."""
-        return torch.cat([self._sums[4:], self._norms])
+        on_device: list[float] = torch.cat([self._sums, self._norms]).tolist()
+        return [*on_device, self.known_inputs, self.compute_tokens, self.flos]
 
 
 class Interval:
@@ -128,6 +125,7 @@ class Interval:
         self._speed = speed
         self._flops_by_length: dict[int, float] = {}
         self._sums = _DeviceSums(parallel.device)
+        self._sent = 0
 
     def add(self, window: Window, loss_sum: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
         """Add one optimizer step; waits for nothing."""
@@ -152,9 +150,12 @@ class Interval:
         self.totals.data_seconds += lap.phases.get("data", 0.0)
 
     def _take(self, sums: _DeviceSums) -> None:
-        figures = self._parallel.sum(sums.per_rank()).tolist()
-        loss_sum, applied_tokens, target, masked_inputs, known_inputs, compute, flos = figures
-        applied, square_sum, largest = sums.shared().tolist()
+        ranks = self._parallel.gather([*sums.figures(), self._new_traffic()])
+        columns = list(zip(*ranks, strict=True))
+        loss_sum, applied_tokens, target, masked_inputs = map(sum, columns[:4])
+        # Equal on all ranks, but where each trains a model of its own.
+        applied, square_sum = map(_common, columns[4:6])
+        known_inputs, compute, flos, sent = map(sum, columns[7:])
         inputs = masked_inputs + known_inputs
         totals, state = self.totals, self._state
         totals.loss_sum += loss_sum
@@ -166,10 +167,18 @@ class Interval:
         totals.updates += int(applied)
         totals.skipped += sums.updates - int(applied)
         totals.grad_norm_square_sum += square_sum
-        totals.grad_norm_max = max(totals.grad_norm_max, largest)
+        totals.grad_norm_max = max(totals.grad_norm_max, *columns[6])
+        if self._parallel.traffic is not None:
+            totals.communicated_bytes = (totals.communicated_bytes or 0) + sent
         state.num_target_tokens_seen += int(target)
         state.num_input_tokens_seen += int(inputs)
         state.total_flos += flos
+
+    def _new_traffic(self) -> float:
+        """Bytes that this rank has sent since the last call."""
+        traffic = self._parallel.traffic
+        before, self._sent = self._sent, 0 if traffic is None else traffic.bytes
+        return self._sent - before
 
     def close(self) -> Totals | None:
         """End the interval.
@@ -199,6 +208,11 @@ class Interval:
         return flops
 
 
+def _common(values: Sequence[float]) -> float:
+    """The value that all ranks have; their mean where they differ."""
+    return values[0] if min(values) == max(values) else sum(values) / len(values)
+
+
 def record_of(totals: Totals, state: TrainerState) -> dict[str, object]:
     """The log entry of an interval.
 
@@ -223,6 +237,11 @@ def record_of(totals: Totals, state: TrainerState) -> dict[str, object]:
     }
     if totals.skipped:
         record["skipped_steps"] = totals.skipped
+    if totals.communicated_bytes is not None:
+        record["communicated_bytes"] = int(totals.communicated_bytes)
+        record["communicated_bytes_per_1k_tokens"] = (
+            totals.communicated_bytes / totals.input_tokens * 1000 if totals.input_tokens else None
+        )
     return record
 
 

@@ -8,7 +8,7 @@ from typing import cast
 
 from torch.utils.data import Dataset, IterableDataset
 
-from dataloader_dispatch import DocumentStream, StreamLoader, build_loader
+from dataloader_dispatch import DataloaderDispatcher, DocumentStream, StreamLoader, build_loader
 
 from .arguments import TrainingArguments
 from .batch import Batch
@@ -48,24 +48,22 @@ def evaluation_data(
     packed = data.dataset if isinstance(data, StreamLoader) else data
     if isinstance(packed, DocumentStream):
         size = data.batch_size if isinstance(data, StreamLoader) else args.per_device_eval_batch_size
-        return EvaluationData(
-            lambda: parallel.wrap_loader(_stream_loader(packed.reader(), size, args, parallel))
-        )
-    if is_loader(data):
-        loader = parallel.wrap_loader(data)
-        return EvaluationData(lambda: loader, beginning=position_of(loader))
+        data = _stream_loader(packed.reader(), size, args, parallel)
 
-    def make() -> object:
-        loader = build_loader(
+    def build() -> object:
+        return build_loader(
             cast("Dataset[object]", data),
             args.per_device_eval_batch_size,
             collate_fn=collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=_pin(args, parallel),
         )
-        return parallel.wrap_loader(loader)
 
-    return EvaluationData(make)
+    if isinstance(data, IterableDataset):
+        # Asking such a loader for its state would start its workers.
+        return EvaluationData(lambda: parallel.wrap_evaluation_loader(build()))
+    loader = parallel.wrap_evaluation_loader(data if is_loader(data) else build())
+    return EvaluationData(lambda: loader, beginning=position_of(loader))
 
 
 def is_loader(data: object) -> bool:
@@ -73,11 +71,18 @@ def is_loader(data: object) -> bool:
     return hasattr(data, "__iter__") and hasattr(data, "batch_size")
 
 
+def keeps_position(loader: object) -> bool:
+    """Whether a loader has a state that can be saved."""
+    if isinstance(loader, DataloaderDispatcher):
+        return loader.has_state
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
 def position_of(loader: object) -> object | None:
     """A copy of a loader's state, if it keeps one."""
-    if not hasattr(loader, "load_state_dict") or not hasattr(loader, "state_dict"):
+    if not keeps_position(loader):
         return None
-    position: object = loader.state_dict()
+    position: object = loader.state_dict()  # type: ignore[attr-defined]
     return copy.deepcopy(position)
 
 

@@ -13,7 +13,7 @@ from dist_env import get_logger
 from .actions import Actions
 from .batch import Batch, Window, next_window
 from .errors import DataError
-from .loaders import enter_epoch, epoch_of
+from .loaders import enter_epoch, epoch_of, keeps_position
 from .run import Run
 from .state import StopCause, TrainOutput
 from .stop_requests import StopRequests
@@ -45,9 +45,10 @@ class TrainingLoop:
     def train(self) -> TrainOutput:
         """Train, save and sum up."""
         run = self.run
-        run.parallel.model.train()
+        run.parallel.trained_module.train()
         run.parallel.zero_grad()
         self.update.reset()
+        run.parallel.begin(run.state.global_step)
         run.meter.start()
         run.speed.begin(run.state)
         run.state.session_start_step = run.state.global_step
@@ -104,7 +105,7 @@ class TrainingLoop:
     def _hold_position(self) -> None:
         """Let a loader that this process has left in mid-epoch go on there: a new iterator begins anew."""
         loader = self.run.loader
-        if self.run.steps_in_epoch and self._continues and hasattr(loader, "load_state_dict"):
+        if self.run.steps_in_epoch and self._continues and keeps_position(loader):
             keeper = cast(Stateful, loader)
             keeper.load_state_dict(keeper.state_dict())
         self._continues = False
@@ -123,6 +124,7 @@ class TrainingLoop:
             events.fire("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=window.target_tokens)
         run.interval.add(window, loss_sum, grad_norm, learning_rate)
         run.state.global_step += 1
+        run.parallel.after_step(run.state.global_step)
         run.update_epoch()
         events.fire("on_step_end")
         if run.speed.starts_after(run.state):
@@ -173,7 +175,8 @@ class TrainingLoop:
         """Whether the epoch is known to have no more data: by its length, or because the loader moved on."""
         run, state = self.run, self.run.state
         moved_on = (epoch_of(run.loader) or 0) > state.raw_epoch
-        return moved_on or (0 < run.steps_in_epoch == state.epoch_train_steps)
+        # A rank that does not read the data itself may not know.
+        return run.parallel.any([moved_on])[0] or (0 < run.steps_in_epoch == state.epoch_train_steps)
 
     def _note_a_short_epoch(self) -> None:
         run = self.run
@@ -201,3 +204,6 @@ class TrainingLoop:
         if stop and not control.should_training_stop:
             event = "time limit" if cause == "max_train_seconds" else "signal"
             run.events.stop(StopCause(cause or "a signal on another rank", event, aborted=False))
+        elif control.ends_run and run.events.stop_cause is None:
+            aborted = control.should_abort_without_save
+            run.events.stop(StopCause("a callback on another rank", "another rank", aborted=aborted))

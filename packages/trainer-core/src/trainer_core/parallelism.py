@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
-from checkpoint_core import SharingPattern
+from checkpoint_core import SharingPattern, StateComponent
 from dist_env import DistributedEnvInterface
 
 from .arguments import TrainingArguments
@@ -22,6 +24,7 @@ from .memory import check_activation_offload
 from .model import ModelSource, compile_model, prepare_model
 from .optimization import clip_grad_norm
 from .precision import autocast
+from .traffic import Traffic
 
 
 class Scored(NamedTuple):
@@ -37,8 +40,9 @@ class Scored(NamedTuple):
 class Parallelism(ABC):
     """What the loop asks of the devices; one subclass for each way to use them.
 
-    It is called in this order: `check`, `build`, `compile`, then (after the optimizer exists) `wrap`; then
-    `forward_backward` and `clip_grad_norm` for every step. Whatever two subclasses would both need is here.
+    It is called in this order: `check`, `agree`, `build`, `compile`, then (after the optimizer exists)
+    `wrap`; `begin` when training begins or goes on; then `forward_backward`, `clip_grad_norm` and
+    `after_step` for every step. Whatever two subclasses would both need is here.
 
     Args:
         env: Rank, world size and device of this process.
@@ -47,7 +51,9 @@ class Parallelism(ABC):
     def __init__(self, env: DistributedEnvInterface) -> None:
         self.env = env
         self.model: nn.Module = nn.Identity()
-        """The module to call, with all wrappers."""
+        """The module to call."""
+        self.traffic: Traffic | None = None
+        """What this rank has sent for training; none where nothing is sent, or nobody counts."""
 
     @property
     def device(self) -> torch.device:
@@ -81,9 +87,54 @@ class Parallelism(ABC):
         """Compile the model, as a whole or block by block, if asked to; in place, so that names stay."""
         compile_model(self.unwrapped_model(), args)
 
-    def wrap(self) -> None:
-        """Wrap `model` once the optimizer exists; most parallelisms have nothing to do."""
+    def wrap(self, optimizer: Optimizer | None) -> None:
+        """Wrap the model once the optimizer exists; most parallelisms have nothing to do.
+
+        Args:
+            optimizer: The optimizer; none for a run that does not train.
+        """
         return
+
+    def begin(self, step: int) -> None:
+        """Note that training begins, or goes on, with so many optimizer steps done."""
+        return
+
+    def after_step(self, step: int) -> None:
+        """Note that optimizer step number `step` was made; all ranks come here together."""
+        return
+
+    def consolidated(self, *, optimizer: bool) -> AbstractContextManager[None]:
+        """A context in which the model is the one that would be saved or scored; collective.
+
+        It is another one than each rank trains only where ranks train models of their own.
+
+        Args:
+            optimizer: Whether the state of the optimizer is wanted too.
+        """
+        return nullcontext()
+
+    def agree(self, facts: Mapping[str, object]) -> None:
+        """Refuse to start where ranks were given different things; collective.
+
+        Args:
+            facts: What has to be the same everywhere, as plain values by name.
+
+        Raises:
+            ConfigurationError: On every rank, naming what differs and where.
+        """
+        return
+
+    def guarded(self, doing: str) -> AbstractContextManager[None]:
+        """A context in which the loss of another rank becomes an error that names it.
+
+        Args:
+            doing: What is done in it, for the message.
+        """
+        return nullcontext()
+
+    def state_components(self) -> Sequence[StateComponent]:
+        """What this parallelism saves beside the components of every run; restored after them."""
+        return ()
 
     @abstractmethod
     def unwrapped_model(self) -> nn.Module:
@@ -91,15 +142,23 @@ class Parallelism(ABC):
 
     @abstractmethod
     def wrap_loader(self, loader: object) -> object:
-        """Give each data-parallel rank its share of a loader's batches."""
+        """Give each data-parallel rank its share of the batches of training data."""
+
+    def wrap_evaluation_loader(self, loader: object) -> object:
+        """Give each data-parallel rank its share of the batches of evaluation data.
+
+        Every rank gets equally many. `last_is_dummy` of what is returned, if it has that, tells that the last
+        batch only keeps a rank company with others that still have data.
+        """
+        return self.wrap_loader(loader)
 
     @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over the data-parallel ranks, without waiting for the device."""
 
     @abstractmethod
-    def gather(self, value: float) -> list[float]:
-        """The value of every rank, in rank order, on every rank."""
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of every rank, in rank order, on every rank; each rank gives equally many."""
 
     @abstractmethod
     def any(self, flags: Sequence[bool]) -> list[bool]:
@@ -118,13 +177,27 @@ class Parallelism(ABC):
         """The parameters that the optimizer works on, under the model's own names."""
         return self.unwrapped_model().named_parameters()
 
-    def forward(self, batch: Batch, loss: TokenLoss, args: TrainingArguments) -> Scored:
-        """Run the model on one batch and score it."""
+    @property
+    def trained_module(self) -> nn.Module:
+        """The module to call in training, with all wrappers."""
+        return self.model
+
+    def forward(
+        self, batch: Batch, loss: TokenLoss, args: TrainingArguments, module: nn.Module | None = None
+    ) -> Scored:
+        """Run the model on one batch and score it.
+
+        Args:
+            batch: The batch.
+            loss: Sum-and-count loss.
+            args: Precision settings.
+            module: What to call; `model` otherwise.
+        """
         inputs = to_device(batch, self.device)
         labels = labels_of(inputs)
         del inputs["labels"]
         with autocast(args, self.device.type):
-            predictions = predict(loss, self.model, inputs, labels)
+            predictions = predict(loss, module or self.model, inputs, labels)
         return Scored(loss(predictions, labels), predictions, labels)
 
     def forward_backward(
@@ -143,7 +216,7 @@ class Parallelism(ABC):
         Returns:
             Sum of the token losses of this microbatch, detached.
         """
-        total = self.forward(batch, loss, args).loss
+        total = self.forward(batch, loss, args, self.trained_module).loss
         (total / divisor).backward()  # type: ignore[no-untyped-call]
         return total.detach()
 
@@ -170,6 +243,16 @@ class Parallelism(ABC):
         return ""
 
 
+def check_device_settings(args: TrainingArguments, device: torch.device) -> None:
+    """Refuse settings that the device of this process cannot honour.
+
+    Raises:
+        ConfigurationError: Naming the setting.
+    """
+    if args.enable_activation_offloading:
+        check_activation_offload(device)
+
+
 class SingleDevice(Parallelism):
     """One process, one device."""
 
@@ -184,8 +267,7 @@ class SingleDevice(Parallelism):
         Raises:
             ConfigurationError: If the world size is not 1.
         """
-        if args.enable_activation_offloading:
-            check_activation_offload(self.device)
+        check_device_settings(args, self.device)
         if self.env.world_size != 1:
             raise ConfigurationError(
                 "world_size",
@@ -210,9 +292,9 @@ class SingleDevice(Parallelism):
         """The values themselves."""
         return values
 
-    def gather(self, value: float) -> list[float]:
-        """The value alone."""
-        return [value]
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The values alone."""
+        return [list(values)]
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """The flags themselves."""

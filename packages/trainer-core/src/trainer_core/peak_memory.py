@@ -13,4 +13,4 @@ def take_peak_memory(parallel: Parallelism) -> list[int] | None:
         return None
     peak = torch.cuda.max_memory_allocated(parallel.device)
     torch.cuda.reset_peak_memory_stats(parallel.device)
-    return [int(value) for value in parallel.gather(float(peak))]
+    return [int(value) for (value,) in parallel.gather([float(peak)])]

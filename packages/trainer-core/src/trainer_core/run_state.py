@@ -9,7 +9,14 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from checkpoint_core import ModelState, OptimizerState, RNGState, StateComponent, Stateful
+from checkpoint_core import (
+    ModelState,
+    OptimizerState,
+    RNGState,
+    SharingPattern,
+    StateComponent,
+    Stateful,
+)
 from dist_env import get_logger
 
 from .arguments import TrainingArguments
@@ -18,12 +25,14 @@ from .errors import ConfigurationError
 from .events import CallbackHandler, callback_name
 from .hyperparameters import Hyperparameters
 from .interval import Interval
+from .loaders import keeps_position
 from .parallelism import Parallelism
 from .schedule_state import ScheduleState
 from .state import TrainerState
 
 logger = get_logger(__name__)
 
+_COPIES = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP)
 _COUNTERS = (
     "global_step",
     "raw_epoch",
@@ -204,16 +213,22 @@ class RunComponents:
         if self._optimizer is not None:
             parts["optimizer"] = OptimizerState(self._optimizer, model)
         parts |= {key: part for key, part in self._rest.items() if part is not None}
-        if hasattr(self._dataset, "state_dict"):
+        if keeps_position(self._dataset):
             parts["dataset"] = self._dataset
         parts["rng"] = RNGState()
         sharing = self._parallel.sharing()
-        return [
+        components = [
             StateComponent(
-                key=key, stateful=cast(Stateful, part), sharing_pattern=sharing[key], required=key == "model"
+                key=key,
+                stateful=cast(Stateful, part),
+                sharing_pattern=sharing[key],
+                required=key == "model",
+                # The trainer's own holds times, which each rank measures for itself.
+                validate_replication=key in ("model", "optimizer") and sharing[key] in _COPIES,
             )
             for key, part in parts.items()
         ]
+        return [*components, *self._parallel.state_components()]
 
     def get_process_groups(self) -> Mapping[str, ProcessGroup]:
         """The parallelism's named groups."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -29,9 +30,9 @@ from .given import (
     OptimizerClass,
     check_device,
     check_ingredients,
+    environment_of,
     model_source,
     optimizer_factory_of,
-    single_process,
 )
 from .loaders import Collator, evaluation_data
 from .loop import TrainingLoop
@@ -72,11 +73,14 @@ class Trainer:
         optimizer_groups: Options, or optimizers of their own, for parameters by name pattern.
         lr_scheduler_factory: Called with the optimizer; the schedule of the arguments otherwise. A schedule
             that has handlers of events becomes a callback too.
-        parallelism: How to use the devices; `SingleDevice` otherwise.
+        parallelism: How to use the devices; that of the class otherwise, here `SingleDevice`.
 
     Raises:
         ConfigurationError: For arguments that cannot be used, before any work.
     """
+
+    arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
+    """What a dict of arguments becomes."""
 
     def __init__(
         self,
@@ -99,9 +103,9 @@ class Trainer:
         lr_scheduler_factory: SchedulerFactory | None = None,
         parallelism: Parallelism | None = None,
     ) -> None:
-        self.args = arguments_from_dict(TrainingArguments, args) if isinstance(args, Mapping) else args
+        self.args = arguments_from_dict(self.arguments_class, args) if isinstance(args, Mapping) else args
         self.processing_class = processing_class
-        self.parallel = parallelism or SingleDevice(distributed_env or single_process(self.args))
+        self.parallel = parallelism or self.make_parallelism(distributed_env or environment_of(self.args))
         check_device(self.args, self.parallel.env)
         self.parallel.check(self.args)
         check_data(self.args, train_dataset, eval_dataset, data_collator)
@@ -121,17 +125,32 @@ class Trainer:
             preprocessor=processing_class,
         )
         check_ingredients(self.args, self._parts)
+        self.parallel.agree(self._parts.facts())
         self.state = fresh_state(self.args, self.parallel.env)
-        chosen = self.default_callbacks(self.args) if callbacks is None else callbacks
-        self._events = CallbackHandler(chosen, self.args, self.state)
+        if callbacks is None:
+            callbacks = self.default_callbacks(self.args, self.parallel.env.world_size)
+        self._events = CallbackHandler(callbacks, self.args, self.state)
         self._prepared: Run | None = None
         self._resumed = False
 
+    def make_parallelism(self, env: DistributedEnvInterface) -> Parallelism:
+        """How this class uses the devices."""
+        return SingleDevice(env)
+
     @staticmethod
-    def default_callbacks(args: TrainingArguments) -> list[object]:
-        """Throughput and MFU, then the facts of the run, then the progress table."""
+    def default_callbacks(args: TrainingArguments, devices: int = 1) -> list[object]:
+        """Throughput and MFU, then the facts of the run, then the progress table.
+
+        Args:
+            args: The arguments.
+            devices: Number of devices that share the work; they count as equal ones.
+        """
         peak = device_peak_flops(args.matmul_dtype, value=args.peak_hardware_flops)
-        return [DefaultMetrics(peak), InfoCallback(), ProgressCallback()]
+        return [
+            DefaultMetrics(None if peak is None else peak * devices),
+            InfoCallback(),
+            ProgressCallback(),
+        ]
 
     def train(self) -> TrainOutput:
         """Train to the end of the run, from the newest checkpoint if the arguments say so.
@@ -150,7 +169,7 @@ class Trainer:
             raise DataError("train() needs train_dataset; give one to the Trainer")
         self._events.begin_run()
         # Signals are heeded from here on: a checkpoint may take long to load.
-        with StopRequests(self.args.max_train_seconds) as stops:
+        with self.parallel.guarded("training"), StopRequests(self.args.max_train_seconds) as stops:
             run = self._prepare()
             self._resume(run)
             actions = Actions(run, lambda: stops.cause is not None)
@@ -166,6 +185,10 @@ class Trainer:
         Raises:
             DataError: If there is nothing to evaluate on.
         """
+        with self.parallel.guarded("evaluating"):
+            return self._evaluate(eval_dataset)
+
+    def _evaluate(self, eval_dataset: object | None) -> dict[str, float]:
         run = self._prepare()
         data = run.evaluation
         if eval_dataset is not None:
@@ -180,14 +203,16 @@ class Trainer:
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write weights, config and processing class as a Hugging Face directory."""
-        manager = self._prepare().manager
-        manager.save_model(
-            output_dir or self.args.output_dir, overwrite_output_dir=self.args.overwrite_output_dir
-        )
+        directory = output_dir or self.args.output_dir
+        with self.parallel.guarded("saving the model"):
+            manager = self._prepare().manager
+            with self.parallel.consolidated(optimizer=False):
+                manager.save_model(directory, overwrite_output_dir=self.args.overwrite_output_dir)
 
     def save_checkpoint(self) -> None:
         """Save everything that a run needs to go on."""
-        Actions(self._prepare()).save()
+        with self.parallel.guarded("saving a checkpoint"):
+            Actions(self._prepare()).save()
 
     def load_checkpoint(self, path: str | None = None) -> bool:
         """Go to the state of the checkpoint at `path`, or of the newest one in the output directory.
@@ -198,7 +223,8 @@ class Trainer:
         Raises:
             checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it.
         """
-        self._resumed = load(self._prepare(), path) is not None
+        with self.parallel.guarded("loading a checkpoint"):
+            self._resumed = load(self._prepare(), path) is not None
         return self._resumed
 
     def load_best_model(self) -> bool:

@@ -133,6 +133,11 @@ class DataloaderDispatcher(Generic[Batch]):
         return getattr(self.loader, "dataset", None)
 
     @property
+    def has_state(self) -> bool:
+        """Whether the first rank's loader has `state_dict` and `load_state_dict`, on every rank."""
+        return self._facts.has_state
+
+    @property
     def epoch(self) -> int:
         """Epoch of the next batch. After `load_state_dict`, other ranks than the first know it from the
         first batch on."""
