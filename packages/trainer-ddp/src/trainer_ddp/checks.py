@@ -1,0 +1,134 @@
+"""Rules of `DDPTrainingArguments`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from trainer_core import ConfigurationError
+
+if TYPE_CHECKING:
+    from .arguments import DDPTrainingArguments
+
+METHODS = ("no", "fp16", "bf16", "powerSGD")
+_OF_POWERSGD = ("matrix_rank", "start_step", "min_compression_rate")
+
+
+def check_ddp(args: DDPTrainingArguments) -> None:
+    """Check single values first, then what belongs together.
+
+    Raises:
+        ConfigurationError: For the first rule that is broken.
+    """
+    _check_ranges(args)
+    _check_wrapper(args)
+    _check_modes(args)
+    if args.fuse_optim_with_backward:
+        raise ConfigurationError(
+            "fuse_optim_with_backward",
+            True,
+            "steps each parameter before its gradient was averaged over the ranks",
+            "leave it out",
+        )
+    for name, condition in _unused(args):
+        group, _, field_name = name.partition(".")
+        settings = getattr(args, group)
+        value = getattr(settings, field_name)
+        default = next(f.default for f in fields(settings) if f.name == field_name)
+        if value != default:
+            raise ConfigurationError(name, value, f"has no effect {condition}", f"leave {name} out")
+
+
+def _check_ranges(args: DDPTrainingArguments) -> None:
+    lowest: Mapping[str, tuple[object, float]] = {
+        "ddp.bucket_cap_mb": (args.ddp.bucket_cap_mb, 1),
+        "compression.matrix_rank": (args.compression.matrix_rank, 1),
+        "compression.start_step": (args.compression.start_step, 0),
+        "compression.min_compression_rate": (args.compression.min_compression_rate, 1),
+        "post_local_sgd.start_step": (args.post_local_sgd.start_step, 0),
+        "post_local_sgd.period": (args.post_local_sgd.period, 1),
+        "diloco.start_step": (args.diloco.start_step, 0),
+        "diloco.inner_steps": (args.diloco.inner_steps, 1),
+        "diloco.outer_learning_rate": (args.diloco.outer_learning_rate, 0),
+        "diloco.outer_momentum": (args.diloco.outer_momentum, 0),
+    }
+    for name, (value, low) in lowest.items():
+        if value is not None and not (isinstance(value, int | float) and value >= low):
+            raise ConfigurationError(name, value, f"must be at least {low}", "raise it")
+    if not args.diloco.outer_momentum < 1:
+        raise ConfigurationError(
+            "diloco.outer_momentum", args.diloco.outer_momentum, "must be below 1", "lower it"
+        )
+    if args.compression.method not in METHODS:
+        choices = ", ".join(map(repr, METHODS))
+        raise ConfigurationError(
+            "compression.method", args.compression.method, f"must be one of {choices}", "choose one of these"
+        )
+
+
+def _check_wrapper(args: DDPTrainingArguments) -> None:
+    rewrites = [name for name in ("find_unused_parameters", "static_graph") if getattr(args.ddp, name)]
+    if rewrites and args.fused_loss != "no":
+        raise ConfigurationError(
+            f"ddp.{rewrites[0]}",
+            True,
+            f"replaces what the model returns, and fused_loss={args.fused_loss!r} needs it as it is",
+            "leave one of them out",
+        )
+    if len(rewrites) > 1:
+        raise ConfigurationError(
+            "ddp.find_unused_parameters",
+            True,
+            "looks anew in each step for what ddp.static_graph promises to be always the same",
+            "leave one of them out",
+        )
+
+
+def _check_modes(args: DDPTrainingArguments) -> None:
+    sgd, diloco = args.post_local_sgd, args.diloco
+    if sgd.enabled and diloco.enabled:
+        raise ConfigurationError(
+            "diloco.enabled", True, "excludes post_local_sgd.enabled: each has its own step", "choose one"
+        )
+    for name in ("start_step", "period"):
+        if sgd.enabled and getattr(sgd, name) is None:
+            raise ConfigurationError(
+                f"post_local_sgd.{name}", None, "must be set with post_local_sgd.enabled", "give a number"
+            )
+    mode = "post_local_sgd" if sgd.enabled else "diloco" if diloco.enabled else None
+    if mode and args.compression.method != "no":
+        raise ConfigurationError(
+            "compression.method",
+            args.compression.method,
+            f"makes gradients smaller, and with {mode}.enabled they do not travel",
+            "leave one of them out",
+        )
+    if mode and args.mixed_precision == "fp16":
+        raise ConfigurationError(
+            "mixed_precision",
+            "fp16",
+            f"skips steps that overflow on a rank, and with {mode}.enabled the others would go on",
+            "use bf16",
+        )
+    if mode and args.ddp.static_graph:
+        raise ConfigurationError(
+            "ddp.static_graph",
+            True,
+            f"promises that gradients are reduced in every step, and with {mode}.enabled they are not",
+            "leave one of them out",
+        )
+
+
+def _unused(args: DDPTrainingArguments) -> Iterator[tuple[str, str]]:
+    if args.compression.method != "powerSGD":
+        for name in _OF_POWERSGD:
+            yield f"compression.{name}", f"with compression.method={args.compression.method!r}"
+    for group in ("post_local_sgd", "diloco"):
+        settings = getattr(args, group)
+        if not settings.enabled:
+            for item in fields(settings):
+                if item.name != "enabled":
+                    yield f"{group}.{item.name}", f"while {group}.enabled is off"
+    if not args.ddp.find_unused_parameters:
+        yield "ddp.skip_all_reduce_unused_params", "without ddp.find_unused_parameters"
