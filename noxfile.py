@@ -34,7 +34,7 @@ ENV = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
 # Packages whose README's example is also run by torchrun.
-EXAMPLE_OF_RANKS = {"dataloader-dispatch"}
+EXAMPLE_OF_RANKS = {"dataloader-dispatch", "trainer-ddp"}
 NO_TORCH = "import importlib.util; assert importlib.util.find_spec('torch') is None, 'torch is installed'"
 
 

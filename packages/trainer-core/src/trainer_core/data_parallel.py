@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from checkpoint_core import SharingPattern
 from dataloader_dispatch import DataloaderDispatcher, SynchronizedDataLoader
-from dist_env import DistributedEnvInterface
+from dist_env import DistributedEnvInterface, naming_lost_ranks
 
 from .agreement import compare_facts, model_facts
 from .arguments import DataParallelArguments, TrainingArguments
@@ -89,7 +89,7 @@ class DataParallel(Parallelism):
 
     def guarded(self, doing: str) -> AbstractContextManager[None]:
         """A context in which the loss of another rank becomes an error that names it."""
-        return nullcontext()
+        return nullcontext() if self.mesh is None else naming_lost_ranks(self.env, doing)
 
     def wrap_loader(self, loader: object) -> object:
         """Batches that rank 0 reads for all, or batches of this rank's own loader that all ranks end with."""

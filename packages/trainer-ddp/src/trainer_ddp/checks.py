@@ -86,6 +86,13 @@ def _check_wrapper(args: DDPTrainingArguments) -> None:
 
 
 def _check_modes(args: DDPTrainingArguments) -> None:
+    if args.compression.method == "powerSGD" and args.mixed_precision == "fp16":
+        raise ConfigurationError(
+            "compression.method",
+            "powerSGD",
+            "adds what one gradient leaves out to the next, and mixed_precision='fp16' scales each in its own way",
+            "use bf16, or another method",
+        )
     sgd, diloco = args.post_local_sgd, args.diloco
     if sgd.enabled and diloco.enabled:
         raise ConfigurationError(

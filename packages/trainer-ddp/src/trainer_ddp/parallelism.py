@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from checkpoint_core import StateComponent
 from dist_env import DistributedEnvInterface
 from trainer_core import (
     Batch,
@@ -22,12 +25,16 @@ from trainer_core import (
 
 from .arguments import DDPTrainingArguments
 from .buffers import buffers_of_rank_0
+from .compression import GradientCompression, build_compression
+from .hosts import group_of_host
+from .local import LocalUpdates
+from .scoped import ScopedAverage
 from .weights import copy_weights_of_rank_0, refuse_unequal_weights
 from .wrapper import refuse_missing_gradients, wrap_model
 
 
 class DDPParallelism(DataParallel):
-    """Every rank holds the model, and gradients are averaged.
+    """Every rank holds the model; gradients are averaged, or the weights every few steps.
 
     Args:
         env: Rank, world size and device of this process.
@@ -38,8 +45,11 @@ class DDPParallelism(DataParallel):
         self.traffic: Traffic = Traffic()
         self._args = DDPTrainingArguments()
         self._wrapped: DistributedDataParallel | None = None
+        self._compression: GradientCompression | None = None
+        self._local: LocalUpdates | None = None
         self._watched: list[tuple[str, nn.Parameter]] = []
         self._exchanged: list[Tensor] = []
+        """What travels in a step without a word to anybody who counts."""
 
     def check(self, args: TrainingArguments) -> None:
         """Compare the arguments of the ranks; collective.
@@ -61,21 +71,27 @@ class DDPParallelism(DataParallel):
 
     def wrap(self, optimizer: Optimizer | None) -> None:
         """Bring the weights of all ranks together, and wrap the model if it is trained."""
-        settings = self._args.ddp
-        if self.group is None:
-            return
-        if not settings.init_sync:
-            refuse_unequal_weights(self.model, self)
-        elif optimizer is None or not self.parameters:
-            copy_weights_of_rank_0(self.model, self.group)
-        if optimizer is None or not self.parameters:
-            return
-        self._wrapped = wrap_model(self.model, settings, self.group, self.device)
-        self._exchanged = list(self.parameters)
-        if settings.broadcast_buffers:
-            self._exchanged += self.model.buffers()
-        if not (settings.find_unused_parameters or settings.static_graph):
-            self._watched = [(name, value) for name, value in self.named_parameters() if value.requires_grad]
+        trains = optimizer is not None and bool(self.parameters)
+        if self.group is not None:
+            self._share_weights(self.group, trains)
+        host = group_of_host(self) if self._args.post_local_sgd.enabled else None
+        self._local = self._local_updates(optimizer, host)
+        if trains and self.group is not None:
+            self._wrap_for_training(self.group, host)
+
+    def begin(self, step: int) -> None:
+        """Go to the phase that comes after so many optimizer steps."""
+        if self._compression is not None:
+            self._compression.begin(step)
+        if self._local is not None:
+            self._local.begin(step)
+
+    def after_step(self, step: int) -> None:
+        """Bring the weights of all ranks together, if that is due."""
+        if self._compression is not None:
+            self._compression.begin(step)
+        if self._local is not None:
+            self._local.after_step(step)
 
     def unwrapped_model(self) -> nn.Module:
         """The model itself."""
@@ -83,8 +99,8 @@ class DDPParallelism(DataParallel):
 
     @property
     def trained_module(self) -> nn.Module:
-        """The wrapper; the model itself with one rank."""
-        return self.model if self._wrapped is None else self._wrapped
+        """The wrapper; the model itself where gradients stay on their rank."""
+        return self.model if self._wrapped is None or self._scope == "none" else self._wrapped
 
     def forward_backward(
         self, batch: Batch, loss: TokenLoss, args: TrainingArguments, *, divisor: Tensor, last: bool
@@ -92,16 +108,63 @@ class DDPParallelism(DataParallel):
         """Run one microbatch forward and backward; gradients travel with the last one of a step."""
         # The wrapper averages over ranks what is to be summed.
         share = divisor / self.env.world_size
-        if self._wrapped is None or last:
+        travels = self.trained_module is self._wrapped
+        stay = self._wrapped.no_sync() if travels and self._wrapped and not last else nullcontext()
+        with stay:
             total = super().forward_backward(batch, loss, args, divisor=share, last=last)
-        else:
-            with self._wrapped.no_sync():
-                return super().forward_backward(batch, loss, args, divisor=share, last=last)
-        if self._wrapped is not None:
+        if travels and last:
             refuse_missing_gradients(self._watched)
             self.traffic.add(*self._exchanged)
         return total
 
     def consolidated(self, *, optimizer: bool) -> AbstractContextManager[None]:
-        """A context in which all ranks have the buffers of rank 0; collective."""
+        """A context in which all ranks have one model: the mean where ranks step by themselves."""
+        if self._local is not None:
+            return self._local.consolidated(optimizer=optimizer)
         return buffers_of_rank_0(self.model, self.group)
+
+    def state_components(self) -> Sequence[StateComponent]:
+        """What compression and local steps need to go on exactly."""
+        owners = [owner for owner in (self._compression, self._local) if owner is not None]
+        return [component for owner in owners for component in owner.state_components()]
+
+    @property
+    def _scope(self) -> str:
+        """Which ranks average the gradients of the next step: all, node or none."""
+        return "all" if self._local is None else self._local.gradient_scope
+
+    def _share_weights(self, group: ProcessGroup, trains: bool) -> None:
+        if not self._args.ddp.init_sync:
+            refuse_unequal_weights(self.model, self)
+        elif not trains:
+            copy_weights_of_rank_0(self.model, group)  # the wrapper does so by itself
+
+    def _local_updates(self, optimizer: Optimizer | None, host: ProcessGroup | None) -> LocalUpdates | None:
+        args = self._args
+        settings = args.post_local_sgd if args.post_local_sgd.enabled else args.diloco
+        if not settings.enabled or optimizer is None:
+            return None
+        return LocalUpdates(
+            settings,
+            model=self.model,
+            optimizer=optimizer,
+            process_group=self.group,
+            node_group=host,
+            traffic=self.traffic,
+        )
+
+    def _wrap_for_training(self, group: ProcessGroup, host: ProcessGroup | None) -> None:
+        settings = self._args.ddp
+        self._wrapped = wrap_model(self.model, settings, group, self.device)
+        self._compression = build_compression(self._args.compression, self.model, group, self.traffic)
+        if self._compression is not None:
+            self._compression.register(self._wrapped)
+        elif host is not None and self._args.post_local_sgd.post_local_gradient_allreduce:
+            scoped = ScopedAverage({"all": group, "node": host}, lambda: self._scope, self.traffic)
+            self._wrapped.register_comm_hook(None, scoped.reduce)
+        else:
+            self._exchanged += self.parameters
+        if settings.broadcast_buffers:
+            self._exchanged += self.model.buffers()
+        if not (settings.find_unused_parameters or settings.static_graph):
+            self._watched = [(name, value) for name, value in self.named_parameters() if value.requires_grad]

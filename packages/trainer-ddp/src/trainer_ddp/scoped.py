@@ -1,0 +1,34 @@
+"""Averages gradients over ranks that change in the course of training."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from trainer_core import Traffic
+
+# No `from __future__ import annotations` here: DDP compares the annotations of its hook with types.
+
+
+class ScopedAverage:
+    """A communication hook that averages over the group in force at the moment.
+
+    Args:
+        groups: Groups by the name of their scope.
+        scope: Tells the scope of this step.
+        traffic: Counts what is sent.
+    """
+
+    def __init__(
+        self, groups: Mapping[str, ProcessGroup], scope: Callable[[], str], traffic: Traffic
+    ) -> None:
+        self._groups = groups
+        self._scope = scope
+        self._traffic = traffic
+
+    def reduce(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket; DDP asks for this signature."""
+        self._traffic.add(bucket.buffer())
+        return allreduce_hook(self._groups[self._scope()], bucket)
