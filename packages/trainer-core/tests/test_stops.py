@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT, SIGTERM, SIGUSR1, Signals
@@ -264,6 +265,9 @@ def test_a_second_signal_stops_at_once_and_leaves_earlier_checkpoints(tmp_path: 
     before = checkpoints(tmp_path)
     assert {Path(path).parts[len(tmp_path.parts) + 1] for path in before} == {"checkpoint-4"}
     job.signal(SIGTERM)
+    job.process.send_signal(SIGTERM)  # at once: an echo of the first, as of a terminal and a launcher
+    time.sleep(1.5)
+    assert job.process.poll() is None
     job.process.send_signal(SIGTERM)
     code, errors = job.wait()
     assert code in (-SIGINT, 130)

@@ -13,13 +13,16 @@ EXIT_RESUMABLE = 75
 """Exit code of a run that was asked to stop early and saved: start it again to go on (EX_TEMPFAIL)."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_ECHO_SECONDS = 1.0
+"""A signal that comes again this soon is the same one: the terminal and a launcher both pass Ctrl-C on."""
 
 
 class StopRequests:
     """Remembers the first signal, and watches the time limit; the loop asks at its own moments.
 
-    A second signal of the same kind as the first stops at once. A handler that somebody else had installed
-    is called as well. Outside the main thread Python delivers no signals, and only time is watched.
+    A second signal of the same kind as the first, a second or more later, stops at once. A handler that
+    somebody else had installed is called as well. Outside the main thread Python delivers no signals, and only
+    time is watched.
 
     Args:
         max_seconds: Time from entering to the request to stop; None for no limit.
@@ -27,6 +30,7 @@ class StopRequests:
 
     def __init__(self, max_seconds: float | None = None) -> None:
         self.received: signal.Signals | None = None
+        self._received_at = 0.0
         self._deadline: float | None = None
         self._max_seconds = max_seconds
         self._before: dict[int, object] = {}
@@ -58,9 +62,12 @@ class StopRequests:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.received == number:
+            if time.monotonic() - self._received_at < _ECHO_SECONDS:
+                return
             raise KeyboardInterrupt
         first, self.received = self.received is None, self.received or signal.Signals(number)
         if first:
+            self._received_at = time.monotonic()
             text = f"\n{self.received.name}: finishing the step, then saving; once more to stop at once.\n"
             # Straight to the descriptor: a handler may interrupt another print, and the terminal may be gone.
             with suppress(OSError):

@@ -306,12 +306,13 @@ class Trainer:
         """Build everything at the first call; later calls return what was built."""
         if self._prepared is None:
             seed_everything(self.args.seed)
-            source = checkpoint_to_resume(self.args)
+            # One answer for all: the file system may show one rank what another does not see yet.
+            resumes = self.parallel.any([checkpoint_to_resume(self.args) is not None])[0]
             run = self._prepared = assemble(
-                self.args, self.parallel, self.state, self._events, self._parts, resumes=source is not None
+                self.args, self.parallel, self.state, self._events, self._parts, resumes=resumes
             )
             self._events.shared = self._shared_with_callbacks(run)
-            if source is not None and self.args.construct_model_on == "meta":
+            if resumes and self.args.construct_model_on == "meta":
                 self._fill(run)
             self._events.fire("on_init_end")
         return self._prepared

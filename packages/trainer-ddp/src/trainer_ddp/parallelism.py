@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -117,11 +117,13 @@ class DDPParallelism(DataParallel):
             self.traffic.add(*self._exchanged)
         return total
 
-    def consolidated(self, *, optimizer: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def consolidated(self, *, optimizer: bool) -> Iterator[None]:
         """A context in which all ranks have one model: the mean where ranks step by themselves."""
-        if self._local is not None:
-            return self._local.consolidated(optimizer=optimizer)
-        return buffers_of_rank_0(self.model, self.group)
+        local = nullcontext() if self._local is None else self._local.consolidated(optimizer=optimizer)
+        # In this order: what a rank sets aside as its own are its own buffers.
+        with local, buffers_of_rank_0(self.model, self.group):
+            yield
 
     def state_components(self) -> Sequence[StateComponent]:
         """What compression and local steps need to go on exactly."""

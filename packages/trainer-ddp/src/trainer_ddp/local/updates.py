@@ -130,8 +130,8 @@ class LocalUpdates:
                 self._replica.note_local_step()
             if local_steps % self._period == 0:
                 self._synchronise()
-        elif local_steps == 0 and self._outer is not None:
-            self._outer.take_anchor()
+        elif local_steps == 0:
+            self._start_apart()
 
     def consolidated(self, *, optimizer: bool) -> AbstractContextManager[None]:
         """A context in which all ranks hold the means over the ranks; collective.
@@ -139,7 +139,7 @@ class LocalUpdates:
         The means are those of the trained parameters and of buffers that are saved; buffers that are not
         floating-point are as on the first rank. Optimizer state that not all ranks have in the same form is
         left out. Afterwards each rank has its own again, bit for bit: changes made inside are gone. Where
-        nothing differs, nothing happens.
+        nothing differs, nothing happens; so the buffers of ranks that step together are the caller's affair.
 
         Args:
             optimizer: Whether the state of the optimizer is wanted too.
@@ -169,6 +169,13 @@ class LocalUpdates:
     def _never_apart(self) -> bool:
         """Whether all ranks make the same steps for ever: one rank, or one host that averages gradients."""
         return self._together >= self._ranks.world_size
+
+    def _start_apart(self) -> None:
+        if not self._never_apart:
+            # Up to here somebody copies buffers around before each forward pass; now ranks keep their own.
+            self._replica.settle_buffers()
+        if self._outer is not None:
+            self._outer.take_anchor()
 
     def _synchronise(self) -> None:
         if self._outer is not None:
