@@ -95,7 +95,7 @@ def test_nested_groups_come_from_dicts() -> None:
 
 
 def test_an_unknown_nested_key_is_named_with_a_suggestion() -> None:
-    with pytest.raises(ConfigurationError, match="post_local_sgd.perod") as error:
+    with pytest.raises(ConfigurationError, match=re.escape("post_local_sgd.perod")) as error:
         arguments_from_dict(DDPTrainingArguments, {"post_local_sgd": {"perod": 2}})
     assert "did you mean 'period'?" in str(error.value)
 

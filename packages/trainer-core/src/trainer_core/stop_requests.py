@@ -21,8 +21,8 @@ class StopRequests:
     """Remembers the first signal, and watches the time limit; the loop asks at its own moments.
 
     A second signal of the same kind as the first, a second or more later, stops at once. A handler that
-    somebody else had installed is called as well. Outside the main thread Python delivers no signals, and only
-    time is watched.
+    somebody else had installed is called as well. Outside the main thread Python delivers no signals, and
+    only time is watched.
 
     Args:
         max_seconds: Time from entering to the request to stop; None for no limit.

@@ -90,7 +90,7 @@ def _check_modes(args: DDPTrainingArguments) -> None:
         raise ConfigurationError(
             "compression.method",
             "powerSGD",
-            "adds what one gradient leaves out to the next, and mixed_precision='fp16' scales each in its own way",
+            "adds what one gradient leaves out to the next, and mixed_precision='fp16' scales each anew",
             "use bf16, or another method",
         )
     sgd, diloco = args.post_local_sgd, args.diloco
