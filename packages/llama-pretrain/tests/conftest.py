@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from llama_pretrain import Llama, LlamaConfig
+from llama_pretrain import Llama, LlamaConfig, preset
 
 # tests/hf compares with transformers. A session that installs the extra hf runs it; the plain one has none.
 _HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
@@ -49,3 +51,20 @@ def small_config() -> Callable[..., LlamaConfig]:
 def small_model(request: pytest.FixtureRequest) -> Llama:
     torch.manual_seed(0)
     return Llama(_small_config(tie_word_embeddings=request.param)).eval()
+
+
+def _write_inputs(work: Path) -> Path:
+    (work / "data" / "deep").mkdir(parents=True)
+    for number in range(20):
+        text = "".join(f"def f{n}(x):\n    return x + {n * number}\n\n" for n in range(number + 4))
+        (work / "data" / ("deep" if number % 2 else ".") / f"{number:02d}.py").write_text(text)
+    shape = replace(preset("tiny"), hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8)
+    (work / "shape").mkdir()
+    shape.save(work / "shape")
+    return work
+
+
+@pytest.fixture(scope="session")
+def write_inputs() -> Callable[[Path], Path]:
+    """Writes 20 small files in `data` and a model of 2 layers of 32 in `shape`, and returns the directory."""
+    return _write_inputs

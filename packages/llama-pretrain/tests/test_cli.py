@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from llama_pretrain import LlamaConfig, PretrainArguments, load_pretrained, preset
+from llama_pretrain import LlamaConfig, PretrainArguments, load_pretrained
 from llama_pretrain.cli import main
 
 STEPS = 60
@@ -77,16 +77,9 @@ def _result(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory: pytest.TempPathFactory, write_inputs: Callable[[Path], Path]) -> Path:
     """A directory with data, a model's shape, and an uninterrupted run in `whole`."""
-    work = tmp_path_factory.mktemp("work")
-    (work / "data" / "deep").mkdir(parents=True)
-    for number in range(20):
-        text = "".join(f"def f{n}(x):\n    return x + {n * number}\n\n" for n in range(number + 4))
-        (work / "data" / ("deep" if number % 2 else ".") / f"{number:02d}.py").write_text(text)
-    shape = replace(preset("tiny"), hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8)
-    (work / "shape").mkdir()
-    shape.save(work / "shape")
+    work = write_inputs(tmp_path_factory.mktemp("work"))
     run = _start(_words(work, "whole"))
     out, err = run.communicate(timeout=300)
     assert run.returncode == 0, err

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dataloader_dispatch import DataError
+from dataloader_dispatch import DataError, StreamLoader
+from dist_env import StaticDistributedEnvironment
 from llama_pretrain import ByteTokenizer, PretrainArguments
 from llama_pretrain.data import evaluation_loader, open_data, split_data, standard_library, training_loader
 
@@ -60,6 +62,24 @@ def test_evaluation_rows_are_the_same_each_time(tmp_path: Path) -> None:
     )
     assert len(first) == len(second)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_ranks_that_read_by_themselves_share_the_rows(tmp_path: Path) -> None:
+    dispatched = replace(_write(tmp_path, 12), shards=4, trainer="ddp")
+    own = replace(dispatched, dispatch_batches=False)
+    ranks = [StaticDistributedEnvironment(rank=rank, world_size=2) for rank in range(2)]
+    for make in (training_loader, evaluation_loader):
+        whole = _rows_of(make, dispatched, ranks[1])
+        shares = [_rows_of(make, own, rank) for rank in ranks]
+        assert all(shares)
+        assert sorted(shares[0] + shares[1]) == sorted(whole)
+    mixed = replace(own, dispatch_eval_batches=True)
+    assert _rows_of(evaluation_loader, mixed, ranks[1]) == _rows_of(evaluation_loader, dispatched, ranks[1])
+
+
+def _rows_of(make: Callable[..., StreamLoader], args: PretrainArguments, env: object) -> list[list[int]]:
+    loader = make(open_data(args), ByteTokenizer(), args, env)
+    return [row for batch in loader for row in batch["labels"].tolist()]
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:

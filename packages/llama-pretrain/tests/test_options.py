@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from llama_pretrain import PretrainArguments
-from llama_pretrain.options import resolve, train_parser
+from llama_pretrain.train_command_line import resolve, train_parser
+from llama_pretrain.trainers import TRAINERS, trainer_arguments
 from trainer_core import ConfigurationError, field_docs
+from trainer_ddp import CompressionArguments, DDPArguments, PostLocalSGDArguments
 
 
 def _resolve(*words: str) -> PretrainArguments:
@@ -71,6 +73,15 @@ def test_a_file_of_all_settings_reads_back(tmp_path: Path) -> None:
         ("--resume-from-checkpoint false", "resume_from_checkpoint", False),
         ("--resume-from-checkpoint some/path", "resume_from_checkpoint", "some/path"),
         ("--lr-scheduler-kwargs min_lr_rate=0.5", "lr_scheduler_kwargs", {"min_lr_rate": 0.5}),
+        ("--trainer ddp", "trainer", "ddp"),
+        ("--trainer ddp --no-dispatch-batches", "dispatch_batches", False),
+        ("--trainer ddp --dispatch-eval-batches false", "dispatch_eval_batches", False),
+        ("--trainer ddp --compression.method bf16", "compression", CompressionArguments(method="bf16")),
+        (
+            "--trainer ddp --ddp.bucket-cap-mb 10 --no-ddp.init-sync --ddp.static-graph",
+            "ddp",
+            DDPArguments(bucket_cap_mb=10, init_sync=False, static_graph=True),
+        ),
     ],
 )
 def test_words_become_values(words: str, name: str, value: object) -> None:
@@ -89,6 +100,11 @@ def test_words_become_values(words: str, name: str, value: object) -> None:
         ("--learning-rate fast", "--learning-rate: 'fast' is not a number"),
         ("--lr-scheduler-kwargs half", "name=value"),
         ("--max-steps", "--max-steps: expected one argument"),
+        (
+            "--post-local-sgd.perod 5",
+            "unknown argument '--post-local-sgd.perod'; did you mean --post-local-sgd.period?",
+        ),
+        ("--post-local-sgd.period five", "--post-local-sgd.period: 'five' is not a whole number"),
     ],
 )
 def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +131,23 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
         ("dataloader_num_workers: 2", "dataloader_num_workers=2: has no effect"),
         ("overwrite_output_dir: true", "overwrite_output_dir=True: has no effect"),
         ("max-steps: 5\nmax_steps: 6", "given twice"),
+        ("trainer: dpp", "trainer='dpp': must be one of 'single', 'ddp'; did you mean 'ddp'?"),
+        ("trainer: none", "trainer='none': must be one of 'single', 'ddp'"),
+        ("dispatch_batches: false", "dispatch_batches=False: has no effect with trainer='single'"),
+        (
+            "ddp: {static_graph: true}",
+            "ddp.static_graph=True: has no effect with trainer='single'; leave it out, or use trainer='ddp'",
+        ),
+        ("diloco: {inner_steps: 5}", "diloco.inner_steps=5: has no effect with trainer='single'"),
+        ("trainer: ddp\ndiloco: {inner_steps: 5}", "diloco.inner_steps=5: has no effect while"),
+        ("trainer: ddp\nuneven_batches: drop", "uneven_batches='drop'"),
+        ("trainer: ddp\nddp: {static_grap: true}", "ddp.static_grap=True: is not a known setting; did you"),
+        ("trainer: ddp\nddp.static-grap: true", "ddp.static_grap=True: is not a known setting; did you mean"),
+        ("trainer: ddp\nddp: {bucket_cap_mb: big}", "ddp.bucket_cap_mb='big'"),
+        ("trainer: ddp\nddp: 5", "ddp=5"),
+        ("trainer: ddp\nddp: {bucket_cap_mb: 5, bucket-cap-mb: 6}", "ddp.bucket_cap_mb=6: is given twice"),
+        ("trainer: ddp\nddp: {bucket_cap_mb: 5}\nddp.bucket_cap_mb: 6", "given twice"),
+        ("trainer: ddp\nfuse_optim_with_backward: true", "fuse_optim_with_backward=True"),
         ("max_steps: [", "malformed"),
         ("- 1", "must hold names with values"),
     ],
@@ -132,13 +165,55 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         _resolve("--config", str(tmp_path / "nowhere.toml"))
 
 
+def test_a_file_and_options_may_each_set_a_part_of_a_group(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'trainer = "ddp"\nddp.bucket_cap_mb = 7\n'
+        "[post-local-sgd]\nenabled = true\nstart-step = 100\nperiod = 10\n"
+    )
+    args = _resolve("--config", str(path), "--post-local-sgd.period", "50")
+    assert args.post_local_sgd == PostLocalSGDArguments(enabled=True, start_step=100, period=50)
+    assert args.ddp == DDPArguments(bucket_cap_mb=7)
+    copy = tmp_path / "config.yaml"
+    copy.write_text(yaml.safe_dump(dataclasses.asdict(args)))
+    assert _resolve("--config", str(copy)) == args
+    dotted = tmp_path / "dotted.yaml"
+    dotted.write_text("trainer: ddp\nddp: {static_graph: true}\nddp.bucket-cap-mb: 7")
+    both = DDPArguments(static_graph=True, bucket_cap_mb=7)
+    assert _resolve("--config", str(dotted)).ddp == both
+    assert _resolve("--config", str(dotted), "--no-ddp.static-graph").ddp == DDPArguments(bucket_cap_mb=7)
+
+
+def test_an_option_does_not_hide_a_mistake_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer: ddp\nddp: 5")
+    with pytest.raises(ConfigurationError, match="ddp=5"):
+        _resolve("--config", str(path), "--ddp.static-graph")
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_trainer_is_told_all_that_it_takes(name: str) -> None:
+    args = dataclasses.replace(PretrainArguments(), trainer=name, max_steps=7)
+    told = trainer_arguments(TRAINERS[name], args)
+    assert type(told) is TRAINERS[name].arguments_class
+    assert told.max_steps == 7
+    assert told.learning_rate == PretrainArguments().learning_rate
+
+
 def test_help_has_every_option_with_its_text() -> None:
     shown = " ".join(train_parser().format_help().split())
-    docs = field_docs(PretrainArguments)
-    for field in dataclasses.fields(PretrainArguments):
-        assert docs.get(field.name), f"{field.name} has no text"
-        flag = "--" + field.name.replace("_", "-")
-        left_out = field.name.startswith("dataloader_") or field.name == "overwrite_output_dir"
-        assert (f"{flag} " in shown or f"{flag}," in shown) != left_out, flag
+    _look_for_options(PretrainArguments, "", shown)
     assert "[runs/default]" in shown
     assert "[0.002]" in shown
+
+
+def _look_for_options(cls: type, prefix: str, shown: str) -> None:
+    docs = field_docs(cls)
+    for field in dataclasses.fields(cls):
+        assert docs.get(field.name), f"{field.name} has no text"
+        if isinstance(field.default_factory, type) and dataclasses.is_dataclass(field.default_factory):
+            _look_for_options(field.default_factory, f"{field.name}.", shown)
+            continue
+        flag = "--" + (prefix + field.name).replace("_", "-")
+        left_out = field.name.startswith("dataloader_") or field.name == "overwrite_output_dir"
+        assert (f"{flag} " in shown or f"{flag}," in shown) != left_out, flag

@@ -39,6 +39,21 @@ def test_the_same_run_goes_on_and_changes_are_told(tmp_path: Path) -> None:
     assert directory.arguments() == longer
 
 
+def test_changes_within_a_group_are_told_one_by_one(tmp_path: Path) -> None:
+    directory, args = _begun(tmp_path, trainer="ddp", lr_scheduler_kwargs={"min_lr_rate": 0.2})
+    (directory.path / "checkpoint-5").mkdir()
+    path = directory.path / "config.yaml"
+    before = yaml.safe_load(path.read_text())
+    del before["uneven_batches"]
+    path.write_text(yaml.safe_dump(before))
+    changed = replace(args, ddp=replace(args.ddp, static_graph=True), lr_scheduler_kwargs={})
+    assert directory.begin(changed, SUBJECT) == {
+        "lr_scheduler_kwargs": ({"min_lr_rate": 0.2}, {}),
+        "ddp.static_graph": (False, True),
+    }
+    assert directory.arguments() == changed
+
+
 def test_a_run_without_checkpoint_may_become_another(tmp_path: Path) -> None:
     directory, args = _begun(tmp_path)
     (directory.path / "trainer_logs.json").write_text("[]")

@@ -223,9 +223,9 @@ def test_aliases_and_derived_values() -> None:
 def test_changes_are_told_apart_by_what_they_mean() -> None:
     before = plain_arguments(TrainingArguments(seed=1, max_steps=10, num_train_epochs=-1))
 
-    def changed(**settings: object) -> Changes:
+    def changed(examples: int = 16, **settings: object) -> Changes:
         given: dict[str, object] = {"seed": 1, "max_steps": 10, "num_train_epochs": -1} | settings
-        return compare(before, arguments_from_dict(TrainingArguments, given))
+        return compare(before, arguments_from_dict(TrainingArguments, given), batch=(16, examples))
 
     assert changed() == Changes((), (), ())
     refused = changed(seed=2).refused
@@ -238,7 +238,7 @@ def test_changes_are_told_apart_by_what_they_mean() -> None:
     # A schedule that aims at the end of the run bends when the end moves; a constant rate does not.
     assert [change.name for change in changed(max_steps=20).warned] == ["max_steps"]
     constant = plain_arguments(TrainingArguments(max_steps=10, lr_scheduler_type="constant"))
-    later = compare(constant, TrainingArguments(max_steps=20, lr_scheduler_type="constant"))
+    later = compare(constant, TrainingArguments(max_steps=20, lr_scheduler_type="constant"), batch=(1, 1))
     assert ([change.name for change in later.allowed], later.warned) == (["max_steps"], ())
     # How an optimizer step is divided into microbatches does not touch the curve; its size does.
     split = changed(per_device_train_batch_size=8, gradient_accumulation_steps=2)
@@ -246,8 +246,8 @@ def test_changes_are_told_apart_by_what_they_mean() -> None:
         ["gradient_accumulation_steps", "per_device_train_batch_size"],
         (),
     )
-    assert [change.name for change in changed(gradient_accumulation_steps=2).warned] == [
-        "gradient_accumulation_steps"
+    assert [str(change) for change in changed(32, gradient_accumulation_steps=2).warned] == [
+        "examples of an optimizer step, over all ranks: 16 before, 32 now"
     ]
 
 

@@ -4,8 +4,10 @@ from dist_env.collectives import barrier, broadcast_object, gather_objects, main
 from dist_env.environment import DistributedEnvironment
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
 from dist_env.heartbeat import Heartbeat
+from dist_env.host_sums import HostSums
 from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment
 from dist_env.logging import get_logger
+from dist_env.lost_ranks import naming_lost_ranks
 from dist_env.stall import RankStatus, StallReport
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "DistributedEnvironment",
     "DistributedEnvironmentError",
     "Heartbeat",
+    "HostSums",
     "RankFailedError",
     "RankStatus",
     "RankTimeoutError",
@@ -23,4 +26,5 @@ __all__ = [
     "gather_objects",
     "get_logger",
     "main_process_first",
+    "naming_lost_ranks",
 ]

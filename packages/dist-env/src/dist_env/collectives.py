@@ -178,7 +178,10 @@ def _check_seconds(timeout: float | None) -> None:
         raise DistributedEnvironmentError(f"timeout={timeout!r} is not a positive number of seconds.")
 
 
-def _seconds(env: DistributedEnvInterface, timeout: float | None) -> float:
-    if timeout is not None:
-        return timeout
+def training_timeout(env: DistributedEnvInterface) -> float:
+    """How long to wait for other ranks while nothing else is said, in seconds."""
     return env.training_timeout if isinstance(env, DistributedEnvironment) else _DEFAULT_TIMEOUT
+
+
+def _seconds(env: DistributedEnvInterface, timeout: float | None) -> float:
+    return training_timeout(env) if timeout is None else timeout

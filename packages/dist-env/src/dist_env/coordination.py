@@ -55,19 +55,24 @@ class Coordinator:
         if self.store.add("failures", 1) == 1:
             self.store.set("failure", json.dumps(note))
 
+    def failure_of_another(self) -> RankFailedError | None:
+        """The failure that another rank has noted: that rank, its host and its error."""
+        if not self.store.check(["failure"]):
+            return None
+        note = json.loads(self.store.get("failure"))
+        if note["rank"] == self.record.rank:
+            return None
+        return RankFailedError(f"rank {note['rank']} on {note['host']} failed: {note['error']}", note["rank"])
+
     def raise_if_failed(self) -> None:
         """Raise if another rank has noted a failure.
 
         Raises:
             RankFailedError: With the other rank, its host and its error.
         """
-        if not self.store.check(["failure"]):
-            return
-        note = json.loads(self.store.get("failure"))
-        if note["rank"] != self.record.rank:
-            raise RankFailedError(
-                f"rank {note['rank']} on {note['host']} failed: {note['error']}", note["rank"]
-            )
+        failure = self.failure_of_another()
+        if failure is not None:
+            raise failure
 
     def barrier(self, ranks: Sequence[int], scope: str, timeout: float, tag: str) -> None:
         """Wait until all of `ranks` have called this as often as this rank has for `scope`.
@@ -130,6 +135,21 @@ class Coordinator:
                 f"rank {note['rank']} on {note['host']} failed while others waited for it: {note['error']}",
                 note["rank"],
             )
+
+    def wait_for(self, key: str, rank: int, timeout: float, doing: str) -> bytes:
+        """The value that a rank is going to set.
+
+        Raises:
+            RankTimeoutError: It did not get there in time.
+            RankFailedError: A rank failed.
+        """
+        with self._connected():
+            self._await(
+                lambda: self.store.check([key]),
+                timeout,
+                lambda: self._late([rank], self.world_size, f"{doing}: timeout={timeout:g} s"),
+            )
+            return self.store.get(key)
 
     def next_call(self, scope: str) -> int:
         """How often this was called for `scope` before, counted alike on every rank."""
@@ -212,10 +232,11 @@ def shared_coordinator(env: DistributedEnvInterface) -> Coordinator:
     return _shared[1]
 
 
-def forget_shared() -> None:
-    """Let go of the default group, which is about to be destroyed."""
+def forget_shared() -> Coordinator | None:
+    """Let go of the default group, which is about to be destroyed; returns its coordinator, if any."""
     global _shared
-    _shared = None
+    shared, _shared = _shared, None
+    return None if shared is None else shared[1]
 
 
 class _StillHere(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import socket
 import sys
+import threading
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,7 @@ from dist_env.logging import get_logger, parse_level, set_speaker
 from dist_env.process_group import abandon_group, close_group, form_group, set_group_timeout
 from dist_env.records import RankRecord
 from dist_env.rendezvous import Rendezvous, open_store
+from dist_env.roll_call import end_roll_call
 from dist_env.stores import prefix_store
 from dist_env.variables import ExportedVariables, resolve_variables
 
@@ -27,6 +29,8 @@ logger = get_logger("dist_env")
 _LEAVE_SECONDS = 30.0
 # After a failure it waits only this long, for the others to read the reason.
 _FAREWELL_SECONDS = 2.0
+# A store on a host that is frozen or cut off never answers; a process that failed ends nevertheless.
+_TELL_SECONDS = 10.0
 
 
 class DistributedEnvironment:
@@ -154,6 +158,11 @@ class DistributedEnvironment:
         return self.device.type != "cpu"
 
     @property
+    def store_holder(self) -> int | None:
+        """The rank that holds the job's store; None if the launcher holds it, or if that is not known."""
+        return 0 if self._rendezvous is not None and self._rendezvous.held_by_rank_0 else None
+
+    @property
     def is_open(self) -> bool:
         """Whether `open` was called and `close` was not."""
         return self._speaker_before is not None
@@ -257,7 +266,9 @@ class DistributedEnvironment:
                 close = abandon_group
             if self.owns_process_group and dist.is_initialized():
                 self.coordinator = None
-                forget_shared()
+                shared = forget_shared()
+                if shared is not None:
+                    end_roll_call(shared)
                 close()
         finally:
             self.owns_process_group = False
@@ -272,6 +283,7 @@ class DistributedEnvironment:
         """Tell the holder of the store that this rank needs it no more; the holder waits for the others."""
         if self.coordinator is None or self._rendezvous is None:
             return []
+        end_roll_call(self.coordinator)
         try:
             return self.coordinator.leave(patience if self._rendezvous.hosts_store else 0.0)
         except dist.DistError:
@@ -286,12 +298,22 @@ class DistributedEnvironment:
             )
 
     def _tell_failure(self, error: BaseException) -> None:
-        if self.coordinator is None:
+        coordinator = self.coordinator
+        if coordinator is None:
             return
+        teller = threading.Thread(
+            target=self._tell, args=(coordinator, error), name="tell failure", daemon=True
+        )
+        teller.start()
+        teller.join(_TELL_SECONDS)
+        if teller.is_alive():
+            logger.error("the other ranks could not be told: the store of the job does not answer.")
+
+    def _tell(self, coordinator: Coordinator, error: BaseException) -> None:
         try:
-            self.coordinator.fail(error)
+            coordinator.fail(error)
             if not isinstance(error, RankFailedError):
-                self.coordinator.raise_if_failed()
+                coordinator.raise_if_failed()
         except RankFailedError as first:
             logger.error("before that, %s", first)
         except dist.DistError:

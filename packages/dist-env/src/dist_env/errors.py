@@ -29,7 +29,8 @@ class RankFailedError(RuntimeError):
     """Another rank failed, so that waiting for it is pointless.
 
     Attributes:
-        rank: The global rank that failed, or None when only the lost connection is known.
+        rank: The global rank that failed or is lost, the first that the message names; None when only the
+            lost connection is known.
     """
 
     def __init__(self, message: str, rank: int | None) -> None:

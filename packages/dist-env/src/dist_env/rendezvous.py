@@ -46,11 +46,12 @@ Address = tuple[socket.AddressFamily, str]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The open store, the port it is at, and whether this process holds it."""
+    """The open store, the port it is at, whether this process holds it, and whether rank 0 does."""
 
     store: Store
     port: int
     hosts_store: bool
+    held_by_rank_0: bool
 
 
 # An open store lasts: whatever still refers to an earlier group would keep its port taken.
@@ -86,7 +87,8 @@ def _meet(variables: Variables, timeout: float, *, at_agent: bool) -> Rendezvous
         return _host(variables, _listen(variables, addresses[0], may_choose), timeout)
     if may_choose and not at_agent:
         return _find(variables, timeout)
-    return Rendezvous(_connect(variables, variables.master_port, timeout), variables.master_port, False)
+    store = _connect(variables, variables.master_port, timeout)
+    return Rendezvous(store, variables.master_port, hosts_store=False, held_by_rank_0=not at_agent)
 
 
 def _listen(variables: Variables, address: Address, may_choose: bool) -> socket.socket:
@@ -133,7 +135,7 @@ def _host(variables: Variables, listener: socket.socket, timeout: float) -> Rend
             f"({socket.gethostname()}), where rank 0 runs: set the address of the host of rank 0."
         ) from None
     store.set("dist_env/mark", _mark(variables))
-    return Rendezvous(store, port, True)
+    return Rendezvous(store, port, hosts_store=True, held_by_rank_0=True)
 
 
 def _connect(variables: Variables, port: int, timeout: float) -> Store:
@@ -166,7 +168,7 @@ def _find(variables: Variables, timeout: float) -> Rendezvous:
             try:
                 store = connect_store(variables.master_addr, port, timeout, _NEIGHBOUR_SECONDS)
                 if _is_ours(store, variables):
-                    return Rendezvous(store, port, False)
+                    return Rendezvous(store, port, hosts_store=False, held_by_rank_0=True)
             except (ConnectionError, dist.DistError):
                 # Another program, or rank 0 on a machine too busy to answer.
                 silent_until[port] = time.monotonic() + _SILENT_SECONDS

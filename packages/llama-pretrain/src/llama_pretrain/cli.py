@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from .program import EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG
+from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG
 
 _OVERVIEW = f"""\
 usage: {PROG} [train] [options]     train a Llama, or go on with a run that was stopped
@@ -24,6 +24,7 @@ options of train that are used most (all of them: {PROG} train --help):
   --data PATH                directory, glob or file of text [the Python standard library]
   --max-steps N              optimizer steps [800]
   --learning-rate X          highest learning rate [0.002]
+  --trainer NAME             single, or ddp under torchrun for several processes [single]
   --config FILE              TOML or YAML file with any of the options
   --version                  print the version
 
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words of the command line, without the program's name; those of the process when not given.
 
     Returns:
-        Exit code: 0 done, 2 wrong input, 75 stopped early and saved, 130 interrupted.
+        Exit code: 0 done, 1 aborted (also when another process of the job failed), 2 wrong input, 75 stopped
+        early and saved, 130 interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in ("-h", "--help"):
@@ -59,15 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, words: Sequence[str]) -> int:
     _let_waiting_threads_sleep()
     # Imported late: torch reads the setting above when it is loaded, and the overview needs no torch.
-    from .commands import COMMANDS, USER_ERRORS
+    from .commands import COMMANDS, RANK_ERRORS, USER_ERRORS
 
     if name not in COMMANDS:
         print(f"{PROG}: error: unknown command {name!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
         return COMMANDS[name](words)
+    except RANK_ERRORS as error:
+        _complain(error)
+        return EXIT_ABORTED
     except USER_ERRORS as error:
-        print(f"{PROG}: error: {_one_line(error)}", file=sys.stderr)
+        _complain(error)
         return EXIT_USER_ERROR
 
 
@@ -79,6 +84,13 @@ def _let_waiting_threads_sleep() -> None:
     set wins.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _complain(error: BaseException) -> None:
+    """Print one line; of several processes each says who it is, because each may have another reason."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    who = f"[rank {os.environ.get('RANK', '0')}] " if several else ""
+    print(f"{PROG}: error: {who}{_one_line(error)}", file=sys.stderr)
 
 
 def _one_line(error: BaseException) -> str:

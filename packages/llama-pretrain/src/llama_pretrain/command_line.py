@@ -51,6 +51,9 @@ def add_field_options(
 ) -> None:
     """Add one option per field of a dataclass; none has a default, so that only given values are returned.
 
+    A field that is a dataclass itself gives an option `--field.name` for each of its own fields, under a
+    heading of its own; what is returned for them is called `field.name`.
+
     Args:
         parser: Where to add them.
         cls: A dataclass. The string below each field is its help.
@@ -63,8 +66,20 @@ def add_field_options(
     rest = [name for name in fields if name not in named]
     for title, names in {**groups, "other settings" if groups else "settings": rest}.items():
         group = parser.add_argument_group(title)
+        nested = [name for name in names if dataclasses.is_dataclass(hints[name])]
         for name in names:
-            _add_option(group, name, hints[name], docs.get(name, ""), _default(fields[name]))
+            if name not in nested:
+                _add_option(group, name, hints[name], docs.get(name, ""), _default(fields[name]))
+        for name in nested:
+            _add_nested_options(parser, name, hints[name], docs.get(name, ""), _default(fields[name]))
+
+
+def _add_nested_options(parser: Parser, name: str, cls: type, doc: str, defaults: object) -> None:
+    group = parser.add_argument_group(f"{name}: {doc.rstrip('.')}")
+    hints, docs = get_type_hints(cls), field_docs(cls)
+    for field in dataclasses.fields(cls):
+        default = getattr(defaults, field.name)
+        _add_option(group, f"{name}.{field.name}", hints[field.name], docs.get(field.name, ""), default)
 
 
 def _default(field: dataclasses.Field[object]) -> object:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from checkpoint_core import CheckpointError
 from dataloader_dispatch import DataError
-from dist_env import DistributedEnvironmentError
+from dist_env import DistributedEnvironmentError, RankFailedError, RankTimeoutError
 from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_core import DataError as TrainerDataError
 
 from .command_line import Parser, add_field_options
-from .options import resolve, train_parser
 from .program import PROG
 from .results import (
     EvalArguments,
@@ -22,6 +21,8 @@ from .results import (
     generate_text,
 )
 from .train import train
+from .train_command_line import resolve, train_parser
+from .trainers import refuse_several_processes
 
 USER_ERRORS = (
     ConfigurationError,
@@ -31,15 +32,18 @@ USER_ERRORS = (
     DistributedEnvironmentError,
     OSError,
 )
+RANK_ERRORS = (RankFailedError, RankTimeoutError)
+"""Another process of the job is why this one cannot go on."""
 
 
 def _train(words: Sequence[str]) -> int:
-    return train(resolve(train_parser(PROG).parse_args_strictly(words)))
+    return train(resolve(train_parser().parse_args_strictly(words)))
 
 
 def _eval(words: Sequence[str]) -> int:
     parser = Parser(prog=f"{PROG} eval", description="Score a trained model on text.")
     add_field_options(parser, EvalArguments, {})
+    refuse_several_processes("eval")
     evaluate(arguments_from_dict(EvalArguments, parser.parse_args_strictly(words)))
     return 0
 
@@ -48,6 +52,7 @@ def _generate(words: Sequence[str]) -> int:
     parser = Parser(prog=f"{PROG} generate", description="Let a trained model continue a text.")
     parser.add_argument("prompt", nargs="?", help="text to continue [def ]")
     add_field_options(parser, GenerateArguments, {}, leave_out=("prompt",))
+    refuse_several_processes("generate")
     generate_text(arguments_from_dict(GenerateArguments, parser.parse_args_strictly(words)))
     return 0
 
@@ -58,6 +63,7 @@ def _export(words: Sequence[str]) -> int:
     )
     parser.add_argument("directory", help="where to write; must be new or empty")
     add_field_options(parser, ExportArguments, {}, leave_out=("directory",))
+    refuse_several_processes("export")
     export(arguments_from_dict(ExportArguments, parser.parse_args_strictly(words)))
     return 0
 

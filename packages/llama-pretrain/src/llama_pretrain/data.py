@@ -14,6 +14,7 @@ from dataloader_dispatch import (
     open_documents,
     split_documents,
 )
+from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
 from .options import PretrainArguments
 from .tokenizer import Tokenizer
@@ -31,6 +32,7 @@ _NO_LIBRARY_TEXT = (
     "encodings",
 )
 _EVALUATION_SHARDS = 32
+_EVERYTHING = StaticDistributedEnvironment()
 
 
 def standard_library() -> DocumentSource:
@@ -75,26 +77,43 @@ def split_data(
     return split_documents(documents, args.held_out, args.seed)
 
 
-def training_loader(documents: DocumentSource, tokenizer: Tokenizer, args: PretrainArguments) -> StreamLoader:
-    """Return batches of packed rows, in an order that the seed and the epoch decide."""
-    return StreamLoader(
-        _rows(documents, tokenizer, args, args.seed, args.shards), args.per_device_train_batch_size
-    )
+def training_loader(
+    documents: DocumentSource,
+    tokenizer: Tokenizer,
+    args: PretrainArguments,
+    env: DistributedEnvInterface = _EVERYTHING,
+) -> StreamLoader:
+    """Return batches of packed rows, in an order that the seed and the epoch decide.
+
+    All rows, where one process reads for all; otherwise the share of this rank.
+    """
+    reader = _EVERYTHING if args.dispatch_batches else env
+    rows = _rows(documents, tokenizer, args, args.seed, args.shards, reader)
+    return StreamLoader(rows, args.per_device_train_batch_size)
 
 
 def evaluation_loader(
-    documents: DocumentSource, tokenizer: Tokenizer, args: PretrainArguments
+    documents: DocumentSource,
+    tokenizer: Tokenizer,
+    args: PretrainArguments,
+    env: DistributedEnvInterface = _EVERYTHING,
 ) -> StreamLoader:
-    """Return batches of packed rows, always the same ones in the same order.
+    """Return batches of packed rows, always the same ones in the same order; divided as for training.
 
     Many documents are read side by side, so that few batches sample many of them.
     """
     shards = min(len(documents), _EVALUATION_SHARDS)
-    return StreamLoader(_rows(documents, tokenizer, args, 0, shards), args.per_device_eval_batch_size)
+    reader = _EVERYTHING if args.dispatches_evaluation else env
+    return StreamLoader(_rows(documents, tokenizer, args, 0, shards, reader), args.per_device_eval_batch_size)
 
 
 def _rows(
-    documents: DocumentSource, tokenizer: Tokenizer, args: PretrainArguments, seed: int, shards: int | None
+    documents: DocumentSource,
+    tokenizer: Tokenizer,
+    args: PretrainArguments,
+    seed: int,
+    shards: int | None,
+    reader: DistributedEnvInterface,
 ) -> DocumentStream:
     pad = tokenizer.pad_token_id
     return DocumentStream(
@@ -105,4 +124,6 @@ def _rows(
         seed=seed,
         pad_token_id=tokenizer.eos_token_id if pad is None else pad,
         shards=shards,
+        rank=reader.rank,
+        world_size=reader.world_size,
     )

@@ -1,19 +1,31 @@
-"""What the commands can be told, and how defaults, file and command line combine."""
+"""The settings of a pretraining run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields, is_dataclass
 
-from trainer_core import ConfigurationError, TrainingArguments, arguments_from_dict, load_config_file
+from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments
+from trainer_ddp import CompressionArguments, DDPArguments, DiLoCoArguments, PostLocalSGDArguments
 
-from .command_line import Parser, add_field_options
+from .trainers import check_trainer
+
+# This application builds its own loader of packed rows and never overwrites: these have no effect on it.
+WITHOUT_EFFECT = (
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_drop_last",
+    "dataloader_shuffle",
+    "overwrite_output_dir",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainArguments(TrainingArguments):
-    """Settings of one pretraining run: those of the trainer, with other defaults, and the application's own.
+class PretrainArguments(DataParallelArguments):
+    """Settings of one pretraining run: those of the trainers, with other defaults, and the application's own.
+
+    What belongs to one trainer only is refused while another one is chosen; see `trainers`.
 
     The defaults train a byte-level model on the text of the Python standard library, in less than three
     minutes on two CPU cores.
@@ -39,6 +51,17 @@ class PretrainArguments(TrainingArguments):
     """Text that the sample at the end of the run continues."""
     sample_tokens: int = 120
     """Tokens of that sample; 0: none."""
+
+    trainer: str = "single"
+    """single (one process) or ddp (data parallel: the processes that torchrun starts share the batches)."""
+    ddp: DDPArguments = field(default_factory=DDPArguments)
+    """With trainer ddp: options of torch's wrapper."""
+    compression: CompressionArguments = field(default_factory=CompressionArguments)
+    """With trainer ddp: how gradients are made smaller before they travel."""
+    post_local_sgd: PostLocalSGDArguments = field(default_factory=PostLocalSGDArguments)
+    """With trainer ddp: local steps, after which weights are averaged."""
+    diloco: DiLoCoArguments = field(default_factory=DiLoCoArguments)
+    """With trainer ddp: local steps, after which an outer optimizer steps."""
 
     output_dir: str = "runs/default"
     """Directory of checkpoints, logs, figures and config.yaml."""
@@ -68,6 +91,7 @@ class PretrainArguments(TrainingArguments):
         """
         super().check()
         self._check_unused()
+        check_trainer(self.trainer, self)
         if self.undecodable not in ("error", "skip", "replace"):
             raise ConfigurationError(
                 "undecodable", self.undecodable, "must be error, skip or replace", "choose one of these"
@@ -99,7 +123,7 @@ class PretrainArguments(TrainingArguments):
             )
 
     def _check_unused(self) -> None:
-        for name in _WITHOUT_EFFECT:
+        for name in WITHOUT_EFFECT:
             default = next(f.default for f in fields(TrainingArguments) if f.name == name)
             if getattr(self, name) != default:
                 raise ConfigurationError(
@@ -110,113 +134,5 @@ class PretrainArguments(TrainingArguments):
                 )
 
 
-GROUPS: Mapping[str, Sequence[str]] = {
-    "what to train, on what": (
-        "model",
-        "data",
-        "text_column",
-        "undecodable",
-        "shards",
-        "tokenizer",
-        "sequence_length",
-        "held_out",
-        "seed",
-    ),
-    "where": ("output_dir", "logging_dir", "resume_from_checkpoint"),
-    "how long, how much at once": (
-        "max_steps",
-        "num_train_epochs",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "per_device_eval_batch_size",
-    ),
-    "optimizer": (
-        "learning_rate",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-    ),
-    "when to log, evaluate and save": (
-        "logging_strategy",
-        "logging_steps",
-        "logging_first_step",
-        "eval_strategy",
-        "eval_steps",
-        "max_eval_steps",
-        "save_strategy",
-        "save_steps",
-        "save_total_limit",
-        "prompt",
-        "sample_tokens",
-    ),
-    "precision and compilation": (
-        "mixed_precision",
-        "float32_matmul_precision",
-        "torch_compile",
-        "torch_compile_backend",
-        "torch_compile_mode",
-        "torch_compile_dynamic",
-        "torch_compile_full_graph",
-    ),
-}
-
-# This application builds its own loader of packed rows and never overwrites: these have no effect on it.
-_WITHOUT_EFFECT = (
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "dataloader_persistent_workers",
-    "dataloader_prefetch_factor",
-    "dataloader_drop_last",
-    "dataloader_shuffle",
-    "overwrite_output_dir",
-)
-
-
-def train_parser(prog: str = "llama-pretrain") -> Parser:
-    """Return the parser of the options of `train`."""
-    parser = Parser(
-        prog=f"{prog} train",
-        usage=f"{prog} [train] [options]",
-        description="Train a Llama, or go on with a run that was stopped: the same command continues it.",
-        epilog="Values in [brackets] are defaults. A --config file beats them, an option beats the file.",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML or YAML file with the names below, written with underscores"
-    )
-    add_field_options(parser, PretrainArguments, GROUPS, leave_out=_WITHOUT_EFFECT)
-    return parser
-
-
-def resolve(given: Mapping[str, object]) -> PretrainArguments:
-    """Combine defaults, the file named by `config`, and given options, in rising order of weight.
-
-    The default of `warmup_steps` is left out where it could have no effect: with the schedule `constant`.
-
-    Raises:
-        ConfigurationError: For an unknown name, a wrong type or a broken rule.
-    """
-    options = dict(given)
-    path = options.pop("config", None)
-    settings: dict[str, object] = {}
-    if path is not None:
-        settings = _with_underscores(load_config_file(Path(str(path))))
-    settings |= options
-    if settings.get("lr_scheduler_type") == "constant":
-        settings.setdefault("warmup_steps", 0)
-    return arguments_from_dict(PretrainArguments, settings)
-
-
-def _with_underscores(settings: Mapping[str, object]) -> dict[str, object]:
-    """Let a file say `max-steps` as the command line does."""
-    renamed: dict[str, object] = {}
-    for key, value in settings.items():
-        name = key.replace("-", "_")
-        if name in renamed:
-            raise ConfigurationError(name, value, "is given twice in the file", "leave one of them out")
-        renamed[name] = value
-    return renamed
+GROUP_NAMES = frozenset(item.name for item in fields(PretrainArguments) if is_dataclass(item.default_factory))
+"""Settings that are groups of settings."""

@@ -12,34 +12,42 @@ from torch import nn
 from checkpoint_core import find_latest_checkpoint
 from dataloader_dispatch import DocumentSource
 
-from .config import LlamaConfig
 from .generation import generate
 from .model import Llama
 from .options import PretrainArguments
 from .run_directory import CONFIG_NAME, RunDirectory
 from .tokenizer import Tokenizer, unit_of
+from .trainers import launch_command
 
 SAMPLE_TEMPERATURE = 0.8
 
 
 def announce(
-    config: LlamaConfig,
+    model: nn.Module,
     documents: DocumentSource,
     held_out: DocumentSource | None,
     args: PretrainArguments,
+    processes: int,
     changes: Mapping[str, tuple[object, object]],
 ) -> None:
-    """Say what is trained on what, and which settings differ from those of the last start."""
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Llama(config).parameters())
+    """Say what is trained on what by how many, and which settings differ from those of the last start."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     source = "the Python standard library" if args.data is None else args.data
     kept = "none" if held_out is None else str(len(held_out))
     print(f"model      {args.model}, {parameters:,} parameters, {args.sequence_length} tokens a row")
     print(f"data       {source}: {len(documents)} documents to train on, {kept} held out")
+    if args.trainer != "single":
+        print(f"trainer    {args.trainer}, {_told_processes(processes)}")
     print(f"output     {args.output_dir}")
     for name, (old, new) in changes.items():
         print(f"changed    {name}: {old} at the last start, now {new}")
     print(flush=True)
+
+
+def _told_processes(processes: int) -> str:
+    if processes > 1:
+        return f"{processes} processes"
+    return f"one process, which is like single; for two: {launch_command(2)}"
 
 
 def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:

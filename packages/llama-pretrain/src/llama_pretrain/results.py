@@ -21,6 +21,7 @@ from .options import PretrainArguments
 from .run_directory import RunDirectory
 from .tokenizer import Tokenizer, load_tokenizer, unit_of
 from .train import prepare
+from .trainers import trainer_arguments
 
 # Longest row that `eval` chooses by itself for a model of no run: scores stay comparable, and memory small.
 _LONGEST_ROW = 1024
@@ -117,7 +118,7 @@ def evaluate(args: EvalArguments) -> dict[str, float]:
     loader = evaluation_loader(documents, tokenizer, settings)
     with DistributedEnvironment(always=False) as env:
         trainer = Trainer(
-            settings,
+            trainer_arguments(Trainer, settings),
             model=load_pretrained(weights),
             eval_dataset=loader,
             callbacks=[],

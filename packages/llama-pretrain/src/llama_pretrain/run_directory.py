@@ -13,7 +13,7 @@ import yaml
 from perf_metrics import load_logs, plot_logs
 from trainer_core import ConfigurationError, arguments_from_dict, load_config_file
 
-from .options import PretrainArguments
+from .options import GROUP_NAMES, PretrainArguments
 
 CONFIG_NAME = "config.yaml"
 IDENTITY_NAME = "run.json"
@@ -199,8 +199,9 @@ class RunDirectory:
     def _changes(self, args: PretrainArguments) -> dict[str, tuple[object, object]]:
         if not (self.path / CONFIG_NAME).is_file():
             return {}
-        # As the file has it: a tuple is a list there.
-        before, now = load_config_file(self.path / CONFIG_NAME), yaml.safe_load(yaml.safe_dump(asdict(args)))
+        now = _by_name(asdict(args))
+        # Settings that did not exist at the last start were at their defaults.
+        before = _by_name(asdict(PretrainArguments())) | _by_name(load_config_file(self.path / CONFIG_NAME))
         return {
             name: (before.get(name), value)
             for name, value in now.items()
@@ -213,6 +214,14 @@ def _identity(args: PretrainArguments, subject: Mapping[str, object]) -> dict[st
     settings = {name: getattr(args, name) for name in _SETTINGS_OF_A_RUN}
     identity: dict[str, object] = json.loads(json.dumps({**subject, **settings}))
     return identity
+
+
+def _by_name(settings: Mapping[str, object]) -> dict[str, object]:
+    """Settings as a file has them, with `group.name` for those in a group; a tuple is a list there."""
+    plain = yaml.safe_load(yaml.safe_dump(settings))
+    groups = {name: value for name, value in plain.items() if name in GROUP_NAMES and isinstance(value, dict)}
+    inner = {f"{name}.{key}": item for name, group in groups.items() for key, item in group.items()}
+    return {name: value for name, value in plain.items() if name not in groups} | inner
 
 
 def _write(path: Path, text: str) -> None:

@@ -9,7 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from dataloader_dispatch import DocumentSource, data_fingerprint
-from dist_env import DistributedEnvInterface, DistributedEnvironment
+from dist_env import (
+    DistributedEnvInterface,
+    DistributedEnvironment,
+    barrier,
+    broadcast_object,
+    main_process_first,
+)
 from perf_metrics import JsonLogger
 from trainer_core import ConfigurationError, Trainer
 
@@ -20,6 +26,7 @@ from .options import PretrainArguments
 from .report import announce, say_how_to_continue, say_nothing_was_left, show_result
 from .run_directory import LOGS_NAME, RunDirectory
 from .tokenizer import Tokenizer, load_tokenizer
+from .trainers import TRAINERS, check_processes, trainer_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +84,20 @@ def _check_resume_path(wanted: bool | str) -> None:
 def build_trainer(experiment: Experiment, env: DistributedEnvInterface) -> Trainer:
     """Put the trainer of a run together; it prints progress and writes the log file."""
     args, tokenizer = experiment.args, experiment.tokenizer
+    chosen = TRAINERS[args.trainer]
+    settings = replace(trainer_arguments(chosen, args), logging_dir=str(args.log_path))
     held_out = None
     if experiment.held_out_documents is None:
-        args = replace(args, eval_strategy="no")
+        settings = replace(settings, eval_strategy="no")
     else:
-        held_out = evaluation_loader(experiment.held_out_documents, tokenizer, args)
-    args = replace(args, logging_dir=str(args.log_path))
-    return Trainer(
-        args,
+        held_out = evaluation_loader(experiment.held_out_documents, tokenizer, args, env)
+    return chosen(
+        settings,
         model_init=partial(new_model, args, experiment.config),
-        train_dataset=training_loader(experiment.train_documents, tokenizer, args),
+        train_dataset=training_loader(experiment.train_documents, tokenizer, args, env),
         eval_dataset=held_out,
         processing_class=tokenizer,
-        callbacks=[*Trainer.default_callbacks(args), JsonLogger(LOGS_NAME)],
+        callbacks=[*Trainer.default_callbacks(settings, env.world_size), JsonLogger(LOGS_NAME)],
         distributed_env=env,
     )
 
@@ -97,43 +105,76 @@ def build_trainer(experiment: Experiment, env: DistributedEnvInterface) -> Train
 def train(args: PretrainArguments) -> int:
     """Train, or go on training, and leave logs, figures and checkpoints in the output directory.
 
+    In a job of several processes each one checks everything; only rank 0 prints and writes.
+
     Args:
         args: The settings as resolved.
 
     Returns:
-        Exit code: 0, or 75 when Ctrl-C, a signal or the time limit ended the run early and it can go on.
+        Exit code, the same on all ranks: 0, or 75 when Ctrl-C, a signal or the time limit ended the run early
+        and it can go on.
 
     Raises:
         ConfigurationError: If a setting cannot be used, or the directory belongs to another run.
         DataError: If the data cannot be used.
         CheckpointError: If a checkpoint cannot be written or read.
         OSError: If the disk is full, or may not be written.
+        RankFailedError: If another rank failed.
+        RankTimeoutError: If another rank did not come.
     """
-    with DistributedEnvironment(always=False) as env:
-        return _train_on(env, args)
-
-
-def _train_on(env: DistributedEnvInterface, args: PretrainArguments) -> int:
     started = time.perf_counter()
+    env = DistributedEnvironment(always=False, no_accelerator=args.use_cpu or args.device == "cpu")
+    check_processes(args.trainer, env.world_size)
     experiment = prepare(args)
-    trainer = build_trainer(experiment, env)
     directory = RunDirectory(args.output_dir)
     changes = directory.check(args, experiment.subject)
-    announce(experiment.config, experiment.train_documents, experiment.held_out_documents, args, changes)
+    # What is wrong with the input is said before the ranks wait for each other. Once they have met, none
+    # checks the directory any more, and rank 0 may write to it.
+    with env:
+        return _train_on(env, experiment, directory, changes, started)
+
+
+def _train_on(
+    env: DistributedEnvInterface,
+    experiment: Experiment,
+    directory: RunDirectory,
+    changes: Mapping[str, tuple[object, object]],
+    started: float,
+) -> int:
+    args, speaks = experiment.args, env.rank == 0
+    trainer = build_trainer(experiment, env)
+    trainer.parallel.agree(experiment.subject)
     # Builds model, optimizer and schedule: what they refuse must come before the directory is claimed.
-    trainer.unwrapped_model()
-    directory.begin(args, experiment.subject)
+    model = trainer.unwrapped_model()
+    if speaks:
+        documents = experiment.train_documents, experiment.held_out_documents
+        announce(model, *documents, args, env.world_size, changes)
+    with main_process_first(env) as goes_first:
+        if goes_first:
+            directory.begin(args, experiment.subject)
     output = trainer.train()
     if trainer.stop_cause is not None:
-        say_how_to_continue(args, output.global_step, trainer.stop_cause.name)
+        if speaks:
+            say_how_to_continue(args, output.global_step, trainer.stop_cause.name)
         return trainer.exit_code
-    if output.global_step == trainer.state.session_start_step:
+    if speaks and output.global_step == trainer.state.session_start_step:
         say_nothing_was_left(output.global_step)
-    if experiment.held_out_documents is not None and output.global_step not in directory.held_out_losses(
-        args
-    ):
+    if _lacks_evaluation(env, experiment, directory, output.global_step):
         trainer.evaluate()
-    show_result(
-        directory, args, trainer.unwrapped_model(), experiment.tokenizer, time.perf_counter() - started
-    )
+    with trainer.parallel.consolidated(optimizer=False):
+        if speaks:
+            seconds = time.perf_counter() - started
+            show_result(directory, args, model, experiment.tokenizer, seconds)
+    # A rank that left earlier would report success for a job that may still fail.
+    barrier(env, tag="the end of the run")
     return 0
+
+
+def _lacks_evaluation(
+    env: DistributedEnvInterface, experiment: Experiment, directory: RunDirectory, step: int
+) -> bool:
+    """Whether the last step was not evaluated; by the log as rank 0 sees it, for all ranks."""
+    if experiment.held_out_documents is None:
+        return False
+    scored = env.rank == 0 and step in directory.held_out_losses(experiment.args)
+    return not broadcast_object(scored, env)

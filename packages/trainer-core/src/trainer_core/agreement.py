@@ -6,30 +6,28 @@ import hashlib
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from dist_env import DistributedEnvInterface, gather_objects
 
 from .errors import ConfigurationError
 
 
-def compare_facts(facts: Mapping[str, object], env: DistributedEnvInterface, group: ProcessGroup) -> None:
+def compare_facts(facts: Mapping[str, object], env: DistributedEnvInterface) -> None:
     """Refuse to start where ranks were given different things; collective.
 
     Args:
         facts: Plain values by name, with dots for nested tables. All of this is sent only if something
             differs.
         env: Rank and world size.
-        group: The ranks.
 
     Raises:
         ConfigurationError: On every rank, naming the first fact that differs, and who has what.
     """
     flat = dict(_flat(facts, ""))
     digest = hashlib.sha256(repr(sorted(flat.items())).encode()).hexdigest()
-    if len(set(gather_objects(digest, env, process_group=group))) == 1:
+    if len(set(gather_objects(digest, env))) == 1:
         return
-    ranks = gather_objects(flat, env, process_group=group)
+    ranks = gather_objects(flat, env)
     names = dict.fromkeys(name for each in ranks for name in each)
     for name in names:
         values = [each.get(name, _ABSENT) for each in ranks]

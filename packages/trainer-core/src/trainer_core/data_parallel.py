@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from checkpoint_core import SharingPattern
 from dataloader_dispatch import DataloaderDispatcher, SynchronizedDataLoader
-from dist_env import DistributedEnvInterface, naming_lost_ranks
+from dist_env import DistributedEnvInterface, HostSums, naming_lost_ranks
 
 from .agreement import compare_facts, model_facts
 from .arguments import DataParallelArguments, TrainingArguments
@@ -42,7 +42,7 @@ class DataParallel(Parallelism):
         super().__init__(env)
         self.mesh: DeviceMesh | None = None
         """All ranks, in one dimension; none with one rank."""
-        self._control: ProcessGroup | None = None
+        self._hosts: HostSums | None = None
         self._data = DataParallelArguments()
 
     @property
@@ -75,9 +75,9 @@ class DataParallel(Parallelism):
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Refuse to start where ranks were given different things; collective."""
-        if self._control is not None:
+        if self.mesh is not None:
             with self.guarded("comparing what the ranks were given"):
-                compare_facts(facts, self.env, self._control)
+                compare_facts(facts, self.env)
 
     def agree_on_model(self) -> None:
         """Refuse to start where ranks have built different models; collective.
@@ -100,29 +100,29 @@ class DataParallel(Parallelism):
         return self._shared(loader, self._data.dispatches_evaluation, "pad")
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum a tensor over the ranks; on an accelerator without waiting for it."""
-        if self.group is None:
+        """Sum a tensor of a few numbers over the ranks; on an accelerator without waiting for it."""
+        if self.group is None or self._hosts is None:
             return values
+        if values.device.type == "cpu":
+            sums = torch.tensor(self._hosts.sum(values.flatten().tolist()), dtype=torch.float64)
+            return sums.to(values.dtype).view(values.shape)
         total = values.clone()
         dist.all_reduce(total, group=self.group)
         return total
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """The values of every rank."""
-        if self._control is None:
+        if self._hosts is None:
             return [list(values)]
-        mine = torch.tensor(values, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self.env.world_size)]
-        dist.all_gather(rows, mine, group=self._control)
-        return [row.tolist() for row in rows]
+        size, ranks = len(values), range(self.env.world_size)
+        places = [0.0] * (size * len(ranks))
+        places[self.env.rank * size : (self.env.rank + 1) * size] = values
+        gathered = self._hosts.sum(places)
+        return [gathered[rank * size : (rank + 1) * size] for rank in ranks]
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether any rank has raised it; asked by the hosts, which wait for no device."""
-        if self._control is None:
-            return list(flags)
-        raised = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._control)
-        return [bool(flag) for flag in raised.tolist()]
+        return list(flags) if self._hosts is None else [total > 0 for total in self._hosts.sum(flags)]
 
     def sharing(self) -> Mapping[str, SharingPattern]:
         """Equal on all ranks, but for the random generators and for data that each rank reads itself."""
@@ -168,4 +168,5 @@ class DataParallel(Parallelism):
             self.env.device_type, (self.env.world_size,), mesh_dim_names=(_MESH_DIMENSION,)
         )
         # Flags and counts go between the hosts, beside what the devices are busy with.
-        self._control = dist.new_group(backend="gloo")
+        with self.guarded("connecting the ranks"):
+            self._hosts = HostSums(self.env)

@@ -91,7 +91,8 @@ class RunProgress:
         """
         arguments = state["arguments"]
         if isinstance(arguments, Mapping):
-            self.changes = compare(arguments, self._args)
+            batch = (state["samples_per_step"], self._samples_per_step)
+            self.changes = compare(arguments, self._args, batch=batch)
         self._options_before = cast("Sequence[Mapping[str, object]] | None", state["optimizer_options"])
         self.refusal = self._refusal(state["samples_per_step"], state["optimizer"])
         if self.refusal is not None:

@@ -41,7 +41,8 @@ def batches_per_epoch(loader: object) -> int | None:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError) as error:
         # Iterable loaders of torch say in this way that they have no length; so might a mistake in __len__.
-        if hasattr(type(loader), "__len__"):
+        # What wraps a loader for several ranks has one whether or not the loader has.
+        if hasattr(type(getattr(loader, "loader", loader)), "__len__"):
             logger.info("the length of the training loader (%s) is unknown: %s", type(loader).__name__, error)
         return None
 

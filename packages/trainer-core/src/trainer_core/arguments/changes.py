@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import NamedTuple
@@ -39,8 +38,6 @@ WARNED = frozenset(
 )
 """The curve goes on in another way than it would have."""
 
-_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""Warned about when their product differs; how an optimizer step is divided does not touch the curve."""
 _STOPPING_POINTS = frozenset({"max_steps", "num_train_epochs"})
 _WITHOUT_END = ("", *WITHOUT_TOTAL)
 
@@ -65,12 +62,13 @@ class Changes(NamedTuple):
     refused: tuple[Change, ...]
 
 
-def compare(before: Mapping[str, object], now: object) -> Changes:
+def compare(before: Mapping[str, object], now: object, *, batch: tuple[object, object]) -> Changes:
     """Compare the arguments of a checkpoint with those of this start.
 
     Args:
         before: As `plain_arguments` gave them; arguments that it lacks did not exist then.
         now: The argument dataclass of this start.
+        batch: Examples of an optimizer step over all ranks, before and now.
 
     Returns:
         The differences.
@@ -80,24 +78,19 @@ def compare(before: Mapping[str, object], now: object) -> Changes:
     # Moving the end of a run changes the curve only if the schedule aims at the end.
     aims_at_end = current.get("lr_scheduler_type") not in _WITHOUT_END
     harmless = frozenset() if aims_at_end else _STOPPING_POINTS
-    touching = WARNED.union(() if _product(before) == _product(current) else _BATCH)
     for name in sorted(current.keys() & before.keys()):
         if before[name] == current[name]:
             continue
         change = Change(name, before[name], current[name])
         if name in REFUSED:
             refused.append(change)
-        elif name in touching - harmless:
+        elif name in WARNED - harmless:
             warned.append(change)
         else:
             allowed.append(change)
+    if batch[0] != batch[1]:
+        warned.append(Change("examples of an optimizer step, over all ranks", *batch))
     return Changes(tuple(allowed), tuple(warned), tuple(refused))
-
-
-def _product(args: Mapping[str, object]) -> tuple[object, ...] | int:
-    sizes = [args.get(name) for name in _BATCH]
-    whole = [size for size in sizes if isinstance(size, int)]
-    return math.prod(whole) if len(whole) == len(sizes) else tuple(sizes)
 
 
 def plain_arguments(args: object) -> dict[str, object]:

@@ -1,0 +1,229 @@
+"""Who is still there? Asked over the store, after a collective broke.
+
+gloo tells a broken connection only to the ranks that talk to the dead one, and only by its address. So every
+rank has a thread that answers for its process, whatever the main thread is waiting for or computing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch.distributed as dist
+
+from dist_env.coordination import Coordinator
+
+# How often a rank looks for a call: an answer comes this late, at most.
+_LISTEN_SECONDS = 0.5
+_LOOK_SECONDS = 0.05
+# What a store that works may take on top of the roll call itself.
+_GRACE_SECONDS = 2.0
+_JOIN_SECONDS = 5.0
+
+_State = Literal["here", "left", "silent", "unheard"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a roll call found.
+
+    Attributes:
+        text: What is known of the rank or ranks, to stand behind what the job was doing.
+        rank: The global rank that the text names first; None if it names none.
+    """
+
+    text: str
+    rank: int | None
+
+
+class RollCall:
+    """A thread that answers the roll calls of other ranks, and holds one when asked.
+
+    Args:
+        coordinator: Coordinator of the job; the thread makes a connection of its own from it.
+        holder: Rank whose process holds the store; None if the launcher does, or if that is not known.
+    """
+
+    def __init__(self, coordinator: Coordinator, holder: int | None) -> None:
+        self._shared = coordinator
+        self._rank = coordinator.record.rank
+        self._holder = holder
+        self._holder_host = coordinator.host_of(holder) if holder is not None else ""
+        self._answered = -1
+        self._known: Verdict | None = None
+        self._missing: list[str] = []
+        self._one_at_a_time = threading.Lock()
+        self._requests: queue.SimpleQueue[tuple[float, Future[Verdict | None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="roll call", daemon=True)
+        self._thread.start()
+
+    def hold(self, seconds: float) -> Verdict | None:
+        """Ask every rank whether it is there; takes little more than `seconds`, even if the store is gone.
+
+        Args:
+            seconds: How long to wait for answers.
+
+        Returns:
+            The rank that is lost, failed, left, or was not heard, or what became of the store; None if every
+            rank answers.
+        """
+        with self._one_at_a_time:
+            future: Future[Verdict | None] = Future()
+            self._requests.put((seconds, future))
+            end = time.monotonic() + seconds + _GRACE_SECONDS
+            while time.monotonic() < end:
+                try:
+                    return future.result(_LOOK_SECONDS)
+                except TimeoutError:
+                    if not self._thread.is_alive() and not future.done():
+                        return self._known or self._without_store("is gone", "has ended")
+            return self._known or self._without_store(
+                f"did not answer within {seconds:g} s", "is frozen or cut off from the network"
+            )
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._requests.put(None)
+        self._thread.join(_JOIN_SECONDS)
+
+    def _serve(self) -> None:
+        try:
+            # Opening the connection may wait for a store that is gone; here nobody waits for that.
+            self._coordinator = self._shared.clone()
+            while True:
+                self._listen()
+                try:
+                    request = self._requests.get(timeout=_LISTEN_SECONDS)
+                except queue.Empty:
+                    continue
+                if request is None:
+                    return
+                seconds, future = request
+                future.set_result(self._ask(seconds))
+        except dist.DistError:
+            # Whoever asks sees that the thread has ended, and says so.
+            return
+
+    def _listen(self) -> None:
+        """Answer the latest call, and learn what others found out, while the store is there to tell it."""
+        store = self._coordinator.store
+        called = store.add("roll call/called", 0)
+        if called > self._answered:
+            store.set(f"roll call/answer/{self._rank}", str(called))
+            self._answered = called
+        if self._known is None:
+            self._known = self._read()
+
+    def _read(self) -> Verdict | None:
+        store = self._coordinator.store
+        if store.check(["roll call/verdict"]):
+            return Verdict(**json.loads(store.get("roll call/verdict")))
+        failure = self._coordinator.failure_of_another()
+        return None if failure is None else Verdict(str(failure), failure.rank)
+
+    def _ask(self, seconds: float) -> Verdict | None:
+        number = self._coordinator.store.add("roll call/called", 1)
+        end = time.monotonic() + seconds
+        states: dict[int, _State] = {
+            rank: "unheard" for rank in range(self._coordinator.world_size) if rank != self._rank
+        }
+        while True:
+            self._listen()
+            if self._known is not None:
+                return self._known
+            waiting = [rank for rank, state in states.items() if state not in ("here", "left")]
+            states.update((rank, self._state(rank, number)) for rank in waiting)
+            self._missing = [self._name(rank) for rank in waiting]
+            if not waiting or time.monotonic() >= end:
+                return self._judge(states, seconds)
+            time.sleep(_LOOK_SECONDS)
+
+    def _state(self, rank: int, number: int) -> _State:
+        store = self._coordinator.store
+        key = f"roll call/answer/{rank}"
+        if store.check([f"left/{rank}"]):
+            return "left"
+        if not store.check([key]):
+            return "unheard"
+        return "here" if int(store.get(key)) >= number else "silent"
+
+    def _judge(self, states: dict[int, _State], seconds: float) -> Verdict | None:
+        """The sentence on the ranks that are not there, those that are known to be lost first."""
+        by_state: dict[_State, list[int]] = {"silent": [], "left": [], "unheard": []}
+        for rank, state in states.items():
+            if state != "here":
+                by_state[state].append(rank)
+        sentences = [self._sentence(state, ranks, seconds) for state, ranks in by_state.items() if ranks]
+        if not sentences:
+            return None
+        verdict = Verdict("; ".join(sentences), next(rank for ranks in by_state.values() for rank in ranks))
+        if by_state["silent"]:
+            # For the ranks that learn of it only when this one is gone, and the store with it.
+            self._coordinator.store.set("roll call/verdict", json.dumps(asdict(verdict)))
+        return verdict
+
+    def _sentence(self, state: _State, ranks: list[int], seconds: float) -> str:
+        named = ", ".join(map(self._name, ranks))
+        one = len(ranks) == 1
+        if state == "silent":
+            return (
+                f"{named} {'is' if one else 'are'} lost: no answer from {'its process' if one else 'them'} "
+                f"for {seconds:g} s (ended, frozen or cut off); look at {'its log' if one else 'their logs'}"
+            )
+        if state == "left":
+            return (
+                f"{named} {'has' if one else 'have'} left the job in good order while other ranks still wait "
+                "for a collective; let every rank take part in the same collectives"
+            )
+        return (
+            f"{named} {'was' if one else 'were'} not heard in a roll call of {seconds:g} s and may be lost, "
+            "or only busy: no answer is expected before a rank first comes to naming_lost_ranks; look at "
+            f"{'its log' if one else 'their logs'}"
+        )
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self._coordinator.host_of(rank)}"
+
+    def _without_store(self, became: str, process: str) -> Verdict:
+        """What can be said without a store to ask."""
+        until = f"; until then {', '.join(self._missing)} had not answered" if self._missing else ""
+        if self._holder is None:
+            return Verdict(
+                f"the store of the job {became}, so nobody can be asked: the process that holds it (rank 0, "
+                f"or the launcher) {process}{until}; look at its log",
+                None,
+            )
+        return Verdict(
+            f"rank {self._holder} on {self._holder_host} is lost: it held the store of the job, which "
+            f"{became}, so its process {process}{until}; look at its log",
+            self._holder,
+        )
+
+
+_threads: dict[Coordinator, RollCall] = {}
+
+
+def roll_call_of(coordinator: Coordinator, holder: int | None) -> RollCall:
+    """The roll call of this process in a job; the first time, it begins to answer."""
+    if coordinator not in _threads:
+        _threads[coordinator] = RollCall(coordinator, holder)
+    return _threads[coordinator]
+
+
+def end_roll_call(coordinator: Coordinator) -> None:
+    """Answer no more; the store may go."""
+    if coordinator in _threads:
+        _threads.pop(coordinator).stop()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread amid a call into the store can abort an interpreter that ends."""
+    for coordinator in list(_threads):
+        end_roll_call(coordinator)

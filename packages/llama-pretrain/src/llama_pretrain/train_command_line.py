@@ -1,0 +1,148 @@
+"""How defaults, file and command line become the settings of `train`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import cast, get_type_hints
+
+from trainer_core import ConfigurationError, arguments_from_dict, load_config_file
+
+from .command_line import Parser, add_field_options
+from .options import GROUP_NAMES, WITHOUT_EFFECT, PretrainArguments
+from .program import PROG
+
+GROUPS: Mapping[str, Sequence[str]] = {
+    "what to train, on what": (
+        "model",
+        "data",
+        "text_column",
+        "undecodable",
+        "shards",
+        "tokenizer",
+        "sequence_length",
+        "held_out",
+        "seed",
+    ),
+    "where": ("output_dir", "logging_dir", "resume_from_checkpoint"),
+    "how long, how much at once": (
+        "max_steps",
+        "num_train_epochs",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "per_device_eval_batch_size",
+    ),
+    "optimizer": (
+        "learning_rate",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+    ),
+    "when to log, evaluate and save": (
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+        "eval_strategy",
+        "eval_steps",
+        "max_eval_steps",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "prompt",
+        "sample_tokens",
+    ),
+    "precision and compilation": (
+        "mixed_precision",
+        "float32_matmul_precision",
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "torch_compile_dynamic",
+        "torch_compile_full_graph",
+    ),
+    "several processes": (
+        "trainer",
+        "dispatch_batches",
+        "dispatch_eval_batches",
+        "uneven_batches",
+        "ddp",
+        "compression",
+        "post_local_sgd",
+        "diloco",
+    ),
+}
+
+
+def train_parser() -> Parser:
+    """Return the parser of the options of `train`."""
+    parser = Parser(
+        prog=f"{PROG} train",
+        usage=f"{PROG} [train] [options]",
+        description="Train a Llama, or go on with a run that was stopped: the same command continues it.",
+        epilog="Values in [brackets] are defaults. A --config file beats them, an option beats the file. "
+        "An option with a dot is a key in a table of the file: --ddp.static-graph is static_graph in ddp.",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML or YAML file with the names below, written with underscores"
+    )
+    add_field_options(parser, PretrainArguments, GROUPS, leave_out=WITHOUT_EFFECT)
+    return parser
+
+
+def resolve(given: Mapping[str, object]) -> PretrainArguments:
+    """Combine defaults, the file named by `config`, and given options, in rising order of weight.
+
+    The default of `warmup_steps` is left out where it could have no effect: with the schedule `constant`.
+
+    Args:
+        given: Values by name; those of a group of settings as `group.name`, or in a table.
+
+    Raises:
+        ConfigurationError: For an unknown name, a wrong type or a broken rule.
+    """
+    options = dict(given)
+    path = options.pop("config", None)
+    from_file = {} if path is None else load_config_file(Path(str(path)))
+    settings = _laid_over(_in_tables(from_file, PretrainArguments), _in_tables(options, PretrainArguments))
+    if settings.get("lr_scheduler_type") == "constant":
+        settings.setdefault("warmup_steps", 0)
+    return arguments_from_dict(PretrainArguments, settings)
+
+
+def _in_tables(settings: Mapping[str, object], cls: type, prefix: str = "") -> dict[str, object]:
+    """Names with underscores, and a table for each group, whether it was written as one or with dots."""
+    groups = {name: hint for name, hint in get_type_hints(cls).items() if is_dataclass(hint)}
+    tables: dict[str, object] = {}
+    for key, value in settings.items():
+        name, _, inner = key.replace("-", "_").partition(".")
+        group = groups.get(name)
+        if not isinstance(group, type) or not (inner or isinstance(value, Mapping)):
+            name, table = key.replace("-", "_"), value
+        else:
+            content = {inner: value} if inner else cast(Mapping[str, object], value)
+            table = _in_tables(content, group, f"{prefix}{name}.")
+        before = tables.get(name)
+        if isinstance(before, dict) and isinstance(table, dict) and not before.keys() & table.keys():
+            table = before | table
+        elif name in tables:
+            raise ConfigurationError(
+                f"{prefix}{name}", value, "is given twice", "leave one of them out of the file"
+            )
+        tables[name] = table
+    return tables
+
+
+def _laid_over(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
+    """Both together; of two groups each name by itself, and otherwise `above` wins."""
+    both = {**below, **above}
+    for name in GROUP_NAMES & below.keys() & above.keys():
+        first, second = below[name], above[name]
+        # What is no table in the file is wrong, and must be told.
+        both[name] = {**first, **second} if isinstance(first, dict) and isinstance(second, dict) else first
+    return both

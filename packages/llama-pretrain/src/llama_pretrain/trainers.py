@@ -1,0 +1,109 @@
+"""The trainers that `train` can be told to use, and which settings belong to which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+
+from dist_env import DistributedEnvironment
+from trainer_core import ConfigurationError, Trainer, TrainingArguments, suggest
+from trainer_ddp import DDPTrainer
+
+from .program import PROG
+
+TRAINERS: Mapping[str, type[Trainer]] = {"single": Trainer, "ddp": DDPTrainer}
+"""Name to class. What a class is told is `arguments_class`: its fields are settings of the application."""
+
+
+def check_trainer(name: str, args: TrainingArguments) -> None:
+    """Check the choice of a trainer, the settings that only it has, and that none belongs only to others.
+
+    Args:
+        name: The setting `trainer`.
+        args: The settings of the application; they have every field of every `arguments_class`.
+
+    Raises:
+        ConfigurationError: For an unknown name, a setting of another trainer, or a broken rule of this one.
+    """
+    if name not in TRAINERS:
+        choices = ", ".join(map(repr, TRAINERS))
+        raise ConfigurationError("trainer", name, f"must be one of {choices}", suggest(name, TRAINERS))
+    own = _settings_of(name)
+    for field in fields(args):
+        owners = [each for each in TRAINERS if field.name in _settings_of(each)]
+        if owners and field.name not in own:
+            _refuse_changed(name, field, getattr(args, field.name), owners)
+    trainer_arguments(TRAINERS[name], args)
+
+
+def trainer_arguments(trainer: type[Trainer], args: TrainingArguments) -> TrainingArguments:
+    """Return what a trainer is told: those settings of the application that it knows.
+
+    Raises:
+        ConfigurationError: For the first of its rules that is broken.
+    """
+    cls = trainer.arguments_class
+    return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
+
+def check_processes(name: str, world_size: int) -> None:
+    """Refuse a trainer of one process where a launcher has started several.
+
+    Raises:
+        ConfigurationError: If it has; the message says what to type.
+    """
+    if name == "single" and world_size > 1:
+        raise ConfigurationError(
+            "trainer",
+            name,
+            f"is one process, and {world_size} were started",
+            f"use `{PROG} train` for one, or `{launch_command(world_size)}` to let them share the work",
+        )
+
+
+def refuse_several_processes(command: str) -> None:
+    """Refuse to do the same thing in each of the processes that a launcher has started.
+
+    Raises:
+        ConfigurationError: If it has started several.
+    """
+    processes = DistributedEnvironment().world_size
+    if processes > 1:
+        raise ConfigurationError(
+            "WORLD_SIZE",
+            processes,
+            f"{command} is one process, and {processes} were started",
+            f"use `{PROG} {command}` without a launcher",
+        )
+
+
+def launch_command(processes: int) -> str:
+    """What to type to train with several processes on one machine."""
+    return f"torchrun --standalone --nproc-per-node {processes} -m llama_pretrain train --trainer ddp"
+
+
+def _settings_of(name: str) -> set[str]:
+    return {field.name for field in fields(TRAINERS[name].arguments_class)}
+
+
+def _refuse_changed(name: str, field: Field[object], value: object, owners: list[str]) -> None:
+    for setting, given in _changes(field.name, value, _default_of(field)):
+        others = " or ".join(f"trainer={owner!r}" for owner in owners)
+        raise ConfigurationError(
+            setting, given, f"has no effect with trainer={name!r}", f"leave it out, or use {others}"
+        )
+
+
+def _changes(name: str, value: object, default: object) -> Iterator[tuple[str, object]]:
+    """Settings that are not at their defaults, with dots for nested ones."""
+    if is_dataclass(value) and type(value) is type(default):
+        for field in fields(value):
+            yield from _changes(
+                f"{name}.{field.name}", getattr(value, field.name), getattr(default, field.name)
+            )
+    elif value != default:
+        yield name, value
+
+
+def _default_of(field: Field[object]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -1,0 +1,176 @@
+"""Several processes: real ranks under torchrun, over gloo, on a very small model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from llama_pretrain.cli import main
+
+RANK_OF_TRAIN = str(Path(__file__).with_name("rank_of_train.py"))
+STEPS = 24
+
+
+def _words(work: Path, output: str, *more: str) -> list[str]:
+    """A run with 8 rows of 32 bytes in a global batch."""
+    settings = {
+        "model": work / "shape",
+        "data": work / "data",
+        "output-dir": work / output,
+        "sequence-length": 32,
+        "per-device-train-batch-size": 4,
+        "per-device-eval-batch-size": 4,
+        "gradient-accumulation-steps": 2,
+        "held-out": 0.2,
+        "max-steps": STEPS,
+        "lr-scheduler-type": "constant_with_warmup",
+        "warmup-steps": 3,
+        "logging-steps": 1,
+        "eval-steps": 6,
+        "save-steps": 6,
+        "sample-tokens": 12,
+    }
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))] + list(more)
+
+
+def _ddp(work: Path, output: str, *more: str) -> list[str]:
+    """The same global batch on two ranks."""
+    return _words(work, output, "--trainer", "ddp", "--gradient-accumulation-steps", "1", *more)
+
+
+def _torchrun(words: Sequence[str]) -> subprocess.Popen[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*launcher, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def _finish(run: subprocess.Popen[str]) -> str:
+    """What is left of the output; a run that hangs ends with its launcher."""
+    try:
+        return run.communicate(timeout=300)[0]
+    finally:
+        run.kill()
+
+
+def _codes(directory: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in directory.iterdir()}
+
+
+def _curve(output: Path, key: str) -> dict[int, float]:
+    entries = json.loads((output / "trainer_logs.json").read_text())
+    return {int(entry["global_step"]): entry[key] for entry in entries if key in entry}
+
+
+def _only_processes_of(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Look like one rank of two, as a launcher makes it look."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, write_inputs: Callable[[Path], Path]) -> Path:
+    """Data, a model's shape, and an uninterrupted run of one process in `whole`."""
+    work = write_inputs(tmp_path_factory.mktemp("processes"))
+    assert main(_words(work, "whole")) == 0
+    return work
+
+
+def test_one_curve_from_one_process_over_two_and_back(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_words(work, "relay", "--max-steps", "6")) == 0
+
+    codes = work / "codes"
+    codes.mkdir()
+    run = _torchrun([RANK_OF_TRAIN, str(codes), "", *_ddp(work, "relay")])
+    assert run.stdout is not None
+    seen = ""
+    for line in run.stdout:
+        seen += line
+        if line.split()[:1] == [f"9/{STEPS}"]:
+            run.send_signal(signal.SIGTERM)
+            break
+    seen += _finish(run)
+    assert _codes(codes) == {"0": "75", "1": "75"}, seen
+    assert seen.count("trainer    ddp, 2 processes") == 1
+    assert "changed    trainer: single at the last start, now ddp" in seen
+    assert seen.count("The same command continues from there.") == 1
+    stopped_at = max(int(path.name.rpartition("-")[2]) for path in (work / "relay").glob("checkpoint-*"))
+    assert 9 <= stopped_at < STEPS
+
+    run = _torchrun(["-m", "llama_pretrain", "train", *_ddp(work, "relay", "--max-steps", "18")])
+    shown = _finish(run)
+    assert run.returncode == 0, shown
+    assert f"resumed at step {stopped_at}" in shown
+    for line in ("held-out loss", "sample, temperature", "done in", "loss curve  "):
+        assert shown.count(line) == 1, shown
+    files = {path.name for path in (work / "relay").iterdir() if path.is_file()}
+    assert files == {"trainer_logs.json", "loss_curve.png", "config.yaml", "run.json"}
+    assert (work / "relay" / "checkpoint-18" / "manifest.json").is_file()
+
+    capsys.readouterr()
+    assert main(_words(work, "relay")) == 0
+    assert "changed    trainer: ddp at the last start, now single" in capsys.readouterr().out
+    for key in ("loss", "grad_norm", "learning_rate", "total_tokens", "eval_loss", "eval_tokens"):
+        expected = _curve(work / "whole", key)
+        assert _curve(work / "relay", key) == pytest.approx(expected, rel=1e-5), key
+
+
+def test_every_rank_ends_where_ranks_were_told_different_things(work: Path) -> None:
+    codes = work / "codes-of-unlike"
+    codes.mkdir()
+    run = _torchrun([RANK_OF_TRAIN, str(codes), "--learning-rate 0.5", *_ddp(work, "unlike")])
+    shown = _finish(run)
+    assert _codes(codes) == {"0": "2", "1": "2"}, shown
+    for rank in (0, 1):
+        start = f"llama-pretrain: error: [rank {rank}] learning_rate="
+        assert any(line.startswith(start) for line in shown.splitlines()), shown
+    # That of torchrun, which always has one.
+    assert shown.count("Traceback") == 1, shown
+    assert not (work / "unlike").exists()
+
+
+def test_ddp_with_one_process_is_like_single(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_words(work, "alone", "--trainer", "ddp")) == 0
+    assert "one process, which is like single; for two: torchrun " in capsys.readouterr().out
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert _curve(work / "alone", key) == _curve(work / "whole", key), key
+    assert main(["eval", "--output-dir", str(work / "alone")]) == 0
+    last = _curve(work / "whole", "eval_loss")[STEPS]
+    assert f"loss        {last:.4f} nats per byte" in capsys.readouterr().out
+
+
+def test_a_trainer_of_one_process_is_refused_in_several(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _only_processes_of(monkeypatch, rank=1)
+    assert main(_words(work, "refused")) == 2
+    shown = capsys.readouterr().err
+    assert "[rank 1] trainer='single': is one process, and 2 were started" in shown
+    assert "torchrun --standalone --nproc-per-node 2 -m llama_pretrain train --trainer ddp" in shown
+    assert shown.count("\n") == 1
+    for command in ("eval", "generate", "export out"):
+        assert main([*command.split(), "--output-dir", str(work / "whole")]) == 2
+        assert f"{command.split()[0]} is one process, and 2 were started" in capsys.readouterr().err
+    assert not (work / "refused").exists()
+
+
+def test_each_rank_checks_by_itself_before_it_waits_for_others(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _only_processes_of(monkeypatch, rank=1)
+    assert main(_ddp(work, "whole", "--seed", "5")) == 2
+    assert "[rank 1] seed=5: the run in" in capsys.readouterr().err
