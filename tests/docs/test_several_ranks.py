@@ -1,0 +1,41 @@
+"""The first example of the page on data parallelism gives the same losses alone and on two ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "data-parallel.md"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+REPORT = """
+logged = [round(entry["loss"], 5) for entry in trainer.state.log_history if "loss" in entry]
+print("losses", logged, losses)
+"""
+
+
+def losses(script: Path, *launcher: str) -> set[str]:
+    """What the ranks print; each of them prints the same."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=variables | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"losses (\[[^\]]*\]) \[", done.stdout))
+
+
+def test_the_page_runs_under_torchrun(tmp_path: Path) -> None:
+    example = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert example is not None
+    script = tmp_path / "train.py"
+    script.write_text(example[1] + REPORT)
+    alone, together = losses(script), losses(script, *TORCHRUN)
+    assert len(alone) == 1
+    assert alone == together
