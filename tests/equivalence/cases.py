@@ -2,71 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import torch
-from torch.optim import AdamW, Optimizer
+from .case import (
+    BFLOAT16,
+    BY_EYE,
+    COMPILED,
+    PLAIN,
+    TIED,
+    UNCLIPPED,
+    Case,
+    SpoilGradient,
+    adamw,
+    decay_by_name,
+)
+from .ddp_cases import DDP_CASES
 
-from .reference import Recipe
-
-PLAIN = Recipe()
-EXACT = 1e-5
-"""Bound on the relative deviation of a float32 row. Rounding alone gives up to about 1e-6: see the rows of
-the reference itself, with its microbatches cut in another way."""
-BFLOAT16 = 2e-2
-"""Bound of rows that compare numbers rounded to bfloat16 in different places; 2 ** -8 is 4e-3."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row.
-
-    A new kind of row needs a name in `runners.RUNNERS` and nothing else.
-    """
-
-    name: str
-    settings: Mapping[str, object] = field(default_factory=dict)
-    """Training arguments beside those that the recipe implies."""
-    options: Callable[[], Mapping[str, object]] = dict
-    """Makes further options of `Trainer`."""
-    accumulation: int = 1
-    """Microbatches of a global batch, over all ranks."""
-    recipe: Recipe = PLAIN
-    """What the reference does."""
-    runner: str = "here"
-    world_size: int = 1
-    tolerance: float = EXACT
-    because: str = ""
-    """Why the bound is another one than `EXACT`."""
-
-
-class SpoilGradient:
-    """Makes one element of the gradient not a number, at one optimizer step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_forward_backward_end(self, args: object, state: object, control: object, **kw: object) -> None:
-        if state.global_step == self.step:  # type: ignore[attr-defined]
-            kw["model"].head.weight.grad[0, 0] = torch.nan  # type: ignore[attr-defined]
-
-
-def _adamw(groups: list[dict[str, object]]) -> Optimizer:
-    return AdamW(groups, PLAIN.learning_rate, PLAIN.betas, PLAIN.epsilon, PLAIN.weight_decay)
-
-
-def _decay_by_name(**options: object) -> Mapping[str, object]:
-    exempt = {"weight_decay": 0.0, **options}
-    return {"optimizer_groups": {"*norm.weight": exempt, "re:.*\\.bias": dict(exempt)}}
-
-
-TIED = replace(PLAIN, tied=True)
-UNCLIPPED = replace(PLAIN, max_grad_norm=None)
-COMPILED = {"torch_compile": True}
-BY_EYE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-
-CASES = [
+ONE_DEVICE_CASES = [
     Case(name="reference, microbatches of 4 rows", runner="reference", accumulation=2),
     Case(name="reference, microbatches of 8 rows", runner="reference", accumulation=1),
     Case(name="accumulation 1"),
@@ -126,11 +78,9 @@ CASES = [
         recipe=replace(UNCLIPPED, tied=True),
         runner="restarted",
     ),
-    Case(name="optimizer groups by name", options=_decay_by_name),
-    Case(name="two optimizers (Multiopt)", options=lambda: _decay_by_name(factory=_adamw), accumulation=2),
-    Case(
-        name="two optimizers, restarted", options=lambda: _decay_by_name(factory=_adamw), runner="restarted"
-    ),
+    Case(name="optimizer groups by name", options=decay_by_name),
+    Case(name="two optimizers (Multiopt)", options=lambda: decay_by_name(factory=adamw), accumulation=2),
+    Case(name="two optimizers, restarted", options=lambda: decay_by_name(factory=adamw), runner="restarted"),
     Case(name="nonfinite_policy skip", settings={"nonfinite_policy": "skip"}),
     Case(name="nonfinite_policy raise", settings={"nonfinite_policy": "raise"}),
     Case(
@@ -169,3 +119,5 @@ CASES = [
         because="bfloat16 keeps 8 bits of a product",
     ),
 ]
+
+CASES = [*ONE_DEVICE_CASES, *DDP_CASES]

@@ -51,7 +51,7 @@ class RaggedLoader:
     """Batches of one seed's rows, padded to the longest row in them; another order of pairs in each epoch.
 
     Args:
-        batch_size: Rows of a batch: 2, 4 or 8.
+        batch_size: Rows of a batch: 1, 2, 4 or 8.
         seed: Which rows.
     """
 
@@ -83,6 +83,40 @@ class RaggedLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self.served = state["epoch"], state["served"]
+
+
+class Shard:
+    """Every `world_size`-th batch of a loader, from the one at `rank` on: for a rank that reads by itself.
+
+    The ranks' next n batches are then the loader's next n times `world_size`.
+    """
+
+    def __init__(self, loader: RaggedLoader, rank: int, world_size: int) -> None:
+        self.loader = loader
+        self.rank = rank
+        self.world_size = world_size
+        self.batch_size = loader.batch_size
+
+    @property
+    def epoch(self) -> int:
+        return self.loader.epoch
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.loader), self.world_size))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for number, batch in enumerate(self.loader, start=self.loader.served):
+            if number % self.world_size == self.rank:
+                yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loader.load_state_dict(state)
 
 
 def padded(batch: list[Row]) -> dict[str, Tensor]:

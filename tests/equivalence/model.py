@@ -16,20 +16,20 @@ class Attention(nn.Module):
 
     rotation: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=True)
-        self.o_proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        half = WIDTH // HEADS // 2
+        self.qkv_proj = nn.Linear(width, 3 * width, bias=True)
+        self.o_proj = nn.Linear(width, width, bias=False)
+        half = width // HEADS // 2
         angles = torch.outer(torch.arange(LONGEST), 10_000.0 ** (-torch.arange(half) / half))
         self.register_buffer("rotation", torch.stack([angles.cos(), angles.sin()]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
+        batch, length, width = x.shape
         heads = self.qkv_proj(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         q, k, v = self._rotate(heads[0]), self._rotate(heads[1]), heads[2]
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, width))
 
     def _rotate(self, x: Tensor) -> Tensor:
         cos, sin = self.rotation[:, : x.shape[-2]].to(x.dtype)
@@ -40,11 +40,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.up_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.gate_proj = nn.Linear(width, 2 * width, bias=False)
+        self.up_proj = nn.Linear(width, 2 * width, bias=False)
+        self.down_proj = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -53,10 +53,10 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(WIDTH), Attention()
-        self.mlp_norm, self.mlp = nn.RMSNorm(WIDTH), FeedForward()
+        self.attention_norm, self.attention = nn.RMSNorm(width), Attention(width)
+        self.mlp_norm, self.mlp = nn.RMSNorm(width), FeedForward(width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,14 +71,17 @@ class Decoder(nn.Module):
         tied: Whether the head shares its weight with the embedding.
         dropout: Share of the activations that each half of a block drops.
         blocks: How many blocks.
+        width: Size of the hidden states.
     """
 
-    def __init__(self, *, tied: bool = False, dropout: float = 0.0, blocks: int = BLOCKS) -> None:
+    def __init__(
+        self, *, tied: bool = False, dropout: float = 0.0, blocks: int = BLOCKS, width: int = WIDTH
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(blocks))
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.05)

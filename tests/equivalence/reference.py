@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .data import GLOBAL_BATCH, IGNORED, STEPS_PER_EPOCH, RaggedLoader
-from .model import Decoder
+from .model import WIDTH, Decoder
 
 
 class Point(NamedTuple):
@@ -38,6 +38,7 @@ class Recipe:
     warmup: int = 5
     max_grad_norm: float | None = 1.6
     tied: bool = False
+    width: int = WIDTH
     autocast: bool = False
     fused: bool = False
     """Whether to take torch's fused AdamW, which rounds otherwise than the one for each parameter."""
@@ -48,7 +49,7 @@ class Recipe:
 def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
     """Train from scratch, with so many rows in a microbatch; one point for each optimizer step."""
     torch.manual_seed(recipe.seed)
-    model = Decoder(tied=recipe.tied)
+    model = Decoder(tied=recipe.tied, width=recipe.width)
     everything = list(model.parameters())
     groups = [
         {"params": [p for p in everything if p.ndim > 1], "weight_decay": recipe.weight_decay},

@@ -24,7 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not __package__:
     sys.path.append(str(Path(__file__).parents[1]))
 
-from equivalence.cases import CASES, Case
+from equivalence.case import Case
+from equivalence.cases import CASES
 from equivalence.reference import Point, Recipe, train
 from equivalence.runners import run
 

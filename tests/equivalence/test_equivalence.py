@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from equivalence.cases import CASES, EXACT, PLAIN, TIED, Case
+from equivalence.case import EXACT, PLAIN, TIED, Case
+from equivalence.cases import CASES
 from equivalence.data import IGNORED, STEPS_PER_EPOCH, RaggedLoader
+from equivalence.mistakes import mean_of_means
 from equivalence.reference import Recipe
 from equivalence.table import Result, expected, largest_deviation, measure
-from torch import Tensor
-from torch.nn import functional
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -64,22 +64,8 @@ def test_comparison_sees_decay_of_norms_and_biases(tmp_path: Path) -> None:
     assert off.loss > 10 * EXACT
 
 
-class MeanOfEachMicrobatch:
-    """The mistake that accumulation invites: each microbatch counts alike, however few tokens it has."""
-
-    def count(self, labels: Tensor) -> Tensor:
-        return (labels[:, 1:] != IGNORED).any().long()
-
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        losses = functional.cross_entropy(
-            logits[:, :-1].transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="sum"
-        )
-        return losses / (labels[:, 1:] != IGNORED).sum().clamp(min=1)
-
-
 def test_comparison_sees_a_mean_of_means(tmp_path: Path) -> None:
-    options = {"compute_loss_func": MeanOfEachMicrobatch()}
-    off = measure(Case(name="mean of means", options=lambda: options, accumulation=4), tmp_path)
+    off = measure(Case(name="mean of means", options=mean_of_means, accumulation=4), tmp_path)
     assert off.loss > 1000 * EXACT
 
 

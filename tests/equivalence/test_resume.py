@@ -9,7 +9,7 @@ import torch
 from equivalence.data import RaggedLoader
 from equivalence.model import Decoder
 from equivalence.reference import Recipe
-from equivalence.runners import curve, settings_of
+from equivalence.training import curve, settings_of
 
 from trainer_core import Trainer, TrainingArguments
 

@@ -51,6 +51,13 @@ class Stream(IterableDataset[int]):
         self.position = state["position"]
 
 
+class Noise(IterableDataset[float]):
+    """Random numbers of the process that reads."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from torch.rand(2, dtype=torch.float64).tolist()
+
+
 def shuffled(workers: int = 0, drop_last: bool = False) -> ResumableDataLoader:
     return build_loader(Squares(23), 4, shuffle=True, seed=6, num_workers=workers, drop_last=drop_last)
 
@@ -231,6 +238,41 @@ def test_making_an_iterator_leaves_the_random_numbers_of_the_run_alone() -> None
     torch.manual_seed(1)
     batches_of(loader)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_an_iterable_dataset_leaves_the_random_numbers_of_the_run_alone(workers: int) -> None:
+    """A resumed run makes one more iterator than one that went on; nothing else may differ."""
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    loader = build_loader(Stream(10), 4, seed=3, num_workers=workers)
+    passes = iter(loader)
+    next(passes)
+    state = loader.state_dict()
+    again = build_loader(Stream(10), 4, seed=3, num_workers=workers)
+    again.load_state_dict(state)
+    assert batches_of(again) == [batch.tolist() for batch in passes]
+    batches_of(again)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_workers_of_an_iterable_dataset_are_seeded_by_the_loader() -> None:
+    def drawn(seed: int, noise: int) -> list[list[float]]:
+        torch.manual_seed(noise)
+        loader = build_loader(Noise(), 2, seed=seed, num_workers=1)
+        return [next(batch.tolist() for batch in loader) for _ in range(2)]
+
+    first = drawn(3, 0)
+    assert drawn(3, 1) == first, "whatever the global random numbers are"
+    assert first[0] != first[1], "each pass has numbers of its own"
+    assert drawn(4, 0) != first
+    assert drawn(-1, 0) != first
+
+
+def test_seed_of_an_iterable_dataset_is_an_integer() -> None:
+    with pytest.raises(TypeError, match=r"seed=1\.5 is a float"):
+        build_loader(Stream(3), 1, seed=1.5)  # type: ignore[arg-type]
 
 
 def test_iterable_dataset_keeps_its_own_position() -> None:

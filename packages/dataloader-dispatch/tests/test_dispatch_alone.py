@@ -34,6 +34,7 @@ def test_one_rank_needs_neither_group_nor_thread() -> None:
     loader = alone(build_loader([{"x": i} for i in range(5)], 2))
     assert [batch["x"].tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
     assert (len(loader), loader.batch_size, loader.epoch) == (3, 2, 1)
+    assert loader.last_is_dummy is False
     assert loader.dataset is loader.loader.dataset
     assert threading.active_count() == threads
 

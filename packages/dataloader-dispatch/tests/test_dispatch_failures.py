@@ -75,3 +75,15 @@ def test_leaving_behind_a_destroyed_group_is_quiet(launch: Callable[..., list[An
     ranks = launch("dispatch_failing.py", 2, "destroy")
     assert [(rank.code, rank.out, rank.err) for rank in ranks] == [(0, "", "")] * 2
     assert [rank.note for rank in ranks] == [{"count": 6}] * 2
+
+
+@pytest.mark.parametrize(("dropping", "told"), [(0, "has closed its data loader or ended"), (1, "rank 1 (")])
+def test_dropping_it_while_something_is_traced_ends_it_as_ever(
+    launch: Callable[..., list[Any]], dropping: int, told: str
+) -> None:
+    ranks = launch("dispatch_failing.py", 2, f"traced {dropping}")
+    assert [(rank.code, rank.out, rank.err) for rank in ranks] == [(0, "", "")] * 2
+    assert ranks[dropping].note["seconds"] < 5
+    assert ranks[dropping].note["threads"] == ["MainThread"]
+    assert ranks[1 - dropping].note["rank"] == dropping
+    assert told in ranks[1 - dropping].note["text"]

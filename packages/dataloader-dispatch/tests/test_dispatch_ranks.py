@@ -13,7 +13,9 @@ NOTE = "Raised by the data loader of rank 0"
 @pytest.fixture(scope="module")
 def two(launch: Callable[..., list[Any]]) -> list[Any]:
     """What both ranks of a job of two tell, having left without closing their last dispatcher."""
-    checks = "contents,independent,order,breaking,together,position,torch_loaders,uneven,errors,refusals"
+    checks = (
+        "contents,independent,order,breaking,together,position,torch_loaders,uneven,dummies,errors,refusals"
+    )
     ranks = launch("dispatch_two.py", 2, checks)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     assert ranks[1].err == ""
@@ -92,6 +94,29 @@ def test_an_incomplete_last_round_is_left_out_padded_or_an_error(two: list[Any])
         assert custom == [[1.0, 1.0], [0.0, 0.0] if rank else [1.0, 1.0]]
         assert unmasked[0] == "DataError"
         assert "type Tensor, which is not a mapping" in unmasked[1]
+
+
+def test_dummies_are_told_on_every_rank(two: list[Any]) -> None:
+    real = False
+    for rank, note in enumerate(two):
+        pad5, pad1, *nothing, same, many = note["dummies"]
+        last = [4, False] if rank == 0 else [-100, True]
+        only = [0, False] if rank == 0 else [-100, True]
+        # A new pass begins with no batch, and so with no dummy.
+        assert pad5 == [[real, [rank, real], [2 + rank, real], last, rank == 1]] * 2
+        assert pad1 == [[real, only, rank == 1]] * 2
+        assert nothing == [[[real, real]] * 2] * 3, "a loader without a batch: no batch and no error anywhere"
+        assert same == [[real, [0, real], [1, real], [2, real], real]] * 2
+        assert many == [False] * 500 + [rank == 1]
+
+
+def test_fewer_batches_than_ranks(four: list[Any]) -> None:
+    for rank, note in enumerate(four):
+        one, none, square = note["few"]
+        assert one == [[False, [-100 if rank else 0, rank > 0], rank > 0]] * 2
+        assert none == [[False, False]] * 2
+        # Along the other dimension of a mesh all get the same batch, dummies as well.
+        assert square == [[False, [-100 if rank > 1 else 0, rank > 1], rank > 1]] * 2
 
 
 def test_errors_of_the_loader_are_raised_on_every_rank(two: list[Any]) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch.distributed import ProcessGroup
@@ -22,7 +22,9 @@ class SharingPattern(Enum):
     GLOBAL = "global"
     """One authoritative copy on rank 0. Rank 0 writes and reads, and hands the state to the other ranks."""
     PER_RANK = "per_rank"
-    """Different on every rank. Every rank writes and reads a file of its own; the world size must match."""
+    """Different on every rank. Every rank writes and reads a file of its own. The world size must match,
+    unless the object is :class:`Reshardable`. Such a component may also be saved as GLOBAL or REPLICATED and
+    loaded as PER_RANK, and the other way round: one copy is the state of a job of one rank."""
     REPLICATED = "replicated"
     """Identical on all ranks. Rank 0 writes, every rank reads the one copy."""
     PER_GROUP = "per_group"
@@ -56,12 +58,23 @@ class Reshardable(Protocol):
     def load_resharded(self, states: Sequence[dict[str, object]], /, *, rank: int, world_size: int) -> object:
         """Take up the states that other ranks saved.
 
+        A GLOBAL or REPLICATED component counts as a job of one rank, on either side.
+
         Args:
             states: What ``state_dict`` returned on each rank of the job that saved, by rank.
-            rank: This rank.
-            world_size: Number of ranks now.
+            rank: This rank; 0 where all ranks take up one state.
+            world_size: Number of ranks now; 1 where all ranks take up one state.
         """
         ...
+
+
+def is_reshardable(stateful: object) -> TypeGuard[Reshardable]:
+    """Whether an object can take up states that another number of ranks saved.
+
+    Some objects lack the method only at times: a property that raises AttributeError. ``isinstance`` does not
+    see that from Python 3.12 on.
+    """
+    return callable(getattr(stateful, "load_resharded", None))
 
 
 @dataclass(frozen=True, kw_only=True)

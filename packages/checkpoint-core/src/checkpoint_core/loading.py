@@ -1,16 +1,19 @@
 """One load, from the chosen checkpoint to restored components."""
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint_core.components import Reshardable, SharingPattern, Stateful
+from checkpoint_core.components import SharingPattern, Stateful, is_reshardable
 from checkpoint_core.directory.choosing import choose
-from checkpoint_core.directory.manifest import ComponentPart, ComponentRecord, Manifest
+from checkpoint_core.directory.manifest import Manifest
 from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.ranks.agreement import RankAgreement
-from checkpoint_core.ranks.plan import Assignment, Plan, interchangeable
+from checkpoint_core.ranks.plan import Assignment, Plan
+from checkpoint_core.ranks.readings import ONE_READER, Reader, reading_of
+from checkpoint_core.state.bundle import bundle, unbundle
 from checkpoint_core.state.encoding import EncodedState
 from checkpoint_core.state.optimizer import OptimizerState
 from checkpoint_core.state.optimizer import check_nothing_left as check_no_parameters_left
@@ -102,7 +105,8 @@ class CheckpointLoad:
         present = [name for part in record.parts for name in part.files if (directory / name).is_file()]
         if not present:
             return f"{record.parts[0].files[0]} was deleted"
-        parts = _parts(record, assignment, manifest, self._ranks.world_size)
+        reader = Reader(self._ranks.rank, self._ranks.world_size)
+        parts = reading_of(record, assignment, manifest, reader).parts
         deleted = [name for part in parts for name in part.files if not (directory / name).is_file()]
         return f"{', '.join(deleted)} was deleted" if deleted else None
 
@@ -126,8 +130,8 @@ class _Restoring:
         self._phase = phase
         self._files = files
         self._stored: dict[str, list[StoredState]] = {}
+        self._readers: dict[str, Reader] = {}
         self._receptions: dict[str, Reception] = {}
-        self._shared: dict[str, EncodedState] = {}
 
     def run(self, keys: list[str]) -> int:
         """Restore components. Collective.
@@ -154,13 +158,17 @@ class _Restoring:
         record = self._manifest.component(key)
         if assignment is None or record is None or not self._reads(key):
             return
+        reader = Reader(self._ranks.rank, self._ranks.world_size)
+        reading = reading_of(record, assignment, self._manifest, reader)
         stored = []
-        for part in _parts(record, assignment, self._manifest, self._ranks.world_size):
+        for part in reading.parts:
             stored.append(StoredState([self._directory / name for name in part.files], record.format))
             self._files.callback(stored[-1].close)
         self._stored[key] = stored
         stateful = assignment.component.stateful
-        if not self._is_shared(key) and len(stored) == 1:
+        if reading.reader is not None:
+            self._readers[key] = reading.reader
+        elif not self._is_shared(key):
             self._receptions[key] = receive(stateful, stored[0])
 
     def _is_shared(self, key: str) -> bool:
@@ -172,11 +180,20 @@ class _Restoring:
             return
         what = f"{self._phase}, component {key!r}"
         assignment = self._plan.assignments.get(key)
-        outline = self._ranks.run_on_main(what, lambda: self._stored[key][0].outline())
+        outlines = self._ranks.run_on_main(what, lambda: [stored.outline() for stored in self._stored[key]])
 
         def check() -> None:
-            if assignment is not None:
-                check_outline(assignment.component.stateful, outline)
+            if assignment is None:
+                return
+            stateful = assignment.component.stateful
+            if len(outlines) == 1:
+                check_outline(stateful, outlines[0])
+            elif not is_reshardable(stateful):
+                raise CheckpointError(
+                    f"{len(outlines)} ranks saved a state each, and a {type(stateful).__name__} has no "
+                    "load_resharded(states, rank=, world_size=) to make one of them, as rank 0 has; declare "
+                    "objects of one kind on all ranks"
+                )
 
         self._ranks.run(what, check)
 
@@ -207,69 +224,47 @@ class _Restoring:
     def _restore(self, key: str) -> None:
         assignment = self._plan.assignments.get(key)
         what = f"{self._phase}, component {key!r}"
-        encoded: EncodedState | None = None
+        stored: list[EncodedState] = []
 
         def read() -> None:
-            nonlocal encoded
             if key in self._receptions:
                 self._stored[key][0].fill(self._receptions[key].fills, self._ranks.threads)
-            elif self._is_shared(key) and key in self._stored:
-                encoded = EncodedState(*read_all(self._stored[key][0], self._ranks.threads))
+                return
+            for each in self._stored.get(key, []):
+                stored.append(EncodedState(*read_all(each, self._ranks.threads)))
 
         def put_back() -> None:
             if assignment is None:
                 return
+            stateful = assignment.component.stateful
+            reader = self._readers.get(key, ONE_READER)
+            method = "load_state_dict" if len(stored) < 2 and reader == ONE_READER else "load_resharded"
             try:
-                apply(assignment.component.stateful)
+                if key in self._receptions:
+                    self._receptions[key].finish()
+                else:
+                    _take_up(stateful, stored, reader)
             except CheckpointError:
                 raise
             except Exception as error:
                 record = self._manifest.component(key)
                 parts = [] if record is None else record.parts
                 files = ", ".join(name for part in parts for name in part.files)
-                kind = type(assignment.component.stateful).__name__
+                kind = type(stateful).__name__
                 raise CheckpointError(
-                    f"{kind}.load_state_dict() failed ({describe_error(error)}); mend the object, or delete "
+                    f"{kind}.{method}() failed ({describe_error(error)}); mend the object, or delete "
                     f"{files} from the checkpoint to begin with fresh state for this component"
                 ) from error
 
-        def apply(stateful: Stateful) -> None:
-            if key in self._receptions:
-                self._receptions[key].finish()
-            elif encoded is not None:
-                stateful.load_state_dict(decode(encoded.document, encoded.tensors))
-            elif isinstance(stateful, Reshardable):
-                states = [decode(*read_all(stored, self._ranks.threads)) for stored in self._stored[key]]
-                stateful.load_resharded(states, rank=self._ranks.rank, world_size=self._ranks.world_size)
-
         self._ranks.run(what, read)
         if self._is_shared(key):
-            encoded = self._ranks.share(what, encoded)
+            stored = unbundle(self._ranks.share(what, bundle(stored)))
         self._ranks.run(what, put_back)
 
 
-def _parts(
-    record: ComponentRecord, assignment: Assignment, manifest: Manifest, world_size: int
-) -> list[ComponentPart]:
-    """The parts of a component that this rank reads: one, or those of all ranks to be distributed anew."""
-    component = assignment.component
-    wanted = component.sharing_pattern.value
-    files = ", ".join(name for part in record.parts for name in part.files)
-    remedy = f"delete {files} from the checkpoint to begin with fresh state for this component"
-    if not interchangeable(record.pattern, wanted):
-        raise CheckpointError(
-            f"component {record.key!r} was saved as {record.pattern}, not {wanted}; {remedy}"
-        )
-    if component.sharing_pattern not in (SharingPattern.PER_RANK, SharingPattern.PER_GROUP):
-        return [record.parts[0]]
-    part = record.part(assignment.writer)
-    if part is not None and manifest.world_size == world_size:
-        return [part]
-    if component.sharing_pattern is SharingPattern.PER_RANK and isinstance(component.stateful, Reshardable):
-        if len(record.parts) == manifest.world_size:
-            return list(record.parts)
-        remedy = f"let every node hold the files of all ranks, or {remedy}"
-    raise CheckpointError(
-        f"component {record.key!r} was saved {wanted} by {manifest.world_size} ranks and cannot be "
-        f"loaded by {world_size}; use {manifest.world_size} ranks, or {remedy}"
-    )
+def _take_up(stateful: Stateful, stored: Sequence[EncodedState], reader: Reader) -> None:
+    states = [decode(each.document, each.tensors) for each in stored]
+    if len(states) == reader.world_size == 1:
+        stateful.load_state_dict(states[0])
+    elif is_reshardable(stateful):
+        stateful.load_resharded(states, rank=reader.rank, world_size=reader.world_size)

@@ -129,7 +129,7 @@ def build_loader(
 
     A map-style dataset gets a `ResumableDataLoader`: its order is computed as it goes, and its state has
     constant size. An iterable dataset keeps its own order and, if it has ``state_dict``, its own position;
-    the loader is torchdata's as it is.
+    the loader is torchdata's as it is. Neither draws from the global random numbers of torch.
 
     Args:
         dataset: Map-style (length and integer index; a list will do) or `torch.utils.data.IterableDataset`.
@@ -141,7 +141,8 @@ def build_loader(
         prefetch_factor: Batches that each worker prepares ahead; only with workers.
         persistent_workers: Keep the workers from one epoch to the next; only with workers.
         shuffle: Shuffle; only for a map-style dataset.
-        seed: Seed of the order and of the workers; both are functions of (seed, epoch).
+        seed: Seed of the order and of the workers; both are functions of (seed, epoch). For an iterable
+            dataset, of the workers only: each pass draws theirs from a generator that begins with it.
 
     Returns:
         The loader.
@@ -178,7 +179,14 @@ def build_loader(
         )
     with warnings.catch_warnings():
         _ignore_torchdata_warning()
-        return StatefulDataLoader(dataset, **options)
+        return StatefulDataLoader(dataset, generator=_generator(seed), **options)
+
+
+def _generator(seed: int) -> torch.Generator:
+    """Random numbers of a loader's own: making an iterator draws one, also just to resume."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; give an integer")
+    return torch.Generator().manual_seed(seed % 2**63)
 
 
 def _sampler(dataset: object, batch_size: int, drop_last: bool, shuffle: bool, seed: int) -> EpochSampler:

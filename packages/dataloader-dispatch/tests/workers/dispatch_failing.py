@@ -7,16 +7,19 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from dispatch_loaders import RANK, WORLD, open_group, tell
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
+from dist_env import RankFailedError
 
 MODE = sys.argv[1]
 
@@ -72,6 +75,24 @@ def interrupt() -> None:
     threading.Timer(1.5, lambda: signal.raise_signal(signal.SIGINT)).start()
 
 
+def dropped_while_traced(dispatcher: list[DataloaderDispatcher[Any]]) -> None:
+    """One rank drops its last reference in the middle of a pass, as the collector may while it compiles."""
+    passes = iter(dispatcher.pop())
+    next(passes)
+    if f"traced {RANK}" == MODE:
+        with FakeTensorMode():
+            start = time.monotonic()
+            del passes
+            seconds = time.monotonic() - start
+        tell({"seconds": seconds, "threads": [thread.name for thread in threading.enumerate()]})
+    else:
+        try:
+            deque(passes, 0)
+        except RankFailedError as error:
+            tell({"rank": error.rank, "text": str(error)})
+    dist.barrier()
+
+
 def loader() -> Any:
     if RANK != 0:
         return None
@@ -84,6 +105,11 @@ open_group()
 timeout = 3 if MODE == "stuck" or MODE.startswith("stop") else 60
 ranks = init_device_mesh("cpu", (WORLD,))
 dispatcher = DataloaderDispatcher(loader(), ranks, "cpu", timeout_seconds=timeout)
+if MODE.startswith("traced"):
+    held = [dispatcher]
+    del dispatcher
+    dropped_while_traced(held)
+    sys.exit()
 if MODE == "interrupt" and RANK == 1:
     interrupt()
 note: dict[str, Any] = {"count": 0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dispatch_loaders import RANK, Numbers, open_group, tell
+from dispatch_loaders import RANK, Labelled, Numbers, marked_passes, open_group, tell
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
@@ -27,11 +27,21 @@ def received(mesh: DeviceMesh, first: bool, **options: Any) -> list[list[int]]:
     return passes
 
 
+def few(mesh: DeviceMesh, length: int) -> list[list[Any]]:
+    """What comes of fewer batches than ranks."""
+    batches = Labelled(length) if RANK == 0 else None
+    loader = DataloaderDispatcher(batches, mesh, "cpu", uneven="pad", timeout_seconds=60)
+    passes = marked_passes(loader)
+    loader.close()
+    return passes
+
+
 notes: dict[str, Any] = {
     "line": received(line, RANK == 0, make_dummy=lambda batch: {"x": batch["x"] * 0 - 1}, uneven="pad"),
     "by name": received(square, RANK == 0, dp_mesh_dim="dp"),
     "by index": received(square, RANK == 0, dp_mesh_dim=1),
     "same": received(square, RANK == 0, dp_mesh_dim=None),
+    "few": [few(line, 1), few(line, 0), few(square, 1)],
     # Two jobs side by side, each with a first rank of its own.
     "rows": received(square["tp"], RANK in (0, 2), dp_mesh_dim="tp"),
 }

@@ -63,6 +63,28 @@ class Numbers:
         self.epoch, self.position = state["epoch"], state["position"]
 
 
+class Labelled:
+    """A loader without state, of so many batches {"labels": [number]}; it may have none."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return ({"labels": torch.tensor([number])} for number in range(self.length))
+
+
+def marked_passes(loader: Any) -> list[list[Any]]:
+    """Two passes: what `last_is_dummy` says before the first batch, then each label with it, then behind the
+    end."""
+    passes = []
+    for _ in range(2):
+        batches = iter(loader)
+        marks: list[Any] = [loader.last_is_dummy]
+        marks += [[int(batch["labels"]), loader.last_is_dummy] for batch in batches]
+        passes.append([*marks, loader.last_is_dummy])
+    return passes
+
+
 class Pair(NamedTuple):
     left: Any
     right: Any

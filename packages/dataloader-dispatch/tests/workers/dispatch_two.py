@@ -11,7 +11,16 @@ from itertools import islice
 from typing import Any
 
 import torch
-from dispatch_loaders import RANK, Numbers, mixed_batches, open_group, same, tell
+from dispatch_loaders import (
+    RANK,
+    Labelled,
+    Numbers,
+    marked_passes,
+    mixed_batches,
+    open_group,
+    same,
+    tell,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataloader_dispatch import build_loader
@@ -192,6 +201,20 @@ def uneven() -> object:
     unmasked = dispatcher(List([torch.ones(2)] * 3), uneven="pad")
     results.append(caught(lambda: list(unmasked)))
     unmasked.close()
+    return results
+
+
+def dummies() -> object:
+    """Which batches are told to be dummies, also among many that travel together."""
+    results: list[Any] = []
+    cases = (("pad", 5, 0), ("pad", 1, 0), ("pad", 0, 0), ("stop", 0, 0), ("error", 0, 0), ("pad", 3, None))
+    for uneven, length, dim in cases:
+        loader = dispatcher(Labelled(length), uneven=uneven, dp_mesh_dim=dim)
+        results.append(marked_passes(loader))
+        loader.close()
+    many = dispatcher(Labelled(1001), uneven="pad")
+    results.append([many.last_is_dummy for _ in many])
+    many.close()
     return results
 
 

@@ -168,8 +168,9 @@ class Trainer:
         if self._parts.train_data is None:
             raise DataError("train() needs train_dataset; give one to the Trainer")
         self._events.begin_run()
-        # Signals are heeded from here on: a checkpoint may take long to load.
-        with self.parallel.guarded("training"), StopRequests(self.args.max_train_seconds) as stops:
+        # Signals are heeded from here on: a checkpoint may take long to load. Also while ranks look for one
+        # that is lost: a launcher, which has noticed as well, asks the others to end.
+        with StopRequests(self.args.max_train_seconds) as stops, self.parallel.guarded("training"):
             run = self._prepare()
             self._resume(run)
             actions = Actions(run, lambda: stops.cause is not None)

@@ -47,6 +47,8 @@ class DDPParallelism(DataParallel):
         self._wrapped: DistributedDataParallel | None = None
         self._compression: GradientCompression | None = None
         self._local: LocalUpdates | None = None
+        self._learns = False
+        """Whether the wrapper is in its first step and learns a static graph, for which it has to reduce."""
         self._watched: list[tuple[str, nn.Parameter]] = []
         self._exchanged: list[Tensor] = []
         """What travels in a step without a word to anybody who counts."""
@@ -108,13 +110,17 @@ class DDPParallelism(DataParallel):
         """Run one microbatch forward and backward; gradients travel with the last one of a step."""
         # The wrapper averages over ranks what is to be summed.
         share = divisor / self.env.world_size
-        travels = self.trained_module is self._wrapped
-        stay = self._wrapped.no_sync() if travels and self._wrapped and not last else nullcontext()
-        with stay:
+        wrapped = self.trained_module
+        if not isinstance(wrapped, DistributedDataParallel):
+            return super().forward_backward(batch, loss, args, divisor=share, last=last)
+        travels = last or self._learns
+        with nullcontext() if travels else wrapped.no_sync():
             total = super().forward_backward(batch, loss, args, divisor=share, last=last)
-        if travels and last:
-            refuse_missing_gradients(self._watched)
+        if travels:
             self.traffic.add(*self._exchanged)
+        if last:
+            self._learns = False
+            refuse_missing_gradients(self._watched)
         return total
 
     @contextmanager
@@ -158,6 +164,7 @@ class DDPParallelism(DataParallel):
     def _wrap_for_training(self, group: ProcessGroup, host: ProcessGroup | None) -> None:
         settings = self._args.ddp
         self._wrapped = wrap_model(self.model, settings, group, self.device)
+        self._learns = settings.static_graph
         self._compression = build_compression(self._args.compression, self.model, group, self.traffic)
         if self._compression is not None:
             self._compression.register(self._wrapped)

@@ -17,12 +17,14 @@ class Facts(NamedTuple):
         length: Number of batches; None if the loader has no length.
         batch_size: Its ``batch_size``; None if it has none.
         has_state: Whether it can be saved.
+        has_resharding: Whether it takes states of another number of ranks.
         epoch: Epoch of its next batch.
     """
 
     length: int | None
     batch_size: int | None
     has_state: bool
+    has_resharding: bool
     epoch: int
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import torch
@@ -47,9 +47,9 @@ class DataloaderDispatcher(Generic[Batch]):
     does not pickle. A rank that is lost is named on all others that ask for a batch.
 
     The state is that of the first rank's loader behind the last batch received, whatever was read ahead, and
-    may be loaded into that loader alone. Breaking out of a pass and calling ``iter()`` again does what it
-    does with the loader alone: a torch ``DataLoader`` begins anew, a loader with a state of its own goes on
-    behind the last batch received.
+    may be loaded into that loader alone; where that loader has `load_resharded`, so has the dispatcher.
+    Breaking out of a pass and calling ``iter()`` again does what it does with the loader alone: a torch
+    ``DataLoader`` begins anew, a loader with a state of its own goes on behind the last batch received.
 
     Args:
         loader: Batches, with ``batch_size``, and where possible a length, ``state_dict``,
@@ -59,7 +59,7 @@ class DataloaderDispatcher(Generic[Batch]):
         device: Where the tensors go.
         dp_mesh_dim: Index or name of the data-parallel dimension; None for the same batches everywhere.
         uneven: What becomes of a last round that is not complete: "stop" leaves it out, "pad" fills it with
-            dummies that no loss counts, "error" raises.
+            dummies that no loss counts (`last_is_dummy` tells them), "error" raises.
         prefetch: Rounds to have under way to each rank, each in a buffer of its own there; at least 1.
         timeout_seconds: How long a rank waits for a batch, once it asks for one, before an error names who is
             waited for. Time between batches, such as that of an evaluation, does not count.
@@ -138,6 +138,12 @@ class DataloaderDispatcher(Generic[Batch]):
         return self._facts.has_state
 
     @property
+    def last_is_dummy(self) -> bool:
+        """Whether the last batch of this pass on this rank was a dummy, which ``uneven="pad"`` filled up a
+        round with and which counts for nothing. Never for ``dp_mesh_dim=None``."""
+        return self._side.is_dummy
+
+    @property
     def epoch(self) -> int:
         """Epoch of the next batch. After `load_state_dict`, other ranks than the first know it from the
         first batch on."""
@@ -182,6 +188,24 @@ class DataloaderDispatcher(Generic[Batch]):
         """
         self._check_state()
         self._side.load_state_dict(state)
+
+    @property
+    def load_resharded(self) -> Callable[..., None]:
+        """A function that goes to the position that ranks with data of their own saved together.
+
+        It takes the states of all of them, and ``rank`` and ``world_size``, which do not matter here: the
+        first rank's loader reads for all, and gets the states with ``rank=0, world_size=1``. Empty states,
+        which other ranks of a dispatcher save, are left out. Other ranks than the first take anything, but
+        must call it too. Absent, on every rank, where that loader has no ``load_resharded``.
+        """
+        if not self._facts.has_resharding:
+            raise AttributeError("the loader of the first rank has no load_resharded")
+        return self._load_resharded
+
+    def _load_resharded(
+        self, states: Sequence[Mapping[str, object]], /, *, rank: int, world_size: int
+    ) -> None:
+        self._side.load_resharded(states)
 
     def close(self) -> None:
         """End the background thread and the connections of this rank. Happens by itself when Python ends.
@@ -258,7 +282,8 @@ def _facts(loader: object) -> tuple[Facts | None, Exception | None]:
         return None, TypeError(f"loader is a {type(loader).__name__}, which cannot be iterated")
     position = Position(loader)
     batch_size = getattr(loader, "batch_size", None)
-    return Facts(length_of(loader), batch_size, position.has_state, position.epoch), None
+    has_state, has_resharding = position.has_state, position.has_resharding
+    return Facts(length_of(loader), batch_size, has_state, has_resharding, position.epoch), None
 
 
 def _problem(options: _Options) -> Exception | None:

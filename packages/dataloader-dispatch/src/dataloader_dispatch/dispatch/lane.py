@@ -32,11 +32,13 @@ Transfer = tuple[int, dist.Work, torch.Tensor]
 
 
 class Stamp(NamedTuple):
-    """What a message tells of the pass: its number, and where the loader stands behind a round."""
+    """What a message tells of the pass: its number, where the loader stands behind a round, and how many
+    batches of the round are real; the others fill it up."""
 
     generation: int
     epoch: int
     progress: float
+    real: int = 0
 
 
 class Packed(NamedTuple):
@@ -135,8 +137,9 @@ class Parcel:
         self.memory[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
         self.payload = len(payload)
 
-    def pack(self, packed: Packed, news: bool) -> None:
-        """Make it a message of batches, with their description if that is news."""
+    def pack(self, packed: Packed, share: int, news: bool) -> None:
+        """Make it a message of the batches at one position of their rounds, with their description if that
+        is news."""
         described = packed.described
         if described != self._described:
             self._layout, self._described, self._views = Layout(spec_of(packed.tensors[0])), described, []
@@ -154,7 +157,7 @@ class Parcel:
         with torch.no_grad():
             for number, (stamp, tensors) in enumerate(zip(packed.stamps, packed.tensors, strict=True)):
                 place = start + number * stride
-                write_standing(self.memory, place, stamp.epoch, stamp.progress)
+                write_standing(self.memory, place, stamp.epoch, stamp.progress, share >= stamp.real)
                 if number == len(self._views):
                     self._views.append(self._layout.tensors_in(self.buffer, place + HEADER_BYTES))
                 for view, tensor in zip(self._views[number], tensors, strict=True):

@@ -17,7 +17,7 @@ HEADER_BYTES = ALIGNMENT
 FIRST_CAPACITY = 1 << 16
 """Bytes of the first receives, before anything is known about the batches."""
 _FORMAT = struct.Struct("<QIIQQQqdI")
-_STANDING = struct.Struct("<qd")
+_STANDING = struct.Struct("<qd?")
 _SEQUENCE = struct.Struct("<Q")
 
 
@@ -66,15 +66,16 @@ class Header(NamedTuple):
         return cls(*_FORMAT.unpack_from(memory, 0))
 
 
-def write_standing(memory: memoryview, start: int, epoch: int, progress: float) -> None:
-    """Write, in front of one batch of several, where the loader stands behind it; takes `HEADER_BYTES`."""
-    _STANDING.pack_into(memory, start, epoch, progress)
+def write_standing(memory: memoryview, start: int, epoch: int, progress: float, is_dummy: bool) -> None:
+    """Write, in front of one batch of several, where the loader stands behind it, and whether it counts for
+    nothing; takes `HEADER_BYTES`."""
+    _STANDING.pack_into(memory, start, epoch, progress, is_dummy)
 
 
-def read_standing(memory: memoryview, start: int) -> tuple[int, float]:
-    """Epoch and progress that `write_standing` wrote."""
-    epoch, progress = _STANDING.unpack_from(memory, start)
-    return epoch, progress
+def read_standing(memory: memoryview, start: int) -> tuple[int, float, bool]:
+    """What `write_standing` wrote: epoch, progress, and whether the batch is a dummy."""
+    epoch, progress, is_dummy = _STANDING.unpack_from(memory, start)
+    return epoch, progress, is_dummy
 
 
 def arrived(memory: memoryview, sequence: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -58,26 +58,36 @@ class Outbox:
         self.waiting_for: int | None = None
         """Position of the rank whose receives the sending thread waits for."""
 
-    def send_rounds(self, stamps: Sequence[Stamp], rounds: Sequence[Sequence[object]]) -> None:
+    def send_rounds(
+        self, stamps: Sequence[Stamp], rounds: Sequence[Sequence[object]]
+    ) -> Iterator[Sequence[Sequence[object]]]:
         """Send batch i of each round to everyone with share i, waiting for who is too far behind.
 
-        Rounds of one call travel together where they are alike.
+        Rounds of one call travel together if they are alike. If not, whoever waits for the first of them must
+        not have to wait until there is room for the last.
+
+        Yields:
+            Rounds that are on their way to all, as soon as they are.
 
         Raises:
             LostRank: A destination cannot be reached.
             DataError: A batch cannot be sent.
         """
-        for lane, batches in zip(self._lanes, zip(*rounds, strict=True), strict=True):
-            if not lane.destinations:
-                continue
-            for packed in packed_alike(batches, stamps):
-                parcel = lane.next_parcel()
-                self._wait(parcel.sends)
-                parcel.sends.clear()
-                parcel.pack(packed, lane.is_news(packed))
-                with self._lock:
-                    self._post(lane, parcel, Kind.BATCH, packed.stamps[-1])
-                self.round_bytes = parcel.payload // parcel.rounds
+        lanes = [(share, lane) for share, lane in enumerate(self._lanes) if lane.destinations]
+        messages = [list(packed_alike([each[share] for each in rounds], stamps)) for share, _ in lanes]
+        if any(len(packed) > 1 for packed in messages):
+            for stamp, each in zip(stamps, rounds, strict=True):
+                yield from self.send_rounds([stamp], [each])
+            return
+        for (share, lane), (packed,) in zip(lanes, messages, strict=True):
+            parcel = lane.next_parcel()
+            self._wait(parcel.sends)
+            parcel.sends.clear()
+            parcel.pack(packed, share, lane.is_news(packed))
+            with self._lock:
+                self._post(lane, parcel, Kind.BATCH, packed.stamps[-1])
+            self.round_bytes = parcel.payload // parcel.rounds
+        yield rounds
 
     def send_end(self, stamp: Stamp) -> None:
         """Tell everyone that the pass is over, waiting for who has not taken the end of earlier ones.

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dataloader_dispatch.dispatch.aside import run_aside
 from dataloader_dispatch.dispatch.failure import encode, note_origin
 from dataloader_dispatch.dispatch.lane import Stamp
 from dataloader_dispatch.dispatch.outbox import LostRank, Outbox
@@ -142,13 +143,17 @@ class Producer:
                 return
             self._closing = True
             self._changed.notify_all()
+        own = threading.current_thread() is self._thread  # as when the garbage collector runs in it
+        run_aside(self._leave, wait=not own)
+        if self._thread.is_alive() and not own:
+            self._end_thread()
+
+    def _leave(self) -> None:
         ended = self._finished and self._broken is None
         if not self._finished:
             self._tell_closed()
         self._outbox.drain(_FAREWELL_SECONDS if ended else _FAILURE_SECONDS)
         self._outbox.cut()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._end_thread()
 
     def _tell_closed(self) -> None:
         """Say that this rank leaves in the middle of a pass, behind all that was sent."""
@@ -240,11 +245,15 @@ class Producer:
         return max(1, min(_MOST_TOGETHER, _MOST_TOGETHER_BYTES // max(1, self._outbox.round_bytes)))
 
     def _send(self, generation: int, rounds: list[Round]) -> bool:
-        """Send rounds, then have them ready for the root itself. Returns whether the pass is still on."""
-        if rounds:
-            stamps = [Stamp(generation, taken.after.epoch, taken.after.progress) for taken in rounds]
-            self._outbox.send_rounds(stamps, [taken.batches for taken in rounds])
-        return all(self._offer(generation, taken) for taken in rounds)
+        """Send rounds, and have those sent ready for the root itself. Returns whether the pass goes on."""
+        if not rounds:
+            return True
+        left = iter(rounds)
+        stamps = [Stamp(generation, taken.after.epoch, taken.after.progress, taken.real) for taken in rounds]
+        for sent in self._outbox.send_rounds(stamps, [taken.batches for taken in rounds]):
+            if not all(self._offer(generation, next(left)) for _ in sent):
+                return False
+        return True
 
     def _offer(self, generation: int, taken: Round) -> bool:
         with self._changed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -34,10 +34,17 @@ class Snapshot(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One batch for every data-parallel position; none at the end of a pass."""
+    """One batch for every data-parallel position; none at the end of a pass.
+
+    Attributes:
+        batches: The batches.
+        after: Where the loader stands behind them.
+        real: How many of them are the loader's; the rest fills up the round and counts for nothing.
+    """
 
     batches: list[Any]
     after: Snapshot
+    real: int
 
 
 class Position:
@@ -51,6 +58,7 @@ class Position:
         self._loader = loader
         self._epoch = 0
         self.has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self.has_resharding = self.has_state and hasattr(loader, "load_resharded")
         self._has_epoch = isinstance(getattr(loader, "epoch", None), int)
 
     @property
@@ -90,6 +98,10 @@ class Position:
     def load_state_dict(self, state: object) -> None:
         """Go to a saved position."""
         self._loader.load_state_dict(state)
+
+    def load_resharded(self, states: Sequence[object]) -> None:
+        """Go to the position that several ranks saved; empty states of a dispatcher do not count."""
+        self._loader.load_resharded([state for state in states if state], rank=0, world_size=1)
 
 
 class Reader:
@@ -139,7 +151,7 @@ class Reader:
                     return self._last_round(batches)
                 batches.append(batch)
             self._rounds += 1
-            return Round(batches, self._look())
+            return Round(batches, self._look(), self._width)
 
     def consumed(self, taken: Round) -> None:
         """The caller has received a round, or the end of the pass."""
@@ -173,6 +185,12 @@ class Reader:
         with self._lock:
             self._iterator, self._ahead, self._rounds = None, False, 0
             self.position.load_state_dict(state)
+
+    def load_resharded(self, states: Sequence[object]) -> None:
+        """Go to the position that several ranks saved together."""
+        with self._lock:
+            self._iterator, self._ahead, self._rounds = None, False, 0
+            self.position.load_resharded(states)
 
     def drop(self) -> None:
         """Let go of the loader's iterator, which ends its worker processes."""
@@ -225,7 +243,7 @@ class Reader:
         after = self._look()
         if batches and self._uneven == "pad":
             dummies = [self._make_dummy(batches[-1]) for _ in range(self._width - len(batches))]
-            return Round(batches + dummies, after)
+            return Round(batches + dummies, after, len(batches))
         if batches and self._uneven == "error":
             raise DataError(
                 f"the loader ended after {self._rounds * self._width + len(batches)} batches, which is no "
@@ -240,7 +258,7 @@ class Reader:
                 len(batches),
                 self._width,
             )
-        return Round([], after)
+        return Round([], after, 0)
 
     def _look(self) -> Snapshot:
         progress = self.position.progress

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from dataloader_dispatch.dispatch.aside import run_aside
 from dataloader_dispatch.dispatch.failure import decode
 from dataloader_dispatch.dispatch.inbox import Inbox
 from dataloader_dispatch.dispatch.message import HEADER_BYTES, Kind, memory_of
@@ -18,7 +19,13 @@ from dist_env import RankFailedError, RankTimeoutError
 
 
 class Side(Protocol):
-    """One rank's part. Passes are numbered from 1; only the last one gives batches."""
+    """One rank's part. Passes are numbered from 1; only the last one gives batches.
+
+    Attributes:
+        is_dummy: Whether the last batch of the pass was one that fills up a round.
+    """
+
+    is_dummy: bool
 
     def start_pass(self) -> int:
         """Begin a pass and return its number."""
@@ -41,6 +48,9 @@ class Side(Protocol):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go to a saved position."""
 
+    def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
+        """Go to the position that several ranks saved together."""
+
     def close(self) -> None:
         """End threads and connections."""
 
@@ -60,15 +70,19 @@ class Root:
         self._producer = producer
         self._share = share
         self._device = device
+        self.is_dummy = False
 
     def start_pass(self) -> int:
-        return self._producer.start_pass()
+        number = self._producer.start_pass()
+        self.is_dummy = False
+        return number
 
     def take(self, number: int) -> Any:
         taken = self._producer.take(number)
         self._reader.consumed(taken)
         if not taken.batches:
             raise StopIteration
+        self.is_dummy = self._share >= taken.real
         return moved(taken.batches[self._share], self._device)
 
     def epoch(self) -> int:
@@ -87,6 +101,10 @@ class Root:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self._producer.retire()
         self._reader.load_state_dict(state)
+
+    def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
+        self._producer.retire()
+        self._reader.load_resharded(states)
 
     def close(self) -> None:
         self._producer.close()
@@ -111,11 +129,12 @@ class Follower:
         self._failed: BaseException | None = None
         self._epoch = epoch
         self._progress = 0.0
+        self.is_dummy = False
 
     def start_pass(self) -> int:
         self._opened()
         self._number += 1
-        self._active, self._outcome = True, None
+        self._active, self._outcome, self.is_dummy = True, None, False
         self._arrived = iter(())
         return self._number
 
@@ -127,7 +146,7 @@ class Follower:
             raise self._outcome
         while (arrived := next(self._arrived, None)) is None:
             self._receive(inbox, number)
-        self._epoch, self._progress = arrived.epoch, arrived.progress
+        self._epoch, self._progress, self.is_dummy = arrived.epoch, arrived.progress, arrived.is_dummy
         return arrived.batch
 
     def _receive(self, inbox: Inbox, number: int) -> None:
@@ -170,9 +189,13 @@ class Follower:
         self._opened()
         self._active = False
 
+    def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
+        self._opened()
+        self._active = False
+
     def close(self) -> None:
         if self._inbox is not None:
-            self._inbox.close()
+            run_aside(self._inbox.close)
         self._inbox = None
 
     def _opened(self) -> Inbox:
@@ -198,6 +221,7 @@ class Alone:
         self._iterator: Iterator[Any] | None = None
         self._number = 0
         self._received = 0
+        self.is_dummy = False
 
     def start_pass(self) -> int:
         self._number += 1
@@ -237,6 +261,10 @@ class Alone:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self._iterator, self._received = None, 0
         self._position.load_state_dict(state)
+
+    def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
+        self._iterator, self._received = None, 0
+        self._position.load_resharded(states)
 
     def close(self) -> None:
         self._iterator = None

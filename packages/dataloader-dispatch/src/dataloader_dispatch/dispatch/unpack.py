@@ -31,11 +31,12 @@ def moved(batch: object, device: torch.device) -> object:
 
 
 class Arrived(NamedTuple):
-    """A batch, and where the loader stands behind it."""
+    """A batch, where the loader stands behind it, and whether it fills up a round and counts for nothing."""
 
     batch: object
     epoch: int
     progress: float
+    is_dummy: bool
 
 
 class Unpacker:
@@ -63,11 +64,11 @@ class Unpacker:
         start = HEADER_BYTES + aligned(header.description)
         own = header.rounds == 1 and 2 * header.payload >= buffer.numel() and self._device.type == "cpu"
         for _ in range(header.rounds):
-            epoch, progress = read_standing(memory, start)
+            standing = read_standing(memory, start)
             start += HEADER_BYTES
             tensors = self._tensors(buffer, start, own)
             start += self._layout.num_bytes
-            yield Arrived(self._assembled(tensors), epoch, progress)
+            yield Arrived(self._assembled(tensors), *standing)
         if not own:
             self._inbox.give_back(buffer, self._copied(buffer))
 

@@ -1,0 +1,70 @@
+"""What a row of the table is, and what several rows have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.optim import AdamW, Optimizer
+
+from .reference import Recipe
+
+PLAIN = Recipe()
+EXACT = 1e-5
+"""Bound on the relative deviation of a float32 row. Rounding alone gives up to about 1e-6: see the rows of
+the reference itself, with its microbatches cut in another way."""
+BFLOAT16 = 2e-2
+"""Bound of rows that compare numbers rounded to bfloat16 in different places; 2 ** -8 is 4e-3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row.
+
+    A new kind of row needs a name in `runners.RUNNERS` and nothing else. Rows of several processes are sent
+    to them, so what they are made of must pickle: functions with a name, no lambdas.
+    """
+
+    name: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Training arguments beside those that the recipe implies."""
+    options: Callable[[], Mapping[str, object]] = dict
+    """Makes further options of `Trainer`."""
+    accumulation: int = 1
+    """Microbatches of a global batch, over all ranks."""
+    recipe: Recipe = PLAIN
+    """What the reference does."""
+    runner: str = "here"
+    world_size: int = 1
+    next_world_size: int | None = None
+    """World size after the restart of a row that is restarted; none: the same."""
+    tolerance: float = EXACT
+    because: str = ""
+    """Why the bound is another one than `EXACT`."""
+
+
+class SpoilGradient:
+    """Makes one element of the gradient not a number, at one optimizer step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_forward_backward_end(self, args: object, state: object, control: object, **kw: object) -> None:
+        if state.global_step == self.step:  # type: ignore[attr-defined]
+            kw["model"].head.weight.grad[0, 0] = torch.nan  # type: ignore[attr-defined]
+
+
+def adamw(groups: list[dict[str, object]]) -> Optimizer:
+    return AdamW(groups, PLAIN.learning_rate, PLAIN.betas, PLAIN.epsilon, PLAIN.weight_decay)
+
+
+def decay_by_name(**options: object) -> Mapping[str, object]:
+    exempt = {"weight_decay": 0.0, **options}
+    return {"optimizer_groups": {"*norm.weight": exempt, "re:.*\\.bias": dict(exempt)}}
+
+
+TIED = replace(PLAIN, tied=True)
+UNCLIPPED = replace(PLAIN, max_grad_norm=None)
+COMPILED = {"torch_compile": True}
+BY_EYE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

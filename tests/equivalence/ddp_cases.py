@@ -1,0 +1,133 @@
+"""The rows of `DDPTrainer`: data-parallel ranks with the global batches of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from trainer_ddp import CompressionArguments, DDPArguments
+
+from .case import (
+    BFLOAT16,
+    BY_EYE,
+    COMPILED,
+    PLAIN,
+    TIED,
+    UNCLIPPED,
+    Case,
+    SpoilGradient,
+    adamw,
+    decay_by_name,
+)
+
+WIDE = replace(PLAIN, width=128, steps=20)
+"""More than 2 MiB of weights, so that gradients travel in several buckets of 1 MiB."""
+OWN_DATA = {"dispatch_batches": False}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
+
+
+def _ranks(name: str, *, ranks: int = 2, accumulation: int | None = None, **fields: object) -> Case:
+    """A row of DDP, by default with one microbatch for each rank and optimizer step.
+
+    Args:
+        name: Name of the row behind "DDP".
+        ranks: The processes.
+        accumulation: Microbatches of a global batch, over all ranks.
+        **fields: Of the case.
+    """
+    return Case(
+        name=f"DDP, {ranks} rank{'s' * (ranks > 1)}{', ' * bool(name)}{name}",
+        **{"runner": "ranks", **fields},  # type: ignore[arg-type]
+        world_size=ranks,
+        accumulation=accumulation or ranks,
+    )
+
+
+def _wrapped(name: str, ddp: DDPArguments, **fields: object) -> Case:
+    """A row with options of torch's wrapper, that also leaves out communication while it accumulates."""
+    return _ranks(name, accumulation=4, settings={"ddp": ddp}, **fields)  # type: ignore[arg-type]
+
+
+def _restarted(name: str, **fields: object) -> Case:
+    return _ranks(f"restarted{', ' * bool(name)}{name}", **{"runner": "ranks, restarted", **fields})  # type: ignore[arg-type]
+
+
+def _spoiled() -> dict[str, object]:
+    return {"callbacks": [SpoilGradient(17)]}
+
+
+DDP_CASES = [
+    _ranks("", ranks=1, accumulation=2),
+    _ranks(""),
+    _ranks("", ranks=4),
+    _ranks("accumulation 2", accumulation=4),
+    _ranks("accumulation 4", accumulation=8),
+    _ranks("accumulation 2", ranks=4, accumulation=8),
+    _ranks("own data", accumulation=4, settings=OWN_DATA),
+    _ranks("own data", ranks=4, settings=OWN_DATA),
+    _ranks("tied head", recipe=TIED, accumulation=4),
+    _ranks("no clipping", recipe=UNCLIPPED),
+    _ranks("fused loss torch", settings={"fused_loss": "torch"}),
+    _ranks("fused loss chunked, tied", settings={"fused_loss": "chunked"}, recipe=TIED, accumulation=4),
+    _wrapped("gradient_as_bucket_view", DDPArguments(gradient_as_bucket_view=True)),
+    _wrapped("find_unused_parameters", DDPArguments(find_unused_parameters=True)),
+    _wrapped("static_graph", DDPArguments(static_graph=True)),
+    _wrapped("no broadcast_buffers", DDPArguments(broadcast_buffers=False)),
+    _wrapped("no init_sync", DDPArguments(init_sync=False)),
+    _wrapped("bucket_cap_mb 1, several buckets", DDPArguments(bucket_cap_mb=1), recipe=WIDE),
+    _ranks("compiled model, inductor", settings=COMPILED),
+    _ranks("compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
+    _ranks("compiled model, aot_eager, accumulation 2", settings=BY_EYE, accumulation=4),
+    _ranks(
+        "compiled blocks, aot_eager, tied",
+        settings={**BY_EYE, "torch_compile_scope": "blocks"},
+        recipe=TIED,
+    ),
+    _ranks(
+        "compiled model, aot_eager, several buckets",
+        settings={**BY_EYE, "ddp": DDPArguments(bucket_cap_mb=1)},
+        recipe=WIDE,
+    ),
+    _ranks("checkpointing full", settings={"activation_checkpointing": "full"}, accumulation=4),
+    _ranks(
+        "checkpointing full, static_graph",
+        settings={"activation_checkpointing": "full", "ddp": DDPArguments(static_graph=True)},
+    ),
+    _ranks("evaluation in between", settings=EVALUATED),
+    _ranks("evaluation in between, own data", settings={**EVALUATED, **OWN_DATA}),
+    _ranks(
+        "evaluation in between, own evaluation data", settings={**EVALUATED, "dispatch_eval_batches": False}
+    ),
+    _ranks("optimizer groups by name", options=decay_by_name),
+    _ranks("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
+    _ranks(
+        "nonfinite_policy skip, a step skipped",
+        settings={"nonfinite_policy": "skip"},
+        options=_spoiled,
+        recipe=replace(PLAIN, bad_step=17),
+    ),
+    _ranks(
+        "bf16 compression",
+        settings={"compression": CompressionArguments(method="bf16")},
+        tolerance=BFLOAT16,
+        because="gradients travel as bfloat16",
+    ),
+    _ranks(
+        "bf16 autocast",
+        settings={"mixed_precision": "bf16"},
+        recipe=replace(PLAIN, autocast=True, fused=True),
+        accumulation=4,
+        tolerance=BFLOAT16,
+        because="what a last bit does in bfloat16",
+    ),
+    _restarted(""),
+    _restarted("built on meta, tied", settings={"construct_model_on": "meta"}, recipe=TIED, accumulation=4),
+    _restarted("own data", settings=OWN_DATA, accumulation=4),
+    _restarted("two optimizers", options=partial(decay_by_name, factory=adamw)),
+    _restarted("then 4", next_world_size=4, accumulation=4),
+    _restarted("then 1", next_world_size=1, accumulation=4),
+    _restarted("then 2", ranks=1, next_world_size=2, accumulation=4),
+    _restarted("then 2", ranks=4, next_world_size=2, accumulation=4),
+    _restarted("then Trainer", runner="ranks, then here", accumulation=4),
+    _restarted("before that Trainer", runner="here, then ranks", accumulation=4),
+]

@@ -1,0 +1,100 @@
+"""What one of the processes does: it trains the rows that it is given, one after another."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from dataclasses import dataclass
+from enum import Enum, auto
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from dist_env import DistributedEnvInterface, DistributedEnvironment, StaticDistributedEnvironment
+
+from .case import Case
+from .reference import Point
+from .training import STOP_AT, Stop, build_on_rank, compiled_as_told, curve
+
+
+class Part(Enum):
+    """Which part of a run is trained."""
+
+    WHOLE = auto()
+    FIRST = auto()
+    """To the step where restarted rows stop."""
+    SECOND = auto()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row for one rank."""
+
+    case: Case
+    directory: Path
+    part: Part
+    rank: int
+    world_size: int
+    port: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank answers instead of a curve."""
+
+    traceback: str
+
+
+def serve(connection: Connection, log: str) -> None:
+    """Answer each job with a curve or a `Failure`, until nobody gives jobs any more.
+
+    Args:
+        connection: Where jobs come from.
+        log: File for all that this process writes.
+    """
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    while True:
+        try:
+            job: Job = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer: list[Point] | Failure = _train_as_rank(job)
+        except Exception:  # noqa: BLE001  # it is told to whoever gave the job
+            answer = Failure(traceback.format_exc())
+        gc.collect()  # trainers are full of cycles, and hold threads and connections
+        connection.send(answer)
+
+
+def train_alone(case: Case, directory: Path, part: Part) -> list[Point]:
+    """Train a row with `DDPTrainer` on this process."""
+    return _train(case, directory, part, StaticDistributedEnvironment())
+
+
+def _train_as_rank(job: Job) -> list[Point]:
+    # As torchrun sets them.
+    for name, value in {
+        "RANK": job.rank,
+        "LOCAL_RANK": job.rank,
+        "WORLD_SIZE": job.world_size,
+        "LOCAL_WORLD_SIZE": job.world_size,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": job.port,
+    }.items():
+        os.environ[name] = str(value)
+    with DistributedEnvironment(no_accelerator=True, init_timeout=120, training_timeout=120) as env:
+        return _train(job.case, job.directory, job.part, env)
+
+
+def _train(case: Case, directory: Path, part: Part, env: DistributedEnvInterface) -> list[Point]:
+    stop = [Stop(STOP_AT)] if part is Part.FIRST else []
+    settings = {} if part is Part.WHOLE else {"save_strategy": "steps"}
+    with compiled_as_told(case):
+        trainer = build_on_rank(case, directory, env, *stop, **settings)
+        trainer.train()
+    began, expected = trainer.state.session_start_step, STOP_AT if part is Part.SECOND else 0
+    if began != expected:
+        raise RuntimeError(f"{case.name}: began at step {began}, not at {expected}")
+    return curve(trainer.state.log_history)

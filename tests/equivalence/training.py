@@ -1,0 +1,141 @@
+"""How the trainer of a row is made, and what is read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+from dist_env import DistributedEnvInterface
+from trainer_core import Trainer, TrainingArguments
+from trainer_ddp import DDPTrainer, DDPTrainingArguments
+
+from .case import Case
+from .data import GLOBAL_BATCH, RaggedLoader, Shard
+from .model import Decoder
+from .reference import Point, Recipe
+
+STOP_AT = 24
+"""Where restarted rows stop: inside an epoch, with warm-up behind them."""
+
+
+class Stop:
+    """Asks for the end of the run after an optimizer step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: object, state: object, control: object, **kw: object) -> None:
+        if state.global_step == self.step:  # type: ignore[attr-defined]
+            control.should_training_stop = True  # type: ignore[attr-defined]
+
+
+def settings_of(recipe: Recipe) -> dict[str, object]:
+    """The training arguments that a recipe stands for."""
+    return {
+        "seed": recipe.seed,
+        "use_cpu": True,
+        "max_steps": recipe.steps,
+        "num_train_epochs": -1,
+        "learning_rate": recipe.learning_rate,
+        "weight_decay": recipe.weight_decay,
+        "adam_beta1": recipe.betas[0],
+        "adam_beta2": recipe.betas[1],
+        "adam_epsilon": recipe.epsilon,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": recipe.warmup,
+        "max_grad_norm": recipe.max_grad_norm,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
+
+
+def build(case: Case, directory: Path, *callbacks: object, **settings: object) -> Trainer:
+    """The trainer of a row on this process alone.
+
+    Args:
+        case: The row.
+        directory: Output directory.
+        *callbacks: Beside those of the row.
+        **settings: Win over those of the row.
+    """
+    arguments = {**_settings(case, directory, ranks=1), **settings}
+    batches, evaluation = _loaders(case)
+    return Trainer(
+        TrainingArguments(**arguments),  # type: ignore[arg-type]
+        train_dataset=batches,
+        eval_dataset=evaluation,
+        **_options(case, *callbacks),  # type: ignore[arg-type]
+    )
+
+
+def build_on_rank(
+    case: Case, directory: Path, env: DistributedEnvInterface, *callbacks: object, **settings: object
+) -> DDPTrainer:
+    """The trainer of a row on one of the ranks of an environment; its global batches are the same."""
+    arguments = DDPTrainingArguments(
+        **{**_settings(case, directory, ranks=env.world_size), **settings}  # type: ignore[arg-type]
+    )
+    batches, evaluation = _loaders(case)
+    return DDPTrainer(
+        arguments,
+        train_dataset=_read_by(env, batches, dispatched=arguments.dispatch_batches),
+        eval_dataset=_read_by(env, evaluation, dispatched=arguments.dispatches_evaluation),
+        distributed_env=env,
+        **_options(case, *callbacks),  # type: ignore[arg-type]
+    )
+
+
+def curve(log_history: list[Mapping[str, object]] | list[dict[str, object]]) -> list[Point]:
+    """One point for each logged optimizer step."""
+    logged = [entry for entry in log_history if "loss" in entry]
+    return [Point(float(entry["loss"]), float(entry["grad_norm"])) for entry in logged]  # type: ignore[arg-type]
+
+
+@contextmanager
+def compiled_as_told(case: Case) -> Iterator[None]:
+    """A context for the training of a row on this process.
+
+    Raises:
+        RuntimeError: At its end, if something was compiled that should not be, or nothing that should.
+    """
+    torch._dynamo.reset()  # what other rows compiled would count as recompilations of this one
+    counters.clear()
+    yield
+    if bool(case.settings.get("torch_compile")) != bool(counters["frames"]["ok"]):
+        raise RuntimeError(f"{case.name}: {counters['frames']['ok']} frames were compiled")
+
+
+def _settings(case: Case, directory: Path, *, ranks: int) -> dict[str, object]:
+    accumulation, rest = divmod(case.accumulation, ranks)
+    if rest:
+        raise ValueError(f"{case.name}: {case.accumulation} microbatches are not the same for {ranks} ranks")
+    return {
+        **settings_of(case.recipe),
+        "output_dir": str(directory),
+        "per_device_train_batch_size": GLOBAL_BATCH // case.accumulation,
+        "gradient_accumulation_steps": accumulation,
+        **case.settings,
+    }
+
+
+def _loaders(case: Case) -> tuple[RaggedLoader, RaggedLoader]:
+    """Of training and evaluation."""
+    return RaggedLoader(GLOBAL_BATCH // case.accumulation), RaggedLoader(GLOBAL_BATCH, seed=1)
+
+
+def _read_by(env: DistributedEnvInterface, loader: RaggedLoader, *, dispatched: bool) -> RaggedLoader | Shard:
+    """What a rank is given: its part, if rank 0 does not read for all."""
+    return loader if dispatched or env.world_size == 1 else Shard(loader, env.rank, env.world_size)
+
+
+def _options(case: Case, *callbacks: object) -> dict[str, object]:
+    options = dict(case.options())
+    return {
+        "model_init": lambda: Decoder(tied=case.recipe.tied, width=case.recipe.width),
+        **options,
+        "callbacks": [*options.pop("callbacks", ()), *callbacks],  # type: ignore[misc]
+    }
