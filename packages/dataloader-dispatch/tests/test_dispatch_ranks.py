@@ -13,9 +13,7 @@ NOTE = "Raised by the data loader of rank 0"
 @pytest.fixture(scope="module")
 def two(launch: Callable[..., list[Any]]) -> list[Any]:
     """What both ranks of a job of two tell, having left without closing their last dispatcher."""
-    checks = (
-        "contents,independent,order,breaking,together,position,torch_loaders,uneven,dummies,errors,refusals"
-    )
+    checks = "contents,independent,order,breaking,together,position,torch_loaders,uneven,dummies,in_step,errors,refusals"
     ranks = launch("dispatch_two.py", 2, checks)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     assert ranks[1].err == ""
@@ -54,6 +52,10 @@ def test_giving_up_a_pass_loses_nothing_and_leaves_nothing_stale(two: list[Any])
         assert "newer one was made" in refused
         assert len(progress) == 30
     assert two[0]["breaking"][2] == two[1]["breaking"][2]
+
+
+def test_ranks_that_wait_for_each_other_in_every_step_get_their_rounds(two: list[Any]) -> None:
+    assert [note["in_step"] for note in two] == [40 * 27] * 2
 
 
 def test_rounds_that_travel_together_stay_apart(two: list[Any]) -> None:

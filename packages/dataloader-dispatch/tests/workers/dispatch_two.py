@@ -252,6 +252,19 @@ def caught(act: Callable[[], object]) -> list[Any]:
     return ["nothing was raised"]
 
 
+def in_step() -> object:
+    """Ranks that wait for each other in every step, over batches that load quickly and are never alike."""
+    ragged = [{"x": torch.full((1, 3 + number % 12), number)} for number in range(54)]
+    loader = dispatcher(List(ragged), dp_mesh_dim="dp", uneven="pad", make_dummy=lambda batch: batch)
+    steps = 0
+    for _ in range(40):
+        for _ in loader:
+            torch.distributed.all_reduce(torch.ones(1))
+            steps += 1
+    loader.close()
+    return steps
+
+
 def errors() -> object:
     """Errors of the loader come to every rank; the dispatcher goes on working."""
     results = []
