@@ -13,7 +13,10 @@ NOTE = "Raised by the data loader of rank 0"
 @pytest.fixture(scope="module")
 def two(launch: Callable[..., list[Any]]) -> list[Any]:
     """What both ranks of a job of two tell, having left without closing their last dispatcher."""
-    checks = "contents,independent,order,breaking,together,position,torch_loaders,uneven,dummies,in_step,errors,refusals"
+    checks = (
+        "contents,independent,order,breaking,together,position,torch_loaders,uneven,dummies,in_step,"
+        "errors,refusals"
+    )
     ranks = launch("dispatch_two.py", 2, checks)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     assert ranks[1].err == ""
