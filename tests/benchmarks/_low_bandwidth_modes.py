@@ -45,6 +45,7 @@ def modes(steps: int) -> dict[str, Mode]:
     found = {
         BASE: Mode(label="DDP", told="fp32 gradients"),
         "ddp-other": Mode(label="DDP", told="other initial weights", seed_offset=1),
+        "fp16": _rounded("fp16"),
         "bf16": _rounded("bf16"),
         "powersgd": _power_sgd(4, start),
         "powersgd-16": _power_sgd(16, start),

@@ -89,7 +89,7 @@ class HostSums:
             with listen() as (listener, address):
                 coordinator.store.set(f"{key}/{env.rank}", f"{address} {secret.hex()}")
                 hosts = {rank: coordinator.host_of(rank) for rank in below}
-                self._below = accept(listener, secret, hosts, seconds)
+                self._below = accept(listener, secret, hosts, seconds, coordinator.raise_if_failed)
         if above is not None:
             told = coordinator.wait_for(f"{key}/{above}", above, seconds, "connecting the ranks")
             address, secret_hex = told.decode().split(" ")

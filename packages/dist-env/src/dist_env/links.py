@@ -7,13 +7,14 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
 _HEADER = struct.Struct("<II")
 _INTRODUCTION = struct.Struct("<16sI")
+_LOOK_SECONDS = 0.5
 _SILENT_STRANGER_SECONDS = 5.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 """A host that vanished without a word is noticed after two minutes."""
@@ -109,7 +110,13 @@ def listen() -> Iterator[tuple[socket.socket, str]]:
         yield listener, f"{host}:{listener.getsockname()[1]}"
 
 
-def accept(listener: socket.socket, secret: bytes, hosts: Mapping[int, str], seconds: float) -> list[Link]:
+def accept(
+    listener: socket.socket,
+    secret: bytes,
+    hosts: Mapping[int, str],
+    seconds: float,
+    look: Callable[[], None],
+) -> list[Link]:
     """Wait until some ranks have connected.
 
     Args:
@@ -117,6 +124,7 @@ def accept(listener: socket.socket, secret: bytes, hosts: Mapping[int, str], sec
         secret: What they have to say first; whoever does not is sent away.
         hosts: Host of each rank that will come.
         seconds: How long to wait for all of them.
+        look: Called while nobody comes; raises if there is no use in waiting.
 
     Returns:
         A link to each, in the order of the ranks.
@@ -127,10 +135,13 @@ def accept(listener: socket.socket, secret: bytes, hosts: Mapping[int, str], sec
     links: dict[int, Link] = {}
     end = time.monotonic() + seconds
     while missing := hosts.keys() - links.keys():
-        listener.settimeout(max(0.001, end - time.monotonic()))
+        listener.settimeout(_LOOK_SECONDS)
         try:
             connection, _ = listener.accept()
         except TimeoutError as error:
+            look()
+            if time.monotonic() < end:
+                continue
             named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in sorted(missing))
             raise dist.DistNetworkError(f"{named} did not connect within {seconds:g} s") from error
         rank = _introduced(connection, secret)

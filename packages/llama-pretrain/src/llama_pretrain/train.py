@@ -161,7 +161,7 @@ def _train_on(
         say_nothing_was_left(output.global_step)
     if _lacks_evaluation(env, experiment, directory, output.global_step):
         trainer.evaluate()
-    with trainer.parallel.consolidated(optimizer=False):
+    with trainer.parallel.guarded("showing the result"), trainer.parallel.consolidated(optimizer=False):
         if speaks:
             seconds = time.perf_counter() - started
             show_result(directory, args, model, experiment.tokenizer, seconds)

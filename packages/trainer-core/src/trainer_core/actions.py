@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from dist_env import get_logger
 
@@ -195,8 +197,14 @@ class Actions:
         if run.update is None:
             return True
         report = run.update.look(run.state.global_step)
-        if run.args.nonfinite_policy == "skip" or not run.parallel.any([report.bad])[0]:
+        if run.args.nonfinite_policy == "skip":
             return True
+        # The gradient is the same on all ranks, but where each trains a model of its own.
+        seen = run.parallel.gather([float(report.first_step if report.bad else math.inf)])
+        first = min(step for (step,) in seen)
+        if math.isinf(first):
+            return True
+        report = replace(report, bad=True, first_step=int(first))
         message = report.message(updated=run.args.fuse_optim_with_backward)
         if run.args.nonfinite_policy == "raise":
             raise NonFiniteGradientError(message)

@@ -68,7 +68,10 @@ class StopRequests:
         first, self.received = self.received is None, self.received or signal.Signals(number)
         if first:
             self._received_at = time.monotonic()
-            text = f"\n{self.received.name}: finishing the step, then saving; once more to stop at once.\n"
+            rank = os.environ.get("RANK") if os.environ.get("WORLD_SIZE", "1") != "1" else None
+            where = f" on rank {rank}" if rank else ""
+            end = "finishing the step, then saving; once more to stop at once."
+            text = f"\n{self.received.name}{where}: {end}\n"
             # Straight to the descriptor: a handler may interrupt another print, and the terminal may be gone.
             with suppress(OSError):
                 os.write(2, text.encode())

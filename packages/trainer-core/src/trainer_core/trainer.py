@@ -192,6 +192,9 @@ class Trainer:
     def _evaluate(self, eval_dataset: object | None) -> dict[str, float]:
         run = self._prepare()
         data = run.evaluation
+        self.parallel.agree(
+            {"eval_dataset of evaluate()": "given" if eval_dataset is not None else "not given"}
+        )
         if eval_dataset is not None:
             data = evaluation_data(eval_dataset, self.args, self.parallel, self._parts.collator)
         if data is None:
@@ -234,7 +237,8 @@ class Trainer:
         Returns:
             Whether there is a best checkpoint.
         """
-        return load_best(self._prepare())
+        with self.parallel.guarded("loading the best model"):
+            return load_best(self._prepare())
 
     def add_callback(self, callback: object) -> None:
         """Add a callback, or an instance of a callback class."""

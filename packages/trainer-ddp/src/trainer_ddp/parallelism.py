@@ -30,7 +30,7 @@ from .hosts import group_of_host
 from .local import LocalUpdates
 from .scoped import ScopedAverage
 from .weights import copy_weights_of_rank_0, refuse_unequal_weights
-from .wrapper import refuse_missing_gradients, wrap_model
+from .wrapper import GradientWatch, wrap_model
 
 
 class DDPParallelism(DataParallel):
@@ -49,7 +49,9 @@ class DDPParallelism(DataParallel):
         self._local: LocalUpdates | None = None
         self._learns = False
         """Whether the wrapper is in its first step and learns a static graph, for which it has to reduce."""
-        self._watched: list[tuple[str, nn.Parameter]] = []
+        self._watch = GradientWatch()
+        self._compares_weights = False
+        """Whether it is still to be seen that all ranks have the same weights."""
         self._exchanged: list[Tensor] = []
         """What travels in a step without a word to anybody who counts."""
 
@@ -76,7 +78,7 @@ class DDPParallelism(DataParallel):
         trains = optimizer is not None and bool(self.parameters)
         if self.group is not None:
             self._share_weights(self.group, trains)
-        host = group_of_host(self) if self._args.post_local_sgd.enabled else None
+        host = group_of_host(self.env) if self._args.post_local_sgd.enabled else None
         self._local = self._local_updates(optimizer, host)
         if trains and self.group is not None:
             self._wrap_for_training(self.group, host)
@@ -87,6 +89,9 @@ class DDPParallelism(DataParallel):
             self._compression.begin(step)
         if self._local is not None:
             self._local.begin(step)
+        if self._compares_weights and not (self._local is not None and self._local.replicas_differ):
+            refuse_unequal_weights(self.model, self)
+        self._compares_weights = False
 
     def after_step(self, step: int) -> None:
         """Bring the weights of all ranks together, if that is due."""
@@ -114,13 +119,15 @@ class DDPParallelism(DataParallel):
         if not isinstance(wrapped, DistributedDataParallel):
             return super().forward_backward(batch, loss, args, divisor=share, last=last)
         travels = last or self._learns
+        if last:
+            self._watch.begin()
         with nullcontext() if travels else wrapped.no_sync():
             total = super().forward_backward(batch, loss, args, divisor=share, last=last)
         if travels:
             self.traffic.add(*self._exchanged)
         if last:
             self._learns = False
-            refuse_missing_gradients(self._watched)
+            self._watch.check()
         return total
 
     @contextmanager
@@ -143,7 +150,7 @@ class DDPParallelism(DataParallel):
 
     def _share_weights(self, group: ProcessGroup, trains: bool) -> None:
         if not self._args.ddp.init_sync:
-            refuse_unequal_weights(self.model, self)
+            self._compares_weights = True  # once those of a checkpoint are in place
         elif not trains:
             copy_weights_of_rank_0(self.model, group)  # the wrapper does so by itself
 
@@ -176,4 +183,5 @@ class DDPParallelism(DataParallel):
         if settings.broadcast_buffers:
             self._exchanged += self.model.buffers()
         if not (settings.find_unused_parameters or settings.static_graph):
-            self._watched = [(name, value) for name, value in self.named_parameters() if value.requires_grad]
+            trained = ((name, value) for name, value in self.named_parameters() if value.requires_grad)
+            self._watch = GradientWatch(trained, self._args.gradient_accumulation_steps > 1)

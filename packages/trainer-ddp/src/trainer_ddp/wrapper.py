@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,24 +48,52 @@ def wrap_model(
         )
 
 
-def refuse_missing_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse a step whose loss does not depend on every trained parameter.
+class GradientWatch:
+    """Refuses a step whose last backward pass does not reach every trained parameter.
 
     The wrapper would wait for their gradients, and leave others out of the average without a word.
 
     Args:
-        parameters: The trained parameters by name, after the backward pass.
-
-    Raises:
-        ConfigurationError: Naming the parameters.
+        parameters: The trained parameters by name; none to watch nothing.
+        accumulates: Whether a step has several backward passes. A gradient may be there from an earlier one
+            then, so arrivals are noted as they come.
     """
-    names = [name for name, parameter in parameters if parameter.grad is None]
-    if not names:
-        return
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    raise ConfigurationError(
-        "ddp.find_unused_parameters",
-        False,
-        f"the loss of this step does not depend on {shown}, and the other ranks wait for the gradients",
-        "set it to true, or freeze these parameters with requires_grad_(False)",
-    )
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]] = (), accumulates: bool = False
+    ) -> None:
+        self._parameters = list(parameters)
+        self._arrived: set[int] | None = set() if accumulates else None
+        if self._arrived is not None:
+            for _, parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Note that the last backward pass of a step comes next."""
+        if self._arrived is not None:
+            self._arrived.clear()
+
+    def check(self) -> None:
+        """Look whether it reached every parameter.
+
+        Raises:
+            ConfigurationError: Naming those that it did not.
+        """
+        names = [name for name, parameter in self._parameters if not self._has_arrived(parameter)]
+        if not names:
+            return
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        raise ConfigurationError(
+            "ddp.find_unused_parameters",
+            False,
+            f"the loss of this step's last microbatch does not depend on {shown}, and the other ranks wait "
+            "for the gradients",
+            "set it to true, or freeze these parameters with requires_grad_(False)",
+        )
+
+    def _has_arrived(self, parameter: nn.Parameter) -> bool:
+        return parameter.grad is not None if self._arrived is None else id(parameter) in self._arrived
+
+    def _note(self, parameter: Tensor) -> None:
+        if self._arrived is not None:
+            self._arrived.add(id(parameter))
