@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from trainer_ddp import CompressionArguments, DiLoCoArguments, PostLocalSGDArguments
 
@@ -56,7 +56,7 @@ def modes(steps: int) -> dict[str, Mode]:
         found[f"diloco-{inner}"] = _diloco(inner, start, SHORT_MOMENTUM)
     found["diloco-20-long"] = _diloco(20, start, LONG_MOMENTUM)
     # What averaging is good for: the same without any, but for the one at the end.
-    found["apart"] = _post_local(steps - start, start)
+    found["apart"] = replace(_post_local(steps - start, start), told="once, at the end")
     return found
 
 

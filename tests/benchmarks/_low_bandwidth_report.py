@@ -85,7 +85,7 @@ def plot(path: Path, results: Mapping[str, Any]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.6), layout="constrained")
     styles = _styles(results["modes"])
     _draw_curves(left, results, styles)
     _draw_cost(right, results, styles)

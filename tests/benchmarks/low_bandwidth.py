@@ -17,7 +17,8 @@ The device is shared: for figures of this study alone, let it run in a network o
 
     unshare --map-root-user --net sh -c "ip link set lo up && python tests/benchmarks/low_bandwidth.py"
 
-``--quick`` only shows that everything runs. Nothing is asserted about the loss.
+``--quick`` only shows that everything runs. ``--resume`` goes on with a study that was cut short, and draws
+one that is complete again. Nothing is asserted about the loss.
 """
 
 from __future__ import annotations
