@@ -46,7 +46,7 @@ from _timing import machine, print_table
 WORLD_SIZE = 2
 STEPS, QUICK_STEPS = 800, 60
 EVALUATIONS = 4
-QUICK_BATCHES = 8
+QUICK_BATCHES = 2
 """Held-out batches of each rank in a quick run."""
 QUICK_MODES = (BASE, "bf16", "powersgd", "post-local-8", "diloco-20")
 SECONDS = 1800
@@ -67,9 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         minutes = (time.monotonic() - began) / 60
         progress = f"[{minutes:5.1f} min] {number}/{len(left)} {name}: "
         print(f"{progress}held-out loss {told['curve'][-1][1]:.4f}", flush=True)
-        results["modes"] = {key: results["modes"][key] for key in modes(1) if key in results["modes"]}
-        if options.json:  # After every run: a long study that is cut short has told something.
-            options.json.write_text(json.dumps(results, indent=1) + "\n")
+        _write(options, results)  # After every run: a long study that is cut short has told something.
+    _write(options, results)
     print()
     print_table(rows(results))
     print(f"PowerSGD, PostLocalSGD and DiLoCo begin after step {modes(options.steps)['apart'].warm_up}.")
@@ -96,12 +95,20 @@ def _begin(options: argparse.Namespace) -> dict[str, Any]:
                     f"{options.json} is of {key}={kept[key]}, not {results[key]}; name another file"
                 )
         current = modes(options.steps)
-        results["modes"] = {
+        kept["modes"] = {
             name: {**told, "label": current[name].label, "told": current[name].told}
             for name, told in kept["modes"].items()
             if name in current and told["settings"] == current[name].as_json()
         }
+        results = kept
     return results
+
+
+def _write(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Put the modes in order, and write the file that was asked for."""
+    results["modes"] = {name: results["modes"][name] for name in modes(1) if name in results["modes"]}
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
