@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_env import DistributedEnvironment, RankFailedError, StaticDistributedEnvironment, naming_lost_ranks
+from dist_env import (
+    DistributedEnvironment,
+    RankFailedError,
+    StaticDistributedEnvironment,
+    gather_objects,
+    naming_lost_ranks,
+)
 
 NOTES = Path(os.environ["NOTES"])
 LARGE = 20_000_000
@@ -137,9 +143,8 @@ def kill_after_this_process(pid: int) -> None:
 
 def frozen() -> None:
     """Rank 0, which holds the store, is stopped until rank 1 has ended; a helper ends it then."""
-    pids = [0, 0]
     with suppress(RankFailedError), DistributedEnvironment(training_timeout=3) as env:
-        dist.all_gather_object(pids, os.getpid())
+        pids = gather_objects(os.getpid(), env)
         if env.rank == 1:
             kill_after_this_process(pids[0])
         try:

@@ -34,7 +34,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     folder = tmp_path_factory.mktemp("compression")
     done = subprocess.run(
         [sys.executable, str(WORKERS / "two_ranks.py"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # Workers import their neighbours, also where PYTHONSAFEPATH keeps the folder of a script out.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKERS)},
         capture_output=True,
         text=True,
         timeout=300,
