@@ -31,6 +31,9 @@ PYTHONS = _versions if len(_versions) > 1 else _versions[0]
 # Safe path: nothing is imported by accident from the folder a test happens to run in.
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
+# Two tests at a time: most wait for one process, or for ranks that start.
+PYTEST = ("pytest", "-n", "2", "--dist", "worksteal")
+
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
 # Packages whose README's example is also run by torchrun.
@@ -88,7 +91,7 @@ def add_package_sessions(package: str) -> None:
         if package in TORCH_FREE:
             session.run("python", "-c", NO_TORCH)
         ignored = [f"--ignore={folder}" for folder in with_extra.values()]
-        session.run("pytest", f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
+        session.run(*PYTEST, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
         if not session.posargs:
             session.run("pytest", "--markdown-docs", f"packages/{package}/README.md", env=ENV)
 
@@ -104,7 +107,7 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
 
     def tests(session: nox.Session) -> None:
         install_package(session, package, extra)
-        session.run("pytest", folder, *session.posargs, env=ENV)
+        session.run(*PYTEST, folder, *session.posargs, env=ENV)
 
     tests.__doc__ = f"Test {package} together with `{extra}`."
     nox.session(name=f"tests-{package}-{extra}", python=PYTHONS)(tests)
@@ -125,7 +128,7 @@ def workspace(session: nox.Session) -> None:
 def equivalence(session: nox.Session) -> None:
     """Hold every way to train against a hand-written loop, and print the table."""
     install_everything(session, "test")
-    session.run("pytest", "tests/equivalence", *session.posargs, env=ENV)
+    session.run(*PYTEST, "tests/equivalence", *session.posargs, env=ENV)
 
 
 @nox.session

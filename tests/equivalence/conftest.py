@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,21 +15,19 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from equivalence.table import Result, lines
 
-_RESULTS = pytest.StashKey[list[Result]]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_RESULTS] = []
+ROW = "row of the table"
 
 
 @pytest.fixture
-def record_result(pytestconfig: pytest.Config) -> Callable[[Result], None]:
-    """Puts a row into the table."""
-    return pytestconfig.stash[_RESULTS].append
+def record_result(record_property: Callable[[str, object], None]) -> Callable[[Result], None]:
+    """Puts a row into the table. It travels with the test's report, from whichever process ran it."""
+    return lambda result: record_property(ROW, json.dumps(asdict(result)))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if results := config.stash[_RESULTS]:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    rows = [value for report in reports for name, value in report.user_properties if name == ROW]
+    if rows:
         terminalreporter.section("largest relative deviation from the reference over all steps")
-        for line in lines(results):
+        for line in lines(sorted((Result(**json.loads(row)) for row in rows), key=lambda row: row.name)):
             terminalreporter.write_line(line)
