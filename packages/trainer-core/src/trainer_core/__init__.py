@@ -48,6 +48,7 @@ from .precision import (
     load_quantized,
     prepare_qat,
 )
+from .replicas import saved_buffers
 from .state import StopCause, TrainerControl, TrainerState, TrainOutput
 from .stop_requests import EXIT_RESUMABLE
 from .traffic import Traffic
@@ -109,5 +110,6 @@ __all__ = [
     "load_quantized",
     "prepare_model",
     "prepare_qat",
+    "saved_buffers",
     "suggest",
 ]

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -23,6 +23,7 @@ from .arguments.changes import plain_arguments
 from .batch import Batch
 from .errors import ConfigurationError
 from .parallelism import Parallelism, check_device_settings
+from .replicas import buffers_of_rank_0, copy_weights_of_rank_0
 
 _MESH_DIMENSION = "data_parallel"
 _OF_ONE_RANK = ("device", "logging_dir")
@@ -86,6 +87,14 @@ class DataParallel(Parallelism):
             ConfigurationError: On every rank, naming the first parameter or buffer that differs.
         """
         self.agree({"model": type(self.model).__name__, **model_facts(self.model)})
+
+    def copy_weights_of_rank_0(self, model: nn.Module) -> None:
+        """Overwrite parameters and saved buffers of all ranks by those of the first; collective."""
+        copy_weights_of_rank_0(model, self.group)
+
+    def buffers_of_rank_0(self) -> AbstractContextManager[None]:
+        """A context in which every rank has the saved buffers of the first; collective at entry."""
+        return buffers_of_rank_0(self.unwrapped_model(), self.group)
 
     def guarded(self, doing: str) -> AbstractContextManager[None]:
         """A context in which the loss of another rank becomes an error that names it."""

@@ -21,15 +21,15 @@ from trainer_core import (
     Traffic,
     TrainingArguments,
     prepare_model,
+    saved_buffers,
 )
 
 from .arguments import DDPTrainingArguments
-from .buffers import buffers_of_rank_0
 from .compression import GradientCompression, build_compression
 from .hosts import group_of_host
 from .local import LocalUpdates
 from .scoped import ScopedAverage
-from .weights import copy_weights_of_rank_0, refuse_unequal_weights
+from .weights import refuse_unequal_weights
 from .wrapper import GradientWatch, wrap_model
 
 
@@ -77,7 +77,7 @@ class DDPParallelism(DataParallel):
         """Bring the weights of all ranks together, and wrap the model if it is trained."""
         trains = optimizer is not None and bool(self.parameters)
         if self.group is not None:
-            self._share_weights(self.group, trains)
+            self._share_weights(trains)
         host = group_of_host(self.env) if self._args.post_local_sgd.enabled else None
         self._local = self._local_updates(optimizer, host)
         if trains and self.group is not None:
@@ -135,7 +135,7 @@ class DDPParallelism(DataParallel):
         """A context in which all ranks have one model: the mean where ranks step by themselves."""
         local = nullcontext() if self._local is None else self._local.consolidated(optimizer=optimizer)
         # In this order: what a rank sets aside as its own are its own buffers.
-        with local, buffers_of_rank_0(self.model, self.group):
+        with local, self.buffers_of_rank_0():
             yield
 
     def state_components(self) -> Sequence[StateComponent]:
@@ -148,11 +148,11 @@ class DDPParallelism(DataParallel):
         """Which ranks average the gradients of the next step: all, node or none."""
         return "all" if self._local is None else self._local.gradient_scope
 
-    def _share_weights(self, group: ProcessGroup, trains: bool) -> None:
+    def _share_weights(self, trains: bool) -> None:
         if not self._args.ddp.init_sync:
             self._compares_weights = True  # once those of a checkpoint are in place
         elif not trains:
-            copy_weights_of_rank_0(self.model, group)  # the wrapper does so by itself
+            self.copy_weights_of_rank_0(self.model)  # the wrapper does so by itself
 
     def _local_updates(self, optimizer: Optimizer | None, host: ProcessGroup | None) -> LocalUpdates | None:
         args = self._args
@@ -181,7 +181,7 @@ class DDPParallelism(DataParallel):
         else:
             self._exchanged += self.parameters
         if settings.broadcast_buffers:
-            self._exchanged += self.model.buffers()
+            self._exchanged += saved_buffers(self.model).values()
         if not (settings.find_unused_parameters or settings.static_graph):
             trained = ((name, value) for name, value in self.named_parameters() if value.requires_grad)
             self._watch = GradientWatch(trained, self._args.gradient_accumulation_steps > 1)

@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from trainer_core import DataParallel
-
-from .buffers import saved_buffers
-
-
-@torch.no_grad()
-def copy_weights_of_rank_0(model: nn.Module, group: ProcessGroup) -> None:
-    """Overwrite parameters and saved buffers of all ranks by those of the first; collective."""
-    source = dist.get_global_rank(group, 0)
-    for tensor in (*model.parameters(), *saved_buffers(model)):
-        dist.broadcast(tensor, src=source, group=group)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_core import ConfigurationError
+from trainer_core import ConfigurationError, saved_buffers
 
 from .arguments import DDPArguments
 
@@ -37,6 +37,12 @@ def wrap_model(
         options["bucket_cap_mb"] = settings.bucket_cap_mb
     if not settings.broadcast_buffers:
         options["broadcast_buffers"] = False
+    saved = saved_buffers(model)
+    caches = [name for name, _ in model.named_buffers() if name not in saved]
+    # Such as rotary tables: each rank makes its own, and torch would send them in every step.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+        model, caches
+    )
     with warnings.catch_warnings():
         # torch 2.13 announces another name, and says to keep this one for buffers that ranks have alone.
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""One set of buffers for evaluations and checkpoints."""
+"""One set of weights and buffers, where each rank has its own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,20 @@ from torch.distributed import ProcessGroup
 from checkpoint_core import ModelState
 
 
-def saved_buffers(model: nn.Module) -> list[Tensor]:
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong to the state of a model; others, such as caches, are each rank's own affair."""
-    return [value for value in ModelState(model).tensors().values() if not isinstance(value, nn.Parameter)]
+    tensors = ModelState(model).tensors()
+    return {name: value for name, value in tensors.items() if not isinstance(value, nn.Parameter)}
+
+
+@torch.no_grad()
+def copy_weights_of_rank_0(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Overwrite parameters and saved buffers of all ranks by those of the first; collective."""
+    if group is None:
+        return
+    source = dist.get_global_rank(group, 0)
+    for tensor in (*model.parameters(), *saved_buffers(model).values()):
+        dist.broadcast(tensor, src=source, group=group)
 
 
 @contextmanager
@@ -24,7 +35,7 @@ def buffers_of_rank_0(model: nn.Module, group: ProcessGroup | None) -> Iterator[
 
     Each rank sees other batches, so these drift apart within a step. Afterwards each has its own again.
     """
-    buffers = [] if group is None else saved_buffers(model)
+    buffers = [] if group is None else list(saved_buffers(model).values())
     own = [buffer.clone() for buffer in buffers]
     for buffer in buffers:
         dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)  # type: ignore[arg-type]
