@@ -1,4 +1,4 @@
-"""The first example of the page on data parallelism gives the same losses alone and on two ranks."""
+"""The first example of the pages on several ranks gives the same losses alone and on two ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "data-parallel.md"
+import pytest
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 REPORT = """
 logged = [round(entry["loss"], 5) for entry in trainer.state.log_history if "loss" in entry]
@@ -31,8 +33,9 @@ def losses(script: Path, *launcher: str) -> set[str]:
     return set(re.findall(r"losses (\[[^\]]*\]) \[", done.stdout))
 
 
-def test_the_page_runs_under_torchrun(tmp_path: Path) -> None:
-    example = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["data-parallel.md", "sharded.md"])
+def test_the_page_runs_under_torchrun(page: str, tmp_path: Path) -> None:
+    example = re.search(r"```python\n(.*?)```", (GUIDES / page).read_text(), re.DOTALL)
     assert example is not None
     script = tmp_path / "train.py"
     script.write_text(example[1] + REPORT)

@@ -39,6 +39,10 @@ class Case:
     world_size: int = 1
     next_world_size: int | None = None
     """World size after the restart of a row that is restarted; none: the same."""
+    trainer: str = "ddp"
+    """Who trains on ranks, a name in `training.TRAINERS`."""
+    next_trainer: str | None = None
+    """Who trains on ranks after the restart; none: the same."""
     tolerance: float = EXACT
     because: str = ""
     """Why the bound is another one than `EXACT`."""

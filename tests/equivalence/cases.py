@@ -17,6 +17,7 @@ from .case import (
     decay_by_name,
 )
 from .ddp_cases import DDP_CASES
+from .fsdp2_cases import FSDP2_CASES
 
 ONE_DEVICE_CASES = [
     Case(name="reference, microbatches of 4 rows", runner="reference", accumulation=2),
@@ -120,4 +121,4 @@ ONE_DEVICE_CASES = [
     ),
 ]
 
-CASES = [*ONE_DEVICE_CASES, *DDP_CASES]
+CASES = [*ONE_DEVICE_CASES, *DDP_CASES, *FSDP2_CASES]

@@ -16,8 +16,9 @@ from .model import LONGEST, VOCABULARY
 
 IGNORED = -100
 GLOBAL_BATCH = 8
-"""Rows of an optimizer step."""
+"""Rows of an optimizer step, in most recipes."""
 PAIRS = 27
+ROWS = 2 * PAIRS
 STEPS_PER_EPOCH = 7
 Row = tuple[list[int], list[int]]
 """Tokens and labels, of one length; labels are not shifted."""
@@ -32,7 +33,7 @@ def rows(seed: int) -> list[Row]:
         return int(torch.randint(low, high, (), generator=generator))
 
     made: list[Row] = []
-    for number in range(2 * PAIRS):
+    for number in range(ROWS):
         tokens = [draw(0, VOCABULARY)]
         for _ in range(draw(2, LONGEST)):
             # Mostly a rule that can be learned, sometimes chance.
@@ -51,7 +52,7 @@ class RaggedLoader:
     """Batches of one seed's rows, padded to the longest row in them; another order of pairs in each epoch.
 
     Args:
-        batch_size: Rows of a batch: 1, 2, 4 or 8.
+        batch_size: Rows of a batch: a divisor of the global batch.
         seed: Which rows.
     """
 
@@ -62,7 +63,7 @@ class RaggedLoader:
         self.served = 0
 
     def __len__(self) -> int:
-        return -(-2 * PAIRS // self.batch_size)
+        return -(-ROWS // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         table = rows(self.seed)

@@ -69,8 +69,12 @@ def serve(connection: Connection, log: str) -> None:
 
 
 def train_alone(case: Case, directory: Path, part: Part) -> list[Point]:
-    """Train a row with `DDPTrainer` on this process."""
+    """Train a row with its trainer for ranks on this process."""
     return _train(case, directory, part, StaticDistributedEnvironment())
+
+
+def _trainer_of(case: Case, part: Part) -> str:
+    return (case.next_trainer or case.trainer) if part is Part.SECOND else case.trainer
 
 
 def _train_as_rank(job: Job) -> list[Point]:
@@ -92,7 +96,7 @@ def _train(case: Case, directory: Path, part: Part, env: DistributedEnvInterface
     stop = [Stop(STOP_AT)] if part is Part.FIRST else []
     settings = {} if part is Part.WHOLE else {"save_strategy": "steps"}
     with compiled_as_told(case):
-        trainer = build_on_rank(case, directory, env, *stop, **settings)
+        trainer = build_on_rank(case, directory, env, _trainer_of(case, part), *stop, **settings)
         trainer.train()
     began, expected = trainer.state.session_start_step, STOP_AT if part is Part.SECOND else 0
     if began != expected:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .data import GLOBAL_BATCH, IGNORED, STEPS_PER_EPOCH, RaggedLoader
+from .data import GLOBAL_BATCH, IGNORED, ROWS, RaggedLoader
 from .model import WIDTH, Decoder
 
 
@@ -39,6 +39,8 @@ class Recipe:
     max_grad_norm: float | None = 1.6
     tied: bool = False
     width: int = WIDTH
+    global_batch: int = GLOBAL_BATCH
+    """Rows of an optimizer step."""
     autocast: bool = False
     fused: bool = False
     """Whether to take torch's fused AdamW, which rounds otherwise than the one for each parameter."""
@@ -59,11 +61,12 @@ def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
         groups, recipe.learning_rate, recipe.betas, recipe.epsilon, fused=recipe.fused
     )
     loader, points = RaggedLoader(microbatch), []
+    steps_per_epoch = -(-ROWS // recipe.global_batch)
     for step in range(recipe.steps):
-        if step % STEPS_PER_EPOCH == 0:
-            loader.set_epoch(step // STEPS_PER_EPOCH)
+        if step % steps_per_epoch == 0:
+            loader.set_epoch(step // steps_per_epoch)
             batches = iter(loader)
-        window = list(islice(batches, GLOBAL_BATCH // microbatch))
+        window = list(islice(batches, recipe.global_batch // microbatch))
         tokens = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in window)
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _factor(step, recipe)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from .case import Case
-from .data import GLOBAL_BATCH
 from .rank import Part
 from .ranks import train_on_ranks
 from .reference import Point, train
@@ -17,12 +16,12 @@ Runner = Callable[[Case, Path], list[Point]]
 
 
 def _by_reference(case: Case, directory: Path) -> list[Point]:
-    return train(case.recipe, GLOBAL_BATCH // case.accumulation)
+    return train(case.recipe, case.recipe.global_batch // case.accumulation)
 
 
 def _by_reference_with_another_adamw(case: Case, directory: Path) -> list[Point]:
     other = replace(case.recipe, fused=not case.recipe.fused)
-    return train(other, GLOBAL_BATCH // case.accumulation)
+    return train(other, case.recipe.global_batch // case.accumulation)
 
 
 def _here(case: Case, directory: Path) -> list[Point]:
@@ -79,8 +78,8 @@ RUNNERS: dict[str, Runner] = {
     "ranks, then here": _on_ranks_then_here,
     "here, then ranks": _here_then_on_ranks,
 }
-"""Each trains a row in an empty directory. With "ranks" in its name it is `DDPTrainer` in `case.world_size`
-processes, otherwise `Trainer` in this one."""
+"""Each trains a row in an empty directory. With "ranks" in its name it is `case.trainer` in
+`case.world_size` processes, otherwise `Trainer` in this one."""
 
 
 def run(case: Case, directory: Path) -> list[Point]:

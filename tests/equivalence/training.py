@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch._dynamo.utils import counters
 
 from dist_env import DistributedEnvInterface
-from trainer_core import Trainer, TrainingArguments
-from trainer_ddp import DDPTrainer, DDPTrainingArguments
+from trainer_core import DataParallelArguments, Trainer, TrainingArguments
+from trainer_ddp import DDPTrainer
+from trainer_fsdp2 import FSDP2Trainer
 
 from .case import Case
-from .data import GLOBAL_BATCH, RaggedLoader, Shard
+from .data import RaggedLoader, Shard
 from .model import Decoder
 from .reference import Point, Recipe
 
 STOP_AT = 24
 """Where restarted rows stop: inside an epoch, with warm-up behind them."""
+
+
+TRAINERS: Mapping[str, type[Trainer]] = {"ddp": DDPTrainer, "fsdp2": FSDP2Trainer}
+"""Those that work on ranks."""
 
 
 class Stop:
@@ -62,7 +69,9 @@ def build(case: Case, directory: Path, *callbacks: object, **settings: object) -
         *callbacks: Beside those of the row.
         **settings: Win over those of the row.
     """
-    arguments = {**_settings(case, directory, ranks=1), **settings}
+    known = {field.name for field in fields(TrainingArguments)}
+    given = {**_settings(case, directory, ranks=1), **settings}
+    arguments = {name: value for name, value in given.items() if name in known}
     batches, evaluation = _loaders(case)
     return Trainer(
         TrainingArguments(**arguments),  # type: ignore[arg-type]
@@ -73,14 +82,24 @@ def build(case: Case, directory: Path, *callbacks: object, **settings: object) -
 
 
 def build_on_rank(
-    case: Case, directory: Path, env: DistributedEnvInterface, *callbacks: object, **settings: object
-) -> DDPTrainer:
+    case: Case,
+    directory: Path,
+    env: DistributedEnvInterface,
+    trainer: str,
+    *callbacks: object,
+    **settings: object,
+) -> Trainer:
     """The trainer of a row on one of the ranks of an environment; its global batches are the same."""
-    arguments = DDPTrainingArguments(
-        **{**_settings(case, directory, ranks=env.world_size), **settings}  # type: ignore[arg-type]
+    chosen = TRAINERS[trainer]
+    known = {field.name for field in fields(chosen.arguments_class)}
+    given = {**_settings(case, directory, ranks=env.world_size), **settings}
+    # A row that goes from one trainer to another has settings of both.
+    arguments = cast(
+        DataParallelArguments,
+        chosen.arguments_class(**{name: value for name, value in given.items() if name in known}),  # type: ignore[arg-type]
     )
     batches, evaluation = _loaders(case)
-    return DDPTrainer(
+    return chosen(
         arguments,
         train_dataset=_read_by(env, batches, dispatched=arguments.dispatch_batches),
         eval_dataset=_read_by(env, evaluation, dispatched=arguments.dispatches_evaluation),
@@ -116,7 +135,7 @@ def _settings(case: Case, directory: Path, *, ranks: int) -> dict[str, object]:
     return {
         **settings_of(case.recipe),
         "output_dir": str(directory),
-        "per_device_train_batch_size": GLOBAL_BATCH // case.accumulation,
+        "per_device_train_batch_size": case.recipe.global_batch // case.accumulation,
         "gradient_accumulation_steps": accumulation,
         **case.settings,
     }
@@ -124,7 +143,9 @@ def _settings(case: Case, directory: Path, *, ranks: int) -> dict[str, object]:
 
 def _loaders(case: Case) -> tuple[RaggedLoader, RaggedLoader]:
     """Of training and evaluation."""
-    return RaggedLoader(GLOBAL_BATCH // case.accumulation), RaggedLoader(GLOBAL_BATCH, seed=1)
+    return RaggedLoader(case.recipe.global_batch // case.accumulation), RaggedLoader(
+        case.recipe.global_batch, seed=1
+    )
 
 
 def _read_by(env: DistributedEnvInterface, loader: RaggedLoader, *, dispatched: bool) -> RaggedLoader | Shard:

@@ -1,4 +1,4 @@
-"""One rank of a run: `rank_of_train.py CODES MORE_FOR_RANK_1 STOP_AFTER WORDS...`; writes its exit code to a file.
+"""One rank of a run, `rank_of_train.py CODES MORE_FOR_RANK_1 STOP_AFTER WORDS...`; writes down its exit code.
 
 A launcher ends the other ranks as soon as it sees one that failed, so each waits here until all have written.
 With STOP_AFTER, the progress line that begins with it makes rank 0 send the launcher SIGTERM, and wait until

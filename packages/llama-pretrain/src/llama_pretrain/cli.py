@@ -1,4 +1,4 @@
-"""The command line: `llama-pretrain [train|eval|generate|export]`."""
+"""The command line: `llama-pretrain [train|plan|eval|generate|export]`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG
 
 _OVERVIEW = f"""\
 usage: {PROG} [train] [options]     train a Llama, or go on with a run that was stopped
+       {PROG} plan [options]        say what memory training needs, and which layout fits the GPUs
        {PROG} eval [options]        score a trained model on text
        {PROG} generate [PROMPT]     let a trained model continue a text
        {PROG} export DIRECTORY      write a trained model for transformers
@@ -24,7 +25,7 @@ options of train that are used most (all of them: {PROG} train --help):
   --data PATH                directory, glob or file of text [the Python standard library]
   --max-steps N              optimizer steps [800]
   --learning-rate X          highest learning rate [0.002]
-  --trainer NAME             single, or ddp under torchrun for several processes [single]
+  --trainer NAME             single; under torchrun ddp or fsdp2 [single]
   --config FILE              TOML or YAML file with any of the options
   --version                  print the version
 

@@ -11,6 +11,8 @@ from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_core import DataError as TrainerDataError
 
 from .command_line import Parser, add_field_options
+from .plan_command import plan_parser, show_plans
+from .plan_command import resolve as resolve_plan
 from .program import PROG
 from .results import (
     EvalArguments,
@@ -68,8 +70,15 @@ def _export(words: Sequence[str]) -> int:
     return 0
 
 
+def _plan(words: Sequence[str]) -> int:
+    refuse_several_processes("plan")
+    show_plans(resolve_plan(plan_parser().parse_args_strictly(words)))
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
+    "plan": _plan,
     "eval": _eval,
     "generate": _generate,
     "export": _export,

@@ -66,14 +66,7 @@ def _continue(
     generator: torch.Generator | None,
 ) -> Tensor:
     batch, prompt_length = input_ids.shape
-    weight = model.lm_head.weight
-    cache = KVCache(
-        model.config,
-        batch,
-        prompt_length + max_new_tokens,
-        device=input_ids.device,
-        dtype=_compute_dtype(weight),
-    )
+    cache = KVCache(model.config, batch, prompt_length + max_new_tokens)
     ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     pieces, new = [input_ids], input_ids
     for _ in range(max_new_tokens):
@@ -122,12 +115,6 @@ def sample(
         surplus = ordered.cumsum(dim=-1) - ordered >= top_p
         probabilities = probabilities.scatter(-1, order, ordered.masked_fill(surplus, 0.0))
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
-
-
-def _compute_dtype(weight: Tensor) -> torch.dtype:
-    """Dtype of keys and values: that of autocast where it is on, else that of the weights."""
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def _check(

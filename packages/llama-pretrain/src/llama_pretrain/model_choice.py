@@ -1,4 +1,4 @@
-"""From the settings of a run to its model and tokenizer."""
+"""From the settings of a run to the shape of its model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 from trainer_core import ConfigurationError
 
 from .config import CONFIG_FILE, LlamaConfig
-from .interchange import has_weights, load_pretrained
-from .model import Llama
+from .interchange import has_weights
 from .options import PretrainArguments
 from .presets import preset
 from .tokenizer import Tokenizer
@@ -42,15 +41,6 @@ def model_config(args: PretrainArguments, tokenizer: Tokenizer) -> LlamaConfig:
         prompt = len(tokenizer.encode(args.prompt))
         _check_positions("sample_tokens", args.sample_tokens, prompt + args.sample_tokens, config)
     return config
-
-
-def new_model(args: PretrainArguments, config: LlamaConfig) -> Llama:
-    """Return the model to begin with: fresh, or with the weights that the directory `model` holds."""
-    if starts_from_weights(args):
-        loaded = load_pretrained(args.model)
-        loaded.config = config
-        return loaded.train()
-    return Llama(config)
 
 
 def starts_from_weights(args: PretrainArguments) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 
 from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments
 from trainer_ddp import CompressionArguments, DDPArguments, DiLoCoArguments, PostLocalSGDArguments
+from trainer_fsdp2 import FSDP2Arguments
 
 from .trainers import check_trainer
 
@@ -53,7 +54,8 @@ class PretrainArguments(DataParallelArguments):
     """Tokens of that sample; 0: none."""
 
     trainer: str = "single"
-    """single (one process) or ddp (data parallel: the processes that torchrun starts share the batches)."""
+    """single (one process), or how the processes that torchrun starts share the work: ddp (each holds the
+    model) or fsdp2 (each holds a part of it)."""
     ddp: DDPArguments = field(default_factory=DDPArguments)
     """With trainer ddp: options of torch's wrapper."""
     compression: CompressionArguments = field(default_factory=CompressionArguments)
@@ -62,6 +64,8 @@ class PretrainArguments(DataParallelArguments):
     """With trainer ddp: local steps, after which weights are averaged."""
     diloco: DiLoCoArguments = field(default_factory=DiLoCoArguments)
     """With trainer ddp: local steps, after which an outer optimizer steps."""
+    fsdp2: FSDP2Arguments = field(default_factory=FSDP2Arguments)
+    """With trainer fsdp2: how the model is spread over the processes."""
 
     output_dir: str = "runs/default"
     """Directory of checkpoints, logs, figures and config.yaml."""
@@ -121,6 +125,11 @@ class PretrainArguments(DataParallelArguments):
             raise ConfigurationError(
                 "prompt", self.prompt, "must not be empty", "give a text, or sample_tokens=0"
             )
+
+    @property
+    def uses_blocks(self) -> bool:
+        """Whether a setting works on the blocks that transformer_layers_path leads to."""
+        return self.trainer == "fsdp2" or super().uses_blocks
 
     def _check_unused(self) -> None:
         for name in WITHOUT_EFFECT:

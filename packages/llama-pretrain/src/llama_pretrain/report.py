@@ -37,17 +37,17 @@ def announce(
     print(f"model      {args.model}, {parameters:,} parameters, {args.sequence_length} tokens a row")
     print(f"data       {source}: {len(documents)} documents to train on, {kept} held out")
     if args.trainer != "single":
-        print(f"trainer    {args.trainer}, {_told_processes(processes)}")
+        print(f"trainer    {args.trainer}, {_told_processes(args.trainer, processes)}")
     print(f"output     {args.output_dir}")
     for name, (old, new) in changes.items():
         print(f"changed    {name}: {old} at the last start, now {new}")
     print(flush=True)
 
 
-def _told_processes(processes: int) -> str:
+def _told_processes(trainer: str, processes: int) -> str:
     if processes > 1:
         return f"{processes} processes"
-    return f"one process, which is like single; for two: {launch_command(2)}"
+    return f"one process, which is like single; for two: {launch_command(2, trainer)}"
 
 
 def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:
@@ -66,12 +66,12 @@ def say_nothing_was_left(step: int) -> None:
 
 
 def show_result(
-    directory: RunDirectory, args: PretrainArguments, model: nn.Module, tokenizer: Tokenizer, seconds: float
+    directory: RunDirectory, args: PretrainArguments, sample: str, tokenizer: Tokenizer, seconds: float
 ) -> None:
     """Print a sample of generated text, draw the loss curve, and say where everything lies."""
-    if args.sample_tokens:
+    if sample:
         print(f"\nsample, temperature {SAMPLE_TEMPERATURE}:\n")
-        print(_indented(_sample(cast(Llama, model), tokenizer, args)))
+        print(_indented(sample))
     losses = directory.held_out_losses(args)
     minutes, rest = divmod(round(seconds), 60)
     print(f"\ndone in {minutes} min {rest} s")
@@ -89,13 +89,26 @@ def show_result(
     print(f"try it            llama-pretrain generate {args.prompt.strip()!r}{where}", flush=True)
 
 
-def _sample(model: Llama, tokenizer: Tokenizer, args: PretrainArguments) -> str:
-    device = model.lm_head.weight.device
+def write_sample(
+    model: nn.Module, tokenizer: Tokenizer, args: PretrainArguments, device: torch.device
+) -> str:
+    """Text that the model writes at the end of a run, the same on all ranks; empty if none is wanted.
+
+    Every rank calls it: where the model is sharded, each step of it needs all of them.
+
+    Args:
+        model: The `Llama`.
+        tokenizer: Its tokenizer.
+        args: prompt, sample_tokens and seed.
+        device: Where it computes.
+    """
+    if not args.sample_tokens:
+        return ""
     prompt = torch.tensor([list(tokenizer.encode(args.prompt))], device=device)
     generator = torch.Generator(device).manual_seed(args.seed)
     with _uncompiled(args):
         ids = generate(
-            model,
+            cast(Llama, model),
             prompt,
             max_new_tokens=args.sample_tokens,
             temperature=SAMPLE_TEMPERATURE,

@@ -21,9 +21,10 @@ from trainer_core import ConfigurationError, Trainer
 
 from .config import LlamaConfig
 from .data import evaluation_loader, open_data, split_data, training_loader
-from .model_choice import model_config, new_model, starts_from_weights
+from .model import Llama
+from .model_choice import model_config, starts_from_weights
 from .options import PretrainArguments
-from .report import announce, say_how_to_continue, say_nothing_was_left, show_result
+from .report import announce, say_how_to_continue, say_nothing_was_left, show_result, write_sample
 from .run_directory import LOGS_NAME, RunDirectory
 from .tokenizer import Tokenizer, load_tokenizer
 from .trainers import TRAINERS, check_processes, trainer_arguments
@@ -93,7 +94,8 @@ def build_trainer(experiment: Experiment, env: DistributedEnvInterface) -> Train
         held_out = evaluation_loader(experiment.held_out_documents, tokenizer, args, env)
     return chosen(
         settings,
-        model_init=partial(new_model, args, experiment.config),
+        model_init=partial(Llama, experiment.config),
+        initial_weights=args.model if starts_from_weights(args) else None,
         train_dataset=training_loader(experiment.train_documents, tokenizer, args, env),
         eval_dataset=held_out,
         processing_class=tokenizer,
@@ -162,9 +164,11 @@ def _train_on(
     if _lacks_evaluation(env, experiment, directory, output.global_step):
         trainer.evaluate()
     with trainer.parallel.guarded("showing the result"), trainer.parallel.consolidated(optimizer=False):
+        with trainer.generating():
+            sample = write_sample(model, experiment.tokenizer, args, env.device)
         if speaks:
             seconds = time.perf_counter() - started
-            show_result(directory, args, model, experiment.tokenizer, seconds)
+            show_result(directory, args, sample, experiment.tokenizer, seconds)
     # A rank that left earlier would report success for a job that may still fail.
     barrier(env, tag="the end of the run")
     return 0

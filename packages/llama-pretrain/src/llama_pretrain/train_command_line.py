@@ -75,6 +75,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "compression",
         "post_local_sgd",
         "diloco",
+        "fsdp2",
     ),
 }
 

@@ -8,10 +8,11 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments, suggest
 from trainer_ddp import DDPTrainer
+from trainer_fsdp2 import FSDP2Trainer
 
 from .program import PROG
 
-TRAINERS: Mapping[str, type[Trainer]] = {"single": Trainer, "ddp": DDPTrainer}
+TRAINERS: Mapping[str, type[Trainer]] = {"single": Trainer, "ddp": DDPTrainer, "fsdp2": FSDP2Trainer}
 """Name to class. What a class is told is `arguments_class`: its fields are settings of the application."""
 
 
@@ -77,9 +78,9 @@ def refuse_several_processes(command: str) -> None:
         )
 
 
-def launch_command(processes: int) -> str:
+def launch_command(processes: int, trainer: str = "ddp") -> str:
     """What to type to train with several processes on one machine."""
-    return f"torchrun --standalone --nproc-per-node {processes} -m llama_pretrain train --trainer ddp"
+    return f"torchrun --standalone --nproc-per-node {processes} -m llama_pretrain train --trainer {trainer}"
 
 
 def _settings_of(name: str) -> set[str]:

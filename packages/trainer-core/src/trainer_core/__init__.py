@@ -35,9 +35,19 @@ from .loss import (
     OutputMeanLoss,
     TokenLoss,
     count_next_tokens,
+    loss_of,
 )
-from .model import ModelInit, ModelSource, prepare_model
-from .optimization import Multiopt, NonFiniteGradientError
+from .model import (
+    InitialValues,
+    ModelInit,
+    ModelSource,
+    checkpoint_activations,
+    construct_without_weights,
+    convert_model,
+    find_blocks,
+    prepare_model,
+)
+from .optimization import Multiopt, NonFiniteGradientError, build_optimizer, clip_grad_norm
 from .parallelism import Parallelism, Scored, SingleDevice
 from .precision import (
     FP8_RECIPES,
@@ -73,6 +83,7 @@ __all__ = [
     "FusedLinearCrossEntropy",
     "GradientStatistics",
     "InfoCallback",
+    "InitialValues",
     "MLflowCallback",
     "MeanLoss",
     "MemorySnapshotCallback",
@@ -100,14 +111,21 @@ __all__ = [
     "TrainingArguments",
     "WandbCallback",
     "arguments_from_dict",
+    "build_optimizer",
+    "checkpoint_activations",
+    "clip_grad_norm",
+    "construct_without_weights",
+    "convert_model",
     "convert_qat",
     "count_next_tokens",
     "dump_on_oom",
     "export_qat",
     "export_qat_checkpoint",
     "field_docs",
+    "find_blocks",
     "load_config_file",
     "load_quantized",
+    "loss_of",
     "prepare_model",
     "prepare_qat",
     "saved_buffers",

@@ -62,7 +62,8 @@ def assemble(
     """
     loader, evaluation = _loaders(args, parallel, parts)
     set_length(state, args, loader)
-    parallel.build(parts.model, args, weights_follow=resumes)
+    follow = resumes or parts.initial_weights is not None
+    parallel.build(parts.model, args, weights_follow=follow)
     loss = loss_of(args, parallel.unwrapped_model(), parts.loss, parts.fused_loss)
     parallel.compile(args)
     optimizer, scheduler = None, None

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ class Ingredients:
     """Everything that a run is made of beside the arguments and the devices."""
 
     model: ModelSource
+    initial_weights: Path | None
     train_data: object | None
     eval_data: object | None
     collator: Collator | None
@@ -59,7 +61,8 @@ class Ingredients:
         facts: dict[str, object] = {
             name: "given" if part is not None else "not given" for name, part in given.items()
         }
-        return {**facts, "eval_metrics": sorted(self.eval_metrics)}
+        weights = None if self.initial_weights is None else str(self.initial_weights)
+        return {**facts, "eval_metrics": sorted(self.eval_metrics), "initial_weights": weights}
 
 
 def model_source(model: nn.Module | None, model_init: ModelInit | None) -> ModelSource:

@@ -113,6 +113,13 @@ class Parallelism(ABC):
         """
         return nullcontext()
 
+    def generating(self) -> AbstractContextManager[None]:
+        """A context in which all ranks let the model write the same text; collective at each of its calls.
+
+        It is more than nothing only where every rank has a part of the model.
+        """
+        return nullcontext()
+
     def agree(self, facts: Mapping[str, object]) -> None:
         """Refuse to start where ranks were given different things; collective.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from checkpoint_core import Preprocessor
+from checkpoint_core import Preprocessor, load_model_weights
 from dist_env import DistributedEnvInterface, get_logger
 from perf_metrics import DefaultMetrics, ProgressCallback, device_peak_flops
 
@@ -58,6 +59,9 @@ class Trainer:
         args: The arguments, or a dict of them.
         model: A built module; or give `model_init`.
         model_init: Builds the module, called once after seeding.
+        initial_weights: A directory with weights in the Hugging Face layout, also a checkpoint, that a run
+            begins with which does not go on from a checkpoint of its own. Of a sharded model each rank reads
+            its part only.
         train_dataset: A dataset, or a ready-made loader (iterable with `batch_size`), which is used as it is.
         eval_dataset: Likewise, for evaluation.
         data_collator: Turns a list of examples into a batch dict; torch's default otherwise.
@@ -88,6 +92,7 @@ class Trainer:
         *,
         model: nn.Module | None = None,
         model_init: ModelInit | None = None,
+        initial_weights: str | Path | None = None,
         train_dataset: object | None = None,
         eval_dataset: object | None = None,
         data_collator: Collator | None = None,
@@ -113,6 +118,7 @@ class Trainer:
             logger.warning("%s", line)
         self._parts = Ingredients(
             model=model_source(model, model_init),
+            initial_weights=None if initial_weights is None else Path(initial_weights),
             train_data=train_dataset,
             eval_data=eval_dataset,
             collator=data_collator,
@@ -264,6 +270,15 @@ class Trainer:
         """
         return self._prepare().meter.exclude(what)
 
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """A context to let the model write text: all ranks call the model alike, and get the same logits.
+
+        Its time does not count as training. Where the model is sharded, no rank can write alone.
+        """
+        with self.untimed("text samples"), self.parallel.generating():
+            yield
+
     def unwrapped_model(self) -> nn.Module:
         """The model without parallel wrappers."""
         self._prepare()
@@ -319,6 +334,8 @@ class Trainer:
             self._events.shared = self._shared_with_callbacks(run)
             if resumes and self.args.construct_model_on == "meta":
                 self._fill(run)
+            elif self._parts.initial_weights is not None and not resumes:
+                self._begin_with(self._parts.initial_weights)
             self._events.fire("on_init_end")
         return self._prepared
 
@@ -332,6 +349,12 @@ class Trainer:
         self._resume(run)
         model = self.parallel.unwrapped_model()
         verify_initialised(model, model.state_dict() if run.saved_step >= 0 else ())
+
+    def _begin_with(self, directory: Path) -> None:
+        model = self.parallel.unwrapped_model()
+        load_model_weights(model, directory)
+        verify_initialised(model, model.state_dict())
+        logger.info("weights of %s are in the model", directory)
 
     def _shared_with_callbacks(self, run: Run) -> Mapping[str, object]:
         return {

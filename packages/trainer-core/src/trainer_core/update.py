@@ -15,6 +15,7 @@ from .optimization import (
     NonFinitePolicy,
     NonFiniteReport,
     OptimizerInBackward,
+    own_part,
 )
 from .parallelism import Parallelism
 from .precision import LossScaler
@@ -162,7 +163,9 @@ class UpdateInBackward:
 
 
 def _guard(args: TrainingArguments, parallel: Parallelism, optimizer: Optimizer) -> NonFiniteGuard:
-    return NonFiniteGuard(cast(NonFinitePolicy, args.nonfinite_policy), parallel.device, optimizer)
+    # Where the optimizer works: parameters may rest on the host while the device computes.
+    device = own_part(parallel.parameters[0]).device if parallel.parameters else parallel.device
+    return NonFiniteGuard(cast(NonFinitePolicy, args.nonfinite_policy), device, optimizer)
 
 
 def build_update(

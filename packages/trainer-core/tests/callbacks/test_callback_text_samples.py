@@ -21,7 +21,7 @@ State = Callable[..., TrainerState]
 class Untimed:
     """All that the callback asks of a trainer: a context whose time does not count."""
 
-    def untimed(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def generating(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 

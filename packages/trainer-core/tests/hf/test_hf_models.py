@@ -18,6 +18,7 @@ from trainer_core.model import (
     checkpoint_activations,
     compile_model,
     construct,
+    construct_deferred,
     find_blocks,
     verify_initialised,
 )
@@ -163,3 +164,25 @@ def test_meta_and_load_equals_default_and_load(build: Any, dtype: str | None) ->
     assert torch.equal(meta.eval()(ids).logits, default.eval()(ids).logits)
     tied = meta.get_output_embeddings().weight is meta.get_input_embeddings().weight
     assert tied == (default.get_output_embeddings().weight is default.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("build", BLOCKS)
+def test_initial_values_are_computed_one_at_a_time(
+    build: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Deferred construction gives the very numbers of the model, and computes rather than holds them."""
+    torch.manual_seed(6)
+    expected = build()
+    after = torch.get_rng_state()
+    torch.manual_seed(6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer_core.model.deferred.HELD_UNMENTIONED", 0)
+        model, values = construct_deferred(build)
+    assert "held in memory" not in caplog.text + capfd.readouterr().err
+    assert torch.equal(torch.get_rng_state(), after)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(values[name], parameter), name
+    for (name, buffer), (_, theirs) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+        assert torch.equal(buffer, theirs), name
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -112,7 +112,7 @@ def _unused(args: TrainingArguments) -> Iterator[Dependent]:
         yield Dependent("seed_per_rank", "without a seed", "set seed")
     if not args.torch_compile:
         yield Dependent("torch_compile_scope", "while torch_compile is off", "set torch_compile=True")
-    if args.recomputation == "no" and args.torch_compile_scope == "model":
+    if not args.uses_blocks:
         yield Dependent(
             "transformer_layers_path",
             "without activation_checkpointing or torch_compile_scope='blocks'",

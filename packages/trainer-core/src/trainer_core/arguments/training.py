@@ -65,3 +65,8 @@ class TrainingArguments(BaseTrainingArguments):
     def recomputation(self) -> str:
         """The mode of activation checkpointing, by whichever name it was asked for."""
         return "full" if self.gradient_checkpointing else self.activation_checkpointing
+
+    @property
+    def uses_blocks(self) -> bool:
+        """Whether a setting works on the blocks that transformer_layers_path leads to."""
+        return self.recomputation != "no" or self.torch_compile_scope != "model"

@@ -138,7 +138,7 @@ class TextSamples:
         model: nn.Module,
         trainer: Trainer,
     ) -> None:
-        with trainer.untimed("text samples"), undisturbed(model):
+        with trainer.generating(), undisturbed(model):
             torch.manual_seed(self._seed)
             texts = [generate(model, prompt) for prompt in self._prompts]
         if not state.is_world_process_zero:

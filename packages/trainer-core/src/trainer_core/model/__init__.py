@@ -3,13 +3,15 @@
 from .activation_checkpointing import blocks_to_checkpoint, checkpoint_activations
 from .blocks import find_blocks
 from .compilation import compile_model
-from .construction import ModelInit, ModelSource, construct
+from .construction import ModelInit, ModelSource, construct, construct_without_weights
+from .deferred import InitialValues, construct_deferred
 from .meta_construction import verify_initialised
-from .preparation import prepare_model
+from .preparation import convert_model, prepare_model
 from .recompiles import RecompileCounter
 from .run_settings import run_settings
 
 __all__ = [
+    "InitialValues",
     "ModelInit",
     "ModelSource",
     "RecompileCounter",
@@ -17,6 +19,9 @@ __all__ = [
     "checkpoint_activations",
     "compile_model",
     "construct",
+    "construct_deferred",
+    "construct_without_weights",
+    "convert_model",
     "find_blocks",
     "prepare_model",
     "run_settings",

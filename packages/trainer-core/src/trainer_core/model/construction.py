@@ -12,6 +12,7 @@ from torch import nn
 from dist_env import get_logger
 
 from ..errors import ConfigurationError
+from .deferred import InitialValues, construct_deferred
 from .meta_construction import SETTING, build_without_storage, materialise
 from .ties import Ties
 
@@ -72,6 +73,32 @@ def construct(
         else:
             model = _built(source)
     return _moved(model, device)
+
+
+def construct_without_weights(
+    source: ModelSource, args: TrainingArguments, device: torch.device
+) -> tuple[nn.Module, InitialValues | None]:
+    """Build a model whose parameters have no storage yet, for ranks that each hold a part of it.
+
+    Args:
+        source: The model, or what builds it.
+        args: construct_model_on and default_dtype.
+        device: Where the model computes; with construct_model_on="device" its generator draws the weights.
+
+    Returns:
+        The model, and the values that `construct` would have given its parameters; None for a model that is
+        built already, which is returned as it is.
+
+    Raises:
+        ConfigurationError: If a model that is built already is to be built in another way, or if `source`
+            builds something else than a module.
+    """
+    if isinstance(source, nn.Module):
+        _refuse_for_built_model(args)
+        return source, None
+    where = device if args.construct_model_on == "device" else torch.device("cpu")
+    with default_dtype(args.default_dtype), torch.device(where):
+        return construct_deferred(lambda: _built(source))
 
 
 @contextmanager

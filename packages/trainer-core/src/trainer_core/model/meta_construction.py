@@ -32,7 +32,7 @@ def parameters_without_storage() -> Iterator[None]:
         if parameter is None or parameter.is_meta or is_lazy(parameter):
             return None
         if parameter not in moved:
-            moved[parameter] = _like(parameter, parameter.detach().to("meta"))
+            moved[parameter] = parameter_like(parameter, parameter.detach().to("meta"))
         return moved[parameter]
 
     handle = register_module_parameter_registration_hook(without_storage)
@@ -73,7 +73,9 @@ def materialise(model: nn.Module, device: torch.device) -> None:
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
-                    Place(module, name).put(_like(parameter, torch.empty_like(parameter, device=device)))
+                    Place(module, name).put(
+                        parameter_like(parameter, torch.empty_like(parameter, device=device))
+                    )
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     Place(module, name).put(torch.empty_like(buffer, device=device))
@@ -109,11 +111,13 @@ def verify_initialised(model: nn.Module, loaded_names: Iterable[str]) -> None:
         )
 
 
-def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter of the same class and attributes with other data."""
     made = nn.Parameter(data, requires_grad=parameter.requires_grad)
     if type(parameter) is not nn.Parameter and type(data) is Tensor:
         made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
+    for name, value in parameter.__dict__.items():
+        made.__dict__.setdefault(name, value)  # a tensor subclass has put its own there
     return made
 
 

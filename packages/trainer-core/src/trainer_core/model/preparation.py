@@ -35,9 +35,25 @@ def prepare_model(
     Raises:
         ConfigurationError: If a setting cannot be applied to this model, device or installation.
     """
+    return convert_model(construct(source, args, device, weights_will_be_loaded=weights_follow), args, device)
+
+
+def convert_model(model: nn.Module, args: TrainingArguments, device: torch.device) -> nn.Module:
+    """Convert the layers of a built model, and exchange the forward of checkpointed blocks; in place.
+
+    Args:
+        model: The model; its parameters may be on the meta device.
+        args: fp8_*, qat_recipe and activation_checkpointing*.
+        device: Where the model will compute.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigurationError: If a setting cannot be applied to this model, device or installation.
+    """
     from ..precision import convert_to_fp8, prepare_qat
 
-    model = construct(source, args, device, weights_will_be_loaded=weights_follow)
     if args.fp8_recipe is not None:
         convert_to_fp8(model, args, device)
     if args.qat_recipe is not None:

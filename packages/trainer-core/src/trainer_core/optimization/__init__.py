@@ -1,7 +1,7 @@
 """Optimizers, their parameter groups, and learning-rate schedules."""
 
 from .adamw import NamedParameters, OptimizerFactory, build_adamw, decay_exemptions
-from .clipping import clip_grad_norm
+from .clipping import clip_grad_norm, own_part
 from .facade import OptimizerFacade
 from .fused_adamw import FusedAdamW
 from .groups import OptimizerGroups, ParameterGroups, build_optimizer
@@ -32,6 +32,7 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "clip_grad_norm",
+    "own_part",
     "decay_exemptions",
     "is_callback",
     "optimizer_table",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,17 @@ from torch import Tensor, nn
 _PLAIN = (Tensor, nn.Parameter)
 _HALVES = (torch.float16, torch.bfloat16)
 
+SumOfSquares = Callable[[Tensor], Tensor]
+"""Adds up over the ranks what each has of the square of a norm: scalar to scalar."""
+
 
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: Iterable[Tensor], max_norm: float | None, foreach: bool | None = None
+    parameters: Iterable[Tensor],
+    max_norm: float | None,
+    foreach: bool | None = None,
+    *,
+    over_ranks: SumOfSquares | None = None,
 ) -> Tensor:
     """Measure the gradient's 2-norm, and scale the gradient down to `max_norm` if it is longer.
 
@@ -25,6 +32,9 @@ def clip_grad_norm(
         max_norm: The longest allowed; None or 0: measure only.
         foreach: Whether to go through the gradients in one call of torch; one by one if False. None: one
             call, which is the faster one on every device, for few gradients and for many.
+        over_ranks: Given where each rank has a part of every gradient (DTensors): adds up what the parts
+            give. Each rank works on its own part then, without torch's bookkeeping of DTensors, which costs
+            more than the arithmetic.
 
     Returns:
         The norm before clipping: scalar on the parameters' device; 0 without gradients.
@@ -32,6 +42,13 @@ def clip_grad_norm(
     everything = list(parameters)
     holders = [p for p in everything if p.grad is not None]
     gradients = [p.grad for p in holders if p.grad is not None]
+    if over_ranks is not None:
+        parts = [part for gradient in gradients if (part := own_part(gradient)).numel()]
+        device = own_part(everything[0]).device if everything else None
+        own = _norm(parts, one_call=foreach is not False) if parts else torch.zeros((), device=device)
+        norm = over_ranks(own.double().square()).sqrt().to(own.dtype)
+        _clip(parts, max_norm, norm, foreach)
+        return norm
     if not gradients:
         return torch.zeros((), device=everything[0].device if everything else None)
     if not _is_uniform(gradients):
@@ -41,9 +58,22 @@ def clip_grad_norm(
             nn.utils.clip_grads_with_norm_(holders, max_norm, norm, foreach=foreach)
         return norm
     norm = _norm(gradients, one_call=foreach is not False)
-    if max_norm:
-        _scale(gradients, _factor(max_norm, norm), one_call=foreach is not False)
+    _clip(gradients, max_norm, norm, foreach)
     return norm
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, without a trace in autograd; any other tensor itself."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _clip(gradients: list[Tensor], max_norm: float | None, norm: Tensor, foreach: bool | None) -> None:
+    if max_norm and gradients:
+        _scale(gradients, _factor(max_norm, norm), one_call=foreach is not False)
 
 
 def _norm(gradients: list[Tensor], *, one_call: bool) -> Tensor:

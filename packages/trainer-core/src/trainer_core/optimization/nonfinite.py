@@ -92,7 +92,8 @@ class NonFiniteGuard:
         Args:
             norm: The norm over all ranks: scalar on the device.
         """
-        wrong = norm.float().mul(0).ne_(0)  # infinity and NaN times 0 are NaN, which differs from 0
+        norm = norm.to(self._figures.device, torch.float32)
+        wrong = norm.mul(0).ne_(0)  # infinity and NaN times 0 are NaN, which differs from 0
         if self._sticky:
             torch.maximum(self._flag, wrong, out=self._flag)
             self._age.add_(self._flag)

@@ -1,0 +1,164 @@
+"""What `plan` says: tables, and the command to type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+
+from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, Recommendation
+
+_GIB = 2**30
+_COLUMNS: Mapping[str, str] = {
+    "param.": "parameters",
+    "grad.": "gradients",
+    "optim.": "optimizer",
+    "gathered": "gathered",
+    "under way": "reduced",
+    "activ.": "activations",
+    "margin": "margin",
+    "total": "total",
+}
+OF_THE_TRAINER: Mapping[str, Sequence[str]] = {
+    "how much at once": ("per_device_train_batch_size", "gradient_accumulation_steps"),
+    "precision and loss": ("mixed_precision", "default_dtype", "fused_loss", "torch_compile"),
+    "memory": (
+        "activation_checkpointing",
+        "activation_checkpointing_every",
+        "activation_checkpointing_share",
+        "activation_checkpointing_operators",
+        "enable_activation_offloading",
+    ),
+    "several processes": ("fsdp2",),
+}
+"""Settings of the trainer that decide about memory, by heading."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpus:
+    """The job that is asked about."""
+
+    count: int
+    per_node: int
+    memory: float
+    """GiB of one."""
+    sequence_length: int
+    """Tokens of one row."""
+
+    def __str__(self) -> str:
+        nodes = f", {self.per_node} a node" if self.count > self.per_node else ""
+        return f"{self.count} GPU{'s' * (self.count > 1)} of {self.memory:g} GiB{nodes}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One model: what was asked about, and what is recommended."""
+
+    name: str
+    asked: MemoryPlan
+    recommended: Recommendation
+
+
+def details(planned: Planned, gpus: Gpus) -> str:
+    """One model: its memory as asked, the layouts that were tried, and what to type."""
+    found = planned.recommended
+    parts = [f"{planned.name} as given: {planned.asked}", "", f"{gpus}, fastest layout first:", str(found)]
+    if found.plan != planned.asked:
+        parts += ["", f"{found.layout}: {found.plan}"]
+    if found.fits:
+        parts += ["", command(planned.name, found, gpus)]
+    return "\n".join(parts)
+
+
+def overview(planned: Sequence[Planned], gpus: Gpus) -> str:
+    """Several models: a line for each, and what to type."""
+    rows = [("model", "layout", "batch", *_COLUMNS)]
+    told = []
+    for each in planned:
+        found = each.recommended
+        layout = found.layout if found.fits else f"does not fit: {found.layout}"
+        sizes = [f"{getattr(found.plan, part) / _GIB:.1f}" for part in _COLUMNS.values()]
+        rows.append((each.name, layout, str(found.plan.batch_size), *sizes))
+        if found.fits and found.plan.state_on_host:
+            told.append(_told_host(each))
+    commands = [command(each.name, each.recommended, gpus) for each in planned if each.recommended.fits]
+    head = f"{gpus}, rows of {gpus.sequence_length} tokens; GiB per GPU:"
+    return "\n".join([head, *_table(rows), *told, "", *commands])
+
+
+def _told_host(planned: Planned) -> str:
+    found = planned.recommended
+    instead = "" if found.gpus_needed is None else f"; {found.gpus_needed} GPUs could do without"
+    host = found.plan.on_host / _GIB
+    return f"{planned.name}: parameters, gradients and optimizer take {host:.1f} GiB of the host per GPU{instead}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns: text to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def command(model: str, found: Recommendation, gpus: Gpus) -> str:
+    """What to type to train with a recommendation.
+
+    Args:
+        model: Name of the model.
+        found: The recommendation.
+        gpus: The job.
+    """
+    nodes = max(1, gpus.count // gpus.per_node)
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    where = "--standalone" if nodes == 1 else several
+    launch = f"torchrun {where} --nproc-per-node {gpus.count // nodes} -m llama_pretrain train"
+    trainer = "ddp" if found.uses_ddp else "fsdp2"
+    batch = found.args.per_device_train_batch_size
+    fixed = f"--trainer {trainer} --model {model} --sequence-length {gpus.sequence_length}"
+    return " ".join([launch, fixed, f"--per-device-train-batch-size {batch}", *_options(found.args)])
+
+
+def _options(args: FSDP2TrainingArguments) -> Iterator[str]:
+    """Options of the trainer that are not at its defaults."""
+    plain = FSDP2TrainingArguments()
+    for name in (name for names in OF_THE_TRAINER.values() for name in names):
+        if name != "per_device_train_batch_size":
+            yield from _changed(name, getattr(args, name), getattr(plain, name))
+
+
+def _changed(name: str, value: object, default: object) -> Iterator[str]:
+    if value == default:
+        return
+    if is_dataclass(value):
+        for each in fields(value):
+            yield from _changed(f"{name}.{each.name}", getattr(value, each.name), getattr(default, each.name))
+        return
+    flag = name.replace("_", "-")
+    if isinstance(value, bool) and name != "fsdp2.reshard_after_forward":
+        yield f"--{flag}" if value else f"--no-{flag}"
+    elif isinstance(value, tuple):
+        yield f"--{flag} {','.join(map(str, value))}"
+    else:
+        yield f"--{flag} {str(value).lower() if isinstance(value, bool) else value}"
+
+
+def as_json(planned: Planned, gpus: Gpus) -> dict[str, object]:
+    """All figures of one model as plain values, in bytes."""
+    found = planned.recommended
+    return {
+        "model": planned.name,
+        **vars(gpus),
+        "as_given": planned.asked.to_json(),
+        "recommended": {
+            "layout": found.layout,
+            "fits": found.fits,
+            "gpus_needed": found.gpus_needed,
+            "rejected": [{"layout": each.layout, "reason": each.reason} for each in found.rejected],
+            "plan": found.plan.to_json(),
+            "command": command(planned.name, found, gpus) if found.fits else None,
+        },
+    }

@@ -1,0 +1,74 @@
+"""Rules of `FSDP2TrainingArguments`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer_core import ConfigurationError
+
+if TYPE_CHECKING:
+    from .arguments import FSDP2TrainingArguments
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_fsdp2(args: FSDP2TrainingArguments) -> None:
+    """Check single values first, then what belongs together.
+
+    Raises:
+        ConfigurationError: For the first rule that is broken.
+    """
+    _check_values(args)
+    _check_combinations(args)
+
+
+def _check_values(args: FSDP2TrainingArguments) -> None:
+    fsdp2 = args.fsdp2
+    for name in ("param_dtype", "reduce_dtype"):
+        value = getattr(fsdp2, name)
+        if value not in (None, *DTYPES):
+            raise ConfigurationError(
+                f"fsdp2.{name}", value, f"must be one of {', '.join(DTYPES)}", "choose one of these"
+            )
+    if fsdp2.replicas < 1:
+        raise ConfigurationError("fsdp2.replicas", fsdp2.replicas, "must be at least 1", "raise it")
+    if fsdp2.prefetch_depth is not None and fsdp2.prefetch_depth < 1:
+        raise ConfigurationError(
+            "fsdp2.prefetch_depth", fsdp2.prefetch_depth, "must be at least 1", "raise it, or leave it out"
+        )
+    reshard = fsdp2.reshard_after_forward
+    if not isinstance(reshard, bool) and reshard < 2:
+        raise ConfigurationError(
+            "fsdp2.reshard_after_forward", reshard, "must be true, false or at least 2 ranks", "use true"
+        )
+    if fsdp2.layer_classes is not None and not fsdp2.layer_classes:
+        raise ConfigurationError("fsdp2.layer_classes", (), "names no class", "leave it out")
+
+
+def _check_combinations(args: FSDP2TrainingArguments) -> None:
+    fsdp2 = args.fsdp2
+    if args.fuse_optim_with_backward:
+        raise ConfigurationError(
+            "fuse_optim_with_backward",
+            True,
+            "steps each parameter before its gradient was added up over the ranks",
+            "leave it out",
+        )
+    if args.mixed_precision == "fp16" or fsdp2.param_dtype == "float16":
+        setting = "mixed_precision" if args.mixed_precision == "fp16" else "fsdp2.param_dtype"
+        raise ConfigurationError(
+            setting,
+            "fp16" if setting == "mixed_precision" else "float16",
+            "needs a loss scale that the shards of all ranks decide on together, which torch does not have",
+            "use bf16",
+        )
+    if not fsdp2.shard_transformer_layers:
+        for name in ("layer_classes", "prefetch_depth"):
+            value = getattr(fsdp2, name)
+            if value is not None:
+                raise ConfigurationError(
+                    f"fsdp2.{name}",
+                    value,
+                    "has no effect without fsdp2.shard_transformer_layers",
+                    "leave one of them out",
+                )

@@ -1,0 +1,84 @@
+"""Allocate this rank's shards, and fill them with what one process would have begun with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer_core import InitialValues
+
+
+@torch.no_grad()
+def fill_shards(
+    model: nn.Module, values: InitialValues | None, device: torch.device
+) -> dict[str, tuple[float, float]]:
+    """Give every parameter on the meta device storage for this rank's shard, and fill it.
+
+    Each whole value exists for a moment, one at a time, on the device that the model was built for.
+
+    Args:
+        model: The sharded model; changed in place, ties kept.
+        values: What the parameters begin with; none to leave them to a checkpoint.
+        device: Where the shards go.
+
+    Returns:
+        By name, sum and sum of squares of each whole value, to compare between ranks.
+    """
+    sums = {}
+    places = _places(model)
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            continue
+        made = _like(parameter, torch.empty_like(parameter, device=device))
+        if values is not None:
+            whole = values[name]
+            sums[name] = (whole.double().sum().item(), whole.double().square().sum().item())
+            copy_own_part(made, whole)
+        for module, attribute in places[id(parameter)]:
+            setattr(module, attribute, made)
+    move_buffers(model, device)
+    return sums
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put every buffer on the device; one that stands at several places stays one."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+
+@torch.no_grad()
+def copy_own_part(parameter: Tensor, whole: Tensor) -> None:
+    """Copy this rank's part of a whole value into a sharded parameter."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    local = parameter._local_tensor
+    offset = own_rows(parameter)
+    local.copy_(whole.narrow(0, offset, local.shape[0]) if local.numel() else whole.new_empty(local.shape))
+
+
+def own_rows(parameter: DTensor) -> int:
+    """The first row of this rank's shard, as torch.chunk divides rows; those of the mesh's last dimension."""
+    mesh = parameter.device_mesh
+    shards, rows = mesh.size(mesh.ndim - 1), parameter.shape[0]
+    size = -(-rows // shards)
+    return min(mesh.get_local_rank(mesh.ndim - 1) * size, rows)
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return places
+
+
+def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made

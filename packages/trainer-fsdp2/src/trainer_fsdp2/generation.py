@@ -1,0 +1,60 @@
+"""The same logits on all ranks, so that all write the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from trainer_core import ConfigurationError
+
+
+@contextmanager
+def logits_of_rank_0(model: nn.Module, group: ProcessGroup | None) -> Iterator[None]:
+    """A context in which every call of a model gives all ranks the logits of the first; collective.
+
+    Without it a difference in the last bit could end a text on one rank only, and the others would wait for
+    it at the next layer.
+
+    Args:
+        model: The model, called without gradients. It returns logits, or something that holds them as
+            `logits`, as an attribute or under that key, or first.
+        group: The ranks; none for one rank.
+
+    Raises:
+        ConfigurationError: At a call, if no logits are found in what the model returns.
+    """
+
+    def overwrite(module: nn.Module, args: object, output: object) -> None:
+        if group is None:
+            return
+        logits = _logits(output)
+        same = logits.detach().contiguous()
+        dist.broadcast(same, src=dist.get_global_rank(group, 0), group=group)
+        logits.detach().copy_(same)
+
+    handle = model.register_forward_hook(overwrite)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _logits(output: object) -> Tensor:
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif isinstance(output, tuple | list):
+        output = output[0] if output else None
+    else:
+        output = getattr(output, "logits", output)
+    if not isinstance(output, Tensor):
+        raise ConfigurationError(
+            "model",
+            type(output).__name__,
+            "returns no logits that the ranks could write the same text from",
+            "return a tensor, or something that has one as `logits`",
+        )
+    return output

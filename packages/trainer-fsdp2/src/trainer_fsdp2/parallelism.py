@@ -1,0 +1,134 @@
+"""Data parallelism with model, gradients and optimizer state spread over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from checkpoint_core import SharingPattern
+from dist_env import DistributedEnvInterface
+from trainer_core import (
+    Batch,
+    ConfigurationError,
+    DataParallel,
+    ModelSource,
+    TokenLoss,
+    TrainingArguments,
+    clip_grad_norm,
+    prepare_model,
+)
+
+from .arguments import FSDP2TrainingArguments
+from .build import build_sharded
+from .generation import logits_of_rank_0
+from .mesh import check_replicas, sharding_mesh
+from .sharding import drop_gathered, fsdp_modules
+
+
+class FSDP2Parallelism(DataParallel):
+    """Every rank holds a part of each weight, and gathers a layer when it computes with it.
+
+    With one rank nothing is sharded, unless fsdp2.param_dtype or fsdp2.cpu_offload ask for it.
+
+    Args:
+        env: Rank, world size and device of this process.
+    """
+
+    def __init__(self, env: DistributedEnvInterface) -> None:
+        super().__init__(env)
+        self._args = FSDP2TrainingArguments()
+        self._sharded = False
+        self._shards: DeviceMesh | None = None
+        """What the model is sharded on."""
+        self._reduces = True
+        """Whether the next backward pass adds gradients up over the ranks."""
+
+    def check(self, args: TrainingArguments) -> None:
+        """Compare the arguments of the ranks; collective.
+
+        Raises:
+            ConfigurationError: If they are not for this trainer, do not fit the ranks, or differ.
+        """
+        if not isinstance(args, FSDP2TrainingArguments):
+            raise ConfigurationError(
+                "args", type(args).__name__, "is not for FSDP2Trainer", "make a FSDP2TrainingArguments"
+            )
+        self._args = args
+        check_replicas(args.fsdp2.replicas, self.env.world_size)
+        super().check(args)
+        asks = args.fsdp2.param_dtype is not None or args.fsdp2.cpu_offload
+        self._sharded = self.env.world_size > 1 or asks
+        if self._sharded:
+            self._shards = sharding_mesh(self.env, self.mesh, args.fsdp2.replicas)
+
+    def build(self, source: ModelSource, args: TrainingArguments, *, weights_follow: bool) -> None:
+        """Build this rank's part of the model, with the values that one process would have drawn."""
+        if self._shards is None:
+            self.model = prepare_model(source, args, self.device, weights_follow=weights_follow)
+            return
+        draw = not (weights_follow and args.construct_model_on == "meta")
+        self.model, sums = build_sharded(
+            source, self._args, self.device, self._shards, draw=draw, share=self._share
+        )
+        self.agree_on_model()
+        self.agree({f"sum and sum of squares of the initial {name}": pair for name, pair in sums.items()})
+
+    def unwrapped_model(self) -> nn.Module:
+        """The model itself, which is sharded in place."""
+        return self.model
+
+    def forward_backward(
+        self, batch: Batch, loss: TokenLoss, args: TrainingArguments, *, divisor: Tensor, last: bool
+    ) -> Tensor:
+        """Run one microbatch forward and backward; gradients travel with the last one of a step."""
+        if self._sharded and last != self._reduces:
+            self._reduces = last
+            for module in fsdp_modules(self.model):
+                module.set_requires_gradient_sync(last, recurse=False)
+        return super().forward_backward(batch, loss, args, divisor=divisor, last=last)
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Measure the norm over the shards of all ranks, and scale the gradient down if it is longer."""
+        if not self._sharded:
+            return super().clip_grad_norm(max_norm)
+        norm = clip_grad_norm(self.parameters, max_norm, over_ranks=self._sum_over_shards)
+        return norm.to(self.device)
+
+    @contextmanager
+    def consolidated(self, *, optimizer: bool) -> Iterator[None]:
+        """A context in which all ranks have one set of buffers, and each holds no more than its shards."""
+        drop_gathered(self.model)
+        with self.buffers_of_rank_0():
+            yield
+        drop_gathered(self.model)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """A context in which every call of the model gives all ranks the logits of rank 0.
+
+        Ranks that draw from the same logits end at the same token, so that none waits for the others.
+        """
+        if not self._sharded:
+            yield
+            return
+        with logits_of_rank_0(self.model, self.group):
+            yield
+        drop_gathered(self.model)
+
+    def sharing(self) -> Mapping[str, SharingPattern]:
+        """Model and optimizer lie on the ranks in parts."""
+        parts = SharingPattern.SHARDED if self._sharded else SharingPattern.REPLICATED
+        return {**super().sharing(), "model": parts, "optimizer": parts}
+
+    def _share(self, model: nn.Module) -> None:
+        """Give a built model the weights of rank 0, once all ranks are known to have the same one."""
+        self.model = model
+        self.agree_on_model()
+        self.copy_weights_of_rank_0(model)
+
+    def _sum_over_shards(self, value: Tensor) -> Tensor:
+        """Add up over the ranks of one copy; all copies have the same gradients."""
+        return self.sum(value) / self._args.fsdp2.replicas

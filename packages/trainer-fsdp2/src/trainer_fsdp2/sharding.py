@@ -1,0 +1,101 @@
+"""Shard a model: its units first, then the root with everything that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from trainer_core import ConfigurationError
+
+from .arguments import FSDP2Arguments
+from .policy import offload_policy, precision_policy
+from .units import Unit
+
+
+def shard(
+    model: nn.Module,
+    units: Sequence[Unit],
+    mesh: DeviceMesh,
+    settings: FSDP2Arguments,
+    device: torch.device,
+) -> None:
+    """Spread a model over the ranks, in place; parameters become DTensors of the same names.
+
+    Gradients are added up over the ranks, not averaged: the loss is divided by the tokens of all ranks.
+
+    Args:
+        model: The model; its parameters may be on the meta device.
+        units: What is gathered and dropped by itself.
+        mesh: One dimension, or (copies, shards) for hybrid sharding.
+        settings: How.
+        device: Where this rank computes.
+
+    Raises:
+        ConfigurationError: If reshard_after_forward is a number that does not fit the ranks.
+    """
+    options = {
+        "mesh": mesh,
+        "mp_policy": precision_policy(settings),
+        "offload_policy": offload_policy(settings, device),
+    }
+    reshard = _reshard(settings.reshard_after_forward, mesh.shape[-1])
+    for _, module in units:
+        fully_shard(module, reshard_after_forward=reshard, **options)  # type: ignore[call-overload]
+    # The backward pass begins with the root, so its weights stay where they are until then.
+    fully_shard(model, reshard_after_forward=False, **options)  # type: ignore[call-overload]
+    for sharded in fsdp_modules(model):
+        _keep_name(type(sharded))
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        # A rank whose batch leaves a parameter out takes part in the sum with zeros, as the others wait.
+        zeros_for_unused = getattr(sharded, "set_reduce_scatter_unused_params", None)
+        if callable(zeros_for_unused):  # torch 2.11 does not have it
+            zeros_for_unused(True)
+    if settings.prefetch_depth is not None:
+        _prefetch([cast(FSDPModule, module) for _, module in units], settings.prefetch_depth)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules that are gathered and dropped as one, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Let go of gathered weights, so that parameters are this rank's shards again."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def _keep_name(cls: type) -> None:
+    """Call a class that torch has made for sharding by the name of the user's class, in logs and errors."""
+    cls.__name__ = cls.__mro__[2].__name__
+
+
+def _reshard(setting: bool | int, shards: int) -> bool | int:
+    """torch takes a number only if it is a true part of the ranks; all of them, or one, are other words."""
+    if isinstance(setting, bool):
+        return setting
+    if setting == shards:
+        return True
+    if shards % setting:
+        raise ConfigurationError(
+            "fsdp2.reshard_after_forward",
+            setting,
+            f"must divide the {shards} ranks that share one copy of the model",
+            f"use one of {', '.join(str(n) for n in range(2, shards) if shards % n == 0) or 'true, false'}",
+        )
+    return setting
+
+
+def _prefetch(units: Sequence[FSDPModule], depth: int) -> None:
+    """Gather the weights of the next units while one computes, in the forward pass and back again."""
+    if len(units) < 2:
+        return
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + depth]))
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - depth) : index])))

@@ -1,0 +1,187 @@
+"""State bytes: exactly those of real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adafactor, Optimizer
+
+from trainer_core import ConfigurationError
+from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, Mesh, plan
+
+WORKERS = Path(__file__).parent / "workers"
+Settings = Callable[..., FSDP2TrainingArguments]
+Model = Callable[..., nn.Module]
+
+
+def _start(rank: int, folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, str(WORKERS / "state_of_ranks.py"), str(rank), "2", str(folder)]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKERS)}
+    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks has measured and planned."""
+    folder = tmp_path_factory.mktemp("ranks")
+    processes = [_start(rank, folder) for rank in range(2)]
+    try:
+        told = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(told)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", ["AdamW", "bf16", "SGD"])
+def test_state_is_that_of_real_ranks(notes: list[dict[str, Any]], case: str) -> None:
+    measured = [each[case]["measured"][:3] for each in notes]
+    said = notes[0][case]["planned"]
+    assert said["per_rank"] == [sum(sizes) for sizes in measured]
+    # Rank 0 is the fullest: 23 rows of vocabulary are 12 and 11, and parameters of one row are rank 0's.
+    assert sum(measured[0]) > sum(measured[1])
+    assert [said["parameters"], said["gradients"], said["optimizer"]] == measured[0]
+
+
+@pytest.mark.parametrize("case", ["AdamW", "bf16"])
+def test_activations_are_those_of_sharded_layers(notes: list[dict[str, Any]], case: str) -> None:
+    *_, saved = notes[0][case]["measured"]
+    labels_and_loss = 2 * 6 * 8 + 4
+    assert notes[0][case]["planned"]["saved_activations"] == saved + labels_and_loss
+
+
+def _plan(model: Model, args: FSDP2TrainingArguments, world_size: int = 1, **more: Any) -> MemoryPlan:
+    return plan(model, args, world_size=world_size, sequence_length=8, **more)
+
+
+def test_one_rank_holds_each_parameter_once(tiny: Model, settings: Settings) -> None:
+    model = tiny()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    count = sum(1 for p in model.parameters() if p.requires_grad)
+    found = _plan(tiny, settings())
+    assert frozen > 0
+    assert found.parameters == 4 * (trained + frozen)
+    assert found.gradients == 4 * trained
+    assert found.optimizer == 8 * trained + 4 * count
+    assert (found.gathered, found.reduced, found.accumulated, found.on_host) == (0, 0, 0, 0)
+    assert found.total == found.state + found.activations + found.margin
+
+
+def test_copies_share_like_a_single_copy(tiny: Model, settings: Settings) -> None:
+    one, two = _plan(tiny, settings(), 2), _plan(tiny, settings(replicas=2), 4)
+    assert two.mesh == Mesh(2, 2)
+    assert two.per_rank == one.per_rank
+
+
+def test_ranks_beyond_the_rows_hold_nothing(tiny: Model, settings: Settings) -> None:
+    found = _plan(tiny, settings(), 97)
+    scalars = 4 * sum(1 for p in tiny().parameters() if p.requires_grad)
+    # The step count of each parameter is there, also for a shard without rows.
+    assert found.per_rank[-1] == scalars
+    assert found.per_rank[0] == max(found.per_rank)
+
+
+def test_state_with_cpu_offload_is_on_the_host(tiny: Model, settings: Settings) -> None:
+    usual, offloaded = _plan(tiny, settings(), 2), _plan(tiny, settings(cpu_offload=True), 2)
+    assert offloaded.state == usual.state == offloaded.on_host
+    assert usual.total > offloaded.total
+    assert "on the host" in str(offloaded)
+
+
+def test_dtype_of_the_built_model_counts(tiny: Model, settings: Settings) -> None:
+    full, half = _plan(tiny, settings(), 2), _plan(tiny, settings(default_dtype="bfloat16"), 2)
+    assert half.parameters * 2 == full.parameters
+    assert half.gradients * 2 == full.gradients
+
+
+def _layer(width: int = 16) -> int:
+    """Parameters of one block of the tiny model: norm, mixing, out, up, down, scale."""
+    wide = 4 * width + 1
+    return 2 * width + 3 * width**2 + (width + 1) * width + (width + 1) * wide + (wide + 1) * width + 1
+
+
+def test_gathered_weights_follow_the_settings(tiny: Model, settings: Settings) -> None:
+    root, layer = 23 * 16 + 2 * 16, _layer()
+    assert sum(p.numel() for p in tiny().parameters()) == root + 3 * layer
+    assert _plan(tiny, settings(), 2).gathered == 4 * (root + 2 * layer)
+    assert _plan(tiny, settings(param_dtype="bfloat16"), 2).gathered == 2 * (root + 2 * layer)
+    assert _plan(tiny, settings(prefetch_depth=7), 2).gathered == 4 * (root + 3 * layer)
+    assert _plan(tiny, settings(reshard_after_forward=False), 2).gathered == 4 * (root + 3 * layer)
+    assert _plan(tiny, settings(reshard_after_forward=2), 4).gathered == 4 * (root + 2 * layer) + 6 * layer
+    assert _plan(tiny, settings(shard_transformer_layers=False), 2).gathered == 4 * (root + 3 * layer)
+    mlp = settings(layer_classes=("LayerNorm",))
+    with pytest.raises(ConfigurationError, match="layer_classes"):
+        _plan(tiny, settings(layer_classes=("Blok",)), 2)
+    assert _plan(tiny, mlp, 2).gathered == 4 * (root + 3 * layer - 4 * 32 + 2 * 32)
+
+
+def test_travelling_and_waiting_gradients(tiny: Model, settings: Settings) -> None:
+    root, layer = 23 * 16 + 16, _layer()  # the weight of the last norm is frozen
+    plain = _plan(tiny, settings(), 2)
+    assert plain.reduced == 4 * (root + layer + layer)
+    assert plain.accumulated == 0
+    half = _plan(tiny, settings(param_dtype="bfloat16", gradient_accumulation_steps=4), 2)
+    assert half.reduced == 2 * (root + layer) + 4 * layer
+    assert half.accumulated == 4 * (root + 3 * layer)
+    assert any("gradient_accumulation_steps" in note for note in half.notes)
+
+
+def test_number_for_resharding_must_divide(tiny: Model, settings: Settings) -> None:
+    with pytest.raises(ConfigurationError, match="reshard_after_forward=3"):
+        _plan(tiny, settings(reshard_after_forward=3), 4)
+
+
+def test_copies_must_divide_the_ranks(tiny: Model, settings: Settings) -> None:
+    with pytest.raises(ConfigurationError, match=r"fsdp2\.replicas=3"):
+        _plan(tiny, settings(replicas=3), 4)
+
+
+class _Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.layers[0](input_ids.unsqueeze(-1).expand(-1, -1, 4) * self.gain)
+
+
+def test_parameter_without_dimension(settings: Settings) -> None:
+    with pytest.raises(ConfigurationError, match="gain"):
+        _plan(_Scalar, settings(), 2)
+    assert _plan(_Scalar, settings()).parameters == 4 * (4 * 4 + 4 + 1)
+
+
+def _adafactor(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    return Adafactor([p for _, p in named if p.requires_grad])
+
+
+def test_optimizer_that_reads_values_is_named(tiny: Model, settings: Settings) -> None:
+    with pytest.raises(ConfigurationError, match=r"Adafactor.*cannot step on the meta device"):
+        _plan(tiny, settings(), optimizer_factory=_adafactor)
+
+
+def test_model_that_reads_values_while_built_is_named(settings: Settings) -> None:
+    def reads() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        layer.bias.data.fill_(layer.weight.norm().item())
+        return layer
+
+    with pytest.raises(ConfigurationError, match=r"model_init.*meta device \(RuntimeError: .*item"):
+        _plan(reads, settings())
+
+
+def test_length_of_the_batch_is_needed(tiny: Model, settings: Settings) -> None:
+    with pytest.raises(ConfigurationError, match="sequence_length=None"):
+        plan(tiny, settings(), world_size=2)

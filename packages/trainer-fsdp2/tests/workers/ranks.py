@@ -1,0 +1,89 @@
+"""Starts ranks that share one import of torch, and writes down what each of them saw."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from dist_env import DistributedEnvInterface, DistributedEnvironment
+
+Scenario = Callable[[DistributedEnvInterface, Path], object]
+"""Called with this rank's environment and a folder that all ranks share; returns what JSON can hold."""
+
+LIMIT = 240
+"""Seconds after which a rank that still runs is ended."""
+TRAINING_TIMEOUT = 40
+"""Seconds that a rank waits for another one."""
+
+
+def run_world(world_size: int, directory: Path, scenarios: Mapping[str, Scenario]) -> None:
+    """Run scenarios on ranks that are forked from this process, which never has a process group.
+
+    Args:
+        world_size: How many ranks.
+        directory: Where `rank-<k>.json` and, at the end, `codes.json` are written.
+        scenarios: What to run, in this order.
+    """
+    torch.set_num_threads(1)
+    # Sharding imports this when it is first used; once here is cheaper than once in each rank.
+    importlib.import_module("torch._dynamo")
+    directory.mkdir()
+    port = _free_port()
+    ranks = [_fork(rank, world_size, port, directory, scenarios) for rank in range(world_size)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    (directory / "codes.json").write_text(json.dumps(codes))
+
+
+def _free_port() -> int:
+    with socket.create_server(("localhost", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _fork(rank: int, world_size: int, port: int, directory: Path, scenarios: Mapping[str, Scenario]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        signal.alarm(LIMIT)
+        _run_rank(rank, world_size, port, directory, scenarios)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_rank(
+    rank: int, world_size: int, port: int, directory: Path, scenarios: Mapping[str, Scenario]
+) -> None:
+    seen: dict[str, object] = {}
+    with DistributedEnvironment(
+        rank=rank,
+        local_rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        master_addr="localhost",
+        master_port=port,
+        no_accelerator=True,
+        training_timeout=TRAINING_TIMEOUT,
+    ) as env:
+        for name, scenario in scenarios.items():
+            folder = directory / name.replace(" ", "-")
+            try:
+                seen[name] = scenario(env, folder)
+            except Exception as error:
+                traceback.print_exc()
+                seen[name] = {"error": f"{type(error).__name__}: {error}"}
+            (directory / f"rank-{rank}.json").write_text(json.dumps(seen))

@@ -1,0 +1,118 @@
+"""Models and settings that do not fit each other, or the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from ranks import Scenario
+from tiny import VOCABULARY, WIDTH, Block, Tiny, trainer_of
+from torch import Tensor, nn
+
+from dist_env import DistributedEnvInterface
+
+
+class Flat(nn.Module):
+    """A model without blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(self.embed(input_ids))
+
+
+def shared_weight() -> nn.Module:
+    """Two blocks with one weight."""
+    model = Tiny()
+    model.layers[1].mixing.weight = model.layers[0].mixing.weight
+    return model
+
+
+def shared_module() -> nn.Module:
+    """Two blocks with one layer."""
+    model = Tiny()
+    model.layers[1].mixing = model.layers[0].mixing
+    return model
+
+
+def shared_with_root() -> nn.Module:
+    """A block with a weight of the rest of the model."""
+    model = Tiny()
+    model.layers[1].norm = model.norm
+    return model
+
+
+def with_scalar() -> nn.Module:
+    """A parameter without a dimension."""
+    model = Tiny()
+    model.layers[0].temperature = nn.Parameter(torch.ones(()))
+    return model
+
+
+def of_this_rank(env: DistributedEnvInterface) -> nn.Module:
+    """A model whose weights depend on the rank."""
+    model = Tiny()
+    with torch.no_grad():
+        model.layers[1].mixing.weight[3, 5] += 1e-3 * env.rank
+    return model
+
+
+def grown_with_rank(env: DistributedEnvInterface) -> nn.Module:
+    """A model whose size depends on the rank."""
+    return Tiny(layers=2 + env.rank)
+
+
+def built(
+    env: DistributedEnvInterface,
+    folder: Path,
+    model_init: Callable[[], nn.Module] = Tiny,
+    **settings: object,
+) -> object:
+    """Build the model, which is not what comes out of a refusal."""
+    trainer_of(env, folder, model_init, **settings).unwrapped_model()  # type: ignore[arg-type]
+    return {}
+
+
+def of_rank(make: Callable[[DistributedEnvInterface], nn.Module], *, given: bool = False) -> Scenario:
+    """A model that depends on the rank: built by the trainer, or given."""
+
+    def scenario(env: DistributedEnvInterface, folder: Path) -> object:
+        if given:
+            return built(env, folder, model=make(env))
+        return built(env, folder, partial(make, env))
+
+    return scenario
+
+
+OF_MODEL: dict[str, Scenario] = {
+    "class": partial(built, layer_classes=("Blok",)),
+    "path": partial(built, transformer_layers_path="layer"),
+    "path to a module": partial(built, transformer_layers_path="embed"),
+    "no blocks": partial(built, model_init=Flat),
+    "shared weight": partial(built, model_init=shared_weight),
+    "shared layer": partial(built, model_init=shared_module),
+    "shared with the rest": partial(built, model_init=shared_with_root),
+    "scalar": partial(built, model_init=with_scalar),
+    "weights of the rank": of_rank(of_this_rank),
+    "layers of the rank": of_rank(grown_with_rank),
+    "layers of the rank, built": of_rank(grown_with_rank, given=True),
+    "settings of the rank": lambda env, folder: built(env, folder, reshard_after_forward=env.rank == 0),
+}
+OF_MESH: dict[str, Scenario] = {
+    "replicas 3": partial(built, replicas=3),
+    "replicas 4": partial(built, replicas=4),
+    "reshard 3": partial(built, reshard_after_forward=3),
+    "reshard 3 of 2": partial(built, replicas=2, reshard_after_forward=3),
+}
+ACCEPTED: dict[str, Scenario] = {
+    "no blocks, one piece": partial(built, model_init=Flat, shard_transformer_layers=False),
+    "shared weight, one piece": partial(built, model_init=shared_weight, shard_transformer_layers=False),
+    "shared layer, one piece": partial(built, model_init=shared_module, shard_transformer_layers=False),
+}
+BLOCK = Block.__name__

@@ -1,0 +1,147 @@
+"""What happens in steps: how often gradients travel, and what is whole in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from ranks import Scenario
+from tiny import VOCABULARY, Batches, Tiny, losses, trainer_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.profiler import ProfilerActivity, profile
+
+from dist_env import DistributedEnvInterface
+from trainer_core import TextSamples
+
+STEPS = 6
+UNITS = 3
+"""Two blocks and the root."""
+
+
+def counted(env: DistributedEnvInterface, folder: Path, **settings: object) -> dict[str, object]:
+    """Collectives of a run by name, as torch's profiler sees them."""
+    trainer = trainer_of(env, folder, train=Batches(), max_steps=2, **settings)  # type: ignore[arg-type]
+    trainer.unwrapped_model()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        trainer.train()
+    calls = {event.key: event.count for event in profiled.key_averages() if event.key.startswith("c10d::")}
+    return {"calls": calls, "steps": trainer.state.global_step, "losses": losses(trainer)}
+
+
+def accumulating(env: DistributedEnvInterface, folder: Path) -> object:
+    """One microbatch a step, four, and four with copies."""
+    found = {
+        "1": counted(env, folder / "1"),
+        "4": counted(env, folder / "4", gradient_accumulation_steps=4),
+        "4, kept": counted(env, folder / "kept", gradient_accumulation_steps=4, reshard_after_forward=False),
+    }
+    if env.world_size == 4:
+        found["4, copies"] = counted(env, folder / "copies", gradient_accumulation_steps=4, replicas=2)
+    return found
+
+
+def whole_parameters(model: nn.Module) -> list[str]:
+    """Names of parameters that are not this rank's shards."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if not (isinstance(parameter, DTensor) and parameter.placements == (Shard(0),))
+    ]
+
+
+class Watch:
+    """Notes which parameters are not sharded, after what may have gathered them."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[str]] = {}
+
+    def _look(self, event: str, model: nn.Module) -> None:
+        self.found.setdefault(event, []).extend(whole_parameters(model))
+
+    def on_evaluate(self, args: object, state: object, control: object, **kw: object) -> None:
+        self._look("evaluation and samples", kw["model"])  # type: ignore[arg-type]
+
+    def on_step_begin(self, args: object, state: object, control: object, **kw: object) -> None:
+        self._look("the step before", kw["model"])  # type: ignore[arg-type]
+
+    def on_pre_optimizer_step(self, args: object, state: object, control: object, **kw: object) -> None:
+        self._look("the backward pass", kw["model"])  # type: ignore[arg-type]
+
+
+class Writer:
+    """Draws letters until the model draws the first one; remembers what it wrote."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, model: nn.Module, prompt: str) -> str:
+        ids = [ord(letter) % VOCABULARY for letter in prompt]
+        for _ in range(12):
+            logits = model(torch.tensor([ids[-5:]]))[0, -1]
+            ids.append(int(torch.multinomial(torch.softmax(3 * logits, dim=-1), 1)))
+            if ids[-1] < 5:
+                break
+        self.texts.append(" ".join(map(str, ids[len(prompt) :])))
+        return self.texts[-1]
+
+
+def evaluating(env: DistributedEnvInterface, folder: Path) -> object:
+    """A run that evaluates and writes in between, and one that does not."""
+    settings: dict[str, object] = {"train": Batches(), "max_steps": STEPS, "gradient_accumulation_steps": 2}
+    plain = trainer_of(env, folder / "plain", **settings)  # type: ignore[arg-type]
+    plain.train()
+    watch, writer = Watch(), Writer()
+    disturbed = trainer_of(
+        env,
+        folder / "disturbed",
+        evaluate=Batches(10),
+        callbacks=[TextSamples(["abc", "xy"], generate=writer), watch],
+        eval_strategy="steps",
+        eval_steps=2,
+        **settings,  # type: ignore[arg-type]
+    )
+    disturbed.train()
+    at_the_end = disturbed.evaluate()
+    return {
+        "losses": [losses(plain), losses(disturbed)],
+        "whole": watch.found,
+        "whole after evaluate()": whole_parameters(disturbed.unwrapped_model()),
+        "whole after training": whole_parameters(plain.unwrapped_model()),
+        "texts": writer.texts,
+        "eval_loss": at_the_end["eval_loss"],
+    }
+
+
+class Opinionated(Tiny):
+    """A model that sees things differently on each rank: its cache, which is not saved, differs."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        self.register_buffer("opinion", torch.randn(VOCABULARY, generator=generator), persistent=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits of this rank."""
+        return super().forward(input_ids) + self.opinion
+
+
+def generating(env: DistributedEnvInterface, folder: Path) -> object:
+    """Texts of ranks whose logits differ: in the context, and what ranks would write alone."""
+    trainer = trainer_of(env, folder, lambda: Opinionated(env.rank))
+    model, writer = trainer.unwrapped_model(), Writer()
+    with torch.no_grad(), trainer.parallel.generating():
+        torch.manual_seed(0)
+        for prompt in ("abc", "de", "f"):
+            writer(model, prompt)
+        inside = whole_parameters(model)
+    with torch.no_grad():
+        alone = model(torch.tensor([[1, 2, 3]]))[0, -1].tolist()
+    return {"texts": writer.texts, "inside": inside, "alone": alone}
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "accumulating": accumulating,
+    "evaluating": evaluating,
+    "generating": generating,
+}

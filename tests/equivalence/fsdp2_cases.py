@@ -1,0 +1,125 @@
+"""The rows of `FSDP2Trainer`: ranks that each hold a part of the model, with the global batches of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from trainer_fsdp2 import FSDP2Arguments
+
+from .case import (
+    BFLOAT16,
+    BY_EYE,
+    COMPILED,
+    PLAIN,
+    TIED,
+    UNCLIPPED,
+    Case,
+    adamw,
+    decay_by_name,
+)
+
+BLOCKS_BY_EYE = {**BY_EYE, "torch_compile_scope": "blocks"}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
+FULL = {"activation_checkpointing": "full"}
+
+
+def _ranks(name: str, *, ranks: int = 2, accumulation: int | None = None, **fields: object) -> Case:
+    """A row of FSDP2, by default with one microbatch for each rank and optimizer step.
+
+    Args:
+        name: Name of the row behind "FSDP2".
+        ranks: The processes.
+        accumulation: Microbatches of a global batch, over all ranks.
+        **fields: Of the case.
+    """
+    return Case(
+        name=f"FSDP2, {ranks} rank{'s' * (ranks > 1)}{', ' * bool(name)}{name}",
+        **{"runner": "ranks", "trainer": "fsdp2", **fields},  # type: ignore[arg-type]
+        world_size=ranks,
+        accumulation=accumulation or ranks,
+    )
+
+
+def _sharded(name: str, fsdp2: FSDP2Arguments, **fields: object) -> Case:
+    """A row with other settings of sharding."""
+    settings = {"fsdp2": fsdp2, **fields.pop("settings", {})}  # type: ignore[dict-item]
+    return _ranks(name, settings=settings, **fields)  # type: ignore[arg-type]
+
+
+def _restarted(name: str, **fields: object) -> Case:
+    """A row that is stopped and goes on."""
+    return _ranks(f"restarted{name}", **{"runner": "ranks, restarted", "accumulation": 4, **fields})  # type: ignore[arg-type]
+
+
+def _moved(name: str, **fields: object) -> Case:
+    """A row that goes on elsewhere; twelve rows can be divided among 1, 2, 3 and 4 ranks."""
+    return _restarted(name, recipe=TWELVE, **{"accumulation": 12, **fields})  # type: ignore[arg-type]
+
+
+TWELVE = replace(PLAIN, global_batch=12)
+HYBRID = FSDP2Arguments(replicas=2)
+
+FSDP2_CASES = [
+    _ranks("", ranks=1, accumulation=2),
+    _ranks(""),
+    _ranks("", ranks=4),
+    _ranks("accumulation 2", accumulation=4),
+    _ranks("accumulation 2", ranks=4, accumulation=8),
+    _ranks("own data", ranks=4, settings={"dispatch_batches": False}),
+    _sharded("not resharded", FSDP2Arguments(reshard_after_forward=False), accumulation=4),
+    _sharded("resharded to 2", FSDP2Arguments(reshard_after_forward=2), ranks=4),
+    _sharded("HSDP 2 x 2", HYBRID, ranks=4),
+    _sharded("HSDP 2 x 2, tied, accumulation 2", HYBRID, ranks=4, recipe=TIED, accumulation=8),
+    _sharded("the model as one piece", FSDP2Arguments(shard_transformer_layers=False)),
+    _sharded("by class, halves of blocks", FSDP2Arguments(layer_classes=("Attention", "FeedForward"))),
+    _sharded("prefetch 2", FSDP2Arguments(prefetch_depth=2), ranks=4),
+    _sharded("on the host", FSDP2Arguments(cpu_offload=True), accumulation=4),
+    # 101 rows of the embedding: 26, 26, 26 and 23.
+    _ranks("tied head", ranks=4, recipe=TIED),
+    _ranks("no clipping", recipe=UNCLIPPED),
+    _ranks("fused loss torch", settings={"fused_loss": "torch"}),
+    _ranks("fused loss chunked, tied", settings={"fused_loss": "chunked"}, recipe=TIED, accumulation=4),
+    _sharded("fused loss chunked, HSDP 2 x 2", HYBRID, ranks=4, settings={"fused_loss": "chunked"}),
+    _ranks("evaluation in between", settings=EVALUATED),
+    _ranks("optimizer groups by name", options=decay_by_name),
+    _ranks("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
+    _ranks("compiled model, inductor", settings=COMPILED),
+    _ranks("compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
+    _ranks("compiled blocks, aot_eager, tied", settings=BLOCKS_BY_EYE, recipe=TIED),
+    _ranks("checkpointing full", settings=FULL, accumulation=4),
+    _ranks("checkpointing operators", settings={"activation_checkpointing": "operators"}),
+    _ranks("checkpointing full, compiled blocks", settings={**BLOCKS_BY_EYE, **FULL}),
+    _sharded("checkpointing full, HSDP 2 x 2", HYBRID, ranks=4, settings=FULL),
+    _sharded(
+        "bfloat16 policy",
+        FSDP2Arguments(param_dtype="bfloat16"),
+        recipe=replace(PLAIN, autocast=True, fused=True),
+        accumulation=4,
+        tolerance=BFLOAT16,
+        because="layers compute in bfloat16",
+    ),
+    _ranks(
+        "bf16 autocast",
+        settings={"mixed_precision": "bf16"},
+        recipe=replace(PLAIN, autocast=True, fused=True),
+        accumulation=4,
+        tolerance=BFLOAT16,
+        because="what a last bit does in bfloat16",
+    ),
+    _restarted(""),
+    _restarted(", built on meta, tied", settings={"construct_model_on": "meta"}, recipe=TIED),
+    _restarted(", two optimizers", options=partial(decay_by_name, factory=adamw)),
+    _restarted(", HSDP 2 x 2", ranks=4, settings={"fsdp2": HYBRID}),
+    # Whoever saved it, whoever goes on.
+    _moved(" at 4, then Trainer", ranks=4, runner="ranks, then here"),
+    _moved(" at 4, then 1", ranks=4, next_world_size=1),
+    _moved(" at 4, then 2", ranks=4, next_world_size=2),
+    _moved(" at 4, then 3", ranks=4, next_world_size=3),
+    _moved(" at 4, then DDP 2", ranks=4, next_world_size=2, next_trainer="ddp"),
+    _moved(" after Trainer, at 4", ranks=4, runner="here, then ranks"),
+    _moved(" at 1, then 4", ranks=1, next_world_size=4),
+    _moved(" at 2, then 4", ranks=2, next_world_size=4),
+    _moved(" at 3, then 4", ranks=3, next_world_size=4),
+    _moved(" after DDP 2, at 4", trainer="ddp", next_world_size=4, next_trainer="fsdp2"),
+]
