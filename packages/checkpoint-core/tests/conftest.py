@@ -28,7 +28,7 @@ from checkpoint_core import (
 from checkpoint_core.component_files import plan_files
 from checkpoint_core.ranks.whole import own_state
 from checkpoint_core.state.capture import capture
-from dist_env import StaticDistributedEnvironment
+from dist_env import StaticDistributedEnvironment, forget_warnings
 
 # Without this, every run would leave a directory of examples in the working tree.
 set_hypothesis_home_dir(tempfile.gettempdir())
@@ -157,3 +157,9 @@ def store() -> Callable[..., Path]:
         return directory
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def _every_warning_is_heard() -> None:
+    """Each is given once a process; which tests ran before in it must not matter."""
+    forget_warnings()

@@ -19,6 +19,8 @@ import pytest
 import torch
 from hypothesis.configuration import set_hypothesis_home_dir
 
+from dist_env import forget_warnings
+
 # On a busy machine the threads of one operation wait for one another longer than they work.
 torch.set_num_threads(1)
 # Without this, every run would leave a directory of examples in the working tree.
@@ -110,3 +112,9 @@ def ordinary_user() -> Callable[[], AbstractContextManager[None]]:
             os.seteuid(user)
 
     return drop
+
+
+@pytest.fixture(autouse=True)
+def _every_warning_is_heard() -> None:
+    """Each is given once a process; which tests ran before in it must not matter."""
+    forget_warnings()

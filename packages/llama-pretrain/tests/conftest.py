@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dist_env import forget_warnings
 from llama_pretrain import Llama, LlamaConfig, preset
 
 # tests/hf compares with transformers. A session that installs the extra hf runs it; the plain one has none.
@@ -68,3 +69,9 @@ def _write_inputs(work: Path) -> Path:
 def write_inputs() -> Callable[[Path], Path]:
     """Writes 20 small files in `data` and a model of 2 layers of 32 in `shape`, and returns the directory."""
     return _write_inputs
+
+
+@pytest.fixture(autouse=True)
+def _every_warning_is_heard() -> None:
+    """Each is given once a process; which tests ran before in it must not matter."""
+    forget_warnings()

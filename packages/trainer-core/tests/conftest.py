@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dist_env import forget_warnings
 from trainer_core import Trainer, TrainingArguments
 
 VOCABULARY = 23
@@ -129,3 +130,9 @@ def curve() -> Callable[[Trainer], list[tuple[float, float]]]:
         ]
 
     return read
+
+
+@pytest.fixture(autouse=True)
+def _every_warning_is_heard() -> None:
+    """Each is given once a process; which tests ran before in it must not matter."""
+    forget_warnings()

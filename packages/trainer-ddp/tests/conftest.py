@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from dist_env import forget_warnings
+
 WORKERS = Path(__file__).parent / "workers"
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -113,3 +115,9 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
         return Job(finished, [json.loads(f.read_text()) if f.exists() else {} for f in files])
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _every_warning_is_heard() -> None:
+    """Each is given once a process; which tests ran before in it must not matter."""
+    forget_warnings()

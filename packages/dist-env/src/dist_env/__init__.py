@@ -6,7 +6,7 @@ from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTi
 from dist_env.heartbeat import Heartbeat
 from dist_env.host_sums import HostSums
 from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment
-from dist_env.logging import get_logger
+from dist_env.logging import forget_warnings, get_logger
 from dist_env.lost_ranks import naming_lost_ranks
 from dist_env.stall import RankStatus, StallReport
 
@@ -23,6 +23,7 @@ __all__ = [
     "StaticDistributedEnvironment",
     "barrier",
     "broadcast_object",
+    "forget_warnings",
     "gather_objects",
     "get_logger",
     "main_process_first",

@@ -53,6 +53,11 @@ def get_logger(name: str) -> logging.Logger:
     return logger
 
 
+def forget_warnings() -> None:
+    """Let each warning be given anew, as at the start of the process; for tests that look for one."""
+    _filter.forget()
+
+
 def parse_level(level: str | int) -> int:
     """The number of a level.
 
@@ -92,6 +97,9 @@ class _RankFilter(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def forget(self) -> None:
+        self._seen.clear()
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank, world_size = _speaker()

@@ -58,7 +58,8 @@ def plan_parser() -> Parser:
     """Return the parser of the options of `plan`."""
     parser = Parser(
         prog=f"{PROG} plan",
-        description="Say what a run needs of memory per GPU, before anything is allocated, and which layout fits.",
+        description="Say what memory a run needs on each GPU, before any of it is allocated, "
+        "and which layout fits.",
         epilog="The recommendation chooses fsdp2.replicas, activation checkpointing, a smaller batch and "
         "fsdp2.cpu_offload by itself; all other options are taken as they are given.",
     )
@@ -118,7 +119,9 @@ def _planned(name: str, args: PlanArguments) -> Planned:
             "lower it",
         )
     model_init = partial(Llama, config)
-    asked = plan(model_init, args, world_size=args.gpus, sequence_length=args.sequence_length)
+    asked = None
+    if args.model != "all":
+        asked = plan(model_init, args, world_size=args.gpus, sequence_length=args.sequence_length)
     recommended = recommend(
         model_init,
         args,

@@ -18,6 +18,7 @@ _COLUMNS: Mapping[str, str] = {
     "margin": "margin",
     "total": "total",
 }
+_REST = "Add --data and --tokenizer; the plan counts the vocabulary in the shape of the model."
 OF_THE_TRAINER: Mapping[str, Sequence[str]] = {
     "how much at once": ("per_device_train_batch_size", "gradient_accumulation_steps"),
     "precision and loss": ("mixed_precision", "default_dtype", "fused_loss", "torch_compile"),
@@ -54,18 +55,20 @@ class Planned:
     """One model: what was asked about, and what is recommended."""
 
     name: str
-    asked: MemoryPlan
+    asked: MemoryPlan | None
+    """Of one model only."""
     recommended: Recommendation
 
 
 def details(planned: Planned, gpus: Gpus) -> str:
     """One model: its memory as asked, the layouts that were tried, and what to type."""
     found = planned.recommended
-    parts = [f"{planned.name} as given: {planned.asked}", "", f"{gpus}, fastest layout first:", str(found)]
+    asked = [] if planned.asked is None else [f"{planned.name} as given: {planned.asked}", ""]
+    parts = [*asked, f"{gpus}, fastest layout first:", str(found)]
     if found.plan != planned.asked:
         parts += ["", f"{found.layout}: {found.plan}"]
     if found.fits:
-        parts += ["", command(planned.name, found, gpus)]
+        parts += ["", command(planned.name, found, gpus), _REST]
     return "\n".join(parts)
 
 
@@ -82,14 +85,14 @@ def overview(planned: Sequence[Planned], gpus: Gpus) -> str:
             told.append(_told_host(each))
     commands = [command(each.name, each.recommended, gpus) for each in planned if each.recommended.fits]
     head = f"{gpus}, rows of {gpus.sequence_length} tokens; GiB per GPU:"
-    return "\n".join([head, *_table(rows), *told, "", *commands])
+    return "\n".join([head, *_table(rows), *told, "", *commands, _REST])
 
 
 def _told_host(planned: Planned) -> str:
     found = planned.recommended
     instead = "" if found.gpus_needed is None else f"; {found.gpus_needed} GPUs could do without"
     host = found.plan.on_host / _GIB
-    return f"{planned.name}: parameters, gradients and optimizer take {host:.1f} GiB of the host per GPU{instead}"
+    return f"{planned.name}: parameters, gradients, optimizer: {host:.1f} GiB of the host per GPU{instead}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -140,10 +143,16 @@ def _changed(name: str, value: object, default: object) -> Iterator[str]:
     flag = name.replace("_", "-")
     if isinstance(value, bool) and name != "fsdp2.reshard_after_forward":
         yield f"--{flag}" if value else f"--no-{flag}"
-    elif isinstance(value, tuple):
-        yield f"--{flag} {','.join(map(str, value))}"
     else:
-        yield f"--{flag} {str(value).lower() if isinstance(value, bool) else value}"
+        yield f"--{flag} {_word(value)}"
+
+
+def _word(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def as_json(planned: Planned, gpus: Gpus) -> dict[str, object]:
@@ -152,7 +161,7 @@ def as_json(planned: Planned, gpus: Gpus) -> dict[str, object]:
     return {
         "model": planned.name,
         **vars(gpus),
-        "as_given": planned.asked.to_json(),
+        "as_given": None if planned.asked is None else planned.asked.to_json(),
         "recommended": {
             "layout": found.layout,
             "fits": found.fits,

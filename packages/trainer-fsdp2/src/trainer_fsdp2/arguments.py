@@ -34,6 +34,8 @@ class FSDP2Arguments:
     """Names of module classes to shard by themselves, instead of the blocks of transformer_layers_path."""
     prefetch_depth: int | None = None
     """Layers whose weights are gathered ahead of the one that computes; none: torch's own order, one."""
+    fp8_all_gather: bool = False
+    """With fp8_recipe="tensorwise": gather the weights of FP8 layers in float8, half the bytes of bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)

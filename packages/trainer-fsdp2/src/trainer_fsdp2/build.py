@@ -58,7 +58,7 @@ def build_sharded(
     model, values = construct_without_weights(source, args, device)
     if values is None:
         share(model)
-    convert_model(model, args, device)
+    convert_model(model, args, device, gathered_in_fp8=args.fsdp2.fp8_all_gather)
     refuse_scalars(model)
     units = units_of(model, args)
     shard(model, units, mesh, args.fsdp2, device)

@@ -62,6 +62,13 @@ def _check_combinations(args: FSDP2TrainingArguments) -> None:
             "needs a loss scale that the shards of all ranks decide on together, which torch does not have",
             "use bf16",
         )
+    if fsdp2.fp8_all_gather and args.fp8_recipe != "tensorwise":
+        raise ConfigurationError(
+            "fsdp2.fp8_all_gather",
+            True,
+            f"needs fp8_recipe='tensorwise', whose scales fit any shard, and it is {args.fp8_recipe!r}",
+            "set fp8_recipe='tensorwise', or leave it out",
+        )
     if not fsdp2.shard_transformer_layers:
         for name in ("layer_classes", "prefetch_depth"):
             value = getattr(fsdp2, name)

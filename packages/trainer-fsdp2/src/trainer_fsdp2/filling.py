@@ -8,6 +8,9 @@ from torch.distributed.tensor import DTensor
 
 from trainer_core import InitialValues
 
+_PIECE = 2**18
+"""Elements that are in float64 at a time."""
+
 
 @torch.no_grad()
 def fill_shards(
@@ -33,7 +36,7 @@ def fill_shards(
         made = _like(parameter, torch.empty_like(parameter, device=device))
         if values is not None:
             whole = values[name]
-            sums[name] = (whole.double().sum().item(), whole.double().square().sum().item())
+            sums[name] = _sums(whole)
             copy_own_part(made, whole)
         for module, attribute in places[id(parameter)]:
             setattr(module, attribute, made)
@@ -67,6 +70,14 @@ def own_rows(parameter: DTensor) -> int:
     shards, rows = mesh.size(mesh.ndim - 1), parameter.shape[0]
     size = -(-rows // shards)
     return min(mesh.get_local_rank(mesh.ndim - 1) * size, rows)
+
+
+def _sums(whole: Tensor) -> tuple[float, float]:
+    """Sum and sum of squares in float64, piece by piece: as a whole that would be twice the value's size."""
+    pieces = (piece.double() for piece in whole.reshape(-1).split(_PIECE))
+    sums = [torch.stack([piece.sum(), piece.square().sum()]) for piece in pieces]
+    total, squares = torch.stack(sums).sum(dim=0).tolist() if whole.numel() else (0.0, 0.0)
+    return total, squares
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

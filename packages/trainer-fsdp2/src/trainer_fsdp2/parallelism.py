@@ -23,6 +23,7 @@ from trainer_core import (
 
 from .arguments import FSDP2TrainingArguments
 from .build import build_sharded
+from .float8 import scale_float8
 from .generation import logits_of_rank_0
 from .mesh import check_replicas, sharding_mesh
 from .sharding import drop_gathered, fsdp_modules
@@ -89,6 +90,11 @@ class FSDP2Parallelism(DataParallel):
             for module in fsdp_modules(self.model):
                 module.set_requires_gradient_sync(last, recurse=False)
         return super().forward_backward(batch, loss, args, divisor=divisor, last=last)
+
+    def after_step(self, step: int) -> None:
+        """Find the scales of weights that are gathered in float8 again, for all layers at once."""
+        if self._sharded and self._args.fsdp2.fp8_all_gather:
+            scale_float8(self.model)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Measure the norm over the shards of all ranks, and scale the gradient down if it is longer."""

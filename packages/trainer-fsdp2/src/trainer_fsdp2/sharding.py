@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from trainer_core import ConfigurationError
 
 from .arguments import FSDP2Arguments
+from .float8 import gather_float8
 from .policy import offload_policy, precision_policy
 from .units import Unit
 
@@ -56,6 +57,8 @@ def shard(
         zeros_for_unused = getattr(sharded, "set_reduce_scatter_unused_params", None)
         if callable(zeros_for_unused):  # torch 2.11 does not have it
             zeros_for_unused(True)
+    if settings.fp8_all_gather:
+        gather_float8(model, mesh)
     if settings.prefetch_depth is not None:
         _prefetch([cast(FSDPModule, module) for _, module in units], settings.prefetch_depth)
 

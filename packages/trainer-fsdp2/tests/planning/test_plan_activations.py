@@ -156,6 +156,14 @@ def test_autocast_keeps_casts_of_all_weights(tiny: Model, settings: Settings) ->
     assert gathered.notes == ()
 
 
+def test_float8_counts_as_bf16_without_the_gpu_that_has_it(tiny: Model, settings: Settings) -> None:
+    plain = _planned(tiny, settings(param_dtype="bfloat16"), world_size=2)
+    given = {"fp8_recipe": "tensorwise", "fp8_dim_alignment": 32, "fp8_all_gather": True}
+    found = _planned(tiny, settings(param_dtype="bfloat16", **given), world_size=2)
+    assert found.total == plain.total
+    assert any("fp8_recipe" in note for note in found.notes)
+
+
 def test_offloaded_activations_are_on_the_host(tiny: Model, settings: Settings) -> None:
     usual, away = (_planned(tiny, settings(enable_activation_offloading=on)) for on in (False, True))
     assert away.on_host == usual.saved_activations

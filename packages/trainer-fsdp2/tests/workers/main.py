@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import kinds
+import lost
 import memory
 import refusals
 import steps
@@ -16,10 +17,13 @@ LAUNCHES: dict[str, dict[str, tuple[int, dict[str, Scenario]]]] = {
     "few": {
         "2": (2, values.SCENARIOS | steps.SCENARIOS | kinds.SCENARIOS),
         "2, refused": (2, refusals.ACCEPTED | refusals.OF_MODEL),
+        "2, killed": (2, lost.SCENARIOS),
         "3": (3, values.SCENARIOS),
     },
     "four": {
-        "4": (4, memory.SCENARIOS),
+        memory.SAVING: (4, memory.SCENARIOS),
+        "4, resumed": (4, memory.RESUMED),
+        "4, resumed on meta": (4, memory.RESUMED_ON_META),
         "4, refused": (4, refusals.OF_MESH | {"accumulating": steps.accumulating}),
     },
 }

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 from ranks import Scenario
-from tiny import VOCABULARY, WIDTH, Block, Tiny, trainer_of
+from tiny import VOCABULARY, WIDTH, Batches, Tiny, losses, trainer_of
 from torch import Tensor, nn
 
-from dist_env import DistributedEnvInterface
+from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
 
 class Flat(nn.Module):
@@ -45,6 +45,13 @@ def shared_with_root() -> nn.Module:
     """A block with a weight of the rest of the model."""
     model = Tiny()
     model.layers[1].norm = model.norm
+    return model
+
+
+def one_block_twice() -> nn.Module:
+    """A model that goes through one block two times."""
+    model = Tiny()
+    model.layers[1] = model.layers[0]
     return model
 
 
@@ -110,9 +117,28 @@ OF_MESH: dict[str, Scenario] = {
     "reshard 3": partial(built, reshard_after_forward=3),
     "reshard 3 of 2": partial(built, replicas=2, reshard_after_forward=3),
 }
+
+
+def trained(
+    env: DistributedEnvInterface, folder: Path, model_init: Callable[[], nn.Module], **settings: object
+) -> object:
+    """The curve of the ranks, and that of one process with the same batches."""
+    trainer = trainer_of(env, folder, model_init, train=Batches(), **settings)  # type: ignore[arg-type]
+    trainer.train()
+    alone = trainer_of(
+        StaticDistributedEnvironment(),
+        folder / f"alone-{env.rank}",
+        model_init,
+        train=Batches(),
+        gradient_accumulation_steps=env.world_size,
+    )
+    alone.train()
+    return {"losses": losses(trainer), "alone": losses(alone)}
+
+
 ACCEPTED: dict[str, Scenario] = {
-    "no blocks, one piece": partial(built, model_init=Flat, shard_transformer_layers=False),
-    "shared weight, one piece": partial(built, model_init=shared_weight, shard_transformer_layers=False),
-    "shared layer, one piece": partial(built, model_init=shared_module, shard_transformer_layers=False),
+    "no blocks, one piece": partial(trained, model_init=Flat, shard_transformer_layers=False),
+    "shared weight, one piece": partial(trained, model_init=shared_weight, shard_transformer_layers=False),
+    "shared layer, one piece": partial(trained, model_init=shared_module, shard_transformer_layers=False),
+    "one block twice": partial(trained, model_init=one_block_twice),
 }
-BLOCK = Block.__name__

@@ -38,13 +38,16 @@ def prepare_model(
     return convert_model(construct(source, args, device, weights_will_be_loaded=weights_follow), args, device)
 
 
-def convert_model(model: nn.Module, args: TrainingArguments, device: torch.device) -> nn.Module:
+def convert_model(
+    model: nn.Module, args: TrainingArguments, device: torch.device, *, gathered_in_fp8: bool = False
+) -> nn.Module:
     """Convert the layers of a built model, and exchange the forward of checkpointed blocks; in place.
 
     Args:
         model: The model; its parameters may be on the meta device.
         args: fp8_*, qat_recipe and activation_checkpointing*.
         device: Where the model will compute.
+        gathered_in_fp8: Whether the weights of FP8 layers will be sharded, and gathered in float8.
 
     Returns:
         The model.
@@ -55,7 +58,7 @@ def convert_model(model: nn.Module, args: TrainingArguments, device: torch.devic
     from ..precision import convert_to_fp8, prepare_qat
 
     if args.fp8_recipe is not None:
-        convert_to_fp8(model, args, device)
+        convert_to_fp8(model, args, device, gathered=gathered_in_fp8)
     if args.qat_recipe is not None:
         prepare_qat(model, args, device)
     blocks = checkpoint_activations(model, args)

@@ -29,7 +29,9 @@ logger = get_logger(__name__)
 _SHARE_OF_PRODUCTS = {"tensorwise": 1.0, "rowwise": 1.0, "rowwise_with_gw_hp": 2 / 3}
 
 
-def convert_to_fp8(model: nn.Module, args: BaseTrainingArguments, device: torch.device) -> ConversionReport:
+def convert_to_fp8(
+    model: nn.Module, args: BaseTrainingArguments, device: torch.device, *, gathered: bool = False
+) -> ConversionReport:
     """Replace the eligible linear layers of a model, in place; weights stay and keep their names.
 
     Eligible are plain `nn.Linear` whose two sizes are multiples of `fp8_dim_alignment`, that are not the
@@ -42,6 +44,7 @@ def convert_to_fp8(model: nn.Module, args: BaseTrainingArguments, device: torch.
         args: `fp8_recipe`, `fp8_dim_alignment`, `fp8_exclude`, `fp8_emulate`, `mixed_precision` (what the
             trial runs under) and `torch_compile`.
         device: Where the model will compute.
+        gathered: Whether weights will be sharded, and are to be gathered in float8; for the recipe tensorwise.
 
     Returns:
         What was converted and what was not.
@@ -60,7 +63,7 @@ def convert_to_fp8(model: nn.Module, args: BaseTrainingArguments, device: torch.
         raise _nothing_to_convert(recipe, choice)
     config = _config(args, recipe)
     _try_layers(args, recipe, config, choice, device)
-    _convert(model, config, choice)
+    _convert(model, dataclasses.replace(config, enable_fsdp_float8_all_gather=gathered), choice)
     report = _report(model, args, recipe, choice, versions)
     logger.info("%s", report)
     if not args.torch_compile:

@@ -14,6 +14,11 @@ LEFT_OUT = "fragmentation of the allocator, workspaces of kernels, buffers of NC
 """What the margin stands for."""
 
 
+def margin_of(size: int) -> int:
+    """The margin on so many bytes."""
+    return int(MARGIN_SHARE * size) + MARGIN_BYTES
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Memory of one rank, the fullest one, in bytes.
@@ -65,7 +70,7 @@ class MemoryPlan:
     @property
     def margin(self) -> int:
         """5 % of the rest and 1 GiB, for what is left out (see `LEFT_OUT`)."""
-        return int(MARGIN_SHARE * self._without_margin) + MARGIN_BYTES
+        return margin_of(self._without_margin)
 
     @property
     def total(self) -> int:

@@ -31,6 +31,7 @@ def outline(model_init: ModelInit, args: FSDP2TrainingArguments) -> nn.Module:
     plain = replace(
         args,
         construct_model_on="device",
+        fsdp2=replace(args.fsdp2, fp8_all_gather=False),
         **(_WITHOUT_FP8 if args.fp8_recipe is not None else {}),  # type: ignore[arg-type]
     )
     try:

@@ -11,7 +11,7 @@ from trainer_core import ConfigurationError, ModelInit
 
 from ..arguments import FSDP2TrainingArguments
 from .activations import Activations, estimate_activations
-from .memory_plan import MemoryPlan
+from .memory_plan import MemoryPlan, margin_of
 from .mesh import Mesh, mesh_of
 from .outline import outline
 from .state import OptimizerFactory, ShardedState, sharded_state
@@ -131,6 +131,13 @@ class Planner:
             per_rank=tuple(rank.total for rank in state.ranks),
             notes=_notes(args, mesh),
         )
+
+    def least(self, args: FSDP2TrainingArguments, mesh: Mesh) -> int:
+        """Bytes of the device that a layout needs before any activation; takes no time."""
+        model = outline(self._model_init, args)
+        state = self._state(model, args, mesh.shards, 1).ranks[0].total
+        size = sum(transient(model, args, mesh)) + (0 if args.fsdp2.cpu_offload else state)
+        return size + margin_of(size)
 
     def _state(
         self, model: nn.Module, args: FSDP2TrainingArguments, shards: int, ranks: int | None

@@ -92,17 +92,15 @@ def recommend(
     """
     _check(world_size, gpu_memory, gpus_per_node)
     planner = Planner(model_init, sequence_length=sequence_length, optimizer_factory=optimizer_factory)
-    available = int(gpu_memory * GIB)
     rejected: list[Rejected] = []
     for candidate in _candidates(args, world_size, gpus_per_node):
-        planned = planner.plan(candidate.args, candidate.mesh, ranks=1)
-        fits = planned.total <= available
-        if fits:
+        reason = _why_not(planner, candidate, gpu_memory)
+        if reason is None:
             break
-        rejected.append(Rejected(candidate.layout, f"{_needs(planned)} of {gpu_memory:g}"))
-    needed = None
-    if fits and planned.state_on_host:
-        needed = _gpus_needed(planner, args, available, world_size)
+        rejected.append(Rejected(candidate.layout, reason))
+    fits, needed = reason is None, None
+    if fits and candidate.args.fsdp2.cpu_offload:
+        needed = _gpus_needed(planner, args, gpu_memory, world_size)
     return Recommendation(
         layout=candidate.layout,
         args=candidate.args,
@@ -199,18 +197,27 @@ def _halves(batch: int) -> Iterator[int]:
         batch //= 2
 
 
+def _why_not(planner: Planner, candidate: _Candidate, gpu_memory: float) -> str | None:
+    """Why a candidate does not fit; None if it does."""
+    least = planner.least(candidate.args, candidate.mesh)
+    if least > gpu_memory * GIB:
+        return f"needs {least / GIB:.1f} GiB of {gpu_memory:g}, before any activation"
+    planned = planner.plan(candidate.args, candidate.mesh, ranks=1)
+    return f"{_needs(planned)} of {gpu_memory:g}" if planned.total > gpu_memory * GIB else None
+
+
 def _needs(planned: MemoryPlan) -> str:
     return f"needs {planned.total / GIB:.1f} GiB"
 
 
 def _gpus_needed(
-    planner: Planner, args: FSDP2TrainingArguments, available: int, world_size: int
+    planner: Planner, args: FSDP2TrainingArguments, gpu_memory: float, world_size: int
 ) -> int | None:
     """GPUs over which one copy fits with batch 1 and all blocks checkpointed; doubled until it does."""
     gpus = 2 * world_size
     while gpus <= _MOST_GPUS:
         mesh = Mesh(gpus)
-        if planner.plan(_changed(args, mesh, _ALL, 1), mesh, ranks=1).total <= available:
+        if _why_not(planner, _Candidate("", _changed(args, mesh, _ALL, 1), mesh), gpu_memory) is None:
             return gpus
         gpus *= 2
     return None

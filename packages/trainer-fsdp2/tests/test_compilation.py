@@ -1,0 +1,42 @@
+"""torch.compile compiles sharded models: something, in the right place, and once for all blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+BLOCKS = {
+    "2 blocks": [f"layers.{index}" for index in range(2)],
+    "5 blocks": [f"layers.{i}" for i in range(5)],
+}
+
+
+@pytest.fixture
+def compiling(world: Callable[..., Any]) -> list[Any]:
+    """What each rank compiled."""
+    found: list[Any] = world("few", "2").seen("compiling")
+    return found
+
+
+def test_the_model_is_compiled(compiling: list[Any]) -> None:
+    for seen in compiling:
+        assert seen["model"]["compiled"] == [""]
+        assert seen["model"]["graphs"] > 0
+        assert seen["model"]["recompiles"] == 0
+
+
+def test_blocks_are_compiled_once_for_all(compiling: list[Any]) -> None:
+    for seen in compiling:
+        for name, blocks in BLOCKS.items():
+            assert seen[name]["compiled"] == blocks
+            # One graph for the whole of a block: what gathers and drops weights does not tear it.
+            assert seen[name]["graphs"] == 1, name
+            assert seen[name]["recompiles"] == 0
+
+
+def test_curves_are_those_of_the_model_as_it_is(compiling: list[Any]) -> None:
+    for seen in compiling:
+        assert seen["model"]["losses"] == pytest.approx(seen["eager"], rel=1e-6)
+        assert seen["2 blocks"]["losses"] == pytest.approx(seen["eager"], rel=1e-6)

@@ -1,0 +1,85 @@
+"""Gradients travel once a step, and what evaluation and generation gather is dropped again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+UNITS = 3
+"""Two blocks and the root."""
+GATHERED = 5
+"""Gathers of one microbatch: each block for the forward and the backward pass, the root for both at once."""
+
+
+@pytest.fixture(params=["2", "4"], ids="{} ranks".format)
+def accumulating(request: pytest.FixtureRequest, world: Callable[..., Any]) -> list[Any]:
+    """Collectives of each rank."""
+    launch, name = {"2": ("few", "2"), "4": ("four", "4, refused")}[request.param]
+    found: list[Any] = world(launch, name).seen("accumulating")
+    return found
+
+
+def test_gradients_travel_once_a_step(accumulating: list[Any]) -> None:
+    for seen in accumulating:
+        for name, run in seen.items():
+            assert run["steps"] == 2
+            assert run["calls"]["_reduce_scatter_base_"] == run["steps"] * UNITS, name
+
+
+def test_copies_add_their_gradients_up_once_a_step(accumulating: list[Any]) -> None:
+    for seen in accumulating:
+        assert ("4, copies" in seen) == (len(accumulating) == 4)
+        for name, run in seen.items():
+            assert run["calls"].get("allreduce_", 0) == (2 * UNITS if "copies" in name else 0), name
+
+
+def test_weights_are_gathered_for_each_microbatch(accumulating: list[Any]) -> None:
+    for seen in accumulating:
+        gathers = {name: run["calls"]["_allgather_base_"] for name, run in seen.items()}
+        assert gathers["1"] == 2 * GATHERED
+        assert gathers["4"] == 2 * 4 * GATHERED
+        assert gathers["4, kept"] <= 2 * 4 * UNITS
+
+
+def test_accumulated_curves_do_not_depend_on_where_weights_rest(accumulating: list[Any]) -> None:
+    for seen in accumulating:
+        assert seen["4"]["losses"] != seen["1"]["losses"]
+        for name in set(seen) - {"1", "4"}:
+            assert seen[name]["losses"] == pytest.approx(seen["4"]["losses"], rel=1e-6), name
+
+
+def test_parameters_are_shards_again(world: Callable[..., Any]) -> None:
+    for seen in world("few", "2").seen("evaluating"):
+        assert seen["whole"] == {
+            "evaluation and samples": [],
+            "the step before": [],
+            "the backward pass": [],
+        }
+        assert seen["whole after evaluate()"] == []
+        assert seen["whole after training"] == []
+
+
+def test_evaluation_and_samples_leave_the_curve_alone(world: Callable[..., Any]) -> None:
+    first, *others = world("few", "2").seen("evaluating")
+    plain, disturbed = first["losses"]
+    assert len(plain) == 6
+    assert plain == disturbed
+    assert all(other["losses"] == first["losses"] for other in others)
+    assert all(other["eval_loss"] == first["eval_loss"] for other in others)
+
+
+def test_all_ranks_write_the_same_text(world: Callable[..., Any]) -> None:
+    first, *others = world("few", "2").seen("evaluating")
+    # Three rounds in training and one at the end, with two prompts.
+    assert len(first["texts"]) == 8
+    assert len(set(first["texts"])) > 2
+    assert all(other["texts"] == first["texts"] for other in others)
+
+
+def test_logits_that_differ_become_those_of_rank_0(world: Callable[..., Any]) -> None:
+    first, second = world("few", "2").seen("generating")
+    assert first["alone"] != second["alone"], "outside of the context ranks see things differently"
+    assert first["texts"] == second["texts"]
+    assert len({len(text.split()) for text in first["texts"]}) > 1, "texts of several lengths"
