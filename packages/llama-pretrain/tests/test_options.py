@@ -131,7 +131,7 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
         ("dataloader_num_workers: 2", "dataloader_num_workers=2: has no effect"),
         ("overwrite_output_dir: true", "overwrite_output_dir=True: has no effect"),
         ("max-steps: 5\nmax_steps: 6", "given twice"),
-        ("trainer: dpp", "trainer='dpp': must be one of 'single', 'ddp'; did you mean 'ddp'?"),
+        ("trainer: dpp", "trainer='dpp': must be one of 'single', 'ddp', 'fsdp2'; did you mean 'ddp'?"),
         ("trainer: none", "trainer='none': must be one of 'single', 'ddp'"),
         ("dispatch_batches: false", "dispatch_batches=False: has no effect with trainer='single'"),
         (
@@ -148,6 +148,8 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
         ("trainer: ddp\nddp: {bucket_cap_mb: 5, bucket-cap-mb: 6}", "ddp.bucket_cap_mb=6: is given twice"),
         ("trainer: ddp\nddp: {bucket_cap_mb: 5}\nddp.bucket_cap_mb: 6", "given twice"),
         ("trainer: ddp\nfuse_optim_with_backward: true", "fuse_optim_with_backward=True"),
+        ("trainer: fsdp2\nfsdp2: {replicas: 0}", "fsdp2.replicas=0"),
+        ("trainer: ddp\nfsdp2: {replicas: 2}", "fsdp2.replicas=2: has no effect with trainer='ddp'"),
         ("max_steps: [", "malformed"),
         ("- 1", "must hold names with values"),
     ],

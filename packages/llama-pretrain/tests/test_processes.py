@@ -39,9 +39,13 @@ def _words(work: Path, output: str, *more: str) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))] + list(more)
 
 
-def _ddp(work: Path, output: str, *more: str) -> list[str]:
+def _several(work: Path, output: str, trainer: str, *more: str) -> list[str]:
     """The same global batch on two ranks."""
-    return _words(work, output, "--trainer", "ddp", "--gradient-accumulation-steps", "1", *more)
+    return _words(work, output, "--trainer", trainer, "--gradient-accumulation-steps", "1", *more)
+
+
+def _ddp(work: Path, output: str, *more: str) -> list[str]:
+    return _several(work, output, "ddp", *more)
 
 
 def _torchrun(words: Sequence[str]) -> subprocess.Popen[str]:
@@ -103,10 +107,11 @@ def test_one_curve_from_one_process_over_two_and_back(work: Path, capsys: pytest
     stopped_at = max(int(path.name.rpartition("-")[2]) for path in (work / "relay").glob("checkpoint-*"))
     assert stopped_at in (9, 10)
 
-    run = _torchrun(["-m", "llama_pretrain", "train", *_ddp(work, "relay", "--max-steps", "18")])
+    run = _torchrun(["-m", "llama_pretrain", "train", *_several(work, "relay", "fsdp2", "--max-steps", "18")])
     shown = _finish(run)
     assert run.returncode == 0, shown
     assert f"resumed at step {stopped_at}" in shown
+    assert "changed    trainer: ddp at the last start, now fsdp2" in shown
     for line in ("held-out loss", "sample, temperature", "done in", "loss curve  "):
         assert shown.count(line) == 1, shown
     files = {path.name for path in (work / "relay").iterdir() if path.is_file()}
@@ -115,7 +120,7 @@ def test_one_curve_from_one_process_over_two_and_back(work: Path, capsys: pytest
 
     capsys.readouterr()
     assert main(_words(work, "relay")) == 0
-    assert "changed    trainer: ddp at the last start, now single" in capsys.readouterr().out
+    assert "changed    trainer: fsdp2 at the last start, now single" in capsys.readouterr().out
     for key in ("loss", "grad_norm", "learning_rate", "total_tokens", "eval_loss", "eval_tokens"):
         expected = _curve(work / "whole", key)
         assert _curve(work / "relay", key) == pytest.approx(expected, rel=1e-5), key

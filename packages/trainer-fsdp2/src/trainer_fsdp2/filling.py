@@ -74,7 +74,7 @@ def own_rows(parameter: DTensor) -> int:
 
 def _sums(whole: Tensor) -> tuple[float, float]:
     """Sum and sum of squares in float64, piece by piece: as a whole that would be twice the value's size."""
-    pieces = (piece.double() for piece in whole.reshape(-1).split(_PIECE))
+    pieces = (piece.double() for piece in torch.split(whole.reshape(-1), _PIECE))
     sums = [torch.stack([piece.sum(), piece.square().sum()]) for piece in pieces]
     total, squares = torch.stack(sums).sum(dim=0).tolist() if whole.numel() else (0.0, 0.0)
     return total, squares

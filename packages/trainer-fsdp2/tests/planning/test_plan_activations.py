@@ -128,6 +128,11 @@ def test_attention_keeps_no_matrix_of_sequence_by_sequence(tiny: Model, settings
     assert with_matrices > 0.95 * 3 * 2 * 2 * 2048**2 * 4  # layers, examples, heads, float32
 
 
+def test_dropout_in_attention_keeps_no_matrix(tiny: Model, settings: Settings) -> None:
+    usual, dropping = (_planned(lambda p=p: tiny(dropout=p), settings(), 512) for p in (0.0, 0.5))
+    assert dropping.saved_activations == usual.saved_activations
+
+
 def test_fused_loss_leaves_the_logits_away(tiny: Model, settings: Settings) -> None:
     length = 4096
     whole = _planned(tiny, settings(param_dtype="bfloat16"), length)

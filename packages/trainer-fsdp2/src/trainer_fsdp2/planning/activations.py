@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from dist_env import StaticDistributedEnvironment
@@ -25,6 +27,8 @@ from .outline import exchange_tensors, reason
 from .transient import is_sharded
 
 _HOST = torch.device("cpu")
+_DROPOUT = 4
+"""Place of `dropout_p` among the arguments of scaled_dot_product_attention."""
 
 
 class Activations(NamedTuple):
@@ -100,9 +104,21 @@ def _loss(model: nn.Module, args: FSDP2TrainingArguments) -> TokenLoss:
 
 def _attention(args: FSDP2TrainingArguments) -> AbstractContextManager[object]:
     """Only the plain implementation keeps matrices of sequence by sequence."""
-    if args.sdpa_backend in ("math", ("math",)):
-        return sdpa_kernel(SDPBackend.MATH)
-    return nullcontext()
+    plain = args.sdpa_backend in ("math", ("math",))
+    return sdpa_kernel(SDPBackend.MATH) if plain else _WithoutDropout()  # type: ignore[no-untyped-call]
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Leaves dropout out of attention: a GPU's flash kernel keeps a seed for it, and the CPU's has none."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            named.pop("dropout_p", None)
+            args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :]) if len(args) > _DROPOUT else args
+        return func(*args, **named)
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

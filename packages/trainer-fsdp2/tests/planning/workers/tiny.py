@@ -12,8 +12,9 @@ VOCABULARY, WIDTH, HEADS = 23, 16, 2
 class Block(nn.Module):
     """Attention and feed-forward."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norm = nn.LayerNorm(width)
         self.mixing = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
@@ -24,7 +25,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, positions, width] to the same shape."""
         heads = self.mixing(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
+        mixed = F.scaled_dot_product_attention(*heads.unbind(), dropout_p=self.dropout, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         return x + self.scale * self.down(F.gelu(self.up(x)))
 
@@ -32,10 +33,12 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     """Embedding, blocks and a head tied to the embedding."""
 
-    def __init__(self, *, layers: int = 3, width: int = WIDTH, frozen: bool = True) -> None:
+    def __init__(
+        self, *, layers: int = 3, width: int = WIDTH, frozen: bool = True, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
