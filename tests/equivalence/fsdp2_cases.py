@@ -1,4 +1,4 @@
-"""The rows of `FSDP2Trainer`: ranks that each hold a part of the model, with the global batches of one process."""
+"""The rows of `FSDP2Trainer`: ranks that hold parts of the model, with the global batches of one process."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ FSDP2_CASES = [
     _ranks("accumulation 2", ranks=4, accumulation=8),
     _ranks("own data", ranks=4, settings={"dispatch_batches": False}),
     _sharded("not resharded", FSDP2Arguments(reshard_after_forward=False), accumulation=4),
+    _sharded("reduced each microbatch", FSDP2Arguments(reduce_each_microbatch=True), accumulation=4),
     _sharded("resharded to 2", FSDP2Arguments(reshard_after_forward=2), ranks=4),
     _sharded("HSDP 2 x 2", HYBRID, ranks=4),
     _sharded("HSDP 2 x 2, tied, accumulation 2", HYBRID, ranks=4, recipe=TIED, accumulation=8),

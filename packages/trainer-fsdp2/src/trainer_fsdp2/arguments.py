@@ -34,8 +34,11 @@ class FSDP2Arguments:
     """Names of module classes to shard by themselves, instead of the blocks of transformer_layers_path."""
     prefetch_depth: int | None = None
     """Layers whose weights are gathered ahead of the one that computes; none: torch's own order, one."""
+    reduce_each_microbatch: bool = False
+    """Add gradients up over the ranks with every microbatch; false: with the last one of a step, which sends
+    less, and until then each rank holds whole gradients of the model."""
     fp8_all_gather: bool = False
-    """With fp8_recipe="tensorwise": gather the weights of FP8 layers in float8, half the bytes of bfloat16."""
+    """With fp8_recipe="tensorwise": gather the weights of FP8 layers in float8, half of bfloat16's bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,11 @@ class FSDP2TrainingArguments(DataParallelArguments):
         """
         super().check()
         check_fsdp2(self)
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Whether ranks hold gradients of the whole model between the microbatches of a step."""
+        return self.gradient_accumulation_steps > 1 and not self.fsdp2.reduce_each_microbatch
 
     @property
     def uses_blocks(self) -> bool:

@@ -69,6 +69,13 @@ def _check_combinations(args: FSDP2TrainingArguments) -> None:
             f"needs fp8_recipe='tensorwise', whose scales fit any shard, and it is {args.fp8_recipe!r}",
             "set fp8_recipe='tensorwise', or leave it out",
         )
+    if fsdp2.reduce_each_microbatch and args.gradient_accumulation_steps == 1:
+        raise ConfigurationError(
+            "fsdp2.reduce_each_microbatch",
+            True,
+            "has no effect with gradient_accumulation_steps=1",
+            "leave it out",
+        )
     if not fsdp2.shard_transformer_layers:
         for name in ("layer_classes", "prefetch_depth"):
             value = getattr(fsdp2, name)

@@ -34,6 +34,30 @@ def check_replicas(replicas: int, world_size: int) -> None:
         )
 
 
+def resharding(setting: bool | int, shards: int) -> bool | int:
+    """What `fully_shard` is told of reshard_after_forward: a number must be a true part of the ranks.
+
+    Args:
+        setting: fsdp2.reshard_after_forward.
+        shards: Ranks that share one copy of the model.
+
+    Raises:
+        ConfigurationError: If it does not divide the ranks.
+    """
+    if isinstance(setting, bool):
+        return setting
+    if setting == shards:
+        return True
+    if shards % setting:
+        raise ConfigurationError(
+            "fsdp2.reshard_after_forward",
+            setting,
+            f"must divide the {shards} ranks that share one copy of the model",
+            f"use one of {', '.join(str(n) for n in range(2, shards) if shards % n == 0) or 'true, false'}",
+        )
+    return setting
+
+
 def sharding_mesh(env: DistributedEnvInterface, all_ranks: DeviceMesh | None, replicas: int) -> DeviceMesh:
     """The mesh that the model is sharded on; collective.
 

@@ -84,11 +84,12 @@ class FSDP2Parallelism(DataParallel):
     def forward_backward(
         self, batch: Batch, loss: TokenLoss, args: TrainingArguments, *, divisor: Tensor, last: bool
     ) -> Tensor:
-        """Run one microbatch forward and backward; gradients travel with the last one of a step."""
-        if self._sharded and last != self._reduces:
-            self._reduces = last
+        """Run one microbatch forward and backward; gradients travel with the last one of a step, or each."""
+        reduces = last or self._args.fsdp2.reduce_each_microbatch
+        if self._sharded and reduces != self._reduces:
+            self._reduces = reduces
             for module in fsdp_modules(self.model):
-                module.set_requires_gradient_sync(last, recurse=False)
+                module.set_requires_gradient_sync(reduces, recurse=False)
         return super().forward_backward(batch, loss, args, divisor=divisor, last=last)
 
     def after_step(self, step: int) -> None:

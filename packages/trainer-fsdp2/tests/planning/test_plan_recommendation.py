@@ -18,11 +18,11 @@ GIB = 2**30
 
 @pytest.fixture
 def recommended(tiny: Model, settings: Settings) -> Callable[..., Recommendation]:
-    """`recommended(80, gpus=16)`: for 6 layers of width 4096, 1.2 billion parameters."""
+    """`recommended(80, gpus=16)`: for 3 layers of width 4096, 0.6 billion parameters."""
 
     def ask(memory: float, *, gpus: int = 16, length: int = 2048, **given: Any) -> Recommendation:
         args = settings(**{"per_device_train_batch_size": 4, "param_dtype": "bfloat16", **given})
-        model = lambda: tiny(width=4096, layers=6, frozen=False)  # noqa: E731
+        model = lambda: tiny(width=4096, layers=3, frozen=False)  # noqa: E731
         return recommend(model, args, world_size=gpus, gpu_memory=memory, sequence_length=length)
 
     return ask
@@ -45,21 +45,21 @@ def test_first_layout_that_fits_is_taken(recommended: Callable[..., Recommendati
         places.append(layouts.index(found.layout))
         assert [each.layout for each in found.rejected] == layouts[: places[-1]]
         assert found.plan.total <= memory * GIB
-        memory = 0.85 * found.plan.total / GIB
+        memory = 0.9 * found.plan.total / GIB
     assert places == sorted(set(places))
     assert places[0] == 0
-    assert len(places) > 5
+    assert len(places) > 4
     assert found.plan.total > memory * GIB
 
 
 def test_recommended_settings_give_the_same_plan(
     recommended: Callable[..., Recommendation], tiny: Model
 ) -> None:
-    found = recommended(9, fused_loss="chunked")
+    found = recommended(6.4, fused_loss="chunked")
     assert found.plan.mesh == Mesh(16)
     assert found.args.activation_checkpointing == "share"
     assert found.args.fused_loss == "chunked"
-    model = lambda: tiny(width=4096, layers=6, frozen=False)  # noqa: E731
+    model = lambda: tiny(width=4096, layers=3, frozen=False)  # noqa: E731
     assert plan(model, found.args, world_size=16, sequence_length=2048) == found.plan
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ranks import Scenario
 from tiny import Batches, trainer_of
 
-from dist_env import DistributedEnvInterface
+from dist_env import DistributedEnvInterface, RankFailedError
 
 RANK, STEP = 1, 2
 
@@ -47,7 +47,7 @@ def killed(env: DistributedEnvInterface, folder: Path) -> object:
     )
     try:
         trainer.train()
-    except Exception as error:
+    except RankFailedError as error:
         seconds = time.time() - marker.stat().st_mtime
         return {"error": f"{type(error).__name__}: {error}", "seconds": seconds}
     return {}

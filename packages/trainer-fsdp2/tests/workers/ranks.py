@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from dist_env import DistributedEnvInterface, DistributedEnvironment
+
+_logger = logging.getLogger("ranks")
 
 Scenario = Callable[[DistributedEnvInterface, Path], object]
 """Called with this rank's environment and a folder that all ranks share; returns what JSON can hold."""
@@ -34,8 +37,10 @@ def run_world(world_size: int, directory: Path, scenarios: Mapping[str, Scenario
         scenarios: What to run, in this order.
     """
     torch.set_num_threads(1)
-    # Sharding imports this when it is first used; once here is cheaper than once in each rank.
-    importlib.import_module("torch._dynamo")
+    # Sharding and compilation import these when they are first used; once here is cheaper than in each rank.
+    for name in ("torch._dynamo", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd"):
+        importlib.import_module(name)
+    gc.freeze()  # Collecting garbage then leaves out what was imported.
     directory.mkdir()
     port = _free_port()
     ranks = [_fork(rank, world_size, port, directory, scenarios) for rank in range(world_size)]
@@ -58,7 +63,7 @@ def _fork(rank: int, world_size: int, port: int, directory: Path, scenarios: Map
         _run_rank(rank, world_size, port, directory, scenarios)
         code = 0
     except BaseException:
-        traceback.print_exc()
+        _logger.exception("rank %d of %d", rank, world_size)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -84,6 +89,6 @@ def _run_rank(
             try:
                 seen[name] = scenario(env, folder)
             except Exception as error:
-                traceback.print_exc()
+                _logger.exception("rank %d, scenario %s", env.rank, name)
                 seen[name] = {"error": f"{type(error).__name__}: {error}"}
             (directory / f"rank-{rank}.json").write_text(json.dumps(seen))

@@ -105,7 +105,7 @@ def _loss(model: nn.Module, args: FSDP2TrainingArguments) -> TokenLoss:
 def _attention(args: FSDP2TrainingArguments) -> AbstractContextManager[object]:
     """Only the plain implementation keeps matrices of sequence by sequence."""
     plain = args.sdpa_backend in ("math", ("math",))
-    return sdpa_kernel(SDPBackend.MATH) if plain else _WithoutDropout()  # type: ignore[no-untyped-call]
+    return sdpa_kernel(SDPBackend.MATH) if plain else _WithoutDropout()
 
 
 class _WithoutDropout(TorchFunctionMode):

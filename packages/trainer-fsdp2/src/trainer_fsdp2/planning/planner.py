@@ -183,9 +183,8 @@ def _notes(args: FSDP2TrainingArguments, mesh: Mesh) -> tuple[str, ...]:
     told = {
         "mixed_precision keeps a cast of every weight from forward to backward, with the activations; "
         "fsdp2.param_dtype='bfloat16' computes in bf16 without them": casts,
-        "gradient_accumulation_steps above 1 keeps whole gradients on every rank until the last microbatch": (
-            sharded and args.gradient_accumulation_steps > 1
-        ),
+        "gradient_accumulation_steps above 1 keeps whole gradients on every rank until the last microbatch; "
+        "fsdp2.reduce_each_microbatch adds them up at once": (sharded and args.keeps_whole_gradients),
         "every GPU holds the whole model, as with trainer-ddp; gradients under way are its buckets, and "
         "ddp.gradient_as_bucket_view does without": not sharded and mesh.replicas > 1,
         "layers of fp8_recipe are counted as in bf16": args.fp8_recipe is not None,

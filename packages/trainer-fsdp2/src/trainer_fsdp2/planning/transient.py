@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from trainer_core import ConfigurationError
-
 from ..arguments import FSDP2TrainingArguments
+from ..mesh import resharding
 from ..policy import precision_policy
 from ..units import units_of
 from .mesh import Mesh
@@ -43,8 +42,8 @@ def transient(model: nn.Module, args: FSDP2TrainingArguments, mesh: Mesh) -> Tra
     forward to the end of backward. All layers with `reshard_after_forward=False`; with a number, also the
     part of every layer that is kept. Gradients: those of the root wait for the end of backward; those of one
     layer exist in the dtype of computation, and once more in the dtype that travels. With
-    `gradient_accumulation_steps` above 1 all gradients stay whole between the microbatches, since they travel
-    once per step. Without shards there are only the buckets of DistributedDataParallel.
+    `gradient_accumulation_steps` above 1 all gradients stay whole between the microbatches, unless they
+    travel with each of them. Without shards there are only the buckets of DistributedDataParallel.
 
     Args:
         model: The model, from `outline`.
@@ -59,7 +58,7 @@ def transient(model: nn.Module, args: FSDP2TrainingArguments, mesh: Mesh) -> Tra
         whole = root.gradients + sum(unit.gradients for unit in units)
         return Transient(0, whole if mesh.replicas > 1 else 0, 0)
     accumulated = 0
-    if args.gradient_accumulation_steps > 1:
+    if args.keeps_whole_gradients:
         accumulated = root.travelling + sum(unit.travelling for unit in units)
     travelling = max(unit.travelling for unit in (root, *units))
     return Transient(
@@ -71,20 +70,13 @@ def transient(model: nn.Module, args: FSDP2TrainingArguments, mesh: Mesh) -> Tra
 
 def _weights_of_layers(units: list[_Size], args: FSDP2TrainingArguments, mesh: Mesh) -> int:
     everything = sum(unit.weights for unit in units)
-    reshard = args.fsdp2.reshard_after_forward
+    reshard = resharding(args.fsdp2.reshard_after_forward, mesh.shards)
     if reshard is False:
         return everything
     at_once = min(len(units), 1 + (args.fsdp2.prefetch_depth or 1))
     layers = at_once * max((unit.weights for unit in units), default=0)
-    if reshard is True or reshard == mesh.shards:
+    if reshard is True:
         return layers
-    if mesh.shards % reshard:
-        raise ConfigurationError(
-            "fsdp2.reshard_after_forward",
-            reshard,
-            f"must divide the {mesh.shards} ranks that share one copy of the model",
-            "use a divisor, true or false",
-        )
     return layers + everything // reshard
 
 
