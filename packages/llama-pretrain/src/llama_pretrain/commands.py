@@ -11,8 +11,6 @@ from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_core import DataError as TrainerDataError
 
 from .command_line import Parser, add_field_options
-from .plan_command import plan_parser, show_plans
-from .plan_command import resolve as resolve_plan
 from .program import PROG
 from .results import (
     EvalArguments,
@@ -71,8 +69,10 @@ def _export(words: Sequence[str]) -> int:
 
 
 def _plan(words: Sequence[str]) -> int:
+    from . import plan_command  # what plans takes seconds to import
+
     refuse_several_processes("plan")
-    show_plans(resolve_plan(plan_parser().parse_args_strictly(words)))
+    plan_command.show_plans(plan_command.resolve(plan_command.plan_parser().parse_args_strictly(words)))
     return 0
 
 

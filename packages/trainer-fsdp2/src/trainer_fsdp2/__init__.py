@@ -1,9 +1,14 @@
 """Training with model, gradients and optimizer spread over the ranks, and the curve of one process."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from .arguments import FSDP2Arguments, FSDP2TrainingArguments
 from .parallelism import FSDP2Parallelism
-from .planning import MemoryPlan, Mesh, Recommendation, Rejected, plan, recommend
 from .trainer import FSDP2Trainer
+
+if TYPE_CHECKING:
+    from .planning import MemoryPlan, Mesh, Recommendation, Rejected, plan, recommend
 
 __all__ = [
     "FSDP2Arguments",
@@ -17,3 +22,16 @@ __all__ = [
     "plan",
     "recommend",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import the planner when it is first used: what it needs of torch takes seconds to import."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(".planning", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

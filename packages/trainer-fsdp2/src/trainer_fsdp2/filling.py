@@ -28,18 +28,15 @@ def fill_shards(
     Returns:
         By name, sum and sum of squares of each whole value, to compare between ranks.
     """
+    # All shards first: between whole values, which come and go, they would tear the free memory to pieces
+    # that no later value fits into, and what the process takes would grow to the size of the model.
+    shards = _allocate_shards(model, device)
     sums = {}
-    places = _places(model)
-    for name, parameter in list(model.named_parameters()):
-        if not parameter.is_meta:
-            continue
-        made = _like(parameter, torch.empty_like(parameter, device=device))
+    for name, shard in shards.items():
         if values is not None:
             whole = values[name]
             sums[name] = _sums(whole)
-            copy_own_part(made, whole)
-        for module, attribute in places[id(parameter)]:
-            setattr(module, attribute, made)
+            copy_own_part(shard, whole)
     move_buffers(model, device)
     return sums
 
@@ -70,6 +67,17 @@ def own_rows(parameter: DTensor) -> int:
     shards, rows = mesh.size(mesh.ndim - 1), parameter.shape[0]
     size = -(-rows // shards)
     return min(mesh.get_local_rank(mesh.ndim - 1) * size, rows)
+
+
+def _allocate_shards(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
+    places, shards = _places(model), {}
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            continue
+        shards[name] = _like(parameter, torch.empty_like(parameter, device=device))
+        for module, attribute in places[id(parameter)]:
+            setattr(module, attribute, shards[name])
+    return shards
 
 
 def _sums(whole: Tensor) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,11 +23,11 @@ from trainer_core import (
 )
 
 from .arguments import FSDP2TrainingArguments
-from .build import build_sharded
-from .float8 import scale_float8
 from .generation import logits_of_rank_0
 from .mesh import check_replicas, sharding_mesh
-from .sharding import drop_gathered, fsdp_modules
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class FSDP2Parallelism(DataParallel):
@@ -44,6 +45,8 @@ class FSDP2Parallelism(DataParallel):
         self._sharded = False
         self._shards: DeviceMesh | None = None
         """What the model is sharded on."""
+        self._units: list[FSDPModule] = []
+        """What is gathered and dropped as one."""
         self._reduces = True
         """Whether the next backward pass adds gradients up over the ranks."""
 
@@ -70,10 +73,15 @@ class FSDP2Parallelism(DataParallel):
         if self._shards is None:
             self.model = prepare_model(source, args, self.device, weights_follow=weights_follow)
             return
+        # What shards takes seconds to import, so only those who shard wait for it.
+        from .build import build_sharded
+        from .sharding import fsdp_modules
+
         draw = not (weights_follow and args.construct_model_on == "meta")
         self.model, sums = build_sharded(
             source, self._args, self.device, self._shards, draw=draw, share=self._share
         )
+        self._units = fsdp_modules(self.model)
         self.agree_on_model()
         self.agree({f"sum and sum of squares of the initial {name}": pair for name, pair in sums.items()})
 
@@ -88,13 +96,15 @@ class FSDP2Parallelism(DataParallel):
         reduces = last or self._args.fsdp2.reduce_each_microbatch
         if self._sharded and reduces != self._reduces:
             self._reduces = reduces
-            for module in fsdp_modules(self.model):
+            for module in self._units:
                 module.set_requires_gradient_sync(reduces, recurse=False)
         return super().forward_backward(batch, loss, args, divisor=divisor, last=last)
 
     def after_step(self, step: int) -> None:
         """Find the scales of weights that are gathered in float8 again, for all layers at once."""
         if self._sharded and self._args.fsdp2.fp8_all_gather:
+            from .float8 import scale_float8
+
             scale_float8(self.model)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
@@ -107,10 +117,10 @@ class FSDP2Parallelism(DataParallel):
     @contextmanager
     def consolidated(self, *, optimizer: bool) -> Iterator[None]:
         """A context in which all ranks have one set of buffers, and each holds no more than its shards."""
-        drop_gathered(self.model)
+        self._drop_gathered()
         with self.buffers_of_rank_0():
             yield
-        drop_gathered(self.model)
+        self._drop_gathered()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -123,7 +133,7 @@ class FSDP2Parallelism(DataParallel):
             return
         with logits_of_rank_0(self.model, self.group):
             yield
-        drop_gathered(self.model)
+        self._drop_gathered()
 
     def sharing(self) -> Mapping[str, SharingPattern]:
         """Model and optimizer lie on the ranks in parts."""
@@ -135,6 +145,11 @@ class FSDP2Parallelism(DataParallel):
         self.model = model
         self.agree_on_model()
         self.copy_weights_of_rank_0(model)
+
+    def _drop_gathered(self) -> None:
+        """Let go of gathered weights, so that parameters are this rank's shards again."""
+        for unit in self._units:
+            unit.reshard()
 
     def _sum_over_shards(self, value: Tensor) -> Tensor:
         """Add up over the ranks of one copy; all copies have the same gradients."""

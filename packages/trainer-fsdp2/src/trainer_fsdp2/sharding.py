@@ -67,12 +67,6 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def drop_gathered(model: nn.Module) -> None:
-    """Let go of gathered weights, so that parameters are this rank's shards again."""
-    for module in fsdp_modules(model):
-        module.reshard()
-
-
 def _keep_name(cls: type) -> None:
     """Call a class that torch has made for sharding by the name of the user's class, in logs and errors."""
     cls.__name__ = cls.__mro__[2].__name__
