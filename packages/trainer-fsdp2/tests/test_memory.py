@@ -10,6 +10,9 @@ import pytest
 RANKS = 4
 FILES = [f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)]
 MEBIBYTE = 2**20
+HEAP = 48 * MEBIBYTE
+"""What the C library may keep of values that were freed, however large the model: while the model is recorded
+up to 32 MiB, and then some of the largest tensors of 4 MiB."""
 
 
 @pytest.fixture
@@ -41,9 +44,7 @@ def test_state_is_a_quarter(world: Callable[..., Any]) -> None:
 def test_no_rank_has_the_whole_model_while_it_is_built(measured: list[Any]) -> None:
     for seen in measured:
         show("building", seen["peaks"]["building"], seen["whole"])
-        # Its part, the tensor that is being drawn, and what the C library keeps of tensors before.
-        assert seen["peaks"]["building"] < seen["own"] + 5 * seen["largest"]
-        assert seen["own"] + 5 * seen["largest"] < 0.65 * seen["whole"]
+        assert seen["peaks"]["building"] < min(seen["own"] + HEAP, 0.6 * seen["whole"])
 
 
 @pytest.mark.parametrize("doing", ["save_model", "export of four files", "loading weights"])
@@ -61,14 +62,13 @@ def test_saving_a_checkpoint_costs_less_than_one_tensor(world: Callable[..., Any
 
 @pytest.mark.parametrize("where", ["4, resumed", "4, resumed on meta"])
 def test_a_resumed_rank_needs_its_part(world: Callable[..., Any], where: str) -> None:
-    saved, measured = (world("four", "4").seen(name)[0] for name in ("saved", "measured"))
+    saved = world("four", "4").seen("saved")[0]
     own = saved["sizes"]["parameters"] + saved["sizes"]["optimizer"]
     whole = saved["alone"]["parameters"] + saved["alone"]["optimizer"]
     for seen in world("four", where).seen("resumed"):
         assert seen["step"] == 1
         show(where, seen["peaks"]["resuming"], whole)
-        assert seen["peaks"]["resuming"] < own + 5 * measured["largest"]
-        assert seen["peaks"]["resuming"] < 0.45 * whole
+        assert seen["peaks"]["resuming"] < min(own + HEAP, 0.4 * whole)
 
 
 def test_bytes_read_are_a_quarter(measured: list[Any]) -> None:

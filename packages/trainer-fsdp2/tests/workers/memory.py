@@ -205,6 +205,6 @@ def resumed(env: DistributedEnvInterface, folder: Path, where: str) -> object:
 SAVING = "4"
 """The world that saves what others load."""
 SCENARIOS: dict[str, Scenario] = {"measured": measured, "saved": saved}
-"""The first one in processes that have done nothing yet."""
+"""The first one in processes that have held no large model yet, as those that follow."""
 RESUMED: dict[str, Scenario] = {"resumed": partial(resumed, where="default")}
 RESUMED_ON_META: dict[str, Scenario] = {"resumed": partial(resumed, where="meta")}
