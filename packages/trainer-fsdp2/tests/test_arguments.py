@@ -34,6 +34,9 @@ REFUSED = {
     "fsdp2.layer_classes=('Block',): has no effect without fsdp2.shard_transformer_layers": {
         "fsdp2": FSDP2Arguments(layer_classes=("Block",), shard_transformer_layers=False)
     },
+    "fsdp2.reduce_each_microbatch=True: has no effect with gradient_accumulation_steps=1": {
+        "fsdp2": FSDP2Arguments(reduce_each_microbatch=True)
+    },
     "fsdp2.prefetch_depth=2: has no effect without fsdp2.shard_transformer_layers": {
         "fsdp2": FSDP2Arguments(prefetch_depth=2, shard_transformer_layers=False)
     },

@@ -69,6 +69,18 @@ def _check_combinations(args: FSDP2TrainingArguments) -> None:
             f"needs fp8_recipe='tensorwise', whose scales fit any shard, and it is {args.fp8_recipe!r}",
             "set fp8_recipe='tensorwise', or leave it out",
         )
+    if (
+        args.torch_compile_full_graph
+        and args.torch_compile_scope == "model"
+        and fsdp2.shard_transformer_layers
+    ):
+        raise ConfigurationError(
+            "torch_compile_full_graph",
+            True,
+            "excludes torch_compile_scope='model' where layers are sharded by themselves: their weights are "
+            "gathered between compiled pieces",
+            "set torch_compile_scope='blocks', or leave torch_compile_full_graph out",
+        )
     if fsdp2.reduce_each_microbatch and args.gradient_accumulation_steps == 1:
         raise ConfigurationError(
             "fsdp2.reduce_each_microbatch",

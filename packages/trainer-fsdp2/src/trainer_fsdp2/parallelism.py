@@ -47,8 +47,8 @@ class FSDP2Parallelism(DataParallel):
         """What the model is sharded on."""
         self._units: list[FSDPModule] = []
         """What is gathered and dropped as one."""
-        self._reduces = True
-        """Whether the next backward pass adds gradients up over the ranks."""
+        self._last = True
+        """Whether the units are set for the last microbatch of a step."""
 
     def check(self, args: TrainingArguments) -> None:
         """Compare the arguments of the ranks; collective.
@@ -83,7 +83,13 @@ class FSDP2Parallelism(DataParallel):
         )
         self._units = fsdp_modules(self.model)
         self.agree_on_model()
-        self.agree({f"sum and sum of squares of the initial {name}": pair for name, pair in sums.items()})
+        # To six digits: processors of different kinds may add up in another order.
+        self.agree(
+            {
+                f"sum and sum of squares of the initial {name}": f"{total:.6g}, {squares:.6g}"
+                for name, (total, squares) in sums.items()
+            }
+        )
 
     def unwrapped_model(self) -> nn.Module:
         """The model itself, which is sharded in place."""
@@ -93,11 +99,9 @@ class FSDP2Parallelism(DataParallel):
         self, batch: Batch, loss: TokenLoss, args: TrainingArguments, *, divisor: Tensor, last: bool
     ) -> Tensor:
         """Run one microbatch forward and backward; gradients travel with the last one of a step, or each."""
-        reduces = last or self._args.fsdp2.reduce_each_microbatch
-        if self._sharded and reduces != self._reduces:
-            self._reduces = reduces
-            for module in self._units:
-                module.set_requires_gradient_sync(reduces, recurse=False)
+        if last != self._last:
+            self._last = last
+            self._prepare_backward(last)
         return super().forward_backward(batch, loss, args, divisor=divisor, last=last)
 
     def after_step(self, step: int) -> None:
@@ -118,9 +122,11 @@ class FSDP2Parallelism(DataParallel):
     def consolidated(self, *, optimizer: bool) -> Iterator[None]:
         """A context in which all ranks have one set of buffers, and each holds no more than its shards."""
         self._drop_gathered()
-        with self.buffers_of_rank_0():
-            yield
-        self._drop_gathered()
+        try:
+            with self.buffers_of_rank_0():
+                yield
+        finally:
+            self._drop_gathered()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -131,14 +137,24 @@ class FSDP2Parallelism(DataParallel):
         if not self._sharded:
             yield
             return
-        with logits_of_rank_0(self.model, self.group):
-            yield
-        self._drop_gathered()
+        try:
+            with logits_of_rank_0(self.model, self.group):
+                yield
+        finally:
+            self._drop_gathered()
 
     def sharing(self) -> Mapping[str, SharingPattern]:
         """Model and optimizer lie on the ranks in parts."""
         parts = SharingPattern.SHARDED if self._sharded else SharingPattern.REPLICATED
         return {**super().sharing(), "model": parts, "optimizer": parts}
+
+    def _prepare_backward(self, last: bool) -> None:
+        """Say what the next backward pass does with gradients, and with gathered weights."""
+        settings = self._args.fsdp2
+        keeps_weights = settings.reshard_after_forward is False and not last
+        for unit in self._units:
+            unit.set_requires_gradient_sync(last or settings.reduce_each_microbatch, recurse=False)
+            unit.set_reshard_after_backward(not keeps_weights, recurse=False)
 
     def _share(self, model: nn.Module) -> None:
         """Give a built model the weights of rank 0, once all ranks are known to have the same one."""

@@ -52,12 +52,15 @@ def counted(env: DistributedEnvInterface, folder: Path, **settings: object) -> d
 
 
 def accumulating(env: DistributedEnvInterface, folder: Path) -> object:
-    """One microbatch a step, four, and four with copies."""
+    """One microbatch a step, and four in several ways."""
     found = {
         "1": counted(env, folder / "1"),
         "4": counted(env, folder / "4", gradient_accumulation_steps=4),
         "4, kept": counted(env, folder / "kept", gradient_accumulation_steps=4, reshard_after_forward=False),
     }
+    found["4, each"] = counted(
+        env, folder / "each", gradient_accumulation_steps=4, reduce_each_microbatch=True
+    )
     if env.world_size == 4:
         found["4, copies"] = counted(env, folder / "copies", gradient_accumulation_steps=4, replicas=2)
     return found

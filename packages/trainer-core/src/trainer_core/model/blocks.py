@@ -74,7 +74,7 @@ def _found_path(model: nn.Module, needed_by: str) -> str:
             None,
             f"{needed_by} needs the blocks of the model, and {type(model).__name__} has no ModuleList, "
             "ModuleDict or Sequential of modules of one class",
-            f"name their container in {PATH_SETTING}, or leave {needed_by} out",
+            f"name their container in {PATH_SETTING}, or switch {needed_by} off",
         )
     _refuse_inside_mixed_list(model, found, needed_by)
     return found
