@@ -44,7 +44,7 @@ def convert_to_fp8(
         args: `fp8_recipe`, `fp8_dim_alignment`, `fp8_exclude`, `fp8_emulate`, `mixed_precision` (what the
             trial runs under) and `torch_compile`.
         device: Where the model will compute.
-        gathered: Whether weights will be sharded, and are to be gathered in float8; for the recipe tensorwise.
+        gathered: Whether weights will be sharded, and gathered in float8; for the recipe tensorwise.
 
     Returns:
         What was converted and what was not.
