@@ -18,6 +18,17 @@ REFUSED = {
     "fuse_optim_with_backward=True: steps each parameter": {"fuse_optim_with_backward": True},
     "mixed_precision='fp16': needs a loss scale": {"mixed_precision": "fp16"},
     "fsdp2.param_dtype='float16': needs a loss scale": {"fsdp2": FSDP2Arguments(param_dtype="float16")},
+    "fsdp2.reduce_dtype='float16': needs a loss scale": {"fsdp2": FSDP2Arguments(reduce_dtype="float16")},
+    "default_dtype='float16': needs a loss scale": {"default_dtype": "float16"},
+    "torch_compile_full_graph=True: excludes torch_compile_scope='model'": {
+        "torch_compile": True,
+        "torch_compile_full_graph": True,
+    },
+    "fsdp2.replicas='2': must be a whole number": {"fsdp2": FSDP2Arguments(replicas="2")},  # type: ignore[arg-type]
+    "fsdp2.reshard_after_forward=None: must be true, false or": {
+        "fsdp2": FSDP2Arguments(reshard_after_forward=None)  # type: ignore[arg-type]
+    },
+    "fsdp2.layer_classes='Block': must be a tuple": {"fsdp2": FSDP2Arguments(layer_classes="Block")},  # type: ignore[arg-type]
     "fsdp2.param_dtype='bf16': must be one of float32, bfloat16": {
         "fsdp2": FSDP2Arguments(param_dtype="bf16")
     },

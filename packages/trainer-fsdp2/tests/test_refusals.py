@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 OF_MODEL = {
-    "class": ("fsdp2.layer_classes='Blok'", "no module of that class", "did you mean 'Block'?"),
+    "class": ("fsdp2.layer_classes='Blok'", "has that class", "Linear", "did you mean 'Block'?"),
+    "class of the root": ("fsdp2.layer_classes='Tiny'", "no part of the model that is called has that class"),
+    "class of a container": ("fsdp2.layer_classes='ModuleList'", "no part of the model that is called"),
+    "mixed dtypes": ("layers.1", "several dtypes", "torch.float32", "torch.bfloat16", "freeze"),
+    "not contiguous": ("layers.0.mixing.weight", "is not contiguous", ".contiguous()"),
+    "no elements": ("layers.0.nothing", "has no elements"),
+    "built on meta": ("model_init='embed.weight'", "was built on the meta device"),
     "path": ("transformer_layers_path='layer'", "no module of that name", "nearest", "layers"),
     "path to a module": ("transformer_layers_path='embed'", "not a list or dict", "layers"),
     "no blocks": ("transformer_layers_path=None", "fsdp2.shard_transformer_layers", "Flat"),
@@ -19,7 +25,7 @@ OF_MODEL = {
     ),
     "shared layer": ("layers.0.mixing.weight and layers.1.mixing.weight are one parameter",),
     "shared with the rest": ("layers.1.norm.weight and norm.weight are one parameter", "layers.1 is sharded"),
-    "scalar": ("layers.0.temperature", "without a dimension", "[1]"),
+    "scalar": ("layers.0.temperature", "has no dimension", "[1]"),
     "weights of the rank": ("layers.1.mixing.weight", "differs between ranks", "rank 0 has", "rank 1 has"),
     "layers of the rank": ("parameter layers.2.", "differs between ranks", "nothing of that name"),
     "layers of the rank, built": ("parameter layers.2.", "differs between ranks", "nothing of that name"),

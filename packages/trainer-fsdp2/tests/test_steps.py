@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 UNITS = 3
 """Two blocks and the root."""
@@ -80,8 +81,12 @@ def test_all_ranks_write_the_same_text(world: Callable[..., Any]) -> None:
     assert all(other["texts"] == first["texts"] for other in others)
 
 
-def test_logits_that_differ_become_those_of_rank_0(world: Callable[..., Any]) -> None:
+def test_logits_and_generators_that_differ_become_those_of_rank_0(world: Callable[..., Any]) -> None:
     first, second = world("few", "2").seen("generating")
     assert first["alone"] != second["alone"], "outside of the context ranks see things differently"
     assert first["texts"] == second["texts"]
     assert len({len(text.split()) for text in first["texts"]}) > 1, "texts of several lengths"
+    for rank, seen in enumerate((first, second)):
+        own = torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist()
+        assert seen["drawn"] == own, "each rank draws on from its own state"
+        assert seen["evaluated"]

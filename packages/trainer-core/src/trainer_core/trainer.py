@@ -45,6 +45,7 @@ from .run import Run, training_switches
 from .seeding import seed_everything
 from .state import StopCause, TrainOutput, fresh_state
 from .stop_requests import EXIT_RESUMABLE, StopRequests
+from .undisturbed import undisturbed
 
 logger = get_logger(__name__)
 
@@ -272,11 +273,13 @@ class Trainer:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """A context to let the model write text: all ranks call the model alike, and get the same logits.
+        """A context to let the model write text: all ranks call the model alike, and write the same.
 
-        Its time does not count as training. Where the model is sharded, no rank can write alone.
+        The model is in evaluation mode, without gradients; modes and random generators are put back. The time
+        does not count as training. Where the model is sharded, no rank can write alone.
         """
-        with self.untimed("text samples"), self.parallel.generating():
+        model = self.unwrapped_model()
+        with self.untimed("text samples"), undisturbed(model), self.parallel.generating():
             yield
 
     def unwrapped_model(self) -> nn.Module:

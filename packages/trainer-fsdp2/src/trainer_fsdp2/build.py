@@ -21,10 +21,10 @@ from dist_env import get_logger
 from trainer_core import ModelSource, construct_without_weights, convert_model
 
 from .arguments import FSDP2TrainingArguments
-from .filling import fill_shards
+from .filling import fill_shards, move_buffers
 from .policy import dtype_table, precision_policy
 from .sharding import shard
-from .units import refuse_scalars, units_of
+from .units import refuse_unshardable, units_of
 
 logger = get_logger(__name__)
 
@@ -59,10 +59,11 @@ def build_sharded(
     if values is None:
         share(model)
     convert_model(model, args, device, gathered_in_fp8=args.fsdp2.fp8_all_gather)
-    refuse_scalars(model)
+    refuse_unshardable(model)
     units = units_of(model, args)
     shard(model, units, mesh, args.fsdp2, device)
     sums = fill_shards(model, values if draw else None, rest)
+    move_buffers(model, device)
     policy = precision_policy(args.fsdp2)
     logger.info(
         "sharded %d units and the root over %s ranks\n%s",

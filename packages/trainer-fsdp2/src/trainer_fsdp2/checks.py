@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trainer_core import ConfigurationError
 
 if TYPE_CHECKING:
-    from .arguments import FSDP2TrainingArguments
+    from .arguments import FSDP2Arguments, FSDP2TrainingArguments
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -24,6 +24,7 @@ def check_fsdp2(args: FSDP2TrainingArguments) -> None:
 
 def _check_values(args: FSDP2TrainingArguments) -> None:
     fsdp2 = args.fsdp2
+    _check_types(fsdp2)
     for name in ("param_dtype", "reduce_dtype"):
         value = getattr(fsdp2, name)
         if value not in (None, *DTYPES):
@@ -45,6 +46,26 @@ def _check_values(args: FSDP2TrainingArguments) -> None:
         raise ConfigurationError("fsdp2.layer_classes", (), "names no class", "leave it out")
 
 
+def _check_types(fsdp2: FSDP2Arguments) -> None:
+    """Refuse values of other types, which a call from Python may give."""
+    if not isinstance(fsdp2.replicas, int) or isinstance(fsdp2.replicas, bool):
+        raise ConfigurationError("fsdp2.replicas", fsdp2.replicas, "must be a whole number", "give one")
+    if not isinstance(fsdp2.reshard_after_forward, int):
+        raise ConfigurationError(
+            "fsdp2.reshard_after_forward",
+            fsdp2.reshard_after_forward,
+            "must be true, false or a number of ranks",
+            "use true",
+        )
+    if fsdp2.layer_classes is not None and not isinstance(fsdp2.layer_classes, tuple):
+        raise ConfigurationError(
+            "fsdp2.layer_classes",
+            fsdp2.layer_classes,
+            "must be a tuple of names",
+            "put it into one: ('Block',)",
+        )
+
+
 def _check_combinations(args: FSDP2TrainingArguments) -> None:
     fsdp2 = args.fsdp2
     if args.fuse_optim_with_backward:
@@ -54,14 +75,19 @@ def _check_combinations(args: FSDP2TrainingArguments) -> None:
             "steps each parameter before its gradient was added up over the ranks",
             "leave it out",
         )
-    if args.mixed_precision == "fp16" or fsdp2.param_dtype == "float16":
-        setting = "mixed_precision" if args.mixed_precision == "fp16" else "fsdp2.param_dtype"
-        raise ConfigurationError(
-            setting,
-            "fp16" if setting == "mixed_precision" else "float16",
-            "needs a loss scale that the shards of all ranks decide on together, which torch does not have",
-            "use bf16",
-        )
+    for setting, value in (
+        ("mixed_precision", args.mixed_precision),
+        ("default_dtype", args.default_dtype),
+        ("fsdp2.param_dtype", fsdp2.param_dtype),
+        ("fsdp2.reduce_dtype", fsdp2.reduce_dtype),
+    ):
+        if value in ("fp16", "float16"):
+            raise ConfigurationError(
+                setting,
+                value,
+                "needs a loss scale that all ranks decide on together, which torch does not have for shards",
+                "use bf16",
+            )
     if fsdp2.fp8_all_gather and args.fp8_recipe != "tensorwise":
         raise ConfigurationError(
             "fsdp2.fp8_all_gather",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer_core import InitialValues
+from trainer_core import ConfigurationError, InitialValues
 
 _PIECE = 2**18
 """Elements that are in float64 at a time."""
@@ -27,6 +27,9 @@ def fill_shards(
 
     Returns:
         By name, sum and sum of squares of each whole value, to compare between ranks.
+
+    Raises:
+        ConfigurationError: If a parameter has no value to begin with.
     """
     # All shards first: between whole values, which come and go, they would tear the free memory to pieces
     # that no later value fits into, and what the process takes would grow to the size of the model.
@@ -34,10 +37,16 @@ def fill_shards(
     sums = {}
     for name, shard in shards.items():
         if values is not None:
+            if name not in values:
+                raise ConfigurationError(
+                    "model_init",
+                    name,
+                    "was built on the meta device, so that it has no value to begin with",
+                    "build it with values, which are not kept, or load them with construct_model_on='meta'",
+                )
             whole = values[name]
             sums[name] = _sums(whole)
             copy_own_part(shard, whole)
-    move_buffers(model, device)
     return sums
 
 

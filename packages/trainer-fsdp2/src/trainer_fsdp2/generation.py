@@ -1,15 +1,40 @@
-"""The same logits on all ranks, so that all write the same text."""
+"""The same logits and random numbers on all ranks, so that all write the same text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from checkpoint_core import RNGState
+from dist_env import DistributedEnvInterface, broadcast_object
 from trainer_core import ConfigurationError
+
+
+@contextmanager
+def generators_of_rank_0(env: DistributedEnvInterface) -> Iterator[None]:
+    """A context in which all ranks have the random generators of the first; collective at entry.
+
+    They differ otherwise where only rank 0 reads data, or each rank has a seed of its own. Afterwards each
+    rank has its own again.
+
+    Args:
+        env: Rank and device of this process.
+    """
+    own = RNGState()
+    before = own.state_dict()
+    torch.set_rng_state(broadcast_object(torch.get_rng_state(), env))
+    if env.device.type != "cpu":
+        device = torch.get_device_module(env.device)
+        device.set_rng_state(broadcast_object(device.get_rng_state(env.device), env), env.device)
+    try:
+        yield
+    finally:
+        own.load_state_dict(before)
 
 
 @contextmanager

@@ -23,8 +23,9 @@ from trainer_core import (
 )
 
 from .arguments import FSDP2TrainingArguments
-from .generation import logits_of_rank_0
+from .generation import generators_of_rank_0, logits_of_rank_0
 from .mesh import check_replicas, sharding_mesh
+from .units import units_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -72,6 +73,8 @@ class FSDP2Parallelism(DataParallel):
         """Build this rank's part of the model, with the values that one process would have drawn."""
         if self._shards is None:
             self.model = prepare_model(source, args, self.device, weights_follow=weights_follow)
+            if self._args.fsdp2.layer_classes is not None or args.transformer_layers_path is not None:
+                units_of(self.model, self._args)  # what is wrong with them is wrong for one rank too
             return
         # What shards takes seconds to import, so only those who shard wait for it.
         from .build import build_sharded
@@ -130,15 +133,15 @@ class FSDP2Parallelism(DataParallel):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """A context in which every call of the model gives all ranks the logits of rank 0.
+        """A context in which all ranks have the random generators of rank 0, and its logits at every call.
 
-        Ranks that draw from the same logits end at the same token, so that none waits for the others.
+        Ranks that draw alike from the same logits end at the same token, so that none waits for the others.
         """
         if not self._sharded:
             yield
             return
         try:
-            with logits_of_rank_0(self.model, self.group):
+            with generators_of_rank_0(self.env), logits_of_rank_0(self.model, self.group):
                 yield
         finally:
             self._drop_gathered()

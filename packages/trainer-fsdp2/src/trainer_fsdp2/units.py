@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trainer_core import ConfigurationError, find_blocks, suggest
 
@@ -25,42 +26,82 @@ def units_of(model: nn.Module, args: FSDP2TrainingArguments) -> list[Unit]:
         ConfigurationError: If nothing is found where the arguments point to, if one unit lies in another, or
             if units share a parameter.
     """
+    units: list[Unit] = []
     if not args.fsdp2.shard_transformer_layers:
-        return []
-    if args.fsdp2.layer_classes is not None:
+        pass
+    elif args.fsdp2.layer_classes is not None:
         units = _of_classes(model, args.fsdp2.layer_classes)
     else:
         units = find_blocks(model, args.transformer_layers_path, needed_by="fsdp2.shard_transformer_layers")
     refuse_shared_between(units, model)
+    refuse_mixed_dtypes(units, model)
     return units
 
 
 def _of_classes(model: nn.Module, names: Sequence[str]) -> list[Unit]:
-    known = {type(module).__name__ for module in model.modules()}
+    inner = [module for module in model.modules() if module is not model]
+    # A container is never called, so nothing would gather its weights.
+    known = {type(module).__name__ for module in inner if type(module).forward is not nn.Module.forward}
     for name in names:
         if name not in known:
             raise ConfigurationError(
-                "fsdp2.layer_classes", name, "the model has no module of that class", suggest(name, known)
+                "fsdp2.layer_classes",
+                name,
+                f"no part of the model that is called has that class; there are {', '.join(sorted(known))}",
+                suggest(name, known),
             )
     # Deepest first, as fully_shard wants it: a unit inside another takes its parameters out of it.
-    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in names]
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if module is not model and type(module).__name__ in names
+    ]
     return sorted(found, key=lambda unit: -unit[0].count("."))
 
 
-def refuse_scalars(model: nn.Module) -> None:
-    """Refuse parameters without a dimension, which have no rows to divide.
+def refuse_unshardable(model: nn.Module) -> None:
+    """Refuse parameters whose rows cannot be divided among ranks.
 
     Raises:
         ConfigurationError: Naming the first.
     """
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            raise ConfigurationError(
-                "model",
-                name,
-                "is a parameter without a dimension, and ranks share parameters by rows",
-                "give it the shape [1]",
-            )
+        for applies, rule, fix in (
+            (is_lazy(parameter), "gets its shape in the first forward pass", "give the module its sizes"),
+            (
+                parameter.ndim == 0,
+                "has no dimension, and ranks share parameters by rows",
+                "make its shape [1]",
+            ),
+            (parameter.numel() == 0, "has no elements", "leave it out"),
+            (not parameter.is_contiguous(), "is not contiguous", "make it with .contiguous()"),
+        ):
+            if applies:
+                raise ConfigurationError("model", name, f"cannot be sharded: the parameter {rule}", fix)
+
+
+def refuse_mixed_dtypes(units: Sequence[Unit], model: nn.Module) -> None:
+    """Refuse trained parameters of several dtypes in one unit, whose gradients would have to travel as one.
+
+    Raises:
+        ConfigurationError: Naming two of them.
+    """
+    taken: set[int] = set()
+    for unit, module in (*units, ("the rest of the model", model)):
+        first: tuple[str, nn.Parameter] | None = None
+        for name, parameter in module.named_parameters(prefix="" if module is model else unit):
+            if id(parameter) in taken or not parameter.requires_grad:
+                continue
+            taken.add(id(parameter))
+            first = first or (name, parameter)
+            if parameter.dtype != first[1].dtype:
+                raise ConfigurationError(
+                    "model",
+                    unit,
+                    f"is sharded as one, and has trained parameters of several dtypes: {first[0]} is "
+                    f"{first[1].dtype}, {name} is {parameter.dtype}",
+                    "train one dtype, freeze the others, or make them units of fsdp2.layer_classes",
+                )
 
 
 def refuse_shared_between(units: Sequence[Unit], model: nn.Module) -> None:

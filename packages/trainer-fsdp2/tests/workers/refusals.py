@@ -62,6 +62,33 @@ def with_scalar() -> nn.Module:
     return model
 
 
+def with_mixed_dtypes() -> nn.Module:
+    """A block that trains weights of two dtypes."""
+    model = Tiny()
+    model.layers[1].norm.to(torch.bfloat16)
+    return model
+
+
+def with_transposed() -> nn.Module:
+    """A weight whose rows do not lie one after another."""
+    model = Tiny()
+    model.layers[0].mixing.weight = nn.Parameter(torch.ones(WIDTH, WIDTH + 1).T)
+    return model
+
+
+def with_nothing() -> nn.Module:
+    """A parameter without elements."""
+    model = Tiny()
+    model.layers[0].nothing = nn.Parameter(torch.ones(0, 3))
+    return model
+
+
+def on_meta() -> nn.Module:
+    """A model without values."""
+    with torch.device("meta"):
+        return Tiny()
+
+
 def of_this_rank(env: DistributedEnvInterface) -> nn.Module:
     """A model whose weights depend on the rank."""
     model = Tiny()
@@ -99,6 +126,12 @@ def of_rank(make: Callable[[DistributedEnvInterface], nn.Module], *, given: bool
 
 OF_MODEL: dict[str, Scenario] = {
     "class": partial(built, layer_classes=("Blok",)),
+    "class of the root": partial(built, layer_classes=("Tiny",)),
+    "class of a container": partial(built, layer_classes=("ModuleList",)),
+    "mixed dtypes": partial(built, model_init=with_mixed_dtypes),
+    "not contiguous": partial(built, model_init=with_transposed),
+    "no elements": partial(built, model_init=with_nothing),
+    "built on meta": partial(built, model_init=on_meta),
     "path": partial(built, transformer_layers_path="layer"),
     "path to a module": partial(built, transformer_layers_path="embed"),
     "no blocks": partial(built, model_init=Flat),

@@ -155,14 +155,15 @@ def generating(env: DistributedEnvInterface, folder: Path) -> object:
     """Texts of ranks whose logits differ: in the context, and what ranks would write alone."""
     trainer = trainer_of(env, folder, lambda: Opinionated(env.rank))
     model, writer = trainer.unwrapped_model(), Writer()
-    with torch.no_grad(), trainer.parallel.generating():
-        torch.manual_seed(0)
+    torch.manual_seed(env.rank)
+    with trainer.generating():
         for prompt in ("abc", "de", "f"):
             writer(model, prompt)
-        inside = whole_parameters(model)
+        inside, evaluated = whole_parameters(model), not model.training
+    drawn = torch.rand(3).tolist()
     with torch.no_grad():
         alone = model(torch.tensor([[1, 2, 3]]))[0, -1].tolist()
-    return {"texts": writer.texts, "inside": inside, "alone": alone}
+    return {"texts": writer.texts, "inside": inside, "alone": alone, "evaluated": evaluated, "drawn": drawn}
 
 
 SCENARIOS: dict[str, Scenario] = {

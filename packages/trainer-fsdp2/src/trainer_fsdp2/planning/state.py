@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from trainer_core import ConfigurationError, build_optimizer
 
 from ..arguments import FSDP2TrainingArguments
-from ..units import refuse_scalars
+from ..units import refuse_unshardable
 from .mesh import shard_rows
 from .outline import reason
 
@@ -65,7 +65,7 @@ def sharded_state(
             without values.
     """
     if shards > 1:
-        refuse_scalars(model)
+        refuse_unshardable(model)
     lengths = sorted({len(parameter) for parameter in model.parameters() if parameter.ndim})
     known: dict[tuple[int, ...], RankState] = {}
     found, optimizer_name = [], ""
