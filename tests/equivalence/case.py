@@ -48,6 +48,27 @@ class Case:
     """Why the bound is another one than `EXACT`."""
 
 
+def on_ranks(
+    label: str, trainer: str, name: str, *, ranks: int = 2, accumulation: int | None = None, **fields: object
+) -> Case:
+    """A row of several processes, by default with one microbatch for each rank and optimizer step.
+
+    Args:
+        label: What the name of the row begins with.
+        trainer: Who trains.
+        name: Name of the row behind that.
+        ranks: The processes.
+        accumulation: Microbatches of a global batch, over all ranks.
+        **fields: Of the case.
+    """
+    return Case(
+        name=f"{label}, {ranks} rank{'s' * (ranks > 1)}{', ' * bool(name)}{name}",
+        **{"runner": "ranks", "trainer": trainer, **fields},  # type: ignore[arg-type]
+        world_size=ranks,
+        accumulation=accumulation or ranks,
+    )
+
+
 class SpoilGradient:
     """Makes one element of the gradient not a number, at one optimizer step."""
 

@@ -18,6 +18,7 @@ from .case import (
     SpoilGradient,
     adamw,
     decay_by_name,
+    on_ranks,
 )
 
 WIDE = replace(PLAIN, width=128, steps=20)
@@ -26,21 +27,7 @@ OWN_DATA = {"dispatch_batches": False}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 
 
-def _ranks(name: str, *, ranks: int = 2, accumulation: int | None = None, **fields: object) -> Case:
-    """A row of DDP, by default with one microbatch for each rank and optimizer step.
-
-    Args:
-        name: Name of the row behind "DDP".
-        ranks: The processes.
-        accumulation: Microbatches of a global batch, over all ranks.
-        **fields: Of the case.
-    """
-    return Case(
-        name=f"DDP, {ranks} rank{'s' * (ranks > 1)}{', ' * bool(name)}{name}",
-        **{"runner": "ranks", **fields},  # type: ignore[arg-type]
-        world_size=ranks,
-        accumulation=accumulation or ranks,
-    )
+_ranks = partial(on_ranks, "DDP", "ddp")
 
 
 def _wrapped(name: str, ddp: DDPArguments, **fields: object) -> Case:

@@ -17,6 +17,7 @@ from .case import (
     Case,
     adamw,
     decay_by_name,
+    on_ranks,
 )
 
 BLOCKS_BY_EYE = {**BY_EYE, "torch_compile_scope": "blocks"}
@@ -24,21 +25,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 FULL = {"activation_checkpointing": "full"}
 
 
-def _ranks(name: str, *, ranks: int = 2, accumulation: int | None = None, **fields: object) -> Case:
-    """A row of FSDP2, by default with one microbatch for each rank and optimizer step.
-
-    Args:
-        name: Name of the row behind "FSDP2".
-        ranks: The processes.
-        accumulation: Microbatches of a global batch, over all ranks.
-        **fields: Of the case.
-    """
-    return Case(
-        name=f"FSDP2, {ranks} rank{'s' * (ranks > 1)}{', ' * bool(name)}{name}",
-        **{"runner": "ranks", "trainer": "fsdp2", **fields},  # type: ignore[arg-type]
-        world_size=ranks,
-        accumulation=accumulation or ranks,
-    )
+_ranks = partial(on_ranks, "FSDP2", "fsdp2")
 
 
 def _sharded(name: str, fsdp2: FSDP2Arguments, **fields: object) -> Case:
