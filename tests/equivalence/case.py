@@ -49,13 +49,12 @@ class Case:
 
 
 def on_ranks(
-    label: str, trainer: str, name: str, *, ranks: int = 2, accumulation: int | None = None, **fields: object
+    label: str, name: str, *, ranks: int = 2, accumulation: int | None = None, **fields: object
 ) -> Case:
     """A row of several processes, by default with one microbatch for each rank and optimizer step.
 
     Args:
-        label: What the name of the row begins with.
-        trainer: Who trains.
+        label: What the name of the row begins with: the trainer's, in capitals.
         name: Name of the row behind that.
         ranks: The processes.
         accumulation: Microbatches of a global batch, over all ranks.
@@ -63,7 +62,7 @@ def on_ranks(
     """
     return Case(
         name=f"{label}, {ranks} rank{'s' * (ranks > 1)}{', ' * bool(name)}{name}",
-        **{"runner": "ranks", "trainer": trainer, **fields},  # type: ignore[arg-type]
+        **{"runner": "ranks", "trainer": label.lower(), **fields},  # type: ignore[arg-type]
         world_size=ranks,
         accumulation=accumulation or ranks,
     )

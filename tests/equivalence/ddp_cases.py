@@ -27,7 +27,7 @@ OWN_DATA = {"dispatch_batches": False}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 
 
-_ranks = partial(on_ranks, "DDP", "ddp")
+_ranks = partial(on_ranks, "DDP")
 
 
 def _wrapped(name: str, ddp: DDPArguments, **fields: object) -> Case:

@@ -25,7 +25,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 FULL = {"activation_checkpointing": "full"}
 
 
-_ranks = partial(on_ranks, "FSDP2", "fsdp2")
+_ranks = partial(on_ranks, "FSDP2")
 
 
 def _sharded(name: str, fsdp2: FSDP2Arguments, **fields: object) -> Case:
