@@ -62,7 +62,6 @@ DDP_CASES = [
     _wrapped("no broadcast_buffers", DDPArguments(broadcast_buffers=False)),
     _wrapped("no init_sync", DDPArguments(init_sync=False)),
     _wrapped("bucket_cap_mb 1, several buckets", DDPArguments(bucket_cap_mb=1), recipe=WIDE),
-    _ranks("compiled model, inductor", settings=COMPILED),
     _ranks("compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
     _ranks("compiled model, aot_eager, accumulation 2", settings=BY_EYE, accumulation=4),
     _ranks(

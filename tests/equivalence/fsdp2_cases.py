@@ -72,7 +72,7 @@ FSDP2_CASES = [
     _ranks("evaluation in between", settings=EVALUATED),
     _ranks("optimizer groups by name", options=decay_by_name),
     _ranks("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
-    _ranks("compiled model, inductor", settings=COMPILED),
+    _ranks("compiled model, aot_eager", settings=BY_EYE),
     _ranks("compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
     _ranks("compiled blocks, aot_eager, tied", settings=BLOCKS_BY_EYE, recipe=TIED),
     _ranks("checkpointing full", settings=FULL, accumulation=4),
