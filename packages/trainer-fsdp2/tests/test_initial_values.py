@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-WAYS = ("drawn", "of rank 0")
+WAYS = ("drawn", "of rank 0", "without a seed")
 
 
 @pytest.fixture(params=[2, 3], ids="{} ranks".format)

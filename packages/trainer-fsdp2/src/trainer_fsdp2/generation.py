@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -13,6 +12,16 @@ from torch.distributed import ProcessGroup
 from checkpoint_core import RNGState
 from dist_env import DistributedEnvInterface, broadcast_object
 from trainer_core import ConfigurationError
+
+
+def share_generators(env: DistributedEnvInterface) -> None:
+    """Put the random generators of all ranks into the state of the first; collective.
+
+    Args:
+        env: Rank and world size of this process.
+    """
+    generators = RNGState()
+    generators.load_state_dict(broadcast_object(generators.state_dict(), env))
 
 
 @contextmanager
@@ -23,14 +32,11 @@ def generators_of_rank_0(env: DistributedEnvInterface) -> Iterator[None]:
     rank has its own again.
 
     Args:
-        env: Rank and device of this process.
+        env: Rank and world size of this process.
     """
     own = RNGState()
     before = own.state_dict()
-    torch.set_rng_state(broadcast_object(torch.get_rng_state(), env))
-    if env.device.type != "cpu":
-        device = torch.get_device_module(env.device)
-        device.set_rng_state(broadcast_object(device.get_rng_state(env.device), env), env.device)
+    share_generators(env)
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from trainer_core import (
 )
 
 from .arguments import FSDP2TrainingArguments
-from .generation import generators_of_rank_0, logits_of_rank_0
+from .generation import generators_of_rank_0, logits_of_rank_0, share_generators
 from .mesh import check_replicas, sharding_mesh
 from .units import units_of
 
@@ -80,6 +80,8 @@ class FSDP2Parallelism(DataParallel):
         from .build import build_sharded
         from .sharding import fsdp_modules
 
+        if self.mesh is not None:
+            share_generators(self.env)  # without a seed each rank would draw a model of its own
         draw = not (weights_follow and args.construct_model_on == "meta")
         self.model, sums = build_sharded(
             source, self._args, self.device, self._shards, draw=draw, share=self._share

@@ -67,6 +67,13 @@ def of_rank_0(env: DistributedEnvInterface, folder: Path) -> object:
     return compared(trainer.unwrapped_model(), seeded(100), env)
 
 
+def without_seed(env: DistributedEnvInterface, folder: Path) -> object:
+    """From model_init, when each rank has random generators of its own."""
+    torch.manual_seed(200 + env.rank)
+    trainer = trainer_of(env, folder, seed=-1)
+    return compared(trainer.unwrapped_model(), seeded(200), env)
+
+
 def generators(env: DistributedEnvInterface, folder: Path) -> object:
     """What is drawn after building, here and in one process."""
     trainer_of(env, folder).unwrapped_model()
@@ -75,4 +82,9 @@ def generators(env: DistributedEnvInterface, folder: Path) -> object:
     return [after, torch.rand(4).tolist()]
 
 
-SCENARIOS: dict[str, Scenario] = {"drawn": drawn, "of rank 0": of_rank_0, "generators": generators}
+SCENARIOS: dict[str, Scenario] = {
+    "drawn": drawn,
+    "of rank 0": of_rank_0,
+    "without a seed": without_seed,
+    "generators": generators,
+}
