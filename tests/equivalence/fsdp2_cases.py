@@ -28,10 +28,15 @@ FULL = {"activation_checkpointing": "full"}
 _ranks = partial(on_ranks, "FSDP2")
 
 
+def _option(name: str, **fields: object) -> Case:
+    """A row that switches one thing on; what that changes shows in the first steps, and others train on."""
+    return _ranks(name, **{"recipe": SHORT, **fields})  # type: ignore[arg-type]
+
+
 def _sharded(name: str, fsdp2: FSDP2Arguments, **fields: object) -> Case:
     """A row with other settings of sharding."""
     settings = {"fsdp2": fsdp2, **fields.pop("settings", {})}  # type: ignore[dict-item]
-    return _ranks(name, settings=settings, **fields)  # type: ignore[arg-type]
+    return _option(name, settings=settings, **fields)
 
 
 def _restarted(name: str, **fields: object) -> Case:
@@ -44,6 +49,7 @@ def _moved(name: str, **fields: object) -> Case:
     return _restarted(name, recipe=TWELVE, **{"accumulation": 12, **fields})  # type: ignore[arg-type]
 
 
+SHORT = replace(PLAIN, steps=20)
 TWELVE = replace(PLAIN, global_batch=12)
 HYBRID = FSDP2Arguments(replicas=2)
 
@@ -66,18 +72,18 @@ FSDP2_CASES = [
     # 101 rows of the embedding: 26, 26, 26 and 23.
     _ranks("tied head", ranks=4, recipe=TIED),
     _ranks("no clipping", recipe=UNCLIPPED),
-    _ranks("fused loss torch", settings={"fused_loss": "torch"}),
+    _option("fused loss torch", settings={"fused_loss": "torch"}),
     _ranks("fused loss chunked, tied", settings={"fused_loss": "chunked"}, recipe=TIED, accumulation=4),
     _sharded("fused loss chunked, HSDP 2 x 2", HYBRID, ranks=4, settings={"fused_loss": "chunked"}),
-    _ranks("evaluation in between", settings=EVALUATED),
-    _ranks("optimizer groups by name", options=decay_by_name),
-    _ranks("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
-    _ranks("compiled model, aot_eager", settings=BY_EYE),
-    _ranks("compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
+    _option("evaluation in between", settings=EVALUATED),
+    _option("optimizer groups by name", options=decay_by_name),
+    _option("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
+    _option("compiled model, aot_eager", settings=BY_EYE),
+    _option("compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
     _ranks("compiled blocks, aot_eager, tied", settings=BLOCKS_BY_EYE, recipe=TIED),
-    _ranks("checkpointing full", settings=FULL, accumulation=4),
-    _ranks("checkpointing operators", settings={"activation_checkpointing": "operators"}),
-    _ranks("checkpointing full, compiled blocks", settings={**BLOCKS_BY_EYE, **FULL}),
+    _option("checkpointing full", settings=FULL, accumulation=4),
+    _option("checkpointing operators", settings={"activation_checkpointing": "operators"}),
+    _option("checkpointing full, compiled blocks", settings={**BLOCKS_BY_EYE, **FULL}),
     _sharded("checkpointing full, HSDP 2 x 2", HYBRID, ranks=4, settings=FULL),
     _sharded(
         "bfloat16 policy",
