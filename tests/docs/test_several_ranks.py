@@ -1,4 +1,4 @@
-"""The first example of the pages on several ranks gives the same losses alone and on two ranks."""
+"""The examples of the pages on several ranks run on several ranks, and give the losses of one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def losses(script: Path, *launcher: str) -> set[str]:
     return set(re.findall(r"losses (\[[^\]]*\]) \[", done.stdout))
 
 
-@pytest.mark.parametrize("page", ["data-parallel.md", "sharded.md"])
+@pytest.mark.parametrize("page", ["data-parallel.md", "sharded.md", "pipeline.md"])
 def test_the_page_runs_under_torchrun(page: str, tmp_path: Path) -> None:
     example = re.search(r"```python\n(.*?)```", (GUIDES / page).read_text(), re.DOTALL)
     assert example is not None
@@ -42,3 +42,13 @@ def test_the_page_runs_under_torchrun(page: str, tmp_path: Path) -> None:
     alone, together = losses(script), losses(script, *TORCHRUN)
     assert len(alone) == 1
     assert alone == together
+
+
+def test_all_examples_of_pipelines_run_on_two_ranks(tmp_path: Path) -> None:
+    # Alone they cut nothing; what they assert holds on every rank.
+    examples = re.findall(
+        r"```(?:python|\{\.python continuation\})\n(.*?)```", (GUIDES / "pipeline.md").read_text(), re.DOTALL
+    )
+    script = tmp_path / "train.py"
+    script.write_text("\n\n".join(examples) + REPORT)
+    assert len(losses(script, *TORCHRUN)) == 1

@@ -18,6 +18,7 @@ from .case import (
 )
 from .ddp_cases import DDP_CASES
 from .fsdp2_cases import FSDP2_CASES
+from .pipeline_cases import PIPELINE_CASES
 
 ONE_DEVICE_CASES = [
     Case(name="reference, microbatches of 4 rows", runner="reference", accumulation=2),
@@ -121,4 +122,4 @@ ONE_DEVICE_CASES = [
     ),
 ]
 
-CASES = [*ONE_DEVICE_CASES, *DDP_CASES, *FSDP2_CASES]
+CASES = [*ONE_DEVICE_CASES, *DDP_CASES, *FSDP2_CASES, *PIPELINE_CASES]

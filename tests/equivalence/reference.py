@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .data import GLOBAL_BATCH, IGNORED, ROWS, RaggedLoader
-from .model import WIDTH, Decoder
+from .model import BLOCKS, WIDTH, Decoder
 
 
 class Point(NamedTuple):
@@ -39,6 +39,7 @@ class Recipe:
     max_grad_norm: float | None = 1.6
     tied: bool = False
     width: int = WIDTH
+    blocks: int = BLOCKS
     global_batch: int = GLOBAL_BATCH
     """Rows of an optimizer step."""
     autocast: bool = False
@@ -51,7 +52,7 @@ class Recipe:
 def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
     """Train from scratch, with so many rows in a microbatch; one point for each optimizer step."""
     torch.manual_seed(recipe.seed)
-    model = Decoder(tied=recipe.tied, width=recipe.width)
+    model = Decoder(tied=recipe.tied, width=recipe.width, blocks=recipe.blocks)
     everything = list(model.parameters())
     groups = [
         {"params": [p for p in everything if p.ndim > 1], "weight_decay": recipe.weight_decay},

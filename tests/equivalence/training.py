@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +16,7 @@ from dist_env import DistributedEnvInterface
 from trainer_core import DataParallelArguments, Trainer, TrainingArguments
 from trainer_ddp import DDPTrainer
 from trainer_fsdp2 import FSDP2Trainer
+from trainer_pipeline import PipelineArguments, PipelineTrainer
 
 from .case import Case
 from .data import RaggedLoader, Shard
@@ -25,7 +27,11 @@ STOP_AT = 24
 """Where restarted rows stop: inside an epoch, with warm-up behind them."""
 
 
-TRAINERS: Mapping[str, type[Trainer]] = {"ddp": DDPTrainer, "fsdp2": FSDP2Trainer}
+TRAINERS: Mapping[str, type[Trainer]] = {
+    "ddp": DDPTrainer,
+    "fsdp2": FSDP2Trainer,
+    "pipeline": PipelineTrainer,
+}
 """Those that work on ranks."""
 
 
@@ -92,7 +98,7 @@ def build_on_rank(
     """The trainer of a row on one of the ranks of an environment; its global batches are the same."""
     chosen = TRAINERS[trainer]
     known = {field.name for field in fields(chosen.arguments_class)}
-    given = {**_settings(case, directory, ranks=env.world_size), **settings}
+    given = {**_settings(case, directory, ranks=_data_ranks(case, chosen, env.world_size)), **settings}
     # A row that goes from one trainer to another has settings of both.
     arguments = cast(
         DataParallelArguments,
@@ -106,6 +112,14 @@ def build_on_rank(
         distributed_env=env,
         **_options(case, *callbacks),  # type: ignore[arg-type]
     )
+
+
+def _data_ranks(case: Case, trainer: type[Trainer], world_size: int) -> int:
+    """Ranks that work on different data."""
+    pipeline = case.settings.get("pipeline", PipelineArguments())
+    if trainer is PipelineTrainer and isinstance(pipeline, PipelineArguments):
+        return pipeline.replicas
+    return world_size
 
 
 def curve(log_history: list[Mapping[str, object]] | list[dict[str, object]]) -> list[Point]:
@@ -154,9 +168,9 @@ def _read_by(env: DistributedEnvInterface, loader: RaggedLoader, *, dispatched: 
 
 
 def _options(case: Case, *callbacks: object) -> dict[str, object]:
-    options = dict(case.options())
+    options, recipe = dict(case.options()), case.recipe
     return {
-        "model_init": lambda: Decoder(tied=case.recipe.tied, width=case.recipe.width),
+        "model_init": partial(Decoder, tied=recipe.tied, width=recipe.width, blocks=recipe.blocks),
         **options,
         "callbacks": [*options.pop("callbacks", ()), *callbacks],  # type: ignore[misc]
     }

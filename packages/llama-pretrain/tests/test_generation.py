@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from llama_pretrain import Llama, generate
-from llama_pretrain.generation import sample
-from trainer_core import ConfigurationError
+from trainer_core import ConfigurationError, Sampling
 
 PROMPT = torch.tensor([[3, 14, 15, 9], [2, 6, 5, 35]])
 
 
 def _without_cache(model: Llama, ids: Tensor, new: int, temperature: float, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
+    sampling = Sampling(temperature=temperature, top_k=20)
     with torch.no_grad():
         for _ in range(new):
-            token = sample(model(ids)[:, -1], temperature=temperature, top_k=20, generator=generator)
+            token = sampling.choose(model(ids)[:, -1], generator=generator)
             ids = torch.cat([ids, token[:, None]], dim=1)
     return ids
 
@@ -50,32 +50,6 @@ def test_nothing_new_and_the_mode_is_put_back(small_model: Llama) -> None:
     generate(small_model, PROMPT, max_new_tokens=2)
     assert {name: module.training for name, module in small_model.named_modules()} == before
     assert set(before.values()) == {True, False}
-
-
-@pytest.mark.parametrize(
-    ("settings", "allowed"),
-    [
-        ({"temperature": 0.0}, {3}),
-        ({"top_k": 2}, {3, 1}),
-        ({"top_p": 0.45}, {3}),
-        ({"top_p": 0.51}, {3, 1}),
-        ({"top_p": 1.0}, {0, 1, 2, 3}),
-        ({"top_k": 9}, {0, 1, 2, 3}),
-    ],
-)
-def test_settings_leave_these_tokens(settings: dict[str, float], allowed: set[int]) -> None:
-    logits = torch.tensor([[0.15, 0.25, 0.10, 0.50]]).log().expand(400, -1)
-    generator = torch.Generator().manual_seed(0)
-    drawn = sample(logits, generator=generator, **settings)  # type: ignore[arg-type]
-    assert set(drawn.tolist()) == allowed
-
-
-def test_draws_follow_the_probabilities() -> None:
-    logits = torch.tensor([[0.2, 0.8]]).log().expand(4000, -1)
-    drawn = sample(logits, generator=torch.Generator().manual_seed(0))
-    assert float(drawn.double().mean()) == pytest.approx(0.8, abs=0.03)
-    hotter = sample(logits, temperature=0.5, generator=torch.Generator().manual_seed(0))
-    assert float(hotter.double().mean()) == pytest.approx(0.64 / 0.68, abs=0.03)
 
 
 @pytest.mark.parametrize(

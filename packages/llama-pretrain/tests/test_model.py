@@ -73,11 +73,24 @@ def test_scores_depend_on_distances_alone(small_config: MakeConfig) -> None:
 @pytest.mark.parametrize("pieces", [[60], [1] * 60, [7, 1, 30, 1, 21]])
 def test_the_cache_changes_nothing(small_model: Llama, pieces: list[int]) -> None:
     ids = _ids()
-    cache = KVCache(small_model.config, batch_size=2, max_length=64)
+    cache = small_model.make_cache(2, 64)
     with torch.no_grad():
         parts = [small_model(part, cache=cache) for part in ids.split(pieces, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), small_model(ids), rtol=0, atol=2e-4)
     assert cache.length == 60
+
+
+def test_a_cache_has_storage_for_those_layers_that_computed(small_config: MakeConfig) -> None:
+    """As on a rank that has some of the layers."""
+    cache = KVCache(small_config(), batch_size=2, max_length=64)
+    new = torch.rand(2, 2, 5, 10)
+    for layer in (2, 0):
+        for kept in cache.extend(layer, new, new):
+            assert torch.equal(kept, new)
+            assert kept.untyped_storage().nbytes() == 2 * 2 * 64 * 10 * 4
+    cache.advance(5)
+    keys, _ = cache.extend(2, new + 1, new)
+    assert torch.equal(keys, torch.cat([new, new + 1], dim=2))
 
 
 def test_tables_stay_float32_and_survive_the_meta_device(small_config: MakeConfig) -> None:

@@ -13,6 +13,7 @@ from llama_pretrain.train_command_line import resolve, train_parser
 from llama_pretrain.trainers import TRAINERS, trainer_arguments
 from trainer_core import ConfigurationError, field_docs
 from trainer_ddp import CompressionArguments, DDPArguments, PostLocalSGDArguments
+from trainer_pipeline import PipelineArguments
 
 
 def _resolve(*words: str) -> PretrainArguments:
@@ -82,6 +83,26 @@ def test_a_file_of_all_settings_reads_back(tmp_path: Path) -> None:
             "ddp",
             DDPArguments(bucket_cap_mb=10, init_sync=False, static_graph=True),
         ),
+        (
+            "--trainer pipeline --schedule gpipe --microbatches 8",
+            "pipeline",
+            PipelineArguments(schedule="gpipe", n_microbatches=8),
+        ),
+        (
+            "--trainer pipeline --pipeline.schedule zbv --pipeline.n-microbatches=2",
+            "pipeline",
+            PipelineArguments(schedule="zbv", n_microbatches=2),
+        ),
+        (
+            "--trainer pipeline --pipeline.layers-per-stage 3,1",
+            "pipeline",
+            PipelineArguments(layers_per_stage=(3, 1)),
+        ),
+        (
+            "--trainer pipeline --transformer-layers-path model.layers",
+            "transformer_layers_path",
+            "model.layers",
+        ),
     ],
 )
 def test_words_become_values(words: str, name: str, value: object) -> None:
@@ -105,6 +126,16 @@ def test_words_become_values(words: str, name: str, value: object) -> None:
             "unknown argument '--post-local-sgd.perod'; did you mean --post-local-sgd.period?",
         ),
         ("--post-local-sgd.period five", "--post-local-sgd.period: 'five' is not a whole number"),
+        (
+            "--schedule gpipe --pipeline.schedule gpipe",
+            "argument --pipeline.schedule: not allowed with argument --schedule",
+        ),
+        (
+            "--pipeline.n-microbatches 4 --trainer pipeline --microbatches=8",
+            "argument --microbatches: not allowed with argument --pipeline.n-microbatches",
+        ),
+        ("--microbatches few", "--microbatches: 'few' is not a whole number"),
+        ("--pipeline.layers-per-stage 3,x", "--pipeline.layers-per-stage: '3,x' is not number,... or none"),
     ],
 )
 def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +162,10 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
         ("dataloader_num_workers: 2", "dataloader_num_workers=2: has no effect"),
         ("overwrite_output_dir: true", "overwrite_output_dir=True: has no effect"),
         ("max-steps: 5\nmax_steps: 6", "given twice"),
-        ("trainer: dpp", "trainer='dpp': must be one of 'single', 'ddp', 'fsdp2'; did you mean 'ddp'?"),
+        (
+            "trainer: dpp",
+            "trainer='dpp': must be one of 'single', 'ddp', 'fsdp2', 'pipeline'; did you mean 'ddp'?",
+        ),
         ("trainer: none", "trainer='none': must be one of 'single', 'ddp'"),
         ("dispatch_batches: false", "dispatch_batches=False: has no effect with trainer='single'"),
         (
@@ -150,6 +184,18 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
         ("trainer: ddp\nfuse_optim_with_backward: true", "fuse_optim_with_backward=True"),
         ("trainer: fsdp2\nfsdp2: {replicas: 0}", "fsdp2.replicas=0"),
         ("trainer: ddp\nfsdp2: {replicas: 2}", "fsdp2.replicas=2: has no effect with trainer='ddp'"),
+        (
+            "trainer: fsdp2\npipeline: {replicas: 2}",
+            "pipeline.replicas=2: has no effect with trainer='fsdp2'",
+        ),
+        ("pipeline: {schedule: zbv}", "leave it out, or use trainer='pipeline'"),
+        (
+            "trainer: pipeline\npipeline: {schedule: gpip}",
+            "pipeline.schedule='gpip': must be one of gpipe, 1f1b",
+        ),
+        ("trainer: pipeline\npipeline: {layers_per_stage: [3, x]}", "pipeline.layers_per_stage=(3, 'x')"),
+        ("trainer: pipeline\nschedule: gpipe", "schedule='gpipe': is not a known setting"),
+        ("trainer: pipeline\nmicrobatches: 2", "microbatches=2: is not a known setting"),
         ("max_steps: [", "malformed"),
         ("- 1", "must hold names with values"),
     ],
@@ -186,6 +232,18 @@ def test_a_file_and_options_may_each_set_a_part_of_a_group(tmp_path: Path) -> No
     assert _resolve("--config", str(dotted), "--no-ddp.static-graph").ddp == DDPArguments(bucket_cap_mb=7)
 
 
+def test_a_short_option_is_laid_over_the_group_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'trainer = "pipeline"\n[pipeline]\nschedule = "1f1b"\nn-microbatches = 6\nlayers-per-stage = [3, 1]\n'
+    )
+    args = _resolve("--config", str(path), "--schedule", "gpipe")
+    assert args.pipeline == PipelineArguments(schedule="gpipe", n_microbatches=6, layers_per_stage=(3, 1))
+    copy = tmp_path / "config.yaml"
+    copy.write_text(yaml.safe_dump(dataclasses.asdict(args)))
+    assert _resolve("--config", str(copy)) == args
+
+
 def test_an_option_does_not_hide_a_mistake_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("trainer: ddp\nddp: 5")
@@ -207,6 +265,8 @@ def test_help_has_every_option_with_its_text() -> None:
     _look_for_options(PretrainArguments, "", shown)
     assert "[runs/default]" in shown
     assert "[0.002]" in shown
+    for short, option in (("schedule TEXT", "schedule"), ("microbatches N", "n-microbatches")):
+        assert f"--{short} short for --pipeline.{option}" in shown
 
 
 def _look_for_options(cls: type, prefix: str, shown: str) -> None:

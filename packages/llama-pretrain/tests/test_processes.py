@@ -15,6 +15,8 @@ from llama_pretrain.cli import main
 
 RANK_OF_TRAIN = str(Path(__file__).with_name("rank_of_train.py"))
 STEPS = 24
+# As `train` does with the settings of `_words`.
+GENERATE_AS_AT_THE_END = ["generate", "--max-new-tokens", "12", "--temperature", "0.8", "--seed", "1"]
 
 
 def _words(work: Path, output: str, *more: str) -> list[str]:
@@ -48,6 +50,11 @@ def _ddp(work: Path, output: str, *more: str) -> list[str]:
     return _several(work, output, "ddp", *more)
 
 
+def _pipeline(work: Path, output: str, *more: str) -> list[str]:
+    """The same global batch through two stages; three microbatches do not divide its four rows."""
+    return _words(work, output, "--trainer", "pipeline", "--schedule", "1f1b", "--microbatches", "3", *more)
+
+
 def _torchrun(words: Sequence[str]) -> subprocess.Popen[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
@@ -65,6 +72,21 @@ def _finish(run: subprocess.Popen[str]) -> str:
         return run.communicate(timeout=300)[0]
     finally:
         run.kill()
+
+
+def _trained(words: Sequence[str]) -> str:
+    """The output of two ranks that train, evaluate and write a sample."""
+    run = _torchrun(["-m", "llama_pretrain", "train", *words])
+    shown = _finish(run)
+    assert run.returncode == 0, shown
+    for line in ("held-out loss", "sample, temperature", "done in", "loss curve  "):
+        assert shown.count(line) == 1, shown
+    return shown
+
+
+def _parameters(shown: str) -> str:
+    """What a run says of its model at the start."""
+    return next(line for line in shown.splitlines() if line.startswith("model ") and " parameters, " in line)
 
 
 def _codes(directory: Path) -> dict[str, str]:
@@ -95,6 +117,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, write_inputs: Callable[[Path]
 
 def test_one_curve_from_one_process_over_two_and_back(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(_words(work, "relay", "--max-steps", "6")) == 0
+    told_by_one = capsys.readouterr().out
 
     codes = work / "codes"
     codes.mkdir()
@@ -107,20 +130,25 @@ def test_one_curve_from_one_process_over_two_and_back(work: Path, capsys: pytest
     stopped_at = max(int(path.name.rpartition("-")[2]) for path in (work / "relay").glob("checkpoint-*"))
     assert stopped_at in (9, 10)
 
-    run = _torchrun(["-m", "llama_pretrain", "train", *_several(work, "relay", "fsdp2", "--max-steps", "18")])
-    shown = _finish(run)
-    assert run.returncode == 0, shown
+    shown = _trained(_several(work, "relay", "fsdp2", "--max-steps", "12"))
     assert f"resumed at step {stopped_at}" in shown
     assert "changed    trainer: ddp at the last start, now fsdp2" in shown
-    for line in ("held-out loss", "sample, temperature", "done in", "loss curve  "):
-        assert shown.count(line) == 1, shown
+
+    shown = _trained(_pipeline(work, "relay", "--max-steps", "18"))
+    assert "resumed at step 12" in shown
+    assert shown.count("trainer    pipeline, 2 processes, 1f1b with 3 microbatches") == 1
+    assert "changed    trainer: fsdp2 at the last start, now pipeline" in shown
+    assert _parameters(shown) == _parameters(told_by_one)
+    checkpoint = str(work / "relay" / "checkpoint-18")
+    assert main([*GENERATE_AS_AT_THE_END, "--checkpoint", checkpoint]) == 0
+    assert "".join(capsys.readouterr().out.split()) in "".join(shown.split())
     files = {path.name for path in (work / "relay").iterdir() if path.is_file()}
     assert files == {"trainer_logs.json", "loss_curve.png", "config.yaml", "run.json"}
     assert (work / "relay" / "checkpoint-18" / "manifest.json").is_file()
 
     capsys.readouterr()
     assert main(_words(work, "relay")) == 0
-    assert "changed    trainer: fsdp2 at the last start, now single" in capsys.readouterr().out
+    assert "changed    trainer: pipeline at the last start, now single" in capsys.readouterr().out
     for key in ("loss", "grad_norm", "learning_rate", "total_tokens", "eval_loss", "eval_tokens"):
         expected = _curve(work / "whole", key)
         assert _curve(work / "relay", key) == pytest.approx(expected, rel=1e-5), key
@@ -140,12 +168,18 @@ def test_every_rank_ends_where_ranks_were_told_different_things(work: Path) -> N
     assert not (work / "unlike").exists()
 
 
-def test_ddp_with_one_process_is_like_single(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(_words(work, "alone", "--trainer", "ddp")) == 0
-    assert "one process, which is like single; for two: torchrun " in capsys.readouterr().out
+@pytest.mark.parametrize("trainer", ["ddp", "pipeline"])
+def test_with_one_process_it_is_like_single(
+    work: Path, trainer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = f"alone-{trainer}"
+    assert main(_words(work, output, "--trainer", trainer)) == 0
+    shown = capsys.readouterr().out
+    assert "one process, which is like single; for two: torchrun " in shown
+    assert f"--trainer {trainer}\n" in shown
     for key in ("loss", "grad_norm", "eval_loss"):
-        assert _curve(work / "alone", key) == _curve(work / "whole", key), key
-    assert main(["eval", "--output-dir", str(work / "alone")]) == 0
+        assert _curve(work / output, key) == _curve(work / "whole", key), key
+    assert main(["eval", "--output-dir", str(work / output)]) == 0
     last = _curve(work / "whole", "eval_loss")[STEPS]
     assert f"loss        {last:.4f} nats per byte" in capsys.readouterr().out
 

@@ -1,6 +1,6 @@
 """Weights of a Hugging Face directory, or of a checkpoint, straight into a model."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -15,7 +15,13 @@ from checkpoint_core.storage.files import checksum_file
 from checkpoint_core.storage.hf_layout import weight_files
 
 
-def load_model_weights(model: nn.Module, directory: str | Path, *, verify_checksums: bool = True) -> None:
+def load_model_weights(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    verify_checksums: bool = True,
+    elsewhere: Container[str] = (),
+) -> None:
     """Load the weights of a Hugging Face directory, or of a checkpoint, into a model.
 
     Of parameters that are DTensors each rank reads only the bytes of its own part; there is no communication.
@@ -26,6 +32,7 @@ def load_model_weights(model: nn.Module, directory: str | Path, *, verify_checks
         verify_checksums: In a checkpoint, first read the weight files whole and compare their checksums.
             Every rank does so for itself; for a large sharded model verify once and pass False. Other
             directories have no checksums.
+        elsewhere: For a part of a model: names of weights that other ranks hold, which may be left over.
 
     Raises:
         CheckpointError: The weights are missing, damaged, or do not fit the model.
@@ -37,7 +44,7 @@ def load_model_weights(model: nn.Module, directory: str | Path, *, verify_checks
         stored = StoredState(paths, WEIGHTS_FORMAT)
         try:
             reception = receive(ModelState(model), stored)
-            check_nothing_left(reception.unclaimed)
+            check_nothing_left([name for name in reception.unclaimed if name not in elsewhere])
             stored.fill(reception.fills, threads=1)
             reception.finish()
         finally:

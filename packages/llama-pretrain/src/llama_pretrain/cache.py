@@ -8,7 +8,9 @@ from .config import LlamaConfig
 
 
 class KVCache:
-    """Keys and values of every layer, in storage allocated once, when the first ones come.
+    """Keys and values of the layers that compute, each in storage allocated once, when its first ones come.
+
+    Layers that other ranks compute take no memory.
 
     Args:
         config: Shape of the model.
@@ -17,15 +19,8 @@ class KVCache:
     """
 
     def __init__(self, config: LlamaConfig, batch_size: int, max_length: int) -> None:
-        self._shape = (
-            config.num_hidden_layers,
-            batch_size,
-            config.num_key_value_heads,
-            max_length,
-            config.head_dim,
-        )
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._shape = (batch_size, config.num_key_value_heads, max_length, config.head_dim)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.max_length = max_length
         self.length = 0
 
@@ -35,13 +30,14 @@ class KVCache:
         Both are `[batch, kv_heads, new, head_dim]`; what comes back is longer along the third dimension.
         `length` stays as it is until every layer has stored its part: see `advance`.
         """
-        if self._keys is None or self._values is None:
-            # Only here it is known where and in what the model computes; sharding may decide that.
-            self._keys, self._values = keys.new_empty(self._shape), values.new_empty(self._shape)
+        if layer not in self._layers:
+            # Only here it is known where and in what the layer computes; sharding may decide that.
+            self._layers[layer] = keys.new_empty(self._shape), values.new_empty(self._shape)
+        all_keys, all_values = self._layers[layer]
         end = self.length + keys.shape[2]
-        self._keys[layer, :, :, self.length : end] = keys
-        self._values[layer, :, :, self.length : end] = values
-        return self._keys[layer, :, :, :end], self._values[layer, :, :, :end]
+        all_keys[:, :, self.length : end] = keys
+        all_values[:, :, self.length : end] = values
+        return all_keys[:, :, :end], all_values[:, :, :end]
 
     def advance(self, count: int) -> None:
         """Count `count` positions as stored in every layer."""

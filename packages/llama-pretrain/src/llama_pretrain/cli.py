@@ -25,7 +25,7 @@ options of train that are used most (all of them: {PROG} train --help):
   --data PATH                directory, glob or file of text [the Python standard library]
   --max-steps N              optimizer steps [800]
   --learning-rate X          highest learning rate [0.002]
-  --trainer NAME             single; under torchrun ddp or fsdp2 [single]
+  --trainer NAME             single; under torchrun ddp, fsdp2 or pipeline [single]
   --config FILE              TOML or YAML file with any of the options
   --version                  print the version
 

@@ -47,7 +47,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_field_options(
-    parser: Parser, cls: type, groups: Mapping[str, Sequence[str]], *, leave_out: Collection[str] = ()
+    parser: Parser,
+    cls: type,
+    groups: Mapping[str, Sequence[str]],
+    *,
+    leave_out: Collection[str] = (),
+    short: Mapping[str, str] | None = None,
 ) -> None:
     """Add one option per field of a dataclass; none has a default, so that only given values are returned.
 
@@ -59,7 +64,10 @@ def add_field_options(
         cls: A dataclass. The string below each field is its help.
         groups: Heading and the names below it, in the order to show. Other fields come under a last heading.
         leave_out: Fields that get no option.
+        short: Second options, by what the first one is called: `field` or `field.name`. What is returned has
+            the name of the first one; both at once are an error that names them.
     """
+    second = short or {}
     hints, docs = get_type_hints(cls), field_docs(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     named = {*leave_out, *(name for names in groups.values() for name in names)}
@@ -69,17 +77,21 @@ def add_field_options(
         nested = [name for name in names if dataclasses.is_dataclass(hints[name])]
         for name in names:
             if name not in nested:
-                _add_option(group, name, hints[name], docs.get(name, ""), _default(fields[name]))
+                _add_option(group, name, hints[name], docs.get(name, ""), _default(fields[name]), second)
         for name in nested:
-            _add_nested_options(parser, name, hints[name], docs.get(name, ""), _default(fields[name]))
+            _add_nested_options(parser, name, hints[name], docs.get(name, ""), _default(fields[name]), second)
 
 
-def _add_nested_options(parser: Parser, name: str, cls: type, doc: str, defaults: object) -> None:
+def _add_nested_options(
+    parser: Parser, name: str, cls: type, doc: str, defaults: object, short: Mapping[str, str]
+) -> None:
     group = parser.add_argument_group(f"{name}: {doc.rstrip('.')}")
     hints, docs = get_type_hints(cls), field_docs(cls)
     for field in dataclasses.fields(cls):
         default = getattr(defaults, field.name)
-        _add_option(group, f"{name}.{field.name}", hints[field.name], docs.get(field.name, ""), default)
+        _add_option(
+            group, f"{name}.{field.name}", hints[field.name], docs.get(field.name, ""), default, short
+        )
 
 
 def _default(field: dataclasses.Field[object]) -> object:
@@ -88,14 +100,33 @@ def _default(field: dataclasses.Field[object]) -> object:
     return field.default
 
 
-def _add_option(group: argparse._ArgumentGroup, name: str, hint: object, doc: str, default: object) -> None:
-    flag = "--" + name.replace("_", "-")
+def _add_option(
+    group: argparse._ArgumentGroup,
+    name: str,
+    hint: object,
+    doc: str,
+    default: object,
+    short: Mapping[str, str],
+) -> None:
     text = f"{doc} [{_shown(default)}]".replace("%", "%%").strip()
+    if name not in short:
+        _add_flag(group, _flag(name), name, hint, text)
+        return
+    either = group.add_mutually_exclusive_group()
+    _add_flag(either, _flag(name), name, hint, text)
+    _add_flag(either, _flag(short[name]), name, hint, f"short for {_flag(name)}")
+
+
+def _add_flag(group: argparse._ActionsContainer, flag: str, name: str, hint: object, text: str) -> None:
     if hint is bool:
         group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
         return
     kinds = _members(hint)
     group.add_argument(flag, dest=name, type=_reader(kinds), metavar=_metavar(kinds), help=text)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _members(hint: object) -> tuple[object, ...]:
@@ -135,13 +166,19 @@ def _read_as(kind: object, text: str) -> object:
     if get_origin(kind) is dict:
         return _read_table(text)
     if get_origin(kind) is tuple:
-        return tuple(filter(None, (part.strip() for part in text.split(","))))
+        return _read_list(get_args(kind)[0], text)
     if kind not in (int, float):
         raise TypeError(f"no option can be made for the type {kind!r}")
     try:
         return int(text) if kind is int else float(text)
     except ValueError:
         return _NO_VALUE
+
+
+def _read_list(kind: object, text: str) -> object:
+    """Read `item,item`, each as a value of one type."""
+    items = tuple(_read_as(kind, part.strip()) for part in text.split(",") if part.strip())
+    return _NO_VALUE if _NO_VALUE in items else items
 
 
 def _read_table(text: str) -> object:
@@ -157,24 +194,33 @@ def _read_table(text: str) -> object:
 
 
 def _expected(kinds: tuple[object, ...]) -> str:
-    words = {
+    words: Mapping[object, str] = {
         int: "a whole number",
         float: "a number",
         bool: "true or false",
         type(None): "none",
         str: "a text",
+        tuple[str, ...]: "name,...",
+        tuple[int, ...]: "number,...",
     }
-    return " or ".join(words.get(kind, _of_collection(kind, "name=value,...", "name,...")) for kind in kinds)  # type: ignore[call-overload]
+    return " or ".join(_word(kind, words, "name=value,...") for kind in kinds)
 
 
 def _metavar(kinds: tuple[object, ...]) -> str:
-    words = {int: "N", float: "X", bool: "true|false", type(None): "", str: "TEXT"}
-    shown = [words.get(kind, _of_collection(kind, "NAME=X,...", "NAME,...")) for kind in kinds]  # type: ignore[call-overload]
-    return "|".join(filter(None, shown))
+    words: Mapping[object, str] = {
+        int: "N",
+        float: "X",
+        bool: "true|false",
+        type(None): "",
+        str: "TEXT",
+        tuple[str, ...]: "NAME,...",
+        tuple[int, ...]: "N,...",
+    }
+    return "|".join(filter(None, (_word(kind, words, "NAME=X,...") for kind in kinds)))
 
 
-def _of_collection(kind: object, table: str, names: str) -> str:
-    return table if get_origin(kind) is dict else names
+def _word(kind: object, words: Mapping[object, str], table: str) -> str:
+    return table if get_origin(kind) is dict else words[kind]
 
 
 def _shown(value: object) -> str:

@@ -158,6 +158,10 @@ class Llama(nn.Module):
         logits: Tensor = self.lm_head(self.model(input_ids, cache))
         return logits
 
+    def make_cache(self, rows: int, positions: int) -> KVCache:
+        """Return an empty cache for the keys and values of `rows` sequences of up to `positions` tokens."""
+        return KVCache(self.config, rows, positions)
+
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the token embedding."""
         return self.model.embed_tokens

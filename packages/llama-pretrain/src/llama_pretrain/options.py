@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments
 from trainer_ddp import CompressionArguments, DDPArguments, DiLoCoArguments, PostLocalSGDArguments
 from trainer_fsdp2 import FSDP2Arguments
+from trainer_pipeline import PipelineArguments
 
 from .trainers import check_trainer
 
@@ -55,7 +56,7 @@ class PretrainArguments(DataParallelArguments):
 
     trainer: str = "single"
     """single (one process), or how the processes that torchrun starts share the work: ddp (each holds the
-    model) or fsdp2 (each holds a part of it)."""
+    model), fsdp2 (each holds a part of every layer) or pipeline (each holds some of the layers)."""
     ddp: DDPArguments = field(default_factory=DDPArguments)
     """With trainer ddp: options of torch's wrapper."""
     compression: CompressionArguments = field(default_factory=CompressionArguments)
@@ -66,6 +67,8 @@ class PretrainArguments(DataParallelArguments):
     """With trainer ddp: local steps, after which an outer optimizer steps."""
     fsdp2: FSDP2Arguments = field(default_factory=FSDP2Arguments)
     """With trainer fsdp2: how the model is spread over the processes."""
+    pipeline: PipelineArguments = field(default_factory=PipelineArguments)
+    """With trainer pipeline: which layers each process has, and in which order they compute."""
 
     output_dir: str = "runs/default"
     """Directory of checkpoints, logs, figures and config.yaml."""
@@ -129,7 +132,7 @@ class PretrainArguments(DataParallelArguments):
     @property
     def uses_blocks(self) -> bool:
         """Whether a setting works on the blocks that transformer_layers_path leads to."""
-        return self.trainer == "fsdp2" or super().uses_blocks
+        return self.trainer in ("fsdp2", "pipeline") or super().uses_blocks
 
     def _check_unused(self) -> None:
         for name in WITHOUT_EFFECT:

@@ -30,24 +30,36 @@ def announce(
     processes: int,
     changes: Mapping[str, tuple[object, object]],
 ) -> None:
-    """Say what is trained on what by how many, and which settings differ from those of the last start."""
+    """Say what is trained on what by how many, and which settings differ from those of the last start.
+
+    Args:
+        model: The whole model; its parameters may have no storage.
+        documents: What it is trained on.
+        held_out: What it is evaluated on.
+        args: The settings.
+        processes: How many train it.
+        changes: Setting to its value at the last start, and now.
+    """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     source = "the Python standard library" if args.data is None else args.data
     kept = "none" if held_out is None else str(len(held_out))
     print(f"model      {args.model}, {parameters:,} parameters, {args.sequence_length} tokens a row")
     print(f"data       {source}: {len(documents)} documents to train on, {kept} held out")
     if args.trainer != "single":
-        print(f"trainer    {args.trainer}, {_told_processes(args.trainer, processes)}")
+        print(f"trainer    {args.trainer}, {_told_processes(args, processes)}")
     print(f"output     {args.output_dir}")
     for name, (old, new) in changes.items():
         print(f"changed    {name}: {old} at the last start, now {new}")
     print(flush=True)
 
 
-def _told_processes(trainer: str, processes: int) -> str:
-    if processes > 1:
-        return f"{processes} processes"
-    return f"one process, which is like single; for two: {launch_command(2, trainer)}"
+def _told_processes(args: PretrainArguments, processes: int) -> str:
+    if processes == 1:
+        return f"one process, which is like single; for two: {launch_command(2, args.trainer)}"
+    if args.trainer == "pipeline":
+        pipeline = args.pipeline
+        return f"{processes} processes, {pipeline.schedule} with {pipeline.n_microbatches} microbatches"
+    return f"{processes} processes"
 
 
 def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:

@@ -150,7 +150,7 @@ def _train_on(
     model = trainer.unwrapped_model()
     if speaks:
         documents = experiment.train_documents, experiment.held_out_documents
-        announce(model, *documents, args, env.world_size, changes)
+        announce(trainer.parallel.whole_model(), *documents, args, env.world_size, changes)
     with main_process_first(env) as goes_first:
         if goes_first:
             directory.begin(args, experiment.subject)

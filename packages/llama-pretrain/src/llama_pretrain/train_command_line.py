@@ -76,8 +76,11 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "post_local_sgd",
         "diloco",
         "fsdp2",
+        "pipeline",
     ),
 }
+SHORT: Mapping[str, str] = {"pipeline.schedule": "schedule", "pipeline.n_microbatches": "microbatches"}
+"""Settings that have a short name on the command line, and that name."""
 
 
 def train_parser() -> Parser:
@@ -92,7 +95,7 @@ def train_parser() -> Parser:
     parser.add_argument(
         "--config", metavar="FILE", help="TOML or YAML file with the names below, written with underscores"
     )
-    add_field_options(parser, PretrainArguments, GROUPS, leave_out=WITHOUT_EFFECT)
+    add_field_options(parser, PretrainArguments, GROUPS, leave_out=WITHOUT_EFFECT, short=SHORT)
     return parser
 
 

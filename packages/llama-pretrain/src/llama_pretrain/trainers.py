@@ -9,10 +9,16 @@ from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments, suggest
 from trainer_ddp import DDPTrainer
 from trainer_fsdp2 import FSDP2Trainer
+from trainer_pipeline import PipelineTrainer
 
 from .program import PROG
 
-TRAINERS: Mapping[str, type[Trainer]] = {"single": Trainer, "ddp": DDPTrainer, "fsdp2": FSDP2Trainer}
+TRAINERS: Mapping[str, type[Trainer]] = {
+    "single": Trainer,
+    "ddp": DDPTrainer,
+    "fsdp2": FSDP2Trainer,
+    "pipeline": PipelineTrainer,
+}
 """Name to class. What a class is told is `arguments_class`: its fields are settings of the application."""
 
 

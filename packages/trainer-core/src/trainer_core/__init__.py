@@ -6,7 +6,7 @@ from .arguments import (
     MinimalTrainingArguments,
     TrainingArguments,
 )
-from .batch import Batch
+from .batch import Batch, labels_of, to_device
 from .callbacks import (
     DivergenceDetector,
     EarlyStopping,
@@ -23,35 +23,45 @@ from .callbacks import (
     dump_on_oom,
 )
 from .config import arguments_from_dict, field_docs, load_config_file, suggest
-from .data_parallel import DataParallel
+from .data_parallel import DATA_PARALLEL, DataParallel
 from .errors import ConfigurationError, DataError
 from .evaluation import EvalMetric
 from .events import EVENTS
+from .generating import generators_of_rank_0, logits_of_one_rank, share_generators
 from .loss import (
     CausalLMLoss,
     FusedLinearCrossEntropy,
+    FusedLossFactory,
     MeanLoss,
     ModelLoss,
     OutputMeanLoss,
     TokenLoss,
     count_next_tokens,
     loss_of,
+    predict,
 )
 from .model import (
     InitialValues,
     ModelInit,
     ModelSource,
+    add_up_gradients,
     checkpoint_activations,
+    compile_model,
     construct_without_weights,
     convert_model,
+    fill_parameters,
     find_blocks,
+    fsdp_modules,
+    move_buffers,
     prepare_model,
 )
-from .optimization import Multiopt, NonFiniteGradientError, build_optimizer, clip_grad_norm
+from .optimization import Multiopt, NonFiniteGradientError, build_optimizer, clip_grad_norm, own_part
+from .options import TrainerOptions
 from .parallelism import Parallelism, Scored, SingleDevice
 from .precision import (
     FP8_RECIPES,
     QAT_RECIPES,
+    autocast,
     convert_qat,
     export_qat,
     export_qat_checkpoint,
@@ -59,12 +69,14 @@ from .precision import (
     prepare_qat,
 )
 from .replicas import saved_buffers
+from .sampling import Sampling
 from .state import StopCause, TrainerControl, TrainerState, TrainOutput
 from .stop_requests import EXIT_RESUMABLE
 from .traffic import Traffic
 from .trainer import Trainer
 
 __all__ = [
+    "DATA_PARALLEL",
     "EVENTS",
     "EXIT_RESUMABLE",
     "FP8_RECIPES",
@@ -81,6 +93,7 @@ __all__ = [
     "EvalMetric",
     "ExternalControl",
     "FusedLinearCrossEntropy",
+    "FusedLossFactory",
     "GradientStatistics",
     "InfoCallback",
     "InitialValues",
@@ -96,6 +109,7 @@ __all__ = [
     "OutputMeanLoss",
     "Parallelism",
     "ProfilerCallback",
+    "Sampling",
     "Scored",
     "SingleDevice",
     "StopCause",
@@ -107,13 +121,17 @@ __all__ = [
     "TrainOutput",
     "Trainer",
     "TrainerControl",
+    "TrainerOptions",
     "TrainerState",
     "TrainingArguments",
     "WandbCallback",
+    "add_up_gradients",
     "arguments_from_dict",
+    "autocast",
     "build_optimizer",
     "checkpoint_activations",
     "clip_grad_norm",
+    "compile_model",
     "construct_without_weights",
     "convert_model",
     "convert_qat",
@@ -122,12 +140,22 @@ __all__ = [
     "export_qat",
     "export_qat_checkpoint",
     "field_docs",
+    "fill_parameters",
     "find_blocks",
+    "fsdp_modules",
+    "generators_of_rank_0",
+    "labels_of",
     "load_config_file",
     "load_quantized",
+    "logits_of_one_rank",
     "loss_of",
+    "move_buffers",
+    "own_part",
+    "predict",
     "prepare_model",
     "prepare_qat",
     "saved_buffers",
+    "share_generators",
     "suggest",
+    "to_device",
 ]

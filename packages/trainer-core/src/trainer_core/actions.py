@@ -168,6 +168,7 @@ class Actions:
         memory = take_peak_memory(run.parallel)
         if memory is not None:
             record["peak_mem_allocated"] = memory
+        record |= run.parallel.figures()
         run.events.fire("on_log_step", logs=record)
         self.log(record)
 

@@ -16,7 +16,6 @@ from .given import Ingredients
 from .hyperparameters import Hyperparameters
 from .interval import Interval
 from .loaders import evaluation_data, train_loader
-from .loss import loss_of
 from .memory import GarbagePolicy
 from .model import RecompileCounter
 from .optimization import (
@@ -64,7 +63,7 @@ def assemble(
     set_length(state, args, loader)
     follow = resumes or parts.initial_weights is not None
     parallel.build(parts.model, args, weights_follow=follow)
-    loss = loss_of(args, parallel.unwrapped_model(), parts.loss, parts.fused_loss)
+    loss = parallel.make_loss(args, parts.loss, parts.fused_loss)
     parallel.compile(args)
     optimizer, scheduler = None, None
     if loader is not None:

@@ -10,7 +10,6 @@ from checkpoint_core import (
     CheckpointManager,
     Preprocessor,
     find_latest_checkpoint,
-    load_model_weights,
 )
 from dist_env import get_logger
 
@@ -137,7 +136,7 @@ def load_best(run: Run) -> bool:
     if path is None:
         logger.warning("no checkpoint has a value of %s: the model stays as it is", run.args.best_metric)
         return False
-    load_model_weights(run.parallel.unwrapped_model(), path)
+    run.parallel.load_weights(path)
     logger.info("weights of the best checkpoint are in the model: %s", path)
     return True
 

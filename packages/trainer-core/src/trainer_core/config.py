@@ -27,7 +27,7 @@ def arguments_from_dict(cls: type[T], mapping: Mapping[str, object]) -> T:
     Args:
         cls: The dataclass; nested dataclasses are built as well.
         mapping: Field names and values. A whole number is accepted where a float is asked for, and a list of
-            texts where a tuple of them is.
+            texts or whole numbers where a tuple of them is.
 
     Returns:
         The checked instance.
@@ -36,7 +36,8 @@ def arguments_from_dict(cls: type[T], mapping: Mapping[str, object]) -> T:
         ConfigurationError: For an unknown key (with the nearest known one), a wrong type, or a broken rule.
     """
     _refuse_unknown_keys(cls, mapping, prefix="")
-    hooks: dict[Any, Callable[[object], object]] = {float: _float_from_int, tuple[str, ...]: _tuple_from_list}
+    hooks: dict[Any, Callable[[object], object]] = {float: _float_from_int}
+    hooks |= dict.fromkeys((tuple[str, ...], tuple[int, ...]), _tuple_from_list)
     config = dacite.Config(strict=True, type_hooks=hooks)
     try:
         return dacite.from_dict(cls, dict(mapping), config=config)

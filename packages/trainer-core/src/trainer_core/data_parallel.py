@@ -25,7 +25,8 @@ from .errors import ConfigurationError
 from .parallelism import Parallelism, check_device_settings
 from .replicas import buffers_of_rank_0, copy_weights_of_rank_0
 
-_MESH_DIMENSION = "data_parallel"
+DATA_PARALLEL = "data_parallel"
+"""The dimension of a mesh along which ranks work on different data."""
 _OF_ONE_RANK = ("device", "logging_dir")
 """Arguments that may differ between ranks."""
 
@@ -42,7 +43,7 @@ class DataParallel(Parallelism):
     def __init__(self, env: DistributedEnvInterface) -> None:
         super().__init__(env)
         self.mesh: DeviceMesh | None = None
-        """All ranks, in one dimension; none with one rank."""
+        """All ranks; none with one rank."""
         self._hosts: HostSums | None = None
         self._data = DataParallelArguments()
 
@@ -53,8 +54,8 @@ class DataParallel(Parallelism):
 
     @cached_property
     def group(self) -> ProcessGroup | None:
-        """The ranks, for collectives on the device; none with one rank."""
-        return None if self.mesh is None else self.mesh.get_group()
+        """The ranks that work on different data, for collectives on the device; none with one rank."""
+        return None if self.mesh is None else self.mesh.get_group(DATA_PARALLEL)
 
     def check(self, args: TrainingArguments) -> None:
         """Form the groups and compare the arguments; collective.
@@ -73,6 +74,10 @@ class DataParallel(Parallelism):
         arguments = plain_arguments(args)
         self.agree({"class of args": type(args).__name__})
         self.agree({name: value for name, value in arguments.items() if name not in _OF_ONE_RANK})
+
+    def make_mesh(self) -> DeviceMesh:
+        """Arrange all ranks, of which there are several; one dimension is `DATA_PARALLEL`; collective."""
+        return init_device_mesh(self.env.device_type, (self.env.world_size,), mesh_dim_names=(DATA_PARALLEL,))
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Refuse to start where ranks were given different things; collective."""
@@ -109,14 +114,20 @@ class DataParallel(Parallelism):
         return self._shared(loader, self._data.dispatches_evaluation, "pad")
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum a tensor of a few numbers over the ranks; on an accelerator without waiting for it."""
-        if self.group is None or self._hosts is None:
+        """Sum a tensor of a few numbers over the ranks that count; waits for no accelerator."""
+        if self._hosts is None:
+            return values
+        return self.sum_over_all(values if self.counts_data else torch.zeros_like(values))
+
+    def sum_over_all(self, values: Tensor) -> Tensor:
+        """Sum a tensor of a few numbers over all ranks, also those that work on the same data."""
+        if self._hosts is None:
             return values
         if values.device.type == "cpu":
             sums = torch.tensor(self._hosts.sum(values.flatten().tolist()), dtype=torch.float64)
             return sums.to(values.dtype).view(values.shape)
         total = values.clone()
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total)
         return total
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
@@ -160,7 +171,7 @@ class DataParallel(Parallelism):
                 batches,
                 self.mesh,
                 self.device,
-                _MESH_DIMENSION,
+                DATA_PARALLEL,
                 uneven=uneven,  # type: ignore[arg-type]
             )
         return SynchronizedDataLoader(batches, self.device, self.group, uneven)  # type: ignore[arg-type]
@@ -173,9 +184,7 @@ class DataParallel(Parallelism):
                 "several ranks need a process group, and there is none",
                 "open a dist_env.DistributedEnvironment first and give it as distributed_env",
             )
-        self.mesh = init_device_mesh(
-            self.env.device_type, (self.env.world_size,), mesh_dim_names=(_MESH_DIMENSION,)
-        )
+        self.mesh = self.make_mesh()
         # Flags and counts go between the hosts, beside what the devices are busy with.
         with self.guarded("connecting the ranks"):
             self._hosts = HostSums(self.env)

@@ -58,8 +58,13 @@ def evaluate(run: Run, loader: object, *, stop_requested: Callable[[], bool]) ->
 
 
 def _score(run: Run, batch: Batch, device: torch.device) -> Tensor:
-    """Sums of one batch: 1, loss, counted tokens, then sum and count of each metric; float64."""
+    """Sums of one batch: 1, loss, counted tokens, then sum and count of each metric; float64.
+
+    They are 0 on a rank that does not see the predictions.
+    """
     scored = run.parallel.forward(batch, run.loss, run.args)
+    if scored is None:
+        return torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=device)
     figures = [torch.ones((), device=device), scored.loss, run.loss.count(scored.labels)]
     for metric in run.eval_metrics.values():
         figures += metric(scored.predictions, scored.labels)

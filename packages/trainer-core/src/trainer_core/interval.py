@@ -98,10 +98,16 @@ class _DeviceSums:
         self._steps.clear()
         self._inputs.clear()
 
-    def figures(self) -> list[float]:
-        """The five sums, the two of norms, and what the host knows; waits for the device once."""
+    def figures(self, *, counts: bool) -> list[float]:
+        """The five sums, the two of norms, and what the host knows; waits for the device once.
+
+        Args:
+            counts: Whether the data of this rank is counted; otherwise its sums are 0.
+        """
         self._add_up()
         on_device: list[float] = torch.cat([self._sums, self._norms]).tolist()
+        if not counts:
+            return [0.0] * 4 + on_device[4:] + [0.0] * 3
         return [*on_device, self.known_inputs, self.compute_tokens, self.flos]
 
 
@@ -150,7 +156,7 @@ class Interval:
         self.totals.data_seconds += lap.phases.get("data", 0.0)
 
     def _take(self, sums: _DeviceSums) -> None:
-        ranks = self._parallel.gather([*sums.figures(), self._new_traffic()])
+        ranks = self._parallel.gather([*sums.figures(counts=self._parallel.counts_data), self._new_traffic()])
         columns = list(zip(*ranks, strict=True))
         loss_sum, applied_tokens, target, masked_inputs = map(sum, columns[:4])
         # Equal on all ranks, but where each trains a model of its own.
@@ -203,7 +209,7 @@ class Interval:
     def _flops_per_token(self, length: int) -> float:
         flops = self._flops_by_length.get(length)
         if flops is None:
-            known = model_flops_per_token(self._parallel.unwrapped_model(), length)
+            known = model_flops_per_token(self._parallel.whole_model(), length)
             flops = self._flops_by_length[length] = known or 0.0
         return flops
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from checkpoint_core import SharingPattern, StateComponent
+from checkpoint_core import SharingPattern, StateComponent, load_model_weights
 from dist_env import DistributedEnvInterface
 
 from .arguments import TrainingArguments
 from .batch import Batch, labels_of, to_device
 from .errors import ConfigurationError
-from .loss import TokenLoss, predict
+from .loss import FusedLossFactory, TokenLoss, loss_of, predict
 from .memory import check_activation_offload
 from .model import ModelSource, compile_model, prepare_model
 from .optimization import clip_grad_norm
@@ -64,6 +65,11 @@ class Parallelism(ABC):
     @abstractmethod
     def data_parallel_size(self) -> int:
         """Number of ranks that work on different data."""
+
+    @property
+    def counts_data(self) -> bool:
+        """Whether what this rank counts of its data is added up; of ranks with the same data, one does."""
+        return True
 
     @abstractmethod
     def check(self, args: TrainingArguments) -> None:
@@ -147,6 +153,40 @@ class Parallelism(ABC):
     def unwrapped_model(self) -> nn.Module:
         """The user's module, without wrappers."""
 
+    def whole_model(self) -> nn.Module:
+        """The model with all its parameters, to count them; they may have no storage.
+
+        It is another one than `unwrapped_model` where a rank holds some of the layers only.
+        """
+        return self.unwrapped_model()
+
+    def load_weights(self, directory: str | Path) -> None:
+        """Fill the model, or this rank's part of it, from a directory in the Hugging Face layout.
+
+        Raises:
+            checkpoint_core.CheckpointError: If the weights are missing, damaged, or do not fit.
+        """
+        load_model_weights(self.unwrapped_model(), directory)
+
+    def make_loss(
+        self, args: TrainingArguments, given: TokenLoss | None, fused_factory: FusedLossFactory | None
+    ) -> TokenLoss:
+        """The loss of the run; asked for when the layers have been converted, and before compilation.
+
+        Args:
+            args: Label smoothing, z-loss and fused loss.
+            given: The user's loss, which goes first.
+            fused_factory: Makes a loss on hidden states from the output head.
+
+        Raises:
+            ConfigurationError: If settings contradict each other, or the loss cannot be fused with the model.
+        """
+        return loss_of(args, self.unwrapped_model(), given, fused_factory)
+
+    def figures(self) -> Mapping[str, object]:
+        """Further entries for the log, about the time since the last call; collective."""
+        return {}
+
     @abstractmethod
     def wrap_loader(self, loader: object) -> object:
         """Give each data-parallel rank its share of the batches of training data."""
@@ -161,7 +201,7 @@ class Parallelism(ABC):
 
     @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
-        """Sum a tensor over the data-parallel ranks, without waiting for the device."""
+        """Sum a tensor over the ranks whose data counts, without waiting for the device."""
 
     @abstractmethod
     def gather(self, values: Sequence[float]) -> list[list[float]]:
@@ -191,7 +231,7 @@ class Parallelism(ABC):
 
     def forward(
         self, batch: Batch, loss: TokenLoss, args: TrainingArguments, module: nn.Module | None = None
-    ) -> Scored:
+    ) -> Scored | None:
         """Run the model on one batch and score it.
 
         Args:
@@ -199,12 +239,18 @@ class Parallelism(ABC):
             loss: Sum-and-count loss.
             args: Precision settings.
             module: What to call; `model` otherwise.
+
+        Returns:
+            The scores; None on a rank that does not hold the end of the model.
         """
+        return self._scored(batch, loss, args, module or self.model)
+
+    def _scored(self, batch: Batch, loss: TokenLoss, args: TrainingArguments, module: nn.Module) -> Scored:
         inputs = to_device(batch, self.device)
         labels = labels_of(inputs)
         del inputs["labels"]
         with autocast(args, self.device.type):
-            predictions = predict(loss, module or self.model, inputs, labels)
+            predictions = predict(loss, module, inputs, labels)
         return Scored(loss(predictions, labels), predictions, labels)
 
     def forward_backward(
@@ -223,7 +269,7 @@ class Parallelism(ABC):
         Returns:
             Sum of the token losses of this microbatch, detached.
         """
-        total = self.forward(batch, loss, args, self.trained_module).loss
+        total = self._scored(batch, loss, args, self.trained_module).loss
         (total / divisor).backward()  # type: ignore[no-untyped-call]
         return total.detach()
 
@@ -290,6 +336,12 @@ class SingleDevice(Parallelism):
     def unwrapped_model(self) -> nn.Module:
         """The model itself."""
         return self.model
+
+    def forward(
+        self, batch: Batch, loss: TokenLoss, args: TrainingArguments, module: nn.Module | None = None
+    ) -> Scored:
+        """Run the model on one batch and score it."""
+        return self._scored(batch, loss, args, module or self.model)
 
     def wrap_loader(self, loader: object) -> object:
         """The loader itself."""

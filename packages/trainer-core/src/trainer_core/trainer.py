@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from checkpoint_core import Preprocessor, load_model_weights
+from checkpoint_core import Preprocessor
 from dist_env import DistributedEnvInterface, get_logger
 from perf_metrics import DefaultMetrics, ProgressCallback, device_peak_flops
 
@@ -355,7 +355,7 @@ class Trainer:
 
     def _begin_with(self, directory: Path) -> None:
         model = self.parallel.unwrapped_model()
-        load_model_weights(model, directory)
+        self.parallel.load_weights(directory)
         verify_initialised(model, model.state_dict())
         logger.info("weights of %s are in the model", directory)
 

@@ -18,10 +18,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dist_env import get_logger
-from trainer_core import ModelSource, construct_without_weights, convert_model
+from trainer_core import (
+    ModelSource,
+    construct_without_weights,
+    convert_model,
+    fill_parameters,
+    move_buffers,
+)
 
 from .arguments import FSDP2TrainingArguments
-from .filling import fill_shards, move_buffers
 from .policy import dtype_table, precision_policy
 from .sharding import shard
 from .units import refuse_unshardable, units_of
@@ -62,7 +67,7 @@ def build_sharded(
     refuse_unshardable(model)
     units = units_of(model, args)
     shard(model, units, mesh, args.fsdp2, device)
-    sums = fill_shards(model, values if draw else None, rest)
+    sums = fill_parameters(model, values if draw else None, rest)
     move_buffers(model, device)
     policy = precision_policy(args.fsdp2)
     logger.info(

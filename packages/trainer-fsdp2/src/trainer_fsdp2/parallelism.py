@@ -19,11 +19,14 @@ from trainer_core import (
     TokenLoss,
     TrainingArguments,
     clip_grad_norm,
+    fsdp_modules,
+    generators_of_rank_0,
+    logits_of_one_rank,
     prepare_model,
+    share_generators,
 )
 
 from .arguments import FSDP2TrainingArguments
-from .generation import generators_of_rank_0, logits_of_rank_0, share_generators
 from .mesh import check_replicas, sharding_mesh
 from .units import units_of
 
@@ -78,7 +81,6 @@ class FSDP2Parallelism(DataParallel):
             return
         # What shards takes seconds to import, so only those who shard wait for it.
         from .build import build_sharded
-        from .sharding import fsdp_modules
 
         if self.mesh is not None:
             share_generators(self.env)  # without a seed each rank would draw a model of its own
@@ -143,7 +145,7 @@ class FSDP2Parallelism(DataParallel):
             yield
             return
         try:
-            with generators_of_rank_0(self.env), logits_of_rank_0(self.model, self.group):
+            with generators_of_rank_0(self.env), logits_of_one_rank(self.model, self.group):
                 yield
         finally:
             self._drop_gathered()

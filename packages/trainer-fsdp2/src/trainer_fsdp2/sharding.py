@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from trainer_core import add_up_gradients
+
 from .arguments import FSDP2Arguments
 from .float8 import gather_float8
 from .mesh import resharding
@@ -48,28 +50,11 @@ def shard(
         fully_shard(module, reshard_after_forward=reshard, **options)  # type: ignore[call-overload]
     # The backward pass begins with the root, so its weights stay where they are until then.
     fully_shard(model, reshard_after_forward=False, **options)  # type: ignore[call-overload]
-    for sharded in fsdp_modules(model):
-        _keep_name(type(sharded))
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
-        # A rank whose batch leaves a parameter out takes part in the sum with zeros, as the others wait.
-        zeros_for_unused = getattr(sharded, "set_reduce_scatter_unused_params", None)
-        if callable(zeros_for_unused):  # torch 2.11 does not have it
-            zeros_for_unused(True)
+    add_up_gradients(model)
     if settings.fp8_all_gather:
         gather_float8(model, mesh)
     if settings.prefetch_depth is not None:
         _prefetch([cast(FSDPModule, module) for _, module in units], settings.prefetch_depth)
-
-
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules that are gathered and dropped as one, the root first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _keep_name(cls: type) -> None:
-    """Call a class that torch has made for sharding by the name of the user's class, in logs and errors."""
-    cls.__name__ = cls.__mro__[2].__name__
 
 
 def _prefetch(units: Sequence[FSDPModule], depth: int) -> None:

@@ -73,11 +73,11 @@ class InfoCallback:
         if not state.is_world_process_zero:
             return
         rows = {
-            "model": _model_text(model),
+            "model": _model_text(trainer.parallel.whole_model()),
             "step": _step_size_text(args, state, trainer),
             "length": _length_text(state),
             "device": _device_text(trainer.parallel.device, state.num_processes),
-            "precision": _precision_text(args, model),
+            "precision": _precision_text(args, trainer.parallel.whole_model()),
             "settings": ", ".join(_changed_settings(args)) or "all at their defaults",
             "torch": torch.__version__,
             "checkpoints": "none" if args.save_strategy == "no" else args.output_dir,

@@ -21,6 +21,7 @@ def clip_grad_norm(
     foreach: bool | None = None,
     *,
     over_ranks: SumOfSquares | None = None,
+    uncounted: Iterable[Tensor] = (),
 ) -> Tensor:
     """Measure the gradient's 2-norm, and scale the gradient down to `max_norm` if it is longer.
 
@@ -35,6 +36,7 @@ def clip_grad_norm(
         over_ranks: Given where each rank has a part of every gradient (DTensors): adds up what the parts
             give. Each rank works on its own part then, without torch's bookkeeping of DTensors, which costs
             more than the arithmetic.
+        uncounted: With over_ranks: parameters that are clipped as well, and that another rank counts.
 
     Returns:
         The norm before clipping: scalar on the parameters' device; 0 without gradients.
@@ -47,6 +49,7 @@ def clip_grad_norm(
         device = own_part(everything[0]).device if everything else None
         own = _norm(parts, one_call=foreach is not False) if parts else torch.zeros((), device=device)
         norm = over_ranks(own.double().square()).sqrt().to(own.dtype)
+        parts += [own_part(p.grad) for p in uncounted if p.grad is not None]
         _clip(parts, max_norm, norm, foreach)
         return norm
     if not gradients:

@@ -1,29 +1,41 @@
-"""Allocate this rank's shards, and fill them with what one process would have begun with."""
+"""Allocate what this rank holds of a model, and fill it with what one process would have begun with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from trainer_core import ConfigurationError, InitialValues
+from ..errors import ConfigurationError
+from .deferred import InitialValues
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _PIECE = 2**18
 """Elements that are in float64 at a time."""
 
 
 @torch.no_grad()
-def fill_shards(
-    model: nn.Module, values: InitialValues | None, device: torch.device
+def fill_parameters(
+    model: nn.Module,
+    values: InitialValues | None,
+    device: torch.device,
+    *,
+    also_in: Iterable[nn.Module] = (),
 ) -> dict[str, tuple[float, float]]:
-    """Give every parameter on the meta device storage for this rank's shard, and fill it.
+    """Give every parameter on the meta device storage for what this rank holds of it, and fill it.
 
     Each whole value exists for a moment, one at a time, on the device that the model was built for.
 
     Args:
-        model: The sharded model; changed in place, ties kept.
+        model: The model, or the part of it that this rank holds; parameters may be DTensors. Changed in
+            place, ties kept.
         values: What the parameters begin with; none to leave them to a checkpoint.
-        device: Where the shards go.
+        device: Where the parameters go.
+        also_in: Further modules with parameters of the model, which stay those of the model.
 
     Returns:
         By name, sum and sum of squares of each whole value, to compare between ranks.
@@ -33,7 +45,7 @@ def fill_shards(
     """
     # All shards first: between whole values, which come and go, they would tear the free memory to pieces
     # that no later value fits into, and what the process takes would grow to the size of the model.
-    shards = _allocate_shards(model, device)
+    shards = _allocate(model, device, [model, *also_in])
     sums = {}
     for name, shard in shards.items():
         if values is not None:
@@ -61,7 +73,12 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def copy_own_part(parameter: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of a whole value into a sharded parameter."""
+    """Copy this rank's part of a whole value into a parameter."""
+    if type(parameter) in (Tensor, nn.Parameter):
+        parameter.copy_(whole)
+        return
+    from torch.distributed.tensor import DTensor
+
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return
@@ -78,8 +95,8 @@ def own_rows(parameter: DTensor) -> int:
     return min(mesh.get_local_rank(mesh.ndim - 1) * size, rows)
 
 
-def _allocate_shards(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
-    places, shards = _places(model), {}
+def _allocate(model: nn.Module, device: torch.device, roots: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    places, shards = _places(roots), {}
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
@@ -97,9 +114,9 @@ def _sums(whole: Tensor) -> tuple[float, float]:
     return total, squares
 
 
-def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+def _places(roots: Iterable[nn.Module]) -> dict[int, list[tuple[nn.Module, str]]]:
     places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
+    for module in dict.fromkeys(module for root in roots for module in root.modules()):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))

@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 
 from checkpoint_core import RNGState
 from dist_env import DistributedEnvInterface, broadcast_object
-from trainer_core import ConfigurationError
+
+from .errors import ConfigurationError
 
 
 def share_generators(env: DistributedEnvInterface) -> None:
@@ -44,8 +45,8 @@ def generators_of_rank_0(env: DistributedEnvInterface) -> Iterator[None]:
 
 
 @contextmanager
-def logits_of_rank_0(model: nn.Module, group: ProcessGroup | None) -> Iterator[None]:
-    """A context in which every call of a model gives all ranks the logits of the first; collective.
+def logits_of_one_rank(model: nn.Module, group: ProcessGroup | None, source: int = 0) -> Iterator[None]:
+    """A context in which every call of a model gives all ranks the logits of one of them; collective.
 
     Without it a difference in the last bit could end a text on one rank only, and the others would wait for
     it at the next layer.
@@ -54,6 +55,7 @@ def logits_of_rank_0(model: nn.Module, group: ProcessGroup | None) -> Iterator[N
         model: The model, called without gradients. It returns logits, or something that holds them as
             `logits`, as an attribute or under that key, or first.
         group: The ranks; none for one rank.
+        source: Whose logits; its number in the group.
 
     Raises:
         ConfigurationError: At a call, if no logits are found in what the model returns.
@@ -64,7 +66,7 @@ def logits_of_rank_0(model: nn.Module, group: ProcessGroup | None) -> Iterator[N
             return
         logits = _logits(output)
         same = logits.detach().contiguous()
-        dist.broadcast(same, src=dist.get_global_rank(group, 0), group=group)
+        dist.broadcast(same, src=dist.get_global_rank(group, source), group=group)
         logits.detach().copy_(same)
 
     handle = model.register_forward_hook(overwrite)

@@ -1,0 +1,236 @@
+"""Run some of a model's blocks by the model's own forward.
+
+A model computes something before its blocks (embedding, positions, masks), goes through them in a loop, and
+computes something after them. For a part of the blocks the same forward is called, with other modules
+standing in the row: they put in the hidden state that came from elsewhere, and take it out where it goes on
+elsewhere. So nothing of the model is traced or written a second time, and whatever it makes of its inputs
+before the blocks, such as the mask of packed documents, every part has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+from torch import Tensor, nn
+
+from trainer_core import ConfigurationError
+
+from .idle import idle
+
+
+class StageEnd(Exception):
+    """Carries the hidden state out of a model's forward."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the end of a stage was reached")
+        self.hidden = hidden
+
+
+class BlockRow:
+    """The blocks of a model in their container.
+
+    Args:
+        model: The model.
+        path: Qualified name of the container.
+    """
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        self.path = path
+        self._container = model.get_submodule(path)
+        self._modules = self._container._modules
+        self.blocks = [block for block in self._modules.values() if block is not None]
+
+    @contextmanager
+    def standing(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """A context in which other modules stand in the row, one for each block."""
+        holder = self._container.__dict__
+        holder["_modules"] = dict(zip(self._modules, modules, strict=True))
+        try:
+            yield
+        finally:
+            holder["_modules"] = self._modules
+
+
+class StandIn(nn.Module):
+    """Stands in the row for a block, and has its attributes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self._held = (block,)  # in a tuple, so that it is no submodule
+        self.training = block.training
+
+    @property
+    def block(self) -> nn.Module:
+        """The block that it stands for."""
+        return self._held[0]
+
+    def __getattr__(self, name: str) -> object:  # type: ignore[override]
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_held"][0], name)
+
+
+class Passed(StandIn):
+    """A block of another stage: lets the hidden state through."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """The hidden state."""
+        return hidden_in(self.block, args, kwargs)
+
+
+class Entry(StandIn):
+    """The first block of a stage: computes from a hidden state that comes from elsewhere."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.hidden: Tensor | None = None
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """What the block makes of `hidden`."""
+        args, kwargs = with_hidden(self.block, cast(Tensor, self.hidden), args, kwargs)
+        return self.block(*args, **kwargs)
+
+
+class Exit(StandIn):
+    """The block after a stage: ends the model's forward."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Raise the end of the stage."""
+        raise StageEnd(hidden_in(self.block, args, kwargs))
+
+
+def hidden_in(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor:
+    """The hidden state among the arguments of a block: its first one.
+
+    Raises:
+        ConfigurationError: If it is no tensor.
+    """
+    found = args[0] if args else kwargs.get(_name_of_hidden(block))
+    if not isinstance(found, Tensor):
+        raise ConfigurationError(
+            "model_splitter",
+            type(block).__name__,
+            "is not given the hidden state as its first argument, so that stages cannot hand it on",
+            "give a model_splitter that makes the stages of this model",
+        )
+    return found
+
+
+def with_hidden(
+    block: nn.Module, hidden: Tensor, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments of a block with another hidden state."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, _name_of_hidden(block): hidden}
+
+
+def _name_of_hidden(block: nn.Module) -> str:
+    return next(iter(inspect.signature(block.forward).parameters), "")
+
+
+class BlockStage(nn.Module):
+    """Consecutive blocks of a model, with what comes before the first or after the last block of all.
+
+    Args:
+        model: The whole model, of which other parts may be missing.
+        row: Its blocks.
+        span: Which of them.
+        before: Modules before the blocks.
+        after: Modules after them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        row: BlockRow,
+        span: range,
+        before: Sequence[nn.Module],
+        after: Sequence[nn.Module],
+    ) -> None:
+        super().__init__()
+        self.span = span
+        self.blocks = nn.ModuleList(row.blocks[place] for place in span)
+        self._model = (model,)
+        self.row = row
+        self.is_first, self.is_last = span.start == 0, span.stop == len(row.blocks)
+        self.others = nn.ModuleList([*(before if self.is_first else ()), *(after if self.is_last else ())])
+        self.around = (tuple(before), tuple(after))
+        """The modules before and after the blocks, whoever has them."""
+        self._idle = () if self.is_first else self.around[0]
+        self._entry = (Entry(row.blocks[span.start]),)
+        self._standing = tuple(self._stand(place) for place in range(len(row.blocks)))
+        self.instead: Callable[[], object] | None = None
+        """What to compute in its place: a call of the model as a whole, in which this stage takes part."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose forward is called."""
+        return self._model[0]
+
+    def forward(self, hidden: Tensor | None, **inputs: object) -> object:
+        """Compute the stage.
+
+        Args:
+            hidden: What the stage before gave, usually [rows, sequence, features]; None for the first one.
+            **inputs: The keyword arguments of the model, the same for every stage.
+
+        Returns:
+            The hidden state; what the model returns for the last stage.
+
+        Raises:
+            ConfigurationError: If the model's forward does not go through its blocks.
+        """
+        if self.instead is not None:
+            return self.instead()
+        entry = self._entry[0]
+        entry.hidden = hidden
+        try:
+            with self.row.standing(self._standing), idle(self._idle):
+                output: object = self.model(**inputs)
+        except StageEnd as end:
+            return end.hidden
+        finally:
+            entry.hidden = None
+        if not self.is_last:
+            raise ConfigurationError(
+                "model_splitter",
+                type(self.model).__name__,
+                f"does not call the blocks of {self.row.path} one after another",
+                "name their container in transformer_layers_path, or give a model_splitter",
+            )
+        return output
+
+    def _stand(self, place: int) -> nn.Module:
+        block = self.row.blocks[place]
+        if place < self.span.start:
+            return Passed(block)
+        if place == self.span.start and not self.is_first:
+            return self._entry[0]
+        if place in self.span:
+            return block
+        return Exit(block)
+
+
+class Bound(nn.Module):
+    """The last stage together with the hidden state that it is given: called like the model as a whole."""
+
+    def __init__(self, stage: nn.Module, model: nn.Module, hidden: Tensor | None) -> None:
+        super().__init__()
+        self._held = (stage, model, hidden)
+        self.training = stage.training
+
+    def forward(self, **inputs: object) -> object:
+        """What the model returns."""
+        stage, _, hidden = self._held
+        return stage(hidden, **inputs)
+
+    def __getattr__(self, name: str) -> object:  # type: ignore[override]
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_held"][1], name)

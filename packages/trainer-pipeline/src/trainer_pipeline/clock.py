@@ -1,0 +1,107 @@
+"""How long the stages of a rank compute, and how long the rank waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+
+class Work(NamedTuple):
+    """Something that a stage computed."""
+
+    stage: int
+    kind: str
+    """F forward, B backward, I backward of the inputs, W backward of the weights."""
+    microbatch: int
+    start: float
+    """Seconds since the beginning of the step."""
+    end: float
+
+
+class Clock:
+    """Adds up busy and whole time of the steps of a rank.
+
+    On an accelerator its own events tell the time, so that nothing waits for it before the figures are read.
+
+    Args:
+        device: Where the stages compute.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: list[_Step] = []
+        self._step: _Step | None = None
+        self.recording: list[list[Work]] | None = None
+        """Give it a list to have the work of each step put into it."""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context around everything that a step does."""
+        self._step = _Step(self._mark())
+        try:
+            yield
+        finally:
+            self._step.end = self._mark()
+            self._steps.append(self._step)
+            self._step = None
+            if self.recording is not None:
+                self.recording.append(self._steps[-1].work())
+
+    @contextmanager
+    def work(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
+        """A context around what a stage computes."""
+        began = self._mark()
+        try:
+            yield
+        finally:
+            if self._step is not None:
+                self._step.parts.append((stage, kind, microbatch, began, self._mark()))
+
+    def take(self) -> tuple[float, float]:
+        """Busy and whole seconds of the steps since the last call; waits for the device."""
+        steps, self._steps = self._steps, []
+        busy = sum(work.end - work.start for step in steps for work in step.work())
+        return busy, sum(step.seconds() for step in steps)
+
+    def _mark(self) -> _Mark:
+        return _Mark(self._device)
+
+
+class _Mark:
+    """A moment, on the host or on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.Event | None = None
+        self._time = 0.0
+        if device.type == "cpu":
+            self._time = time.perf_counter()
+        else:
+            self._event = torch.Event(device=device, enable_timing=True)
+            self._event.record()
+
+    def since(self, earlier: _Mark) -> float:
+        """Seconds."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
+class _Step:
+    def __init__(self, began: _Mark) -> None:
+        self.began = began
+        self.end = began
+        self.parts: list[tuple[int, str, int, _Mark, _Mark]] = []
+
+    def seconds(self) -> float:
+        return self.end.since(self.began)
+
+    def work(self) -> list[Work]:
+        return [
+            Work(stage, kind, microbatch, start.since(self.began), end.since(self.began))
+            for stage, kind, microbatch, start, end in self.parts
+        ]

@@ -1,0 +1,63 @@
+"""Cut a batch into microbatches of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer_core import Batch, labels_of
+
+IGNORED = -100
+"""A label that no loss counts."""
+
+
+class Microbatch(NamedTuple):
+    """What every stage is given at once."""
+
+    inputs: Mapping[str, object]
+    """Keyword arguments of the model."""
+    labels: Tensor
+    """int64 [rows, sequence]."""
+
+
+def cut(batch: Batch, count: int) -> list[Microbatch]:
+    """Cut a batch into microbatches.
+
+    A batch that the count does not divide is filled up with copies of its last row that do not count.
+
+    Args:
+        batch: Tensors whose first dimension are its rows, as that of `labels` is, are cut; other values go
+            to every microbatch.
+        count: How many.
+
+    Returns:
+        Microbatches with equally many rows.
+    """
+    labels = labels_of(batch)
+    rows = labels.shape[0]
+    missing = -rows % count
+    cuts: dict[str, tuple[Tensor, ...]] = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows:
+            filled = _filled(value, missing, IGNORED if name == "labels" else None)
+            cuts[name] = filled.chunk(count)
+    whole = {name: value for name, value in batch.items() if name not in cuts}
+    pieces = [{**whole, **{name: cuts[name][place] for name in cuts}} for place in range(count)]
+    return [Microbatch(piece, _labels_out_of(piece)) for piece in pieces]
+
+
+def _filled(value: Tensor, missing: int, content: int | None) -> Tensor:
+    if not missing:
+        return value
+    rows = value[-1:].expand(missing, *value.shape[1:])
+    return torch.cat([value, rows if content is None else torch.full_like(rows, content)])
+
+
+def _labels_out_of(piece: dict[str, object]) -> Tensor:
+    labels = piece.pop("labels")
+    if not isinstance(labels, Tensor):
+        raise TypeError("labels are a tensor: that was checked before")
+    return labels

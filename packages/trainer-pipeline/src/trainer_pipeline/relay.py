@@ -1,0 +1,119 @@
+"""Hidden states from stage to stage, outside of torch's schedules: for evaluation and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .layout import Layout
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MOST_DIMENSIONS = 6
+
+
+class Relay:
+    """Sends and receives tensors whose shape the receiver does not know.
+
+    Those that go to a higher rank and those that go to a lower one have a group each: on backends that carry
+    out the messages of two ranks in their order, stages of one rank would wait for one another otherwise.
+
+    Args:
+        layout: Which rank has which stage.
+        rank: This rank, in the pipeline.
+        up: The ranks of the pipeline, for messages to higher ranks.
+        down: The same ranks, for messages to lower ranks.
+        device: Where tensors are.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, up: ProcessGroup, down: ProcessGroup, device: torch.device
+    ) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._groups = {True: up, False: down}
+        self._device = device
+        self._here: dict[int, list[Tensor]] = {}
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+
+    def send(self, hidden: Tensor, stage: int) -> None:
+        """Give a stage its next hidden state, without waiting."""
+        peer = self._layout.rank_of(stage)
+        if peer == self._rank:
+            self._here.setdefault(stage, []).append(hidden)
+            return
+        hidden = hidden.detach().contiguous()
+        header = [hidden.ndim, _DTYPES.index(hidden.dtype), *hidden.shape]
+        header += [0] * (2 + _MOST_DIMENSIONS - len(header))
+        group = self._groups[peer > self._rank]
+        for tensor in (torch.tensor(header, device=self._device), hidden):
+            self._sent.append((dist.isend(tensor, group=group, group_dst=peer), tensor))
+
+    def receive(self, stage: int) -> Tensor:
+        """The next hidden state for a stage of this rank."""
+        if self._here.get(stage):
+            return self._here[stage].pop(0)
+        peer = self._layout.rank_of(stage - 1)
+        group = self._groups[self._rank > peer]
+        header = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=self._device)
+        dist.recv(header, group=group, group_src=peer)
+        dimensions, code, *shape = header.tolist()
+        hidden = torch.empty(shape[:dimensions], dtype=_DTYPES[code], device=self._device)
+        dist.recv(hidden, group=group, group_src=peer)
+        return hidden
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for work, _ in self._sent:
+            if work is not None:
+                work.wait()
+        self._sent.clear()
+        self._here.clear()
+
+
+Compute = Callable[[int, int, Tensor | None], Tensor | None]
+"""`(stage, microbatch, hidden) -> hidden`: None from the last stage, and for the first one."""
+
+
+@torch.no_grad()
+def run_forward(layout: Layout, rank: int, relay: Relay, count: int, compute: Compute) -> None:
+    """Take microbatches through all stages, forward only; collective.
+
+    Each rank takes all microbatches through one of its stages before it goes on to the next one, which keeps
+    every rank busy as soon as the first microbatch has reached it.
+    """
+    for stage in layout.stages_of(rank):
+        for place in range(count):
+            hidden = relay.receive(stage) if stage else None
+            output = compute(stage, place, hidden)
+            if output is not None:
+                relay.send(output, stage + 1)
+    relay.settle()
+
+
+class Boundary:
+    """What hidden states look like between stages, learnt once for all batches that are alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[tuple[int, ...], torch.dtype]] = {}
+        self._general: tuple[tuple[int, ...], torch.dtype] | None = None
+
+    def of(self, labels: tuple[int, ...]) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and dtype for microbatches with labels of this shape, if it is known."""
+        if self._general is not None:
+            rest, dtype = self._general
+            return (*labels, *rest), dtype
+        return self._known.get(labels)
+
+    def learn(self, labels: tuple[int, ...], hidden: Mapping[str, object]) -> None:
+        """Take in what was seen: `shape` and `dtype`."""
+        shape, dtype = hidden["shape"], hidden["dtype"]
+        if not isinstance(shape, tuple) or not isinstance(dtype, torch.dtype):
+            raise TypeError("a shape and a dtype are needed")
+        self._known[labels] = (shape, dtype)
+        # Row by row and token by token, as hidden states usually are: then any other length is known as well.
+        if len(shape) > len(labels) and shape[: len(labels)] == labels:
+            self._general = (shape[len(labels) :], dtype)

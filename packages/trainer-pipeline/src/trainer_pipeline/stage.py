@@ -1,0 +1,109 @@
+"""One stage as torch's schedules carry it out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+
+from .clock import Clock
+from .gradients import Copies
+from .runner import Runner
+
+
+class Shapes(NamedTuple):
+    """What a stage is given and returns: tensors without values."""
+
+    given: tuple[Tensor, ...]
+    returned: tuple[Tensor, ...]
+
+
+class Stage(PipelineStage):
+    """A stage of torch that takes its inputs from a feed, tells the time, and says what went wrong.
+
+    Args:
+        runner: What it computes.
+        index: Its number.
+        num_stages: How many there are.
+        device: Where it computes.
+        group: The ranks of the pipeline.
+        shapes: What it is given and returns.
+        clock: Gets the time.
+        copies: Told of backward passes.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        group: ProcessGroup,
+        shapes: Shapes,
+        clock: Clock,
+        copies: Copies,
+    ) -> None:
+        super().__init__(
+            runner,
+            index,
+            num_stages,
+            device,
+            group=group,
+            input_args=shapes.given,
+            output_args=shapes.returned,
+        )
+        self._runner = runner
+        self._clock = clock
+        self._copies = copies
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Compute the stage for a microbatch."""
+        self._runner.place = fwd_chunk_id
+        with self._clock.work(self.stage_index, "F", fwd_chunk_id):
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output=False)
+            except RuntimeError as error:
+                # torch puts the arguments in front of what the model raised.
+                cause = error.__cause__
+                if cause is None:
+                    raise
+                cause.add_note(f"in stage {self.stage_index}, microbatch {fwd_chunk_id}")
+                raise cause from None
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Compute the gradients of a microbatch, or those of its inputs."""
+        self._copies.before_backward(self.stage_index, last=last_backward)
+        with self._clock.work(self.stage_index, "B" if full_backward else "I", bwd_chunk_id):
+            super().backward_one_chunk(
+                bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
+            )
+        if last_backward:
+            self._copies.after_last(self.stage_index)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Compute the gradients of the weights of a microbatch."""
+        with self._clock.work(self.stage_index, "W", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        if last_backward:
+            self._copies.after_last(self.stage_index)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing: shapes are told to this stage, so that torch computes nothing to find them.
+
+        Its own drops gathered weights and gradients, also in the middle of a step whose batches are not alike.
+        """

@@ -1,0 +1,214 @@
+"""Settings that cannot be used are refused when they are made, or before the ranks meet."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import ScheduleZBVZeroBubble
+
+from dist_env import StaticDistributedEnvironment
+from trainer_core import ConfigurationError, TrainingArguments, arguments_from_dict
+from trainer_pipeline import PipelineArguments, PipelineTrainer, PipelineTrainingArguments
+
+REFUSED: dict[str, dict[str, object]] = {
+    "pipeline.schedule='1f1': must be one of gpipe, 1f1b": {"schedule": "1f1"},
+    "pipeline.schedule='GPipes': must be one of": {"schedule": "GPipes"},
+    "pipeline.n_microbatches=0: must be at least 1; raise it": {"n_microbatches": 0},
+    "pipeline.n_microbatches='4': must be a whole number": {"n_microbatches": "4"},
+    "pipeline.n_microbatches=True: must be a whole number": {"n_microbatches": True},
+    "pipeline.n_microbatches=None: must be a whole number": {"n_microbatches": None},
+    "pipeline.stages_per_rank=0: must be at least 1; raise it": {"stages_per_rank": 0},
+    "pipeline.stages_per_rank=1.5: must be a whole number": {"stages_per_rank": 1.5},
+    "pipeline.replicas=0: must be at least 1; raise it": {"replicas": 0},
+    "pipeline.replicas=-2: must be at least 1; raise it": {"replicas": -2},
+    "pipeline.balance='time': must be one of flops, parameters, layers": {"balance": "time"},
+    "pipeline.layers_per_stage=(): must be a tuple of numbers of layers; such as (4, 4)": {
+        "layers_per_stage": ()
+    },
+    "pipeline.layers_per_stage=4: must be a tuple of numbers of layers": {"layers_per_stage": 4},
+    "pipeline.layers_per_stage=(4, 0): must have at least one layer for each stage": {
+        "layers_per_stage": (4, 0)
+    },
+    "pipeline.layers_per_stage=(2.5, 1.5): must have at least one layer": {"layers_per_stage": (2.5, 1.5)},
+    "fuse_optim_with_backward=True: steps each parameter with every microbatch": {
+        "fuse_optim_with_backward": True
+    },
+    "mixed_precision='fp16': needs a loss scale that all stages decide on together": {
+        "mixed_precision": "fp16"
+    },
+    "default_dtype='float16': needs a loss scale": {"default_dtype": "float16"},
+    "dispatch_batches=False: every stage works on the same batch": {"dispatch_batches": False},
+    "dispatch_eval_batches=False: every stage works on the same batch": {"dispatch_eval_batches": False},
+}
+SUGGESTED = {
+    "1f1": "1f1b",
+    "GPIPE": "gpipe",
+    "interleaved_1f1": "interleaved_1f1b",
+    "zvb": "zbv",
+    "dual_pipe_v": "dualpipe_v",
+}
+# By message: ranks, then settings.
+OF_LAYOUT: dict[str, tuple[int, dict[str, object]]] = {
+    "pipeline.stages_per_rank=2: gpipe has one stage on each rank; leave it out": (
+        2,
+        {"schedule": "gpipe", "stages_per_rank": 2},
+    ),
+    "pipeline.stages_per_rank=3: 1f1b has one stage on each rank; leave it out": (
+        2,
+        {"schedule": "1f1b", "stages_per_rank": 3},
+    ),
+    "pipeline.stages_per_rank=1: zbv has two stages on each rank; leave it out": (
+        2,
+        {"schedule": "zbv", "stages_per_rank": 1},
+    ),
+    "pipeline.stages_per_rank=3: dualpipe_v has two stages on each rank": (
+        2,
+        {"schedule": "dualpipe_v", "stages_per_rank": 3, "n_microbatches": 8},
+    ),
+    "pipeline.replicas=3: must divide the 4 ranks and leave at least two for each pipeline": (
+        4,
+        {"replicas": 3},
+    ),
+    "pipeline.replicas=4: must divide the 4 ranks and leave at least two": (4, {"replicas": 4}),
+    "pipeline.layers_per_stage=(2, 2, 2): must have one number for each of the 2 stages": (
+        2,
+        {"layers_per_stage": (2, 2, 2)},
+    ),
+    "pipeline.layers_per_stage=(4, 4): must have one number for each of the 4 stages": (
+        2,
+        {"schedule": "zbv", "layers_per_stage": (4, 4)},
+    ),
+    "pipeline.n_microbatches=3: 1f1b needs at least as many as there are stages, 4; raise it, or use gpipe": (
+        4,
+        {"n_microbatches": 3},
+    ),
+    "pipeline.n_microbatches=7: dualpipe_v needs at least as many as there are stages, 8": (
+        4,
+        {"schedule": "dualpipe_v", "n_microbatches": 7},
+    ),
+    "torch_compile=True: cannot be used with zbv": (2, {"schedule": "zbv", "torch_compile": True}),
+    "torch_compile=True: cannot be used with interleaved_zero_bubble": (
+        2,
+        {"schedule": "interleaved_zero_bubble", "torch_compile": True},
+    ),
+    "activation_checkpointing='full': cannot be used with zbv": (
+        2,
+        {"schedule": "zbv", "activation_checkpointing": "full"},
+    ),
+    "activation_checkpointing='full': cannot be used with dualpipe_v": (
+        2,
+        {"schedule": "dualpipe_v", "activation_checkpointing": "full"},
+    ),
+}
+NO_SCHEDULES = (dict, nn.Linear, lambda stage, **options: None, "gpipe")
+
+
+def arguments(settings: dict[str, object]) -> PipelineTrainingArguments:
+    """Arguments; settings of the pipeline go by their own names."""
+    names = PipelineArguments.__dataclass_fields__
+    pipeline = {name: value for name, value in settings.items() if name in names}
+    others = {name: value for name, value in settings.items() if name not in names}
+    return PipelineTrainingArguments(
+        pipeline=PipelineArguments(**pipeline),  # type: ignore[arg-type]
+        **{"use_cpu": True, **others},  # type: ignore[arg-type]
+    )
+
+
+def of_rank_0(ranks: int) -> StaticDistributedEnvironment:
+    """The first of several ranks, which have not met."""
+    return StaticDistributedEnvironment(world_size=ranks, local_world_size=ranks)
+
+
+def model() -> nn.Module:
+    """A model with blocks."""
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(("message", "settings"), REFUSED.items(), ids=REFUSED)
+def test_refused(message: str, settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        arguments(settings)
+
+
+@pytest.mark.parametrize("name", SUGGESTED)
+def test_a_schedule_of_another_spelling_is_suggested(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"did you mean {SUGGESTED[name]!r}?")):
+        arguments({"schedule": name})
+
+
+@pytest.mark.parametrize(("message", "case"), OF_LAYOUT.items(), ids=OF_LAYOUT)
+def test_what_does_not_fit_the_ranks_is_refused_before_they_meet(
+    message: str, case: tuple[int, dict[str, object]]
+) -> None:
+    ranks, settings = case
+    # With one rank there is no pipeline, and nothing to refuse.
+    PipelineTrainer(arguments(settings | {"replicas": 1}), model_init=model)
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        PipelineTrainer(arguments(settings), model_init=model, distributed_env=of_rank_0(ranks))
+
+
+def test_a_schedule_class_decides_instead_of_the_name() -> None:
+    with pytest.raises(ConfigurationError, match="torch_compile=True: cannot be used with ScheduleZBVZero"):
+        PipelineTrainer(
+            arguments({"schedule": "gpipe", "torch_compile": True}),
+            model_init=model,
+            pipe_schedule_factory=ScheduleZBVZeroBubble,
+            distributed_env=of_rank_0(2),
+        )
+
+
+@pytest.mark.parametrize("factory", NO_SCHEDULES, ids=("dict", "module", "function", "name"))
+def test_what_is_no_schedule_class_is_refused(factory: object) -> None:
+    with pytest.raises(ConfigurationError, match="pipe_schedule_factory=") as error:
+        PipelineTrainer(arguments({}), model_init=model, pipe_schedule_factory=factory)  # type: ignore[arg-type]
+    assert "must be a schedule class of torch.distributed.pipelining" in str(error.value)
+    assert "name a schedule in pipeline.schedule" in str(error.value)
+
+
+def test_nested_groups_come_from_dicts() -> None:
+    args = arguments_from_dict(
+        PipelineTrainingArguments,
+        {"pipeline": {"schedule": "zbv", "n_microbatches": 8, "layers_per_stage": [3, 3, 3, 3]}},
+    )
+    assert args.pipeline == PipelineArguments(schedule="zbv", n_microbatches=8, layers_per_stage=(3, 3, 3, 3))
+
+
+def test_an_unknown_nested_key_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=re.escape("pipeline.n_microbatch")) as error:
+        arguments_from_dict(PipelineTrainingArguments, {"pipeline": {"n_microbatch": 2}})
+    assert "did you mean 'n_microbatches'?" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), {"replicas": "two", "n_microbatches": 1.5, "layers_per_stage": "4"}.items()
+)
+def test_a_wrong_nested_type_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"pipeline.{name}")):
+        arguments_from_dict(PipelineTrainingArguments, {"pipeline": {name: value}})
+
+
+def test_arguments_of_another_trainer_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="is not for PipelineTrainer"):
+        PipelineTrainer(TrainingArguments(use_cpu=True), model_init=model)
+
+
+def test_several_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="there is no process group"):
+        PipelineTrainer(arguments({}), model_init=model)
+
+
+def test_one_process_has_everything(tmp_path: Path) -> None:
+    trainer = PipelineTrainer(
+        arguments({"schedule": "zbv", "output_dir": str(tmp_path), "seed": 3}),
+        model_init=model,
+        distributed_env=StaticDistributedEnvironment(),
+    )
+    found = dict(trainer.unwrapped_model().named_parameters())
+    torch.manual_seed(3)
+    for name, value in model().named_parameters():
+        assert torch.equal(found[name], value), name

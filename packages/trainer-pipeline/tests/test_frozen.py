@@ -1,0 +1,26 @@
+"""Models of which a part is not trained: nothing of it moves, and everything before it still learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+RUNS = {
+    "frozen_embedding": ("gpipe", "1f1b", "interleaved_1f1b", "zbv"),
+    "frozen_beginning": ("interleaved_1f1b", "zbv"),
+    "frozen_end": ("interleaved_1f1b", "zbv"),
+}
+
+
+@pytest.mark.parametrize(("what", "schedule"), [(what, s) for what, each in RUNS.items() for s in each])
+def test_curve_is_that_of_one_process(world: Callable[..., Any], what: str, schedule: str) -> None:
+    ranks = world("two", "2").seen(f"{what}, {schedule}")
+    assert any(seen["frozen"] for seen in ranks)
+    for seen in ranks:
+        here, alone = seen["curves"]
+        assert len(here) == 6
+        assert here == pytest.approx(alone, rel=1e-5)
+        assert seen["differing"] == []
+        assert seen["moved"] == []

@@ -1,0 +1,182 @@
+"""The rows of `PipelineTrainer`: ranks that have different layers, with the global batches of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from trainer_pipeline import PipelineArguments
+
+from .case import (
+    BFLOAT16,
+    BY_EYE,
+    PLAIN,
+    TIED,
+    UNCLIPPED,
+    Case,
+    adamw,
+    decay_by_name,
+    on_ranks,
+)
+
+CHUNKED = {"fused_loss": "chunked"}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
+SHORT = replace(PLAIN, steps=12)
+SHORT_TIED = replace(TIED, steps=12)
+TWELVE = replace(PLAIN, global_batch=12)
+SPLIT = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
+"""Schedules that compute the gradients of inputs and of weights apart."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT)
+SINGLE = ("gpipe", "1f1b")
+"""Schedules with one stage on each rank."""
+AS_MANY_AS_STAGES = ("1f1b", "dualpipe_v")
+"""Schedules that need as many microbatches as there are stages."""
+
+
+def _row(
+    schedule: str, what: str = "", *, ranks: int = 2, n: int = 4, accumulation: int = 1, **fields: object
+) -> Case:
+    """A row with so many batches for each copy of the pipeline and step."""
+    pipeline = PipelineArguments(schedule=schedule, n_microbatches=n, **fields.pop("pipeline", {}))  # type: ignore[arg-type]
+    parts = [schedule, f"{n} microbatches", *([f"accumulation {accumulation}"] if accumulation > 1 else [])]
+    settings = {"pipeline": pipeline, **fields.pop("settings", {})}  # type: ignore[dict-item]
+    return on_ranks(
+        "Pipeline",
+        ", ".join([*parts, *([what] if what else [])]),
+        ranks=ranks,
+        accumulation=accumulation * pipeline.replicas,
+        settings=settings,
+        **{"recipe": SHORT, **fields},
+    )
+
+
+def _every_schedule() -> Iterator[Case]:
+    """Each schedule with 2 and 4 ranks, 2, 4 and 8 microbatches, accumulation 1 and 2, tied and untied."""
+    for schedule in SCHEDULES:
+        for ranks in (2, 4):
+            stages = ranks * (1 if schedule in SINGLE else 2)
+            for n in (2, 4, 8):
+                if schedule in AS_MANY_AS_STAGES and n < stages:
+                    continue  # torch refuses it
+                for accumulation in (1, 2):
+                    tied = (n + accumulation) % 2 == 1
+                    recipe = replace(SHORT_TIED if tied else SHORT, blocks=max(stages, PLAIN.blocks))
+                    yield _row(
+                        schedule,
+                        "tied" if tied else "",
+                        ranks=ranks,
+                        n=n,
+                        accumulation=accumulation,
+                        recipe=recipe,
+                    )
+
+
+def _option(what: str, schedule: str = "1f1b", **fields: object) -> Case:
+    """A row that switches one thing on."""
+    return _row(schedule, what, **fields)  # type: ignore[arg-type]
+
+
+def _restarted(what: str, schedule: str = "1f1b", **fields: object) -> Case:
+    """A row that is stopped and goes on."""
+    return _row(schedule, f"restarted{what}", **{"runner": "ranks, restarted", "recipe": PLAIN, **fields})  # type: ignore[arg-type]
+
+
+def _moved(what: str, schedule: str = "1f1b", **fields: object) -> Case:
+    """A row that goes on elsewhere; twelve rows can be divided among 1, 2, 3 and 4 ranks."""
+    return _restarted(what, schedule, recipe=TWELVE, **{"accumulation": 12, **fields})
+
+
+TWO = {"replicas": 2}
+"""Copies of the pipeline."""
+SHARED = {"replicas": 2, "shard_replicas": True}
+
+PIPELINE_CASES = [
+    *_every_schedule(),
+    _row("1f1b", n=1, ranks=1),
+    # To the end of the curve, where small errors would have grown.
+    _row("1f1b", "50 steps", ranks=4, accumulation=2, recipe=PLAIN),
+    _row("zbv", "tied, 50 steps", recipe=TIED, accumulation=2),
+    _row("1f1b", "2 copies", ranks=4, pipeline=TWO, recipe=PLAIN),
+    _row("1f1b", "2 copies, tied", ranks=4, pipeline=TWO, accumulation=2, recipe=TIED),
+    _row("gpipe", "2 copies", ranks=4, pipeline=TWO, accumulation=2),
+    _row("interleaved_1f1b", "2 copies, tied", ranks=4, pipeline=TWO, recipe=SHORT_TIED),
+    _row("zbv", "2 copies, tied", ranks=4, pipeline=TWO, recipe=SHORT_TIED),
+    _row("interleaved_zero_bubble", "2 copies", ranks=4, pipeline=TWO),
+    _row("1f1b", "2 copies, sharded", ranks=4, pipeline=SHARED, recipe=PLAIN),
+    _row("1f1b", "2 copies, sharded, tied", ranks=4, pipeline=SHARED, accumulation=2, recipe=SHORT_TIED),
+    _row(
+        "interleaved_1f1b", "2 copies, sharded", ranks=4, pipeline=SHARED, accumulation=2, settings=EVALUATED
+    ),
+    _row(
+        "gpipe",
+        "2 copies, sharded, fused loss chunked",
+        ranks=4,
+        pipeline=SHARED,
+        settings=CHUNKED,
+    ),
+    _option("no clipping", recipe=replace(UNCLIPPED, steps=12)),
+    _option("layers 1 and 3", pipeline={"layers_per_stage": (1, 3)}),
+    _option("fused loss torch", settings={"fused_loss": "torch"}),
+    _option("fused loss chunked, tied", settings=CHUNKED, recipe=SHORT_TIED),
+    _option("fused loss chunked", "zbv", settings=CHUNKED),
+    _option("evaluation in between", settings=EVALUATED),
+    _option("evaluation in between", "interleaved_1f1b", settings=EVALUATED),
+    _option("evaluation in between", "zbv", settings=EVALUATED),
+    _option("optimizer groups by name", options=decay_by_name),
+    _option("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw)),
+    _option("checkpointing full", settings={"activation_checkpointing": "full"}),
+    _option(
+        "checkpointing operators", "interleaved_1f1b", settings={"activation_checkpointing": "operators"}
+    ),
+    _option("compiled blocks, aot_eager", settings=BY_EYE, accumulation=2),
+    _option(
+        "bf16 autocast",
+        settings={"mixed_precision": "bf16"},
+        recipe=replace(PLAIN, autocast=True, fused=True),
+        tolerance=BFLOAT16,
+        because="what a last bit does in bfloat16",
+    ),
+    _restarted(""),
+    _restarted(", tied, built on meta", "zbv", settings={"construct_model_on": "meta"}, recipe=TIED),
+    _restarted(", 2 copies", ranks=4, pipeline=TWO),
+    # Whoever saved it, whoever goes on.
+    _moved(" at 2, then Trainer", runner="ranks, then here"),
+    _moved(" at 4, then Trainer", ranks=4, runner="ranks, then here"),
+    _moved(" after Trainer, at 2", runner="here, then ranks"),
+    _moved(" after Trainer, at 4", "interleaved_1f1b", ranks=2, runner="here, then ranks"),
+    _moved(" at 2, then 4", next_world_size=4),
+    _moved(" at 4, then 2", "gpipe", ranks=4, next_world_size=2),
+    _moved(" at 2, then DDP 2", next_trainer="ddp"),
+    _moved(" at 4, then DDP 2", ranks=4, next_world_size=2, next_trainer="ddp"),
+    _moved(" after DDP 2, at 4", trainer="ddp", next_world_size=4, next_trainer="pipeline"),
+    _moved(" at 2, then FSDP2 4", next_world_size=4, next_trainer="fsdp2"),
+    _moved(" at 4, then FSDP2 2", ranks=4, next_world_size=2, next_trainer="fsdp2"),
+    _moved(" after FSDP2 4, at 2", ranks=4, trainer="fsdp2", next_world_size=2, next_trainer="pipeline"),
+    _moved(" after FSDP2 2, at 4", trainer="fsdp2", next_world_size=4, next_trainer="pipeline"),
+    _moved(" at 2 x 2, then Trainer", ranks=4, pipeline=TWO, accumulation=6, runner="ranks, then here"),
+    _moved(" after Trainer, at 2 x 2", ranks=4, pipeline=TWO, accumulation=6, runner="here, then ranks"),
+    _moved(" at 2 x 2, then FSDP2 4", ranks=4, pipeline=TWO, accumulation=6, next_trainer="fsdp2"),
+    _moved(
+        " at 2 x 2, sharded, then Trainer",
+        ranks=4,
+        pipeline=SHARED,
+        accumulation=6,
+        runner="ranks, then here",
+    ),
+    _moved(
+        " after Trainer, at 2 x 2, sharded",
+        ranks=4,
+        pipeline=SHARED,
+        accumulation=6,
+        runner="here, then ranks",
+    ),
+    _moved(
+        " after DDP 4, at 2 x 2",
+        ranks=4,
+        pipeline=TWO,
+        accumulation=6,
+        trainer="ddp",
+        next_trainer="pipeline",
+    ),
+]
