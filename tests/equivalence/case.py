@@ -43,6 +43,8 @@ class Case:
     """Who trains on ranks, a name in `training.TRAINERS`."""
     next_trainer: str | None = None
     """Who trains on ranks after the restart; none: the same."""
+    only_in_table: bool = False
+    """Trained by `table.py` alone, and not by the tests: other rows do what it does, in other numbers."""
     tolerance: float = EXACT
     because: str = ""
     """Why the bound is another one than `EXACT`."""

@@ -14,7 +14,7 @@ from dist_env import DistributedEnvInterface, DistributedEnvironment, StaticDist
 
 from .case import Case
 from .reference import Point
-from .training import STOP_AT, Stop, build_on_rank, compiled_as_told, curve
+from .training import STOP_AT, Stop, build_on_rank, compiled_as_told, points_of
 
 
 class Part(Enum):
@@ -101,4 +101,4 @@ def _train(case: Case, directory: Path, part: Part, env: DistributedEnvInterface
     began, expected = trainer.state.session_start_step, STOP_AT if part is Part.SECOND else 0
     if began != expected:
         raise RuntimeError(f"{case.name}: began at step {began}, not at {expected}")
-    return curve(trainer.state.log_history)
+    return points_of(case, trainer)

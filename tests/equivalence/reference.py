@@ -45,6 +45,8 @@ class Recipe:
     autocast: bool = False
     fused: bool = False
     """Whether to take torch's fused AdamW, which rounds otherwise than the one for each parameter."""
+    evaluated: bool = False
+    """Whether the trained model is evaluated: its loss then comes as one more point."""
     bad_step: int | None = None
     """The optimizer step whose gradient is made not a number; it is left out, and the schedule goes on."""
 
@@ -85,7 +87,20 @@ def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
         norm = torch.nn.utils.clip_grad_norm_(everything, limit)
         optimizer.step()
         points.append(Point(total / tokens, norm.item()))
-    return points
+    return [*points, evaluation_point(_evaluated(model))] if recipe.evaluated else points
+
+
+def evaluation_point(loss: float) -> Point:
+    """The loss of an evaluation, where points of training have a norm as well."""
+    return Point(loss, loss)
+
+
+@torch.no_grad()
+def _evaluated(model: Decoder) -> float:
+    """Loss per counted token of the evaluation rows, one by one."""
+    batches = list(RaggedLoader(1, seed=1))
+    tokens = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
+    return sum(next_token_losses(model, batch).item() for batch in batches) / tokens
 
 
 def next_token_losses(model: Decoder, batch: dict[str, Tensor]) -> Tensor:

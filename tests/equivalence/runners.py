@@ -10,7 +10,7 @@ from .case import Case
 from .rank import Part
 from .ranks import train_on_ranks
 from .reference import Point, train
-from .training import STOP_AT, Stop, build, compiled_as_told, curve
+from .training import STOP_AT, Stop, build, compiled_as_told, points_of
 
 Runner = Callable[[Case, Path], list[Point]]
 
@@ -28,7 +28,7 @@ def _here(case: Case, directory: Path) -> list[Point]:
     with compiled_as_told(case):
         trainer = build(case, directory)
         trainer.train()
-    return curve(trainer.state.log_history)
+    return points_of(case, trainer)
 
 
 def _restarted(case: Case, directory: Path) -> list[Point]:
@@ -46,7 +46,7 @@ def _go_on(case: Case, directory: Path) -> list[Point]:
     second.train()
     if second.state.session_start_step != STOP_AT:
         raise RuntimeError(f"the second start began at step {second.state.session_start_step}")
-    return curve(second.state.log_history)
+    return points_of(case, second)
 
 
 def _on_ranks(case: Case, directory: Path) -> list[Point]:

@@ -21,7 +21,7 @@ from trainer_pipeline import PipelineArguments, PipelineTrainer
 from .case import Case
 from .data import RaggedLoader, Shard
 from .model import Decoder
-from .reference import Point, Recipe
+from .reference import Point, Recipe, evaluation_point
 
 STOP_AT = 24
 """Where restarted rows stop: inside an epoch, with warm-up behind them."""
@@ -120,6 +120,12 @@ def _data_ranks(case: Case, trainer: type[Trainer], world_size: int) -> int:
     if trainer is PipelineTrainer and isinstance(pipeline, PipelineArguments):
         return pipeline.replicas
     return world_size
+
+
+def points_of(case: Case, trainer: Trainer) -> list[Point]:
+    """What a trainer has logged, and what it gives the evaluation rows if the recipe asks for that."""
+    points = curve(trainer.state.log_history)
+    return [*points, evaluation_point(trainer.evaluate()["eval_loss"])] if case.recipe.evaluated else points
 
 
 def curve(log_history: list[Mapping[str, object]] | list[dict[str, object]]) -> list[Point]:

@@ -10,7 +10,6 @@ import pytest
 
 from trainer_pipeline.layout import Layout, balanced
 
-
 KINDS = [(ranks, stages, "loop") for ranks in (1, 2, 3, 4, 8) for stages in (1, 2, 3)] + [
     (ranks, 2, "v") for ranks in (1, 2, 3, 4, 8)
 ]

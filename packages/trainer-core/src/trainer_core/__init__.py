@@ -61,13 +61,13 @@ from .parallelism import Parallelism, Scored, SingleDevice
 from .precision import (
     FP8_RECIPES,
     QAT_RECIPES,
-    autocast,
     convert_qat,
     export_qat,
     export_qat_checkpoint,
     load_quantized,
     prepare_qat,
 )
+from .precision.autocast import autocast
 from .replicas import saved_buffers
 from .sampling import Sampling
 from .state import StopCause, TrainerControl, TrainerState, TrainOutput

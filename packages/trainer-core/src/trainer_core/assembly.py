@@ -72,6 +72,8 @@ def assemble(
         if scheduler is not None and is_callback(scheduler):
             events.add(scheduler)
     parallel.wrap(optimizer)
+    # A rank that has failed alone by now would leave the others waiting for it where none can say why.
+    parallel.agree({"optimizer": type(optimizer).__name__})
     seed_rank(args, parallel.env.rank)
     meter = ThroughputMeter()
     speed = RunSpeed(args.speed_metrics_start_step, samples_per_step(args, parallel))

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .errors import ConfigurationError
 
-_LARGEST = 1e4
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -56,14 +54,14 @@ class Sampling:
         """Choose one token per row.
 
         Args:
-            logits: [rows, vocabulary], any floating dtype. What is not a number counts as 0.
+            logits: [rows, vocabulary], any floating dtype.
             seen: int64 [rows, positions], the text so far, for `repetition_penalty`.
             generator: Source of randomness, on the device of the logits; torch's default one otherwise.
 
         Returns:
             int64 [rows].
         """
-        scores = torch.nan_to_num(logits.float(), nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
+        scores = logits.float()
         if self.repetition_penalty != 1.0 and seen is not None:
             scores = _penalised(scores, seen, self.repetition_penalty)
         if self.temperature == 0:

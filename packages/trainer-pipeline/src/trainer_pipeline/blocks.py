@@ -41,6 +41,7 @@ class BlockRow:
         self.path = path
         self._container = model.get_submodule(path)
         self._modules = self._container._modules
+        self.names = [name for name, block in self._modules.items() if block is not None]
         self.blocks = [block for block in self._modules.values() if block is not None]
 
     @contextmanager
@@ -52,6 +53,20 @@ class BlockRow:
             yield
         finally:
             holder["_modules"] = self._modules
+
+    def refuse_call(self, model: nn.Module, args: object) -> None:
+        """A hook for the model: it cannot be called as it is.
+
+        Raises:
+            ConfigurationError: Unless other modules stand in the row.
+        """
+        if self._container._modules is self._modules:
+            raise ConfigurationError(
+                "model",
+                type(model).__name__,
+                "is spread over the ranks of a pipeline, and was called on one of them",
+                "call it on all ranks, inside `with trainer.generating():`",
+            )
 
 
 class StandIn(nn.Module):
@@ -164,6 +179,7 @@ class BlockStage(nn.Module):
         self._idle = () if self.is_first else self.around[0]
         self._entry = (Entry(row.blocks[span.start]),)
         self._standing = tuple(self._stand(place) for place in range(len(row.blocks)))
+        self._verified = False
         self.instead: Callable[[], object] | None = None
         """What to compute in its place: a call of the model as a whole, in which this stage takes part."""
 
@@ -190,20 +206,44 @@ class BlockStage(nn.Module):
         entry = self._entry[0]
         entry.hidden = hidden
         try:
-            with self.row.standing(self._standing), idle(self._idle):
-                output: object = self.model(**inputs)
+            with self.row.standing(self._standing), idle(self._idle), self._verifying():
+                return self.model(**inputs)
         except StageEnd as end:
             return end.hidden
         finally:
             entry.hidden = None
-        if not self.is_last:
+
+    @contextmanager
+    def _verifying(self) -> Iterator[None]:
+        """A context for the first call, at whose end the blocks must have been called once each, in order."""
+        if self._verified:
+            yield
+            return
+        called: list[nn.Module] = []
+
+        def note(module: nn.Module, args: object) -> None:
+            called.append(module)
+
+        hooks = [module.register_forward_pre_hook(note) for module in dict.fromkeys(self._standing)]
+        try:
+            yield
+        except StageEnd:
+            self._verify(called, self.span.stop + 1)
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._verify(called, len(self._standing))
+
+    def _verify(self, called: Sequence[nn.Module], count: int) -> None:
+        if list(called) != list(self._standing[:count]):
             raise ConfigurationError(
                 "model_splitter",
                 type(self.model).__name__,
-                f"does not call the blocks of {self.row.path} one after another",
+                f"does not call the blocks of {self.row.path} once each, one after another",
                 "name their container in transformer_layers_path, or give a model_splitter",
             )
-        return output
+        self._verified = True
 
     def _stand(self, place: int) -> nn.Module:
         block = self.row.blocks[place]

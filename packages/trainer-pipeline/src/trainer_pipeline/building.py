@@ -13,7 +13,7 @@ Compilation comes after that, in place, and then the optimizer, which sees what 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,6 +140,7 @@ def _check_stages(model: nn.Module, stages: Sequence[nn.Module], layout: Layout)
         name: [number for number, names in enumerate(by_stage) if name in names]
         for name, _ in model.named_parameters()
     }
+    _refuse_frozen_ranks(model, holders, layout)
     for name, numbers in holders.items():
         if not numbers:
             raise ConfigurationError(
@@ -149,3 +150,18 @@ def _check_stages(model: nn.Module, stages: Sequence[nn.Module], layout: Layout)
                 "give it to a stage, as the same object that the model has",
             )
     return holders
+
+
+def _refuse_frozen_ranks(model: nn.Module, holders: Mapping[str, Sequence[int]], layout: Layout) -> None:
+    """Refuse stages in which nothing is trained, unless nothing is trained at all."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    busy = {layout.rank_of(number) for name in trained for number in holders[name]}
+    idle = sorted(set(range(layout.ranks)) - busy)
+    if trained and idle:
+        raise ConfigurationError(
+            "model_init",
+            type(model).__name__,
+            f"has no parameter to train in the stages {layout.stages_of(idle[0])}, so that their rank has "
+            "nothing to do for the optimizer",
+            "cut it in another way (pipeline.layers_per_stage), use fewer ranks, or unfreeze a part of them",
+        )

@@ -22,6 +22,14 @@ class Work(NamedTuple):
     end: float
 
 
+class Recorded(NamedTuple):
+    """A step of a rank."""
+
+    began: float
+    """Seconds on the clock of the host (`time.perf_counter`), which the ranks of a host have in common."""
+    work: list[Work]
+
+
 class Clock:
     """Adds up busy and whole time of the steps of a rank.
 
@@ -35,8 +43,8 @@ class Clock:
         self._device = device
         self._steps: list[_Step] = []
         self._step: _Step | None = None
-        self.recording: list[list[Work]] | None = None
-        """Give it a list to have the work of each step put into it."""
+        self.recording: list[Recorded] | None = None
+        """Give it a list to have every step put into it."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -49,7 +57,8 @@ class Clock:
             self._steps.append(self._step)
             self._step = None
             if self.recording is not None:
-                self.recording.append(self._steps[-1].work())
+                step = self._steps[-1]
+                self.recording.append(Recorded(step.began.host, step.work()))
 
     @contextmanager
     def work(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
@@ -75,18 +84,16 @@ class _Mark:
     """A moment, on the host or on the device."""
 
     def __init__(self, device: torch.device) -> None:
+        self.host = time.perf_counter()
         self._event: torch.Event | None = None
-        self._time = 0.0
-        if device.type == "cpu":
-            self._time = time.perf_counter()
-        else:
+        if device.type != "cpu":
             self._event = torch.Event(device=device, enable_timing=True)
             self._event.record()
 
     def since(self, earlier: _Mark) -> float:
         """Seconds."""
         if self._event is None or earlier._event is None:
-            return self._time - earlier._time
+            return self.host - earlier.host
         self._event.synchronize()
         return float(earlier._event.elapsed_time(self._event)) / 1000
 

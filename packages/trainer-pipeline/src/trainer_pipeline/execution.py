@@ -189,10 +189,12 @@ class Execution:
         def compute(stage: int, number: int, hidden: Tensor | None) -> Tensor | None:
             runner = self.runners[stage]
             runner.place = number
+            output = runner.score(hidden)[0] if stage == last else runner(hidden)
+            _check_known(hidden, output)
             if stage == last:
                 return None
-            seen.append(runner(hidden))
-            return seen[-1]
+            seen.append(output)
+            return output
 
         modes = {module: module.training for runner in self.runners.values() for module in runner.modules()}
         for runner in self.runners.values():
@@ -214,3 +216,19 @@ class Execution:
 
 def _loss_as_it_is(output: Tensor, target: Tensor) -> Tensor:
     return output
+
+
+def _check_known(hidden: Tensor | None, output: Tensor) -> None:
+    """Refuse a stage that has computed with the weights of another one.
+
+    What stands in for those is not a number, and hidden states bring along all that may be used of them.
+    """
+    if hidden is None or not bool(hidden.isfinite().all()) or bool(output.isfinite().all()):
+        return
+    raise ConfigurationError(
+        "model_splitter",
+        "BlockSplitter",
+        "does not fit this model: a later stage needs more than the hidden state that its first block is "
+        "given, such as a sum that the model keeps beside its blocks, or a position bias from weights",
+        "do it inside the blocks, from buffers or weights of their own, or give a model_splitter",
+    )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from trainer_core import fsdp_modules, own_part
+from trainer_core import fsdp_modules
 
 _BUCKET = 25 * 2**20
 """Bytes that travel as one message; what torch's DDP takes as well."""
@@ -127,41 +127,3 @@ def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
         buckets[-1].append(gradient)
         sizes[gradient.dtype] += gradient.nbytes
     return [bucket for buckets in by_dtype.values() for bucket in buckets]
-
-
-class SharedWeights:
-    """Weights that stages on different ranks have in common, such as embedding and head.
-
-    Each rank has a copy and steps it alike; their gradients are added up.
-
-    Args:
-        parameters: This rank's copies by name.
-        groups: For each name the ranks that have one; also for names that this rank does not have.
-        owned: Names of those copies that count in the norm of the gradient: each on one rank.
-    """
-
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        groups: dict[str, ProcessGroup],
-        owned: set[str],
-    ) -> None:
-        self._parameters = parameters
-        self._groups = groups
-        self._owned = owned
-
-    @property
-    def copies(self) -> list[nn.Parameter]:
-        """Those of this rank that another rank counts."""
-        return [parameter for name, parameter in self._parameters.items() if name not in self._owned]
-
-    @torch.no_grad()
-    def add_up(self) -> None:
-        """Add up their gradients; collective among those who have them."""
-        for name in sorted(self._parameters):
-            parameter = self._parameters[name]
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(own_part(parameter.grad), group=self._groups[name])

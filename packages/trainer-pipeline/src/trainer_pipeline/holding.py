@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .idle import idle_forward
+from .idle import instead_of
 
 
 def names_held(model: nn.Module, stages: Iterable[nn.Module]) -> set[str]:
@@ -20,8 +20,8 @@ def release_rest(model: nn.Module, held: set[str], blocks: Iterable[nn.Module], 
     """Take every parameter that is not held out of a model, in place.
 
     A block that holds nothing loses its buffers too; it is never called. Outside the blocks the model's
-    forward still goes through modules whose results are not used on this rank: zeros that take no memory
-    stand in for their parameters.
+    forward still goes through modules whose results are not used on this rank: something that is not a number
+    and takes no memory stands in for their parameters.
 
     Args:
         model: The model; parameters on the meta device.
@@ -53,8 +53,10 @@ def _stand_in(module: nn.Module, name: str, device: torch.device) -> None:
     parameter = module._parameters.pop(name)
     if parameter is None:
         return
-    zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-    module.register_buffer(name, zeros, persistent=False)
-    # Products with such zeros would first be laid out in memory, at full size.
-    if isinstance(module, nn.Linear | nn.Embedding):
-        vars(module)["forward"] = idle_forward(module)
+    value = torch.nan if parameter.is_floating_point() else 0
+    stand_in = torch.full((), value, dtype=parameter.dtype, device=device).expand(parameter.shape)
+    module.register_buffer(name, stand_in, persistent=False)
+    # A product with it would first lay it out in memory, at full size.
+    forward = instead_of(module)
+    if forward is not None:
+        vars(module)["forward"] = forward

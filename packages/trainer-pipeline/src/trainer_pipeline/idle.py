@@ -12,37 +12,49 @@ from torch import Tensor, nn
 
 @contextmanager
 def idle(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which modules return something of the right shape, and compute nothing."""
-    before = [(module, vars(module).get("forward")) for module in modules]
-    for module, _ in before:
-        vars(module)["forward"] = idle_forward(module)
+    """A context in which modules return something of the right shape, and compute nothing.
+
+    Those that compute something of their own go on doing so.
+    """
+    before = [
+        (module, vars(module).get("forward"), idle_forward)
+        for module in modules
+        if (idle_forward := instead_of(module)) is not None
+    ]
+    for module, _, forward in before:
+        vars(module)["forward"] = forward
     try:
         yield
     finally:
-        for module, forward in before:
+        for module, own, _ in before:
             del vars(module)["forward"]
-            if forward is not None:
-                vars(module)["forward"] = forward
+            if own is not None:
+                vars(module)["forward"] = own
 
 
-def idle_forward(module: nn.Module) -> Callable[..., object]:
-    """A forward that returns zeros for products and looked-up rows, and for all else what it is given."""
-    if isinstance(module, nn.Linear):
-        return partial(_no_product, module.out_features)
-    if isinstance(module, nn.Embedding):
-        return partial(_no_rows, module.embedding_dim, module.weight.dtype)
-    return _given
+def instead_of(module: nn.Module) -> Callable[..., object] | None:
+    """A forward that computes nothing, for products, looked-up rows and norms; None for other modules.
+
+    What it returns is not a number, so that a model that uses it after all does not go on unnoticed.
+    """
+    if type(module).forward is nn.Linear.forward:
+        return partial(_no_product, int(module.out_features))  # type: ignore[arg-type]
+    if type(module).forward is nn.Embedding.forward:
+        return partial(_no_rows, int(module.embedding_dim), module.weight.dtype)  # type: ignore[arg-type]
+    if type(module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
+        return _given
+    return None
 
 
 def _no_product(features: int, x: Tensor) -> Tensor:
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return x.new_zeros((*x.shape[:-1], features), dtype=dtype)
+    return x.new_full((*x.shape[:-1], features), torch.nan, dtype=dtype)
 
 
 def _no_rows(features: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=ids.device).expand(*ids.shape, features)
+    return torch.full((), torch.nan, dtype=dtype, device=ids.device).expand(*ids.shape, features)
 
 
-def _given(x: object, *args: object, **kwargs: object) -> object:
+def _given(x: Tensor) -> Tensor:
     return x

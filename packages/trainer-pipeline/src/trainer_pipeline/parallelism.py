@@ -46,13 +46,14 @@ from .checks import check_layout, check_schedule
 from .clock import Clock
 from .execution import Execution, Place
 from .generation import in_turn
-from .gradients import Copies, HeldCopies, NoCopies, ShardedCopies, SharedWeights
+from .gradients import Copies, HeldCopies, NoCopies, ShardedCopies
 from .layout import Layout
 from .microbatches import cut
 from .relay import Relay
 from .runner import Feed
 from .schedules import ScheduleFactory, ScheduleKind, kind_of_factory, schedule_kind
 from .splitting import BlockSplitter, ModelSplitter
+from .ties import SharedWeights, own_group, shared_weights
 
 PIPELINE_PARALLEL = "pipeline_parallel"
 """The dimension of the mesh along which ranks have different layers."""
@@ -163,8 +164,10 @@ class PipelineParallelism(DataParallel):
             agree=self._agree_on,
         )
         self._built, self.model = built, built.model
+        if built.row is not None:
+            built.model.register_forward_pre_hook(built.row.refuse_call)
         self._compare_values(sums)
-        self._ties = self._share(built)
+        self._ties = shared_weights(built, self.mesh, self.pipeline_rank)
         if self._args.pipeline.shard_replicas:
             self._copies = ShardedCopies(built.stages)
         elif self._args.pipeline.replicas > 1 and self.group is not None:
@@ -320,11 +323,14 @@ class PipelineParallelism(DataParallel):
         return {**super().sharing(), "model": parts, "optimizer": parts}
 
     def figures(self) -> Mapping[str, object]:
-        """Seconds that each rank has computed since the last call, and the share of time that they waited."""
+        """Seconds that each rank has computed since the last call, and the share of time that they waited.
+
+        Ranks begin a step together, and the one that is the last to end it tells how long it took.
+        """
         if self._built is None:
             return {}
         busy, whole = zip(*self.gather(self.clock.take()), strict=True)
-        bubble = 1 - sum(busy) / sum(whole) if sum(whole) > 0 else None
+        bubble = 1 - sum(busy) / (len(busy) * max(whole)) if max(whole) > 0 else None
         return {"stage_seconds": list(busy), "bubble_share": bubble}
 
     def _default_splitter(self) -> ModelSplitter:
@@ -354,30 +360,12 @@ class PipelineParallelism(DataParallel):
     def _connect(self) -> None:
         """Make the groups that the ranks need beside the mesh; collective."""
         up = self.pipeline_group
-        pipelines = [ranks.tolist() for ranks in _mesh_ranks(self.mesh).T]
+        if self.mesh is None:
+            return
         with self.guarded("connecting the stages"):
-            down = _own_group(pipelines)
+            down = own_group(self.mesh.mesh.T.tolist())
         if up is not None and down is not None:
             self._relay = Relay(self._layout, self.pipeline_rank, up, down, self.device)
-
-    def _share(self, built: Built) -> SharedWeights:
-        """Find the weights that several ranks of a pipeline have; collective."""
-        ranks = _mesh_ranks(self.mesh)
-        groups: dict[tuple[int, ...], ProcessGroup] = {}
-        mine: dict[str, nn.Parameter] = {}
-        own = dict(built.model.named_parameters())
-        owned = set()
-        shared = {name: tuple(holders) for name, holders in built.holders.items() if len(holders) > 1}
-        for holders in sorted(set(shared.values())):
-            group = _own_group([ranks[list(holders), copy].tolist() for copy in range(ranks.shape[1])])
-            if group is not None:
-                groups[holders] = group
-        for name, holders in shared.items():
-            if name in own and self.pipeline_rank in holders:
-                mine[name] = own[name]
-                if holders[0] == self.pipeline_rank:
-                    owned.add(name)
-        return SharedWeights(mine, {name: groups[shared[name]] for name in mine}, owned)
 
     def _sum_over_stages(self, value: Tensor) -> Tensor:
         """Add up over the ranks; all copies have the same gradients, unless each has a part of them."""
@@ -387,22 +375,6 @@ class PipelineParallelism(DataParallel):
     def _drop_gathered(self) -> None:
         if isinstance(self._copies, ShardedCopies):
             self._copies.drop()
-
-
-def _mesh_ranks(mesh: DeviceMesh | None) -> Tensor:
-    if mesh is None:
-        raise ValueError("one rank has no mesh")
-    return mesh.mesh
-
-
-def _own_group(all_ranks: Sequence[Sequence[int]]) -> ProcessGroup | None:
-    """Make a group of each of some lists of ranks; the one that this rank is in, if any. Collective."""
-    own = None
-    for ranks in all_ranks:
-        group = dist.new_group(list(ranks))
-        if dist.get_rank() in ranks:
-            own = group
-    return own
 
 
 def _joined(predictions: Sequence[object], rows: int) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from trainer_core import ConfigurationError, find_blocks
 from .blocks import BlockRow, BlockStage
 from .costs import costs_of
 from .layout import balanced
+from .outline import Outline
 
 logger = get_logger(__name__)
 
@@ -41,7 +42,9 @@ class ModelSplitter(Protocol):
 class BlockSplitter:
     """Cuts the row of equal blocks that most models consist of; what it needs is found in the model.
 
-    What is registered before the blocks belongs to the first stage, what comes after them to the last one.
+    What is called before the blocks belongs to the first stage, what is called after them to the last one.
+    Hidden states alone go from stage to stage: what a model makes of weights before its blocks, and gives to
+    every block beside the hidden state, later stages would not have; that is refused when training begins.
     """
 
     path: str | None = None
@@ -57,26 +60,33 @@ class BlockSplitter:
         Raises:
             ConfigurationError: If the blocks are not found, or are fewer than the stages.
         """
-        found = find_blocks(model, self.path, needed_by="a pipeline")
+        found = find_blocks(model, self.path, needed_by="pipeline")
         path = found[0][0].rpartition(".")[0]
         row = BlockRow(model, path)
         if len(row.blocks) < num_stages:
             raise ConfigurationError(
-                "pipeline.stages_per_rank",
+                "num_stages",
                 num_stages,
-                f"stages are more than the {len(row.blocks)} blocks of {path}",
-                "use fewer ranks or stages, or a deeper model",
+                f"are more than the {len(row.blocks)} blocks of {path}",
+                "use fewer ranks, a smaller pipeline.stages_per_rank, or a deeper model",
             )
-        before, after = _around(model, path)
-        spans = self._spans(model, row, before, after, num_stages)
+        seen = Outline(model, path)
+        before, after = _around(model, path, seen)
+        spans = self._spans(row, before, after, seen, num_stages)
         logger.info("stages of %s: %s", path, "; ".join(f"{span.start} to {span.stop - 1}" for span in spans))
-        return [BlockStage(model, row, span, before, after) for span in spans]
+        around = [*before.values()], [*after.values()]
+        return [BlockStage(model, row, span, *around) for span in spans]
 
     def _spans(
-        self, model: nn.Module, row: BlockRow, before: list[nn.Module], after: list[nn.Module], stages: int
+        self,
+        row: BlockRow,
+        before: Mapping[str, nn.Module],
+        after: Mapping[str, nn.Module],
+        seen: Outline,
+        stages: int,
     ) -> list[range]:
         if self.layers_per_stage is None:
-            costs = costs_of(model, row, before, after, self.balance)
+            costs = costs_of(row, before, after, self.balance, seen)
             return balanced(costs.blocks, stages, before=costs.before, after=costs.after)
         if sum(self.layers_per_stage) != len(row.blocks):
             raise ConfigurationError(
@@ -89,23 +99,24 @@ class BlockSplitter:
         return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _around(model: nn.Module, path: str) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules with parameters before and after the container, as they are registered.
+def _around(model: nn.Module, path: str, seen: Outline) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The modules with parameters that are called before and after the blocks, by name.
 
-    A parameter of a module that the container lies in comes before it.
+    Where the order of calls is not known it is that in which they are registered. What belongs to a module
+    that the blocks lie in, and not to a submodule of it, comes before them.
     """
-    before: list[nn.Module] = []
-    after: list[nn.Module] = []
+    before: dict[str, nn.Module] = {}
+    after: dict[str, nn.Module] = {}
     reached = False
-    above = {".".join(path.split(".")[:length]) for length in range(path.count(".") + 1)}
     for name, module in model.named_modules():
-        if name == path:
-            reached = True
-        elif name.startswith(f"{path}.") or name in above or name == "":
-            if name != path and (name in above or name == "") and module._parameters:
-                before.append(_Direct(module))
-        elif module._parameters:
-            (after if reached else before).append(module)
+        reached = reached or name == path
+        if name == path or name.startswith(f"{path}.") or not module._parameters:
+            continue
+        if not name or path.startswith(f"{name}."):
+            before[name] = _Direct(module)
+            continue
+        called_after = seen.is_after(name)
+        (after if (reached if called_after is None else called_after) else before)[name] = module
     return before, after
 
 

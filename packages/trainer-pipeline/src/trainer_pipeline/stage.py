@@ -105,5 +105,5 @@ class Stage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing: shapes are told to this stage, so that torch computes nothing to find them.
 
-        Its own drops gathered weights and gradients, also in the middle of a step whose batches are not alike.
+        Its own drops gathered weights and gradients, even in the middle of a step of unlike batches.
         """

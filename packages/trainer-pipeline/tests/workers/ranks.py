@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from torch.distributed import TCPStore
 
 from dist_env import DistributedEnvInterface, DistributedEnvironment
 
@@ -45,8 +46,12 @@ def run_world(world_size: int, directory: Path, scenarios: Mapping[str, Scenario
     gc.freeze()  # Collecting garbage then leaves out what was imported.
     directory.mkdir()
     port = _free_port()
+    # As torchrun does: the store of the job outlives its ranks, and so what they tell one another.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     ranks = [_fork(rank, world_size, port, directory, scenarios) for rank in range(world_size)]
+    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    del store
     (directory / "codes.json").write_text(json.dumps({"codes": codes, "ended": time.time()}))
 
 

@@ -126,7 +126,6 @@ def partly(env: DistributedEnvInterface, folder: Path, make: object, **settings:
 
 OF_BOTH: dict[str, Scenario] = {
     "scored, 1f1b": scored,
-    "scored, interleaved_1f1b": partial(scored, schedule="interleaved_1f1b"),
     "scored, zbv": partial(scored, schedule="zbv", n_microbatches=3),
     "uneven, 1f1b": uneven,
     "uneven, zbv": partial(uneven, schedule="zbv"),
@@ -141,5 +140,5 @@ OF_TWO: dict[str, Scenario] = {
     f"{make.__name__}, {schedule}": partial(partly, make=make, schedule=schedule)
     for schedule, makes in FROZEN.items()
     for make in makes
-}
+} | {"scored, interleaved_1f1b": partial(scored, schedule="interleaved_1f1b")}
 OF_FOUR: dict[str, Scenario] = {"scored, replicas": partial(scored, replicas=2)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from ranks import Scenario
 from tiny import Batches, Tiny, Writing, seeded, trainer_of
-from torch import Tensor, nn
+from torch import nn
 
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 from trainer_pipeline import PipelineTrainer
