@@ -9,18 +9,24 @@ import pytest
 
 REFUSED = {
     "model": ("model='Tiny'", "no rank holds the whole model", "give model_init"),
-    "few blocks": (
-        "pipeline.stages_per_rank=",
-        "more than the 3 blocks of layers",
-        "use fewer ranks or stages",
+    "frozen rank": (
+        "model_init='Tiny'",
+        "has no parameter to train in the stages (1,)",
+        "pipeline.layers_per_stage",
     ),
-    "one block": ("pipeline.stages_per_rank=", "more than the 1 blocks of layers", "a deeper model"),
+    "called alone": (
+        "model='Tiny'",
+        "was called on one of them",
+        "inside `with trainer.generating():`",
+    ),
+    "few blocks": ("num_stages=4", "more than the 3 blocks of layers", "a smaller pipeline.stages_per_rank"),
+    "one block": ("num_stages=2", "more than the 1 blocks of layers", "a deeper model"),
     "sum of layers": (
         "pipeline.layers_per_stage=(2, 3)",
         "must add up to the 4 blocks of layers",
         "change it, or leave it out",
     ),
-    "no blocks": ("transformer_layers_path=None", "a pipeline needs the blocks of the model", "Flat"),
+    "no blocks": ("transformer_layers_path=None", "pipeline needs the blocks of the model", "Flat"),
     "path": ("transformer_layers_path='layer'", "no module of that name", "layers"),
     "settings of the rank": ("pipeline.n_microbatches", "rank 0 has 4, rank 1 has 8"),
     "schedule of the rank": ("pipeline.schedule", "rank 0 has 'gpipe', rank 1 has '1f1b'"),
@@ -43,13 +49,27 @@ REFUSED = {
 }
 IN_STEPS = {
     "two things": (
+        0,
         "TypeError: a stage returned a tuple",
         "every stage but the last one must return the hidden state, one tensor",
     ),
     "skipping": (
+        0,
         "ConfigurationError: model_splitter='Skipping'",
-        "does not call the blocks of layers one after another",
+        "does not call the blocks of layers once each, one after another",
         "give a model_splitter",
+    ),
+    "reversed": (
+        0,
+        "ConfigurationError: model_splitter='Reversed'",
+        "does not call the blocks of layers once",
+    ),
+    "twice": (1, "model_splitter='Twice'", "does not call the blocks of layers once"),
+    "beside": (
+        1,
+        "ConfigurationError: model_splitter='BlockSplitter'",
+        "needs more than the hidden state that its first block is given",
+        "do it inside the blocks",
     ),
 }
 
@@ -64,8 +84,9 @@ def test_every_rank_refuses(world: Callable[..., Any], name: str) -> None:
 @pytest.mark.parametrize("name", IN_STEPS)
 def test_what_a_stage_refuses_in_a_step_ends_all_ranks(world: Callable[..., Any], name: str) -> None:
     ended = world("failing", f"2, {name}")
-    first, second = ended.errors("failing")
-    assert second.startswith("RankFailedError: training: rank 0 on "), ended.told
-    for error in (first, second):
-        assert [words for words in IN_STEPS[name] if words not in error] == [], error
+    at_fault, *told = IN_STEPS[name]
+    errors = ended.errors("failing")
+    assert errors[1 - at_fault].startswith(f"RankFailedError: training: rank {at_fault} on "), ended.told
+    for error in errors:
+        assert [words for words in told if words not in error] == [], error
     assert ended.codes == [1, 1]

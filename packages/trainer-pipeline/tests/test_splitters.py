@@ -65,3 +65,11 @@ def test_a_schedule_class_has_the_curve_of_one_process(world: Callable[..., Any]
         here, alone = seen["curves"]
         assert len(here) == 6
         assert here == pytest.approx(alone, rel=1e-5)
+
+
+def test_the_order_of_calls_decides_what_comes_after_the_blocks(world: Callable[..., Any]) -> None:
+    ranks = world("two", "2").seen("another order")
+    assert [seen["norm"] for seen in ranks] == [False, True]
+    for seen in ranks:
+        here, alone = seen["curves"]
+        assert here == pytest.approx(alone, rel=1e-5)

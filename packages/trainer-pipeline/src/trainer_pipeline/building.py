@@ -140,7 +140,6 @@ def _check_stages(model: nn.Module, stages: Sequence[nn.Module], layout: Layout)
         name: [number for number, names in enumerate(by_stage) if name in names]
         for name, _ in model.named_parameters()
     }
-    _refuse_frozen_ranks(model, holders, layout)
     for name, numbers in holders.items():
         if not numbers:
             raise ConfigurationError(
@@ -149,6 +148,7 @@ def _check_stages(model: nn.Module, stages: Sequence[nn.Module], layout: Layout)
                 "is a parameter that no stage has",
                 "give it to a stage, as the same object that the model has",
             )
+    _refuse_frozen_ranks(model, holders, layout)
     return holders
 
 

@@ -24,6 +24,53 @@ class Skipping(Tiny):
         return self.head(self.norm(self.layers[0](self.embed(input_ids))))
 
 
+class Reversed(Tiny):
+    """Calls its blocks from the last to the first."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(input_ids)
+        for layer in reversed(list(self.layers)):
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Twice(Tiny):
+    """Goes through its blocks twice."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(input_ids)
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Beside(Tiny):
+    """Keeps a sum beside its blocks, which later stages do not get."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
+def half_frozen() -> nn.Module:
+    """A model with nothing to train in its second half."""
+    model = Tiny()
+    for part in (*list(model.layers)[len(model.layers) // 2 :], model.norm, model.head):
+        part.requires_grad_(False)
+    return model
+
+
+def called_alone(env: DistributedEnvInterface, folder: Path) -> object:
+    """Call what a rank has of the model."""
+    model = trainer_of(env, folder, Tiny).unwrapped_model()
+    return {"shape": list(model(torch.zeros(1, 4, dtype=torch.int64)).shape)}
+
+
 class Flat(nn.Module):
     """A model without blocks."""
 
@@ -128,6 +175,8 @@ OF_TWO: dict[str, Scenario] = {
     "few blocks": partial(built, model_init=partial(Tiny, 3), schedule="zbv"),
     "one block": partial(built, model_init=partial(Tiny, 1)),
     "sum of layers": partial(built, layers_per_stage=(2, 3)),
+    "frozen rank": partial(built, model_init=half_frozen),
+    "called alone": called_alone,
     "no blocks": partial(built, model_init=Flat),
     "path": partial(built, transformer_layers_path="layer"),
     "settings of the rank": differing("n_microbatches", (4, 8)),
@@ -141,5 +190,8 @@ OF_TWO: dict[str, Scenario] = {
 IN_STEPS: dict[str, Scenario] = {
     "two things": partial(trained, splitter=Tupled()),
     "skipping": partial(trained, model_init=Skipping),
+    "reversed": partial(trained, model_init=Reversed),
+    "twice": partial(trained, model_init=Twice),
+    "beside": partial(trained, model_init=Beside),
 }
 """What is only seen in a step; the ranks end with it."""

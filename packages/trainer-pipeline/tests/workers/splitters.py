@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from ranks import Scenario
-from tiny import LONGEST, VOCABULARY, WIDTH, Batches, Block, alone, curve, trainer_of
+from tiny import LONGEST, VOCABULARY, WIDTH, Batches, Block, Tiny, alone, curve, trainer_of
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -160,6 +160,26 @@ def by_factory(env: DistributedEnvInterface, folder: Path, factory: object, **se
     return {"curves": [curve(trainer), curve(own)]}
 
 
+class Late(Tiny):
+    """What is used after the blocks is registered before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = self.layers
+        del self.layers
+        self.layers = layers
+
+
+def in_another_order(env: DistributedEnvInterface, folder: Path) -> object:
+    """The order of calls decides, and not that of registration."""
+    trainer = trainer_of(env, folder, Late, train=Batches())
+    trainer.train()
+    own = alone(env, folder, Late, train=Batches())
+    own.train()
+    names = [name for name, _ in trainer.unwrapped_model().named_parameters()]
+    return {"curves": [curve(trainer), curve(own)], "norm": "norm.weight" in names}
+
+
 class Mine(ScheduleGPipe):
     """A subclass."""
 
@@ -171,6 +191,7 @@ SCENARIOS: dict[str, Scenario] = {
     "split, zbv": partial(trained, schedule="zbv", tied=True),
     "split, generating": generating,
     "split, leaving out": leaving_out,
+    "another order": in_another_order,
     "factory, class": partial(by_factory, factory=ScheduleInterleaved1F1B),
     "factory, subclass": partial(by_factory, factory=Mine),
     "factory, partial": partial(by_factory, factory=partial(Mine)),
