@@ -127,10 +127,16 @@ def _loaders(
 
 def _optimizer(args: TrainingArguments, parallel: Parallelism, parts: Ingredients) -> Optimizer:
     model, named = parallel.unwrapped_model(), list(parallel.named_parameters())
+    among = {name: parameter.requires_grad for name, parameter in parallel.whole_model().named_parameters()}
 
     def build(some: NamedParameters) -> Optimizer:
         return build_optimizer(
-            args, model, named_parameters=some, groups=parts.optimizer_groups, factory=parts.optimizer
+            args,
+            model,
+            named_parameters=some,
+            groups=parts.optimizer_groups,
+            factory=parts.optimizer,
+            among=None if args.fuse_optim_with_backward else among,
         )
 
     optimizer = OptimizerInBackward(named, build) if args.fuse_optim_with_backward else build(named)

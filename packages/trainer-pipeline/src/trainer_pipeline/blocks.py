@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from trainer_core import ConfigurationError
@@ -43,6 +43,12 @@ class BlockRow:
         self._modules = self._container._modules
         self.names = [name for name, block in self._modules.items() if block is not None]
         self.blocks = [block for block in self._modules.values() if block is not None]
+        self.returns: int | None = None
+        """How many things a block returns as a tuple, the hidden state first; None if it is that alone."""
+
+    def like_a_block(self, hidden: Tensor) -> object:
+        """What a block returns that leaves the hidden state as it is."""
+        return hidden if self.returns is None else (hidden, *[None] * (self.returns - 1))
 
     @contextmanager
     def standing(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -92,9 +98,13 @@ class StandIn(nn.Module):
 class Passed(StandIn):
     """A block of another stage: lets the hidden state through."""
 
+    def __init__(self, block: nn.Module, row: BlockRow) -> None:
+        super().__init__(block)
+        self._row = row
+
     def forward(self, *args: object, **kwargs: object) -> object:
         """The hidden state."""
-        return hidden_in(self.block, args, kwargs)
+        return self._row.like_a_block(hidden_in(self.block, args, kwargs))
 
 
 class Entry(StandIn):
@@ -103,10 +113,24 @@ class Entry(StandIn):
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)
         self.hidden: Tensor | None = None
+        self.trains = False
+        """Whether gradients were wanted when the stage was called."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """What the block makes of `hidden`."""
-        args, kwargs = with_hidden(self.block, cast(Tensor, self.hidden), args, kwargs)
+        """What the block makes of `hidden`.
+
+        Raises:
+            ConfigurationError: If the model computes its blocks without gradients, or a second time.
+        """
+        if self.hidden is None or self.trains != torch.is_grad_enabled():
+            raise ConfigurationError(
+                "model_init",
+                type(self.block).__name__,
+                "is recomputed by the model's own forward (torch.utils.checkpoint?), past what hands hidden "
+                "states on",
+                "set activation_checkpointing instead",
+            )
+        args, kwargs = with_hidden(self.block, self.hidden, args, kwargs)
         return self.block(*args, **kwargs)
 
 
@@ -204,7 +228,7 @@ class BlockStage(nn.Module):
         if self.instead is not None:
             return self.instead()
         entry = self._entry[0]
-        entry.hidden = hidden
+        entry.hidden, entry.trains = hidden, torch.is_grad_enabled()
         try:
             with self.row.standing(self._standing), idle(self._idle), self._verifying():
                 return self.model(**inputs)
@@ -248,7 +272,7 @@ class BlockStage(nn.Module):
     def _stand(self, place: int) -> nn.Module:
         block = self.row.blocks[place]
         if place < self.span.start:
-            return Passed(block)
+            return Passed(block, self.row)
         if place == self.span.start and not self.is_first:
             return self._entry[0]
         if place in self.span:

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+_HELD = 64
+"""Steps whose moments are kept until they are added up, which waits for the device."""
+
 
 class Work(NamedTuple):
     """Something that a stage computed."""
@@ -42,6 +45,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steps: list[_Step] = []
+        self._busy = self._whole = 0.0
         self._step: _Step | None = None
         self.recording: list[Recorded] | None = None
         """Give it a list to have every step put into it."""
@@ -54,11 +58,12 @@ class Clock:
             yield
         finally:
             self._step.end = self._mark()
-            self._steps.append(self._step)
-            self._step = None
+            step, self._step = self._step, None
+            self._steps.append(step)
             if self.recording is not None:
-                step = self._steps[-1]
                 self.recording.append(Recorded(step.began.host, step.work()))
+            if len(self._steps) == _HELD:
+                self._add_up()
 
     @contextmanager
     def work(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
@@ -72,9 +77,15 @@ class Clock:
 
     def take(self) -> tuple[float, float]:
         """Busy and whole seconds of the steps since the last call; waits for the device."""
-        steps, self._steps = self._steps, []
-        busy = sum(work.end - work.start for step in steps for work in step.work())
-        return busy, sum(step.seconds() for step in steps)
+        self._add_up()
+        taken = self._busy, self._whole
+        self._busy = self._whole = 0.0
+        return taken
+
+    def _add_up(self) -> None:
+        self._busy += sum(work.end - work.start for step in self._steps for work in step.work())
+        self._whole += sum(step.seconds() for step in self._steps)
+        self._steps.clear()
 
     def _mark(self) -> _Mark:
         return _Mark(self._device)

@@ -10,7 +10,7 @@ from torch import nn
 from dist_env import get_logger
 
 from .blocks import BlockRow
-from .outline import Outline
+from .outline import Outline, OwnParameters
 
 logger = get_logger(__name__)
 
@@ -48,7 +48,8 @@ def costs_of(
     if balance == "flops" and not seen.problem:
         return Costs(
             [seen.flops(f"{row.path}.{name}") for name in row.names],
-            sum(map(seen.flops, before)),
+            # Parameters that a module has itself are looked up; its FLOPs are those of all that lies in it.
+            sum(seen.flops(name) for name, module in before.items() if not isinstance(module, OwnParameters)),
             sum(map(seen.flops, after)),
         )
     if balance == "flops":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,19 +12,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from checkpoint_core import RNGState
 from trainer_core import ConfigurationError
 
+from .boundaries import Boundaries, Hidden
 from .clock import Clock
 from .gradients import Copies
 from .layout import Layout
-from .relay import Boundary, Relay, run_forward
+from .microbatches import Microbatch
+from .relay import Relay, run_forward
 from .runner import Feed, Runner
 from .schedules import SETTING, ScheduleKind
 
 if TYPE_CHECKING:
     from .schedules import Schedule
 
-_KEPT = 4
+_KEPT = 2
 """Schedules that are kept, each for one shape of microbatches; they hold memory for what they receive."""
 
 
@@ -74,7 +78,7 @@ class Execution:
         self._feed = feed
         self._relay = relay
         self._clock = clock
-        self._boundary = Boundary()
+        self._boundaries = Boundaries()
         self._schedules: OrderedDict[tuple[object, ...], Schedule] = OrderedDict()
         self._copies = copies
         self._last = True
@@ -86,7 +90,7 @@ class Execution:
             last: Whether gradients are complete after it, so that those of the copies are added up.
         """
         self._last = last
-        schedule = self._schedule(tuple(self._feed.microbatches[0].labels.shape))
+        schedule = self._schedule(self._feed.microbatches[0])
         with self._clock.step():
             # Targets only say which microbatch it is; the stage has everything else.
             schedule.step(target=torch.arange(self._count), return_outputs=False)
@@ -123,27 +127,42 @@ class Execution:
             note(*runner.score(hidden))
             return None
 
-        run_forward(self._place.layout, self._place.rank, self._relay, self._count, compute)
+        with self._evaluating():
+            run_forward(self._place.layout, self._place.rank, self._relay, self._count, compute)
 
-    def _schedule(self, labels: tuple[int, ...]) -> Schedule:
-        shape, dtype = self._boundary.of(labels) or self._probe(labels)
-        key = (shape, dtype)
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """A context in which the stages are in evaluation mode, also those that are no part of the model."""
+        modes = {module: module.training for runner in self.runners.values() for module in runner.modules()}
+        for runner in self.runners.values():
+            runner.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    def _schedule(self, microbatch: Microbatch) -> Schedule:
+        key = self._boundaries.of(microbatch) or self._probe(microbatch)
         if key in self._schedules:
             self._schedules.move_to_end(key)
             return self._schedules[key]
-        made = self._schedules[key] = self._make(shape, dtype)
+        made = self._schedules[key] = self._make(key)
         if len(self._schedules) > _KEPT:
             self._schedules.popitem(last=False)
         return made
 
-    def _make(self, shape: Sequence[int], dtype: torch.dtype) -> Schedule:
+    def _make(self, boundaries: Sequence[Hidden]) -> Schedule:
         # Tracing tools come with torch's stages, which take a second to import.
         from .stage import Shapes, Stage
 
         place = self._place
         layout = place.layout
-        hidden = torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=True)
-        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+        loss = Hidden((), torch.float32)
+        around = [
+            (torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True),)
+            for hidden in (*boundaries, loss)
+        ]
         stages = [
             Stage(
                 runner,
@@ -151,7 +170,7 @@ class Execution:
                 layout.num_stages,
                 place.device,
                 place.group,
-                Shapes((hidden,) if index else (), (hidden,) if index < layout.num_stages - 1 else (loss,)),
+                Shapes(around[index - 1] if index else (), around[index]),
                 self._clock,
                 self,
             )
@@ -179,39 +198,32 @@ class Execution:
         Raises:
             ConfigurationError: If this schedule cannot be carried out.
         """
-        self._make((1, 1), torch.float32)
+        self._make([Hidden((1, 1), torch.float32)] * (self._place.layout.num_stages - 1))
 
-    def _probe(self, labels: tuple[int, ...]) -> tuple[tuple[int, ...], torch.dtype]:
-        """Learn what hidden states look like by taking the first microbatch through the stages."""
-        seen: list[Tensor] = []
+    def _probe(self, microbatch: Microbatch) -> tuple[Hidden, ...]:
+        """Learn what hidden states look like by taking a microbatch through the stages; collective."""
+        seen: dict[int, Hidden] = {}
         last = self._place.layout.num_stages - 1
 
         def compute(stage: int, number: int, hidden: Tensor | None) -> Tensor | None:
             runner = self.runners[stage]
             runner.place = number
-            output = runner.score(hidden)[0] if stage == last else runner(hidden)
+            output: Tensor = runner.score(hidden)[0] if stage == last else runner(hidden)
             _check_known(hidden, output)
             if stage == last:
                 return None
-            seen.append(output)
+            seen[stage] = Hidden(tuple(output.shape), output.dtype)
             return output
 
-        modes = {module: module.training for runner in self.runners.values() for module in runner.modules()}
-        for runner in self.runners.values():
-            runner.eval()
-        try:
+        generators = RNGState()
+        before = generators.state_dict()
+        with self._evaluating():
             run_forward(self._place.layout, self._place.rank, self._relay, 1, compute)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        told: list[object] = [{"shape": tuple(seen[0].shape), "dtype": seen[0].dtype} if seen else None]
-        # A rank that only has the last stage has seen none.
-        dist.broadcast_object_list(told, group=self._place.group, group_src=0)
-        found = told[0]
-        if not isinstance(found, dict):
-            raise RuntimeError("the first stage has seen no hidden state")
-        self._boundary.learn(labels, found)
-        return found["shape"], found["dtype"]
+        generators.load_state_dict(before)
+        told: list[dict[int, Hidden]] = [{} for _ in range(self._place.layout.ranks)]
+        dist.all_gather_object(told, seen, group=self._place.group)
+        everything = {stage: hidden for each in told for stage, hidden in each.items()}
+        return self._boundaries.learn(microbatch, everything)
 
 
 def _loss_as_it_is(output: Tensor, target: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from .blocks import BlockStage, StandIn, hidden_in, with_hidden
+from .blocks import BlockRow, BlockStage, StandIn, hidden_in, with_hidden
 from .idle import idle
 from .layout import Layout
 from .relay import Relay
@@ -30,10 +30,10 @@ class _Cache(Protocol):
 class Elsewhere(StandIn):
     """A block of another rank."""
 
-    def __init__(self, block: nn.Module, place: int) -> None:
+    def __init__(self, block: nn.Module, row: BlockRow, place: int) -> None:
         super().__init__(block)
+        self._row = row
         self._place = place
-        self._as: type | None = None
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """The hidden state as it is, since another one takes its place where it matters."""
@@ -44,7 +44,7 @@ class Elsewhere(StandIn):
             # and values of one number for each position.
             seen = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)
             cache.update(seen, seen, self._place)
-        return hidden
+        return self._row.like_a_block(hidden)
 
 
 class Here(StandIn):
@@ -110,7 +110,7 @@ def in_turn(
         for place in span:
             block = row.blocks[place]
             if layout.rank_of(stage) != rank:
-                standing.append(Elsewhere(block, place))
+                standing.append(Elsewhere(block, row, place))
                 continue
             begins = stage if place == span.start and stage > 0 else None
             ends = stage if place == span.stop - 1 and stage < last else None

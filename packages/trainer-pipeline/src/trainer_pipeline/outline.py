@@ -24,6 +24,8 @@ class Outline:
     def __init__(self, model: nn.Module, path: str) -> None:
         self.problem = ""
         """Why the model could not be run; empty if it was."""
+        self.returns: int | None = None
+        """How many things the blocks return as a tuple; None if they return one thing, or were not seen."""
         self._after: set[str] = set()
         self._called: set[str] = set()
         self._flops: dict[str, float] = {}
@@ -76,5 +78,19 @@ class Outline:
                 if reached:
                     self._after.add(name)
 
+        def note_output(module: nn.Module, args: object, output: object) -> None:
+            self.returns = len(output) if isinstance(output, tuple) else None
+
         for name, module in outline.named_modules():
             module.register_forward_pre_hook(partial(note, name))
+        for block in outline.get_submodule(self._path).children():
+            block.register_forward_hook(note_output)
+
+
+class OwnParameters(nn.Module):
+    """The parameters that a module has itself, without those of its submodules."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in module._parameters.items():
+            self.register_parameter(name, parameter)

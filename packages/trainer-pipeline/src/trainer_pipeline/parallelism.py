@@ -41,6 +41,7 @@ from trainer_core import (
 
 from .arguments import PipelineTrainingArguments
 from .blocks import BlockStage
+from .buffers import buffers_of_their_stages
 from .building import Built, build_stages
 from .checks import check_layout, check_schedule
 from .clock import Clock
@@ -245,8 +246,10 @@ class PipelineParallelism(DataParallel):
             losses.append(total)
             predictions.append(predicted)
 
-        self._execution.score(note)
-        self._feed.empty()
+        try:
+            self._execution.score(note)
+        finally:
+            self._feed.empty()
         if not losses:
             return None
         labels = labels_of(inputs)
@@ -263,11 +266,13 @@ class PipelineParallelism(DataParallel):
         if self._execution is None or self._feed is None or self._built is None:
             return super().forward_backward(batch, loss, args, divisor=divisor, last=last)
         self._feed.fill(loss, cut(to_device(batch, self.device), self._args.pipeline.n_microbatches), divisor)
-        self._execution.train(last=last)
         total = torch.zeros((), device=self.device)
-        if self._feed.losses:
-            total = torch.stack(self._feed.losses).sum()
-        self._feed.empty()
+        try:
+            self._execution.train(last=last)
+            if self._feed.losses:
+                total = torch.stack(self._feed.losses).sum()
+        finally:
+            self._feed.empty()
         if last:
             self._ties.add_up()
         dist.broadcast(total, group=self.pipeline_group, group_src=self._layout.last_rank)
@@ -285,10 +290,17 @@ class PipelineParallelism(DataParallel):
 
     @contextmanager
     def consolidated(self, *, optimizer: bool) -> Iterator[None]:
-        """A context in which each rank holds no more of its stages than it saves."""
+        """A context in which each rank holds what it saves: common buffers, and no more than its weights."""
+        if self._built is None or self.pipeline_group is None:
+            yield
+            return
         self._drop_gathered()
         try:
-            yield
+            with (
+                self.buffers_of_rank_0(),
+                buffers_of_their_stages(self._built, self.pipeline_group, self._layout.last_rank),
+            ):
+                yield
         finally:
             self._drop_gathered()
 

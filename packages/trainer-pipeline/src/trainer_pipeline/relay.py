@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,10 @@ class Relay:
         for work, _ in self._sent:
             if work is not None:
                 work.wait()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of everything, also of what an error has left behind."""
         self._sent.clear()
         self._here.clear()
 
@@ -85,6 +89,7 @@ def run_forward(layout: Layout, rank: int, relay: Relay, count: int, compute: Co
     Each rank takes all microbatches through one of its stages before it goes on to the next one, which keeps
     every rank busy as soon as the first microbatch has reached it.
     """
+    relay.forget()
     for stage in layout.stages_of(rank):
         for place in range(count):
             hidden = relay.receive(stage) if stage else None
@@ -92,28 +97,3 @@ def run_forward(layout: Layout, rank: int, relay: Relay, count: int, compute: Co
             if output is not None:
                 relay.send(output, stage + 1)
     relay.settle()
-
-
-class Boundary:
-    """What hidden states look like between stages, learnt once for all batches that are alike."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[tuple[int, ...], torch.dtype]] = {}
-        self._general: tuple[tuple[int, ...], torch.dtype] | None = None
-
-    def of(self, labels: tuple[int, ...]) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Shape and dtype for microbatches with labels of this shape, if it is known."""
-        if self._general is not None:
-            rest, dtype = self._general
-            return (*labels, *rest), dtype
-        return self._known.get(labels)
-
-    def learn(self, labels: tuple[int, ...], hidden: Mapping[str, object]) -> None:
-        """Take in what was seen: `shape` and `dtype`."""
-        shape, dtype = hidden["shape"], hidden["dtype"]
-        if not isinstance(shape, tuple) or not isinstance(dtype, torch.dtype):
-            raise TypeError("a shape and a dtype are needed")
-        self._known[labels] = (shape, dtype)
-        # Row by row and token by token, as hidden states usually are: then any other length is known as well.
-        if len(shape) > len(labels) and shape[: len(labels)] == labels:
-            self._general = (shape[len(labels) :], dtype)

@@ -94,4 +94,4 @@ def checked_hidden(output: object) -> Tensor:
             f"a stage returned a {type(output).__name__}; every stage but the last one must return the "
             "hidden state, one tensor"
         )
-    return output
+    return output.contiguous()

@@ -108,6 +108,7 @@ def kind_of_factory(factory: ScheduleFactory) -> ScheduleKind:
     if not (
         isinstance(cls, type)
         and issubclass(cls, schedules.PipelineScheduleSingle | schedules.PipelineScheduleMulti)
+        and cls not in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
     ):
         raise ConfigurationError(
             "pipe_schedule_factory",

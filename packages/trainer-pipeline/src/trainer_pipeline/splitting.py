@@ -14,7 +14,7 @@ from trainer_core import ConfigurationError, find_blocks
 from .blocks import BlockRow, BlockStage
 from .costs import costs_of
 from .layout import balanced
-from .outline import Outline
+from .outline import Outline, OwnParameters
 
 logger = get_logger(__name__)
 
@@ -71,6 +71,7 @@ class BlockSplitter:
                 "use fewer ranks, a smaller pipeline.stages_per_rank, or a deeper model",
             )
         seen = Outline(model, path)
+        row.returns = seen.returns
         before, after = _around(model, path, seen)
         spans = self._spans(row, before, after, seen, num_stages)
         logger.info("stages of %s: %s", path, "; ".join(f"{span.start} to {span.stop - 1}" for span in spans))
@@ -113,17 +114,8 @@ def _around(model: nn.Module, path: str, seen: Outline) -> tuple[dict[str, nn.Mo
         if name == path or name.startswith(f"{path}.") or not module._parameters:
             continue
         if not name or path.startswith(f"{name}."):
-            before[name] = _Direct(module)
+            before[name] = OwnParameters(module)
             continue
         called_after = seen.is_after(name)
         (after if (reached if called_after is None else called_after) else before)[name] = module
     return before, after
-
-
-class _Direct(nn.Module):
-    """The parameters that a module has itself, without those of its submodules."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        for name, parameter in module._parameters.items():
-            self.register_parameter(name, parameter)

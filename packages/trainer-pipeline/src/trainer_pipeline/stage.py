@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -68,16 +70,8 @@ class Stage(PipelineStage):
     ) -> Any:
         """Compute the stage for a microbatch."""
         self._runner.place = fwd_chunk_id
-        with self._clock.work(self.stage_index, "F", fwd_chunk_id):
-            try:
-                return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output=False)
-            except RuntimeError as error:
-                # torch puts the arguments in front of what the model raised.
-                cause = error.__cause__
-                if cause is None:
-                    raise
-                cause.add_note(f"in stage {self.stage_index}, microbatch {fwd_chunk_id}")
-                raise cause from None
+        with self._clock.work(self.stage_index, "F", fwd_chunk_id), self._own_errors(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output=False)
 
     def backward_one_chunk(
         self,
@@ -88,7 +82,10 @@ class Stage(PipelineStage):
     ) -> None:
         """Compute the gradients of a microbatch, or those of its inputs."""
         self._copies.before_backward(self.stage_index, last=last_backward)
-        with self._clock.work(self.stage_index, "B" if full_backward else "I", bwd_chunk_id):
+        with (
+            self._clock.work(self.stage_index, "B" if full_backward else "I", bwd_chunk_id),
+            self._own_errors(bwd_chunk_id),
+        ):
             super().backward_one_chunk(
                 bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
             )
@@ -97,10 +94,22 @@ class Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the gradients of the weights of a microbatch."""
-        with self._clock.work(self.stage_index, "W", bwd_chunk_id):
+        with self._clock.work(self.stage_index, "W", bwd_chunk_id), self._own_errors(bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         if last_backward:
             self._copies.after_last(self.stage_index)
+
+    @contextmanager
+    def _own_errors(self, microbatch: int) -> Iterator[None]:
+        """A context in which an error of the model is raised as it is: torch puts its arguments in front."""
+        try:
+            yield
+        except RuntimeError as error:
+            cause = error.__cause__
+            if cause is None:
+                raise
+            cause.add_note(f"in stage {self.stage_index}, microbatch {microbatch}")
+            raise cause from None
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing: shapes are told to this stage, so that torch computes nothing to find them.

@@ -86,7 +86,9 @@ class ParameterGroups:
         Raises:
             ConfigurationError: For a pattern that gets no parameter, with the nearest names.
         """
-        trainable = {name: parameter.requires_grad for name, parameter in named_parameters}
+        return self._owners({name: parameter.requires_grad for name, parameter in named_parameters})
+
+    def _owners(self, trainable: Mapping[str, bool]) -> dict[str, str]:
         return {name: p or DEFAULT for name, p in assign(list(self.groups), trainable).items()}
 
     def build(
@@ -96,6 +98,7 @@ class ParameterGroups:
         *,
         factory: OptimizerFactory | None = None,
         exempt: Mapping[str, str] | None = None,
+        among: Mapping[str, bool] | None = None,
     ) -> Optimizer:
         """Make the optimizer.
 
@@ -105,6 +108,8 @@ class ParameterGroups:
             factory: Makes the optimizer of every group without one of its own; the built-in AdamW otherwise.
                 Called with torch's group dicts, whose `params` are named parameters.
             exempt: Parameters that the built-in AdamW does not decay, unless a pattern sets `weight_decay`.
+            among: Names that patterns have to match, and whether they are trained, if other processes have
+                some of them; a pattern may match none of those here then.
 
         Returns:
             One optimizer with groups; a `Multiopt` if there are several factories.
@@ -114,16 +119,18 @@ class ParameterGroups:
         """
         named = list(named_parameters)
         by_factory: dict[OptimizerFactory | None, list[_Part]] = {}
-        for part in self._parts(named, factory):
+        for part in self._parts(named, factory, among):
             by_factory.setdefault(part.factory, []).append(part)
         made = [self._make(args, own, parts, exempt or {}) for own, parts in by_factory.items()]
         if not made:
             return adamw_of_groups(args, [])  # says that nothing is trainable
         return made[0] if len(made) == 1 else Multiopt(made)
 
-    def _parts(self, named: NamedTensors, default: OptimizerFactory | None) -> list[_Part]:
+    def _parts(
+        self, named: NamedTensors, default: OptimizerFactory | None, among: Mapping[str, bool] | None
+    ) -> list[_Part]:
         """One part per pattern that has parameters, the default first."""
-        owner = self.assign(named)
+        owner = self._owners(among or {name: parameter.requires_grad for name, parameter in named})
         parts = []
         for pattern in (DEFAULT, *self.groups):
             members = [(name, parameter) for name, parameter in named if owner.get(name) == pattern]
@@ -158,6 +165,7 @@ def build_optimizer(
     named_parameters: NamedParameters | None = None,
     groups: OptimizerGroups | None = None,
     factory: OptimizerFactory | None = None,
+    among: Mapping[str, bool] | None = None,
 ) -> Optimizer:
     """The optimizer of a run, from what the trainer was given.
 
@@ -167,6 +175,7 @@ def build_optimizer(
         named_parameters: What to optimize; all parameters of the model otherwise.
         groups: `optimizer_groups`, if given.
         factory: `optimizer_factory`, if given; without groups it is called with the named parameters.
+        among: Names of the whole model, and whether they are trained, where this process has a part of it.
 
     Returns:
         The optimizer, ready for a schedule.
@@ -180,7 +189,9 @@ def build_optimizer(
         optimizer = factory(named)
     else:
         exempt = decay_exemptions(model)
-        optimizer = ParameterGroups(groups or {}).build(args, named, factory=factory, exempt=exempt)
+        optimizer = ParameterGroups(groups or {}).build(
+            args, named, factory=factory, exempt=exempt, among=among
+        )
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
             "optimizer_factory", type(optimizer).__name__, "was returned, which is no optimizer", "return one"
