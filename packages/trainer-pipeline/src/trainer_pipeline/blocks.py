@@ -260,7 +260,7 @@ class BlockStage(nn.Module):
         self._verify(called, len(self._standing))
 
     def _verify(self, called: Sequence[nn.Module], count: int) -> None:
-        if list(called) != list(self._standing[:count]):
+        if _by_the_model(called) != list(self._standing[:count]):
             raise ConfigurationError(
                 "model_splitter",
                 type(self.model).__name__,
@@ -278,6 +278,16 @@ class BlockStage(nn.Module):
         if place in self.span:
             return block
         return Exit(block)
+
+
+def _by_the_model(called: Sequence[nn.Module]) -> list[nn.Module]:
+    """Calls of modules in the row, without that of the first block by what stands for it."""
+    before: list[nn.Module | None] = [None, *called]
+    return [
+        module
+        for earlier, module in zip(before, called, strict=False)
+        if not (isinstance(earlier, Entry) and earlier.block is module)
+    ]
 
 
 class Bound(nn.Module):

@@ -242,5 +242,6 @@ def _check_known(hidden: Tensor | None, output: Tensor) -> None:
         "BlockSplitter",
         "does not fit this model: a later stage needs more than the hidden state that its first block is "
         "given, such as a sum that the model keeps beside its blocks, or a position bias from weights",
-        "do it inside the blocks, from buffers or weights of their own, or give a model_splitter",
+        "do it inside the blocks, from buffers or weights of their own, or give a model_splitter; if one "
+        "process has no finite loss in its first step either, the model is at fault",
     )

@@ -1,8 +1,8 @@
-"""Cut a batch into microbatches of one shape."""
+"""Cut a batch into microbatches of one shape, and put together what comes out of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,23 @@ def cut(batch: Batch, count: int) -> list[Microbatch]:
     whole = {name: value for name, value in batch.items() if name not in cuts}
     pieces = [{**whole, **{name: cuts[name][place] for name in cuts}} for place in range(count)]
     return [Microbatch(piece, _labels_out_of(piece)) for piece in pieces]
+
+
+def join(predictions: Sequence[object], rows: int) -> object:
+    """The predictions of all microbatches, without the rows that were filled up."""
+    first = predictions[0]
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat([part for part in predictions if isinstance(part, Tensor)])[:rows]
+    if not isinstance(first, Mapping):
+        return list(predictions)
+    parts = [part for part in predictions if isinstance(part, Mapping)]
+    joined = {
+        name: torch.cat([part[name] for part in parts])[:rows]
+        for name, value in first.items()
+        if isinstance(value, Tensor) and value.ndim
+    }
+    make: Callable[..., object] = type(first)  # such as an output class of Hugging Face
+    return make(**joined)
 
 
 def _filled(value: Tensor, missing: int, content: int | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -49,7 +49,7 @@ from .execution import Execution, Place
 from .generation import in_turn
 from .gradients import Copies, HeldCopies, NoCopies, ShardedCopies
 from .layout import Layout
-from .microbatches import cut
+from .microbatches import cut, join
 from .relay import Relay
 from .runner import Feed
 from .schedules import ScheduleFactory, ScheduleKind, kind_of_factory, schedule_kind
@@ -232,8 +232,8 @@ class PipelineParallelism(DataParallel):
         """Take a batch through the stages, forward only; collective in the pipeline.
 
         Returns:
-            The scores; None on ranks without the last stage. The predictions are one tensor, or a list with
-            those of each microbatch if they are something else.
+            The scores; None on ranks without the last stage. Predictions that are neither a tensor nor a
+            mapping of tensors come as a list, those of each microbatch.
         """
         if self._execution is None or self._feed is None:
             return super().forward(batch, loss, args, module)
@@ -253,7 +253,7 @@ class PipelineParallelism(DataParallel):
         if not losses:
             return None
         labels = labels_of(inputs)
-        return Scored(torch.stack(losses).sum(), _joined(predictions, len(labels)), labels)
+        return Scored(torch.stack(losses).sum(), join(predictions, len(labels)), labels)
 
     def forward_backward(
         self, batch: Batch, loss: TokenLoss, args: TrainingArguments, *, divisor: Tensor, last: bool
@@ -387,11 +387,3 @@ class PipelineParallelism(DataParallel):
     def _drop_gathered(self) -> None:
         if isinstance(self._copies, ShardedCopies):
             self._copies.drop()
-
-
-def _joined(predictions: Sequence[object], rows: int) -> object:
-    """The predictions of all microbatches, without the rows that were filled up."""
-    tensors = [predicted for predicted in predictions if isinstance(predicted, Tensor)]
-    if len(tensors) < len(predictions):
-        return list(predictions)
-    return torch.cat(tensors)[:rows]

@@ -24,11 +24,11 @@ def shard_stages(model: nn.Module, stages: Mapping[int, nn.Module], mesh: Device
         mesh: The ranks with the same stages.
 
     Raises:
-        ConfigurationError: If two stages of this rank have a weight in common.
+        ConfigurationError: If two stages of this rank have a weight in common, or one has no dimension.
     """
     from torch.distributed.fsdp import fully_shard  # takes seconds to import
 
-    _refuse_shared(stages)
+    _refuse_unshardable(stages)
     ties = _places(model)
     for stage in stages.values():
         for block in stage.blocks if isinstance(stage, BlockStage) else ():
@@ -51,10 +51,17 @@ def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return places
 
 
-def _refuse_shared(stages: Mapping[int, nn.Module]) -> None:
+def _refuse_unshardable(stages: Mapping[int, nn.Module]) -> None:
     seen: dict[int, int] = {}
     for number, stage in stages.items():
         for name, parameter in stage.named_parameters():
+            if parameter.ndim == 0:
+                raise ConfigurationError(
+                    "pipeline.shard_replicas",
+                    True,
+                    f"{name} of stage {number} is a single number, which cannot be spread over ranks",
+                    "give it one dimension, of size 1",
+                )
             other = seen.setdefault(id(parameter), number)
             if other != number:
                 raise ConfigurationError(
