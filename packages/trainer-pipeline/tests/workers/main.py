@@ -13,13 +13,14 @@ Worlds = dict[str, tuple[int, dict[str, Scenario]]]
 
 def worlds_of_two() -> Worlds:
     """Two ranks."""
+    import kinds
     import refusals
     import scoring
     import splitters
     import texts
     import values
 
-    scored = scoring.OF_BOTH | scoring.OF_TWO | splitters.SCENARIOS
+    scored = scoring.OF_BOTH | scoring.OF_TWO | splitters.SCENARIOS | kinds.SCENARIOS
     return {"2": (2, values.SCENARIOS | texts.SCENARIOS | scored | refusals.OF_TWO)}
 
 

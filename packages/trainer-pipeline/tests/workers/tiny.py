@@ -161,6 +161,7 @@ def trainer_of(
     eval_metrics: Mapping[str, EvalMetric] | None = None,
     splitter: ModelSplitter | None = None,
     factory: Callable[..., object] | None = None,
+    options: Mapping[str, object] | None = None,
     **settings: object,
 ) -> PipelineTrainer:
     """A trainer of a few steps; settings of the pipeline go by their own names.
@@ -176,6 +177,7 @@ def trainer_of(
         eval_metrics: Metrics.
         splitter: Cuts the model.
         factory: A schedule class.
+        options: Further ones of the trainer.
         **settings: Of PipelineTrainingArguments or PipelineArguments.
     """
     names = PipelineArguments.__dataclass_fields__
@@ -194,9 +196,9 @@ def trainer_of(
         model_init=None if model is not None else model_init,
         train_dataset=train,
         eval_dataset=evaluate,
-        eval_metrics=eval_metrics,
         distributed_env=env,
         callbacks=list(callbacks),
+        **{"eval_metrics": eval_metrics, **(options or {})},  # type: ignore[arg-type]
     )
 
 
@@ -208,6 +210,7 @@ def alone(
     train: object | None = None,
     evaluate: object | None = None,
     eval_metrics: Mapping[str, EvalMetric] | None = None,
+    options: Mapping[str, object] | None = None,
     **settings: object,
 ) -> Trainer:
     """The trainer of one process, on the same batches."""
@@ -217,9 +220,9 @@ def alone(
         model_init=model_init,
         train_dataset=train,
         eval_dataset=evaluate,
-        eval_metrics=eval_metrics,
         distributed_env=StaticDistributedEnvironment(),
         callbacks=[],
+        **{"eval_metrics": eval_metrics, **(options or {})},  # type: ignore[arg-type]
     )
 
 
