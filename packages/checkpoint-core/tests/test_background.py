@@ -389,8 +389,8 @@ class Interrupt(BaseException):
 
 def test_an_interrupt_at_any_instant_leaves_a_worker_that_works(worker: BackgroundWorker) -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
-        # Not inside Thread.start, which has gaps of its own, nor in a destructor, where errors are ignored; an
-        # alarm that comes while this handles the one before is inside of whatever that has met.
+        # Not inside Thread.start, which has gaps of its own, nor in a destructor, where errors are ignored;
+        # and not in this function, which may have been called there.
         nonlocal armed
         code = None if frame is None else frame.f_code
         elsewhere = code is None or code is interrupt.__code__
