@@ -53,6 +53,8 @@ class Outline:
                     outline(input_ids=tokens)
             except Exception as error:  # noqa: BLE001 - whatever a model does, there is another way
                 self.problem = str(error).partition("\n")[0][:200] or type(error).__name__
+                self._after.clear()
+                self._called.clear()
                 continue
             prefix = f"{type(outline).__name__}."
             self.problem, self._flops = (

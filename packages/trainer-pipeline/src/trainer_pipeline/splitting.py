@@ -72,6 +72,13 @@ class BlockSplitter:
             )
         seen = Outline(model, path)
         row.returns = seen.returns
+        if seen.problem:
+            logger.info(
+                "%s does not run on tensors without values (%s): what comes before and after its blocks is "
+                "told by the order in which it is registered",
+                type(model).__name__,
+                seen.problem,
+            )
         before, after = _around(model, path, seen)
         spans = self._spans(row, before, after, seen, num_stages)
         logger.info("stages of %s: %s", path, "; ".join(f"{span.start} to {span.stop - 1}" for span in spans))
