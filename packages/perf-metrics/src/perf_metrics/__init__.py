@@ -1,19 +1,19 @@
 """Tokens per second, model FLOPs and utilization for any training loop."""
 
-from .columns import ColumnOverride, ColumnSpec
-from .flops import (
+from .callbacks.default_metrics import DefaultMetrics
+from .callbacks.json_logger import JsonLogger
+from .callbacks.progress import ProgressCallback
+from .display.columns import ColumnOverride, ColumnSpec
+from .display.format import format_value
+from .flops.per_token import (
     FlopsPerToken,
     FlopsUnknownError,
     flops_per_token_breakdown,
     model_flops_per_token,
     palm_flops_per_token,
 )
-from .format import format_value
-from .json_logger import JsonLogger
-from .log_file import load_logs
-from .metrics_callback import DefaultMetrics
-from .plot import plot_logs
-from .progress import ProgressCallback
+from .logs.log_file import load_logs
+from .logs.plot import plot_logs
 from .throughput import Lap, ThroughputMeter
 from .utilization import device_peak_flops, model_flops_utilization
 

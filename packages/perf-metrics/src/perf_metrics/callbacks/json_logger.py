@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..logs.log_file import LOG_FILENAME, LogEntry, append_entry, parse_entries, write_entries
 from .events import LoggingArguments, ProgressState
-from .log_file import LOG_FILENAME, LogEntry, append_entry, parse_entries, write_entries
 
 _log = logging.getLogger("perf_metrics")
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
-from .columns import FINAL_METRICS, STEP_COLUMNS, ColumnOverrides, merge_columns
+from ..display.columns import FINAL_METRICS, STEP_COLUMNS, ColumnOverrides, merge_columns
+from ..display.format import format_value
+from ..display.table import ProgressTable, render_summary
 from .events import ProgressState
-from .format import format_value
-from .table import ProgressTable, render_summary
 
 if TYPE_CHECKING:
     from tqdm import tqdm  # type: ignore[import-untyped]

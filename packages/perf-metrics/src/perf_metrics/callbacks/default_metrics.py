@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 
-from .utilization import check_peak, model_flops_utilization
+from ..utilization import check_peak, model_flops_utilization
 
 
 class DefaultMetrics:

@@ -1,0 +1,1 @@
+"""Callbacks that count, show and store what a training run does."""

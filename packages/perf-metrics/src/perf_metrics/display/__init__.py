@@ -1,0 +1,1 @@
+"""How figures become text: formats, columns, tables."""

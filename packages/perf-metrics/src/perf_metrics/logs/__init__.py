@@ -1,0 +1,1 @@
+"""Log files: writing, reading, drawing."""
