@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from perf_metrics import (
     FlopsPerToken,
     FlopsUnknownError,
+    ModelFlops,
+    architecture_of_model,
     flops_per_token_breakdown,
     model_flops_per_token,
     palm_flops_per_token,
 )
+from perf_metrics.flops.per_token import warn_once
 
 
 class Attention(nn.Module):
@@ -223,29 +227,54 @@ def wrapped(kind: str) -> nn.Module:
     return model
 
 
+def cannot_run() -> nn.Module:
+    model = Llama(tiny_config())
+    model.positions = nn.Parameter(torch.zeros(16, 24))
+    model.forward = lambda tokens: tokens.item()  # type: ignore[method-assign]
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (wrapped("convolution"), r"patches.weight \(8x3x4x4, in Conv2d\)"),
-        (wrapped("free matrix"), r"parameter positions \(16x24, in Llama\)"),
-        (wrapped("no config"), "no config with num_hidden_layers"),
-        (Llama(tiny_config(num_local_experts=8)), "num_local_experts=8: experts are not counted"),
-        (Llama(tiny_config(is_encoder_decoder=True)), "decoder-only"),
-        (Llama(tiny_config(kv_lora_rank=64)), "latent attention"),
-        (Llama(tiny_config(sliding_window=8)), "sliding_window=8 is shorter than the sequence of 16"),
-        (Llama(tiny_config(layer_types=["full_attention", "linear_attention"])), "linear_attention"),
-        (wrapped("odd config"), "num_attention_heads='4' is not a positive integer"),
+        (cannot_run(), r"parameter positions \(16x24, in Llama\)"),
+        (cannot_run(), r"cannot be counted on the meta device: .*Scalar"),
     ],
 )
 def test_what_cannot_be_told_is_none_with_the_reason_logged_once(
     model: nn.Module, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="perf_metrics"):
         assert model_flops_per_token(model, SEQUENCE) is None
         assert model_flops_per_token(model, SEQUENCE) is None
     assert len(caplog.records) == 1
     with pytest.raises(FlopsUnknownError, match=reason):
         flops_per_token_breakdown(model, SEQUENCE)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (wrapped("convolution"), r"patches.weight \(8x3x4x4, in Conv2d\)"),
+        (wrapped("free matrix"), r"parameter positions \(16x24, in Llama\)"),
+        (wrapped("no config"), "no config with num_hidden_layers"),
+        (Llama(tiny_config(is_encoder_decoder=True)), "decoder-only"),
+        (Llama(tiny_config(layer_types=["full_attention", "linear_attention"])), "linear_attention"),
+        (wrapped("odd config"), "num_attention_heads='4' is not a positive integer"),
+    ],
+)
+def test_what_the_formula_does_not_cover_is_counted(model: nn.Module, reason: str) -> None:
+    with pytest.raises(FlopsUnknownError, match=reason):
+        architecture_of_model(model)
+    flops = ModelFlops(model)
+    assert flops.source == "counter"
+    assert re.search(reason, flops.reason)
+    # Weights and attention apart, at lengths at which it was not counted as well.
+    for length in (SEQUENCE, 64, 1000):
+        assert flops.per_token(length) == FlopsPerToken(6 * HAND_WEIGHTS, 12 * 2 * 32 * length)
+    assert flops.per_token(SEQUENCE, causal="half").attention == HAND_ATTENTION / 2
+    assert model_flops_per_token(model, SEQUENCE) == 81696
 
 
 @pytest.mark.parametrize(
@@ -264,7 +293,32 @@ def test_bad_input() -> None:
     model = Llama(tiny_config())
     with pytest.raises(ValueError, match="sequence_length=0"):
         model_flops_per_token(model, 0)
-    with pytest.raises(ValueError, match='causal=\'quarter\': must be "full" or "half"'):
+    with pytest.raises(ValueError, match='causal=\'quarter\': must be "full", "half" or "dense"'):
         model_flops_per_token(model, 8, causal="quarter")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="n_layers=-1"):
         palm_flops_per_token(1e9, -1, 128, 1024)
+
+
+def test_a_sliding_window_counts_the_keys_within_it() -> None:
+    def attention(causal: str, **changes: object) -> float:
+        model = Llama(tiny_config(**changes))
+        return flops_per_token_breakdown(model, SEQUENCE, causal=causal).attention  # type: ignore[arg-type]
+
+    per_key = HAND_ATTENTION / SEQUENCE
+    assert attention("full", sliding_window=4) == 4 * per_key
+    # Query i sees min(i, 4) keys: (1 + 2 + 3 + 13 x 4) / 16.
+    assert attention("half", sliding_window=4) == pytest.approx(58 / 16 * per_key)
+    assert attention("dense", sliding_window=4) == HAND_ATTENTION
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    assert attention("full", **mixed) == (4 + 16) / 2 * per_key
+    assert attention("half", **mixed) == pytest.approx((58 / 16 + 8) / 2 * per_key)
+    chunks = {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 8}
+    assert attention("half", **chunks) == 4 * per_key
+
+
+def test_the_pieces_of_a_breakdown() -> None:
+    parts = {part.kind: part for part in flops_per_token_breakdown(Llama(tiny_config()), SEQUENCE).parts}
+    assert list(parts) == ["attention projections", "attention scores", "mlp", "output projection"]
+    assert parts["attention projections"].forward == 2 * 2 * (768 + 384 + 384 + 768)
+    assert parts["mlp"].total == 6 * 2 * 3 * 960
+    assert parts["output projection"].backward == 4 * 1200

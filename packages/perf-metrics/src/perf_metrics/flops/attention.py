@@ -1,0 +1,160 @@
+"""Which layers attend to how much, and which scan a state instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from .settings import Settings, UnknownShapeError
+
+Causal: TypeAlias = Literal["full", "half", "dense"]
+
+_KINDS = {
+    "attention": "full",
+    "full_attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "mamba": "scan",
+    "mamba2": "scan",
+}
+_PATTERN = {"*": "full", "M": "scan", "-": "none", "E": "none"}
+_ALTERNATING = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4}
+"""Every how many layers one attends to everything, in families whose older files do not say so."""
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One layer with attention.
+
+    Attributes:
+        query_width: Query heads times the size of queries and keys.
+        value_width: Query heads times the size of values.
+        window: Keys that a query sees at most; None for all before it.
+        chunked: Whether the window is a block that begins anew, rather than one that slides.
+        reached: Whether a gradient reaches it.
+    """
+
+    query_width: int
+    value_width: int
+    window: int | None = None
+    chunked: bool = False
+    reached: bool = True
+
+    def forward(self, length: int, causal: Causal) -> float:
+        """FLOPs per token of the scores and of their product with the values: 2 S (d_qk + d_v)."""
+        return 2.0 * (self.query_width + self.value_width) * self.keys(length, causal)
+
+    def keys(self, length: int, causal: Causal) -> float:
+        """Mean number of keys that count for a query.
+
+        "full": all S, or the window. "half": those that a causal mask leaves, S / 2; with a sliding window
+        W shorter than S, W - W (W - 1) / (2 S). "dense": S whatever the window, as a kernel that is given a
+        mask computes, and as torch's counter counts.
+        """
+        window = self.window
+        if causal == "dense" or window is None or window >= length:
+            return length / 2 if causal == "half" else float(length)
+        if causal == "full":
+            return float(window)
+        return window / 2 if self.chunked else window - window * (window - 1) / (2 * length)
+
+
+@dataclass(frozen=True)
+class ScanLayer:
+    """One layer with a Mamba-2 state: `width` channels (heads times head size), each with `state` numbers.
+
+    The scan costs 7 FLOPs per channel and number forward, the count of Megatron-LM's `mamba_layer_flops`;
+    kernels that compute it in chunks do more. Backward is taken as twice that.
+    """
+
+    width: int
+    state: int
+    reached: bool = True
+
+    @property
+    def forward(self) -> float:
+        """FLOPs per token."""
+        return 7.0 * self.width * self.state
+
+
+def check_causal(causal: str) -> None:
+    """Raise ValueError unless this is one of the three ways to count keys."""
+    if causal not in get_args(Causal):
+        raise ValueError(f'causal={causal!r}: must be "full", "half" or "dense"')
+
+
+def mixing_layers(settings: Settings) -> list[AttentionLayer | ScanLayer | None]:
+    """What each layer mixes tokens with, in order; None for a layer that does not.
+
+    Raises:
+        UnknownShapeError: A layer does it in another way, or a figure is missing.
+    """
+    if settings.get("is_encoder_decoder"):
+        raise UnknownShapeError("config.is_encoder_decoder=True: only decoder-only models are counted")
+    return [_layer(kind, settings) for kind in _kinds(settings)]
+
+
+def _kinds(settings: Settings) -> Sequence[str]:
+    if settings.family == "mamba2":
+        return ["scan"] * settings.layers
+    pattern = settings.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        return [_known(mark, _PATTERN, "hybrid_override_pattern") for mark in pattern]
+    for name in ("layers_block_type", "layer_types"):
+        if (kinds := settings.texts(name)) is not None:
+            return [_known(kind, _known_kinds(settings), name) for kind in kinds]
+    if attending := settings.numbers("attn_layer_indices"):
+        return ["full" if index in attending else "scan" for index in range(settings.layers)]
+    return [_kind_by_rule(index, settings) for index in range(settings.layers)]
+
+
+def _known_kinds(settings: Settings) -> dict[str, str]:
+    """What the names of layers stand for; Mamba-2 passes under the name of linear attention too."""
+    if settings.get("mamba_n_heads", "mamba_num_heads") is None:
+        return _KINDS
+    return {**_KINDS, "linear_attention": "scan"}
+
+
+def _known(kind: str, kinds: dict[str, str], name: str) -> str:
+    if kind not in kinds:
+        raise UnknownShapeError(f"config.{name} has {kind}, which the formula does not cover")
+    return kinds[kind]
+
+
+def _kind_by_rule(index: int, settings: Settings) -> str:
+    if settings.get("sliding_window") is None or settings.get("use_sliding_window") is False:
+        return "full"
+    every = settings.get("sliding_window_pattern") or _ALTERNATING.get(settings.family)
+    if isinstance(every, int):
+        return "sliding" if (index + 1) % every else "full"
+    first = settings.get("max_window_layers")
+    return "full" if isinstance(first, int) and index < first else "sliding"
+
+
+def _layer(kind: str, settings: Settings) -> AttentionLayer | ScanLayer | None:
+    if kind == "none":
+        return None
+    if kind == "scan":
+        return ScanLayer(*scan_shape(settings)[:2])
+    heads = settings.heads
+    if settings.get("kv_lora_rank"):
+        # Latent attention (DeepSeek-V2): the sizes that are attended with, not those that are cached.
+        query = settings.count("qk_nope_head_dim") + settings.count("qk_rope_head_dim")
+        value = settings.count("v_head_dim")
+    else:
+        query = value = settings.head_size
+    window = None
+    if kind == "sliding":
+        window = settings.count("sliding_window")
+    elif kind == "chunked":
+        window = settings.count("attention_chunk_size")
+    return AttentionLayer(heads * query, heads * value, window, kind == "chunked")
+
+
+def scan_shape(settings: Settings) -> tuple[int, int, int]:
+    """Channels, state size and groups of the Mamba-2 layers."""
+    heads = settings.count("mamba_n_heads", "mamba_num_heads", "num_heads", "n_mamba_heads")
+    size = settings.count("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+    state = settings.count("mamba_d_state", "ssm_state_size", "state_size")
+    return heads * size, state, settings.count_or(1, "mamba_n_groups", "mamba_ngroups", "n_groups")

@@ -1,0 +1,162 @@
+"""The architecture of a model from its config.json alone, without torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from .accounts import (
+    ATTENTION_PROJECTIONS,
+    KINDS,
+    MLP,
+    OUTPUT_PROJECTION,
+    ROUTED_EXPERTS,
+    ROUTER,
+    SHARED_EXPERTS,
+    SHORT_CONVOLUTION,
+    STATE_PROJECTIONS,
+    FlopsUnknownError,
+)
+from .architecture import Architecture, WeightGroup
+from .attention import AttentionLayer, ScanLayer, mixing_layers, scan_shape
+from .settings import Settings, UnknownShapeError
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a config.json of this family leaves unsaid."""
+
+    mlp: Literal["gated", "plain", "none"] = "gated"
+    tied: bool = False
+    positions: bool = False
+
+
+_GATED, _TIED, _PLAIN = _Family(), _Family(tied=True), _Family("plain")
+FAMILIES: Mapping[str, _Family] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo", "olmo2", "granite"), _GATED),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe"), _GATED),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "bamba", "stablelm", "glm", "glm4"), _GATED),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3", "cohere", "cohere2", "smollm3"), _TIED),
+    **dict.fromkeys(("gpt_neox", "phi"), _PLAIN),
+    "starcoder2": _Family("plain", tied=True),
+    "gpt2": _Family("plain", tied=True, positions=True),
+    "opt": _Family("plain", tied=True, positions=True),
+    "mamba2": _Family("none"),
+}
+"""Families whose layers are known from their figures alone; others are built and walked through."""
+
+
+def architecture_of_config(config: Mapping[str, object]) -> Architecture:
+    """Return the architecture of a Hugging Face `config.json`, all of it trained.
+
+    It needs neither torch nor the model. Norms and biases, a ten-thousandth of the parameters, are left out.
+
+    Args:
+        config: The contents of the file.
+
+    Raises:
+        FlopsUnknownError: The family is not known, or a figure is missing; the message says which.
+    """
+    settings = Settings(config)
+    if settings.family not in FAMILIES:
+        raise FlopsUnknownError(
+            f"model_type={settings.family!r} is not one of the families known from their figures "
+            f"({', '.join(sorted(FAMILIES))}); build the model on the meta device and count it instead"
+        )
+    try:
+        return _Figures(settings, FAMILIES[settings.family]).architecture()
+    except UnknownShapeError as reason:
+        raise FlopsUnknownError(f"FLOPs of this {settings.family} unknown: {reason}") from None
+
+
+class _Figures:
+    """Adds the weights of one layer after the other up."""
+
+    def __init__(self, settings: Settings, family: _Family) -> None:
+        self._settings = settings
+        self._family = family
+        self._hidden = settings.hidden
+        self._stored: dict[str, int] = defaultdict(int)
+        self._active: dict[str, float] = defaultdict(float)
+
+    def architecture(self) -> Architecture:
+        settings = self._settings
+        mixing = mixing_layers(settings)
+        for index, layer in enumerate(mixing):
+            if isinstance(layer, AttentionLayer):
+                self._attention(layer)
+            elif isinstance(layer, ScanLayer):
+                self._scan()
+            if self._family.mlp != "none":
+                self._feed_forward(index)
+        table = settings.count("vocab_size") * self._hidden
+        self._add(OUTPUT_PROJECTION, table)
+        tied = settings.get("tie_word_embeddings")
+        lookup = 0 if (self._family.tied if tied is None else tied) else table
+        if self._family.positions:
+            lookup += settings.count("n_positions", "max_position_embeddings") * self._hidden
+        groups = (
+            WeightGroup(kind, self._stored[kind], self._active[kind], 2 * self._active[kind])
+            for kind in KINDS
+            if kind in self._stored
+        )
+        total = sum(self._stored.values()) + lookup
+        return Architecture(settings.family, tuple(groups), tuple(mixing), total, lookup)
+
+    def _add(self, kind: str, weights: int, share: float = 1.0) -> None:
+        self._stored[kind] += weights
+        self._active[kind] += weights * share
+
+    def _attention(self, layer: AttentionLayer) -> None:
+        settings, hidden = self._settings, self._hidden
+        out = layer.value_width * hidden
+        if settings.get("kv_lora_rank"):
+            latent, heads = settings.count("kv_lora_rank"), settings.heads
+            rotary = settings.count("qk_rope_head_dim")
+            unrotated = layer.query_width - heads * rotary
+            values = hidden * (latent + rotary) + latent * (unrotated + layer.value_width)
+            rank = settings.count_or(0, "q_lora_rank")
+            queries = rank * (hidden + layer.query_width) if rank else hidden * layer.query_width
+            self._add(ATTENTION_PROJECTIONS, queries + values + out)
+            return
+        shared = settings.count_or(settings.heads, "num_key_value_heads")
+        narrow = shared * (layer.query_width // settings.heads)
+        self._add(ATTENTION_PROJECTIONS, hidden * (layer.query_width + 2 * narrow) + out)
+
+    def _scan(self) -> None:
+        settings, hidden = self._settings, self._hidden
+        width, state, groups = scan_shape(settings)
+        heads = settings.count("mamba_n_heads", "num_heads")
+        inner = width + 2 * groups * state
+        self._add(STATE_PROJECTIONS, hidden * (width + inner + heads) + width * hidden)
+        self._add(SHORT_CONVOLUTION, inner * settings.count_or(4, "mamba_d_conv", "conv_kernel"))
+
+    def _feed_forward(self, index: int) -> None:
+        settings, hidden = self._settings, self._hidden
+        matrices = 3 if self._family.mlp == "gated" else 2
+        experts = settings.experts
+        if experts is None or self._is_dense(index):
+            wide = settings.count_or(4 * hidden, "intermediate_size", "n_inner", "ffn_dim")
+            self._add(MLP, matrices * hidden * wide)
+            return
+        total, used = experts
+        wide = settings.count("moe_intermediate_size", "intermediate_size")
+        self._add(ROUTED_EXPERTS, total * matrices * hidden * wide, used / total)
+        self._add(ROUTER, total * hidden)
+        if shared := settings.count_or(0, "shared_expert_intermediate_size"):
+            # The gate that weighs the shared expert is one row more.
+            self._add(SHARED_EXPERTS, matrices * hidden * shared + hidden)
+        elif count := settings.count_or(0, "n_shared_experts"):
+            self._add(SHARED_EXPERTS, count * matrices * hidden * wide)
+
+    def _is_dense(self, index: int) -> bool:
+        """Whether this layer of a model with experts has none."""
+        settings = self._settings
+        first = settings.get("first_k_dense_replace")
+        if isinstance(first, int) and index < first:
+            return True
+        every = settings.count_or(1, "decoder_sparse_step", "moe_layer_freq")
+        offset = 1 if settings.get("decoder_sparse_step") is not None else 0
+        return (index + offset) % every != 0 or index in settings.numbers("mlp_only_layers")

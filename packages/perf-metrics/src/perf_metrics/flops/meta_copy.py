@@ -1,0 +1,80 @@
+"""A copy of a model without values, hooks or compiled code."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class NotCopiedError(ValueError):
+    """A part of the model cannot be copied; the message names it."""
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Return the model with its parameters and buffers on the meta device.
+
+    No memory for weights is needed, whatever the model's size. Sharded tensors become whole. Hooks are left
+    out, compiled modules are as they were written, modes and `requires_grad` are kept.
+
+    Args:
+        model: The model, which stays as it is.
+
+    Raises:
+        NotCopiedError: An attribute of a module cannot be copied.
+    """
+    from torch import nn
+
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo.setdefault(id(tensor), _without_values(tensor))
+    modules = list(model.modules())
+    for module in modules:
+        # Made beforehand, so that hooks and what forbids copying (a sharded module does) are not met.
+        bare: nn.Module = object.__new__(_written_class(module))
+        memo[id(module)] = bare
+    plain = nn.Module()
+    hooks = {
+        name for name, value in plain.__dict__.items() if isinstance(value, OrderedDict) and "hook" in name
+    }
+    for module in modules:
+        clone = memo[id(module)]
+        try:
+            clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in _state(module, hooks)})
+        except Exception as error:  # whatever an attribute raises, it is named
+            raise NotCopiedError(f"{type(module).__name__} cannot be copied: {error}") from error
+        clone.__dict__.update({name: OrderedDict() for name in hooks})
+    result = memo[id(model)]
+    if not isinstance(result, nn.Module):
+        raise NotCopiedError(f"{type(model).__name__} is not a module")
+    return result
+
+
+def _state(module: nn.Module, hooks: set[str]) -> list[tuple[str, object]]:
+    state: Mapping[str, object] = module.__dict__
+    left_out = hooks | {"_compiled_call_impl"}
+    return [
+        (name, value) for name, value in state.items() if isinstance(name, str) and name not in left_out
+    ] + [("_compiled_call_impl", None)]
+
+
+def _written_class(module: nn.Module) -> type:
+    """The class that the author wrote, where sharding has put another one on top of it."""
+    kind = type(module)
+    if any(base.__name__ == "FSDPModule" for base in kind.__mro__[1:3]):
+        return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind.__mro__[1]
+    return kind
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    import torch
+    from torch import nn
+
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty.requires_grad_(tensor.requires_grad)
