@@ -87,6 +87,29 @@ def test_an_empty_list_has_no_value() -> None:
     assert format_value([], ".1f") == "n/a"
 
 
+@pytest.mark.parametrize("fmt", ["", ".5f", "gib", str])
+def test_no_value_is_named(fmt: str | Callable[[float], str]) -> None:
+    assert format_value(None, fmt) == format_value(None, fmt, spread) == "n/a"
+    assert ColumnSpec(fmt=fmt, missing="unknown").text(None) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("reduce", "text"),
+    [(None, "3.0"), ("min", "1.0"), ("mean", "2.0"), ("all", "1.0/n/a/3.0"), (spread, "2.0")],
+)
+def test_a_rank_without_a_value_is_left_out(
+    reduce: str | Callable[[list[float]], float] | None, text: str
+) -> None:
+    assert format_value([1.0, None, 3.0], ".1f", reduce) == text
+    assert format_value([None, None], ".1f", reduce) == "n/a"
+
+
+@pytest.mark.parametrize("reduce", [None, "max", "min", "mean", "sum"])
+def test_a_rank_that_is_not_a_number_shows_wherever_it_stands(reduce: str | None) -> None:
+    nan = float("nan")
+    assert [format_value(values, ".1f", reduce) for values in ([nan, 1.0], [1.0, nan])] == ["nan", "nan"]
+
+
 @pytest.mark.parametrize("fmt", [".5q", "gb", "5.5.5f"])
 def test_unknown_formats_are_refused(fmt: str) -> None:
     with pytest.raises(ValueError, match="fmt="):

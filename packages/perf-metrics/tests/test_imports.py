@@ -1,10 +1,11 @@
 import subprocess
 import sys
+from pathlib import Path
 
 SCRIPT = """
 import sys
 import perf_metrics
-heavy = {"torch", "matplotlib", "numpy", "tqdm", "hardware_table", "transformers"}
+heavy = {"torch", "matplotlib", "numpy", "tqdm", "hardware_table", "transformers", "lightning"}
 print(sorted(heavy & set(sys.modules)))
 assert all(hasattr(perf_metrics, name) for name in perf_metrics.__all__)
 perf_metrics.format_value(1.0)
@@ -12,16 +13,23 @@ perf_metrics.JsonLogger()
 perf_metrics.ProgressCallback(use_tqdm=False)
 perf_metrics.DefaultMetrics(1e12)
 print(sorted(heavy & set(sys.modules)))
-perf_metrics.plot_logs(sys.argv[1], sys.argv[2])
+from perf_metrics.commands.main import main
+assert main(["summary", sys.argv[1]]) == 0
+print(sorted(heavy & set(sys.modules)))
+assert main(["plot", sys.argv[1], "--output", sys.argv[2]]) == 0
 print("torch" in sys.modules)
 """
 
 
-def test_neither_the_import_nor_the_log_and_plot_paths_load_torch(tmp_path) -> None:
+def test_neither_the_import_nor_the_log_and_plot_paths_load_torch(tmp_path: Path) -> None:
     log = tmp_path / "trainer_logs.json"
     log.write_text('[{"global_step": 1, "loss": 2.0}, {"global_step": 2, "loss": 1.5}]')
-    command = [sys.executable, "-c", SCRIPT, str(log), str(tmp_path / "curve.png")]
+    picture = tmp_path / "curve.png"
+    command = [sys.executable, "-c", SCRIPT, str(log), str(picture)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr == ""
-    assert done.stdout.splitlines() == ["[]", "[]", "False"]
-    assert (tmp_path / "curve.png").stat().st_size > 1000
+    imported, used, _, row, summarized, path, torch = done.stdout.splitlines()
+    assert imported == used == summarized == "[]"
+    assert row.split()[1] == "2"
+    assert (path, torch) == (str(picture), "False")
+    assert picture.stat().st_size > 1000

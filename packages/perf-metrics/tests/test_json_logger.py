@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,10 +84,25 @@ def test_a_resumed_run_goes_on_from_its_step(run) -> None:
 
 def test_final_metrics_of_a_part_are_dropped_when_the_run_goes_on(run) -> None:
     log(run, 10)
-    path = log(run, 10, train_runtime=3.5)
+    path = Path(run.args.logging_dir) / "trainer_logs.json"
+    run.fire("on_log", JsonLogger(), logs={"train_runtime": 3.5})
     assert steps_in(path) == [10, 10]
     begin(run, 10)
     assert steps_in(path) == [10]
+
+
+def test_a_runtime_in_the_record_of_an_interval_does_not_make_it_final(run) -> None:
+    """transformers.Trainer puts it there when it counts tokens."""
+    log(run, 5, 10, train_runtime=3.5)
+    begin(run, 10)
+    assert steps_in(Path(run.args.logging_dir) / "trainer_logs.json") == [5, 10]
+
+
+def test_arguments_without_a_directory_for_logs(tmp_path: Path, run) -> None:
+    """transformers.TrainingArguments has only the one of the run."""
+    run.args = SimpleNamespace(output_dir=str(tmp_path / "run"))
+    begin(run, 0)
+    assert (tmp_path / "run" / "trainer_logs.json").is_file()
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 30])

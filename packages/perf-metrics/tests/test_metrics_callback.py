@@ -1,6 +1,14 @@
+from collections.abc import Callable
+
 import pytest
 
-from perf_metrics import DefaultMetrics, device_peak_flops, model_flops_utilization
+from perf_metrics import (
+    DefaultMetrics,
+    JsonLogger,
+    ProgressCallback,
+    device_peak_flops,
+    model_flops_utilization,
+)
 
 RECORD = {"input_tokens": 8192, "interval_seconds": 2.0, "flos": 3.0e12}
 
@@ -9,6 +17,45 @@ def test_throughput_and_utilization(run) -> None:
     logs = dict(RECORD)
     run.fire("on_log_step", DefaultMetrics(10e12), logs=logs)
     assert logs == {**RECORD, "tok_per_sec": 4096.0, "mfu": 0.15}
+
+
+def test_utilization_of_the_hardware_counts_what_is_recomputed(run) -> None:
+    logs = {**RECORD, "hardware_flos": 4.0e12}
+    run.fire("on_log_step", DefaultMetrics(10e12), logs=logs)
+    assert (logs["mfu"], logs["hfu"]) == (0.15, 0.2)
+    unknown = {"hardware_flos": 4.0e12, "interval_seconds": 2.0}
+    run.fire("on_log_step", DefaultMetrics(), logs=unknown)
+    assert unknown["hfu"] is None
+
+
+def test_a_trainer_without_on_log_step_gets_the_same_entries(run) -> None:
+    """And one with both events gets them once."""
+    by_step, by_log = dict(RECORD), dict(RECORD)
+    metrics = DefaultMetrics(10e12)
+    run.fire("on_log_step", metrics, logs=by_step)
+    run.fire("on_log", metrics, logs=by_log)
+    assert by_step == by_log
+    run.fire("on_log", metrics, logs=by_step)
+    assert by_step == by_log
+
+
+@pytest.mark.parametrize(
+    "logs", [{"eval_loss": 1.0, "eval_seconds": 2.0}, {"train_runtime": 3.0, "mfu": 0.4}]
+)
+def test_evaluations_and_final_metrics_stay_as_they_are(run, logs: dict[str, object]) -> None:
+    before = dict(logs)
+    run.fire("on_log", DefaultMetrics(1e12), logs=logs)
+    assert logs == before
+
+
+@pytest.mark.parametrize("make", [DefaultMetrics, JsonLogger, ProgressCallback])
+def test_events_that_cost_something_are_not_listened_to(make: Callable[[], object]) -> None:
+    """A trainer computes the entries of these events only for callbacks that have the method."""
+    costly = ["on_train_metrics", "on_forward_backward_begin", "on_forward_backward_end"]
+    assert [name for name in costly if hasattr(make(), name)] == []
+    # Every callback has these, as one trainer wants them; none of the three uses them.
+    for name in ("on_step_begin", "on_optimizer_step", "on_save"):
+        assert getattr(make(), name).does_nothing
 
 
 def test_an_unknown_peak_is_none_and_not_zero(run) -> None:
@@ -32,6 +79,7 @@ def test_more_than_the_peak_is_shown(run) -> None:
         ({"input_tokens": 5, "interval_seconds": 1.0}, {"tok_per_sec"}),
         ({"input_tokens": 5, "interval_seconds": 1.0, "flos": None}, {"tok_per_sec"}),
         ({"flos": 5.0, "interval_seconds": 1.0}, {"mfu"}),
+        ({"hardware_flos": 5.0, "interval_seconds": 1.0}, {"hfu"}),
         ({"peak_mem_allocated": [3, 4]}, {"peak_mem"}),
     ],
 )

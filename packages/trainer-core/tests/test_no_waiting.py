@@ -56,7 +56,7 @@ def test_steps_between_log_entries_read_nothing_from_the_device(
 def test_the_default_callbacks_read_nothing_either(make_trainer: Callable[..., Trainer]) -> None:
     def make(steps: int) -> Trainer:
         trainer = make_trainer(**QUIET, max_steps=steps)
-        for callback in Trainer.default_callbacks(trainer.args):
+        for callback in Trainer.default_callbacks():
             trainer.add_callback(callback)
         return trainer
 

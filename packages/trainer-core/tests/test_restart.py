@@ -211,7 +211,7 @@ class Interrupt:
 
 data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 50, (64, 16))]
 args = TrainingArguments(output_dir=sys.argv[1], max_steps=50, num_train_epochs=-1, logging_steps=1)
-callbacks = [*Trainer.default_callbacks(args), Interrupt()]
+callbacks = [*Trainer.default_callbacks(), Interrupt()]
 Trainer(args, model_init=Bigram, train_dataset=data, callbacks=callbacks).train()
 """
 

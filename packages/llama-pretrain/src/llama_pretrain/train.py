@@ -99,7 +99,7 @@ def build_trainer(experiment: Experiment, env: DistributedEnvInterface) -> Train
         train_dataset=training_loader(experiment.train_documents, tokenizer, args, env),
         eval_dataset=held_out,
         processing_class=tokenizer,
-        callbacks=[*Trainer.default_callbacks(settings, env.world_size), JsonLogger(LOGS_NAME)],
+        callbacks=[*Trainer.default_callbacks(), JsonLogger(LOGS_NAME)],
         distributed_env=env,
     )
 

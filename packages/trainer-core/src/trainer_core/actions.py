@@ -162,7 +162,7 @@ class Actions:
             return
         if not totals.updates:
             logger.warning("every one of the last %d optimizer steps was skipped", totals.skipped)
-        record = record_of(totals, run.state)
+        record = record_of(totals, run.state) | {"peak_flops": run.flops.peak()}
         if (recompiles := run.recompiles.count()) is not None:
             record["recompiles"] = recompiles
         memory = take_peak_memory(run.parallel)

@@ -12,6 +12,7 @@ from .arguments import TrainingArguments
 from .checkpointing import build_manager
 from .evaluation import EvaluationData
 from .events import CallbackHandler
+from .flops_account import FlopsAccount
 from .given import Ingredients
 from .hyperparameters import Hyperparameters
 from .interval import Interval
@@ -77,7 +78,8 @@ def assemble(
     seed_rank(args, parallel.env.rank)
     meter = ThroughputMeter()
     speed = RunSpeed(args.speed_metrics_start_step, samples_per_step(args, parallel))
-    interval = Interval(parallel, state, meter, speed)
+    flops = FlopsAccount(parallel, args)
+    interval = Interval(parallel, state, meter, speed, flops)
     schedule = None if scheduler is None else ScheduleState(scheduler)
     options = None if optimizer is None else Hyperparameters(optimizer)
     progress = RunProgress(args, state, interval, speed.samples_per_step, options=options)
@@ -100,6 +102,7 @@ def assemble(
         meter=meter,
         speed=speed,
         interval=interval,
+        flops=flops,
         progress=progress,
         manager=build_manager(args, parallel, components, parts.preprocessor),
         loader=loader,

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor
 
-from perf_metrics import ThroughputMeter, model_flops_per_token
+from perf_metrics import ThroughputMeter
 
 from .batch import Window
+from .flops_account import FlopsAccount
 from .parallelism import Parallelism
 from .speed import RunSpeed
 from .state import TrainerState
@@ -29,6 +30,8 @@ class Totals:
     input_tokens: int = 0
     compute_tokens: int = 0
     flos: float = 0.0
+    hardware_flos: float | None = None
+    """The same with what is recomputed; none where that is not known."""
     updates: int = 0
     """Optimizer steps that were applied."""
     skipped: int = 0
@@ -119,17 +122,23 @@ class Interval:
         state: Receives the token and FLOP totals.
         meter: Net time and time spent waiting for data.
         speed: Speed of the whole session; gets the same time.
+        flops: What a token costs.
     """
 
     def __init__(
-        self, parallel: Parallelism, state: TrainerState, meter: ThroughputMeter, speed: RunSpeed
+        self,
+        parallel: Parallelism,
+        state: TrainerState,
+        meter: ThroughputMeter,
+        speed: RunSpeed,
+        flops: FlopsAccount,
     ) -> None:
         self.totals = Totals()
         self._parallel = parallel
         self._state = state
         self._meter = meter
         self._speed = speed
-        self._flops_by_length: dict[int, float] = {}
+        self._flops = flops
         self._sums = _DeviceSums(parallel.device)
         self._sent = 0
 
@@ -170,6 +179,10 @@ class Interval:
         totals.input_tokens += int(inputs)
         totals.compute_tokens += int(compute)
         totals.flos += flos
+        with self._meter.exclude("flops"):
+            executed = self._flops.hardware(flos)
+        if executed is not None:
+            totals.hardware_flos = (totals.hardware_flos or 0.0) + executed
         totals.updates += int(applied)
         totals.skipped += sums.updates - int(applied)
         totals.grad_norm_square_sum += square_sum
@@ -207,11 +220,10 @@ class Interval:
         self.totals = Totals(**{name: value for name, value in state.items() if name in known})  # type: ignore[arg-type]
 
     def _flops_per_token(self, length: int) -> float:
-        flops = self._flops_by_length.get(length)
-        if flops is None:
-            known = model_flops_per_token(self._parallel.whole_model(), length)
-            flops = self._flops_by_length[length] = known or 0.0
-        return flops
+        if self._flops.knows(length):
+            return self._flops.per_token(length)
+        with self._meter.exclude("flops"):
+            return self._flops.per_token(length)
 
 
 def _common(values: Sequence[float]) -> float:
@@ -237,6 +249,7 @@ def record_of(totals: Totals, state: TrainerState) -> dict[str, object]:
         "compute_tokens": totals.compute_tokens,
         "total_tokens": state.num_target_tokens_seen,
         "flos": totals.flos or None,
+        "hardware_flos": totals.hardware_flos or None,
         "total_flos": state.total_flos or None,
         "interval_seconds": totals.net_seconds,
         "data_wait_share": totals.data_seconds / totals.net_seconds if totals.net_seconds > 0 else None,

@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkpoint_core import CheckpointManager
-from perf_metrics import ThroughputMeter
+from perf_metrics import ThroughputMeter, exclude_compilation
 
 from .arguments import TrainingArguments
 from .callbacks import dump_on_oom
 from .evaluation import EvalMetric, EvaluationData
 from .events import CallbackHandler
+from .flops_account import FlopsAccount
 from .interval import Interval
 from .loaders import epoch_of, epoch_progress_of
 from .loss import TokenLoss
@@ -41,6 +42,7 @@ class Run:
     meter: ThroughputMeter
     speed: RunSpeed
     interval: Interval
+    flops: FlopsAccount
     progress: RunProgress
     manager: CheckpointManager
     loader: object | None
@@ -84,6 +86,8 @@ def training_switches(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(run_settings(args, device))
         stack.enter_context(run.recompiles)
+        if args.torch_compile:
+            stack.enter_context(exclude_compilation(run.meter))
         stack.enter_context(run.garbage)
         stack.enter_context(dump_on_oom(args.log_path / "memory"))
         yield

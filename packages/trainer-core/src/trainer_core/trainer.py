@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from checkpoint_core import Preprocessor
 from dist_env import DistributedEnvInterface, get_logger
-from perf_metrics import DefaultMetrics, ProgressCallback, device_peak_flops
+from perf_metrics import DefaultMetrics, ProgressCallback
 
 from .actions import Actions
 from .arguments import TrainingArguments
@@ -135,7 +135,7 @@ class Trainer:
         self.parallel.agree(self._parts.facts())
         self.state = fresh_state(self.args, self.parallel.env)
         if callbacks is None:
-            callbacks = self.default_callbacks(self.args, self.parallel.env.world_size)
+            callbacks = self.default_callbacks()
         self._events = CallbackHandler(callbacks, self.args, self.state)
         self._prepared: Run | None = None
         self._resumed = False
@@ -145,19 +145,9 @@ class Trainer:
         return SingleDevice(env)
 
     @staticmethod
-    def default_callbacks(args: TrainingArguments, devices: int = 1) -> list[object]:
-        """Throughput and MFU, then the facts of the run, then the progress table.
-
-        Args:
-            args: The arguments.
-            devices: Number of devices that share the work; they count as equal ones.
-        """
-        peak = device_peak_flops(args.matmul_dtype, value=args.peak_hardware_flops)
-        return [
-            DefaultMetrics(None if peak is None else peak * devices),
-            InfoCallback(),
-            ProgressCallback(),
-        ]
+    def default_callbacks() -> list[object]:
+        """Throughput, MFU and HFU, then the facts of the run, then the progress table."""
+        return [DefaultMetrics(), InfoCallback(), ProgressCallback()]
 
     def train(self) -> TrainOutput:
         """Train to the end of the run, from the newest checkpoint if the arguments say so.

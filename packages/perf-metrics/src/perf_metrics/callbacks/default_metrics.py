@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 
 from ..utilization import check_peak, model_flops_utilization
+from .events import EventHandlers
 
 
-class DefaultMetrics:
-    """Adds `tok_per_sec`, `mfu` and `peak_mem` to the log record.
+class DefaultMetrics(EventHandlers):
+    """Adds `tok_per_sec`, `mfu`, `hfu` and `peak_mem` to the log record.
 
     | added | from | absent when |
     |---|---|---|
     | `tok_per_sec` | `input_tokens` / `interval_seconds` | either is missing |
     | `mfu` | `flos` / (`interval_seconds` x peak); None if the peak is unknown | FLOPs or time are missing |
+    | `hfu` | the same from `hardware_flos`, with what is recomputed | these are missing |
+    | both, of a whole run | `flops_per_second`, `hardware_flops_per_second` | these are missing |
     | `peak_mem` | `peak_mem_allocated`, bytes per rank | there is no accelerator |
 
     `interval_seconds` is net wall time: it contains data loading and the optimizer, and leaves out evaluation
-    and saving. Put this callback before those that show or store records.
+    and saving. Put this callback before those that show or store records, and after those that count.
+
+    It acts in `on_log_step`, before any other callback sees the record, where the trainer has that event, and
+    in `on_log` otherwise. Both give the same entries.
 
     Args:
         peak_hardware_flops: Peak FLOP/s summed over every device of the job, for the type that the matrix
-            multiplications run in. None: unknown.
+            multiplications run in. None: what the record has as `peak_flops`, if it has it.
 
     Raises:
         ValueError: `peak_hardware_flops` is not a positive finite number.
@@ -36,16 +42,33 @@ class DefaultMetrics:
         self, args: object, state: object, control: object, *, logs: MutableMapping[str, object], **_: object
     ) -> None:
         """Add the derived entries to `logs`."""
-        seconds = _number(logs, "interval_seconds")
-        tokens = _number(logs, "input_tokens")
-        flops = _number(logs, "flos")
-        if seconds is not None and seconds > 0:
-            if tokens is not None:
-                logs["tok_per_sec"] = tokens / seconds
-            if flops is not None:
-                logs["mfu"] = model_flops_utilization(flops, seconds, self.peak_hardware_flops)
+        self._add_rates(logs)
+        for share, rate in (("mfu", "flops_per_second"), ("hfu", "hardware_flops_per_second")):
+            if (flops := _number(logs, rate)) is not None:
+                logs[share] = model_flops_utilization(flops, 1.0, self._peak(logs))
         if "peak_mem_allocated" in logs:
             logs["peak_mem"] = logs["peak_mem_allocated"]
+
+    def on_log(
+        self, args: object, state: object, control: object, *, logs: MutableMapping[str, object], **_: object
+    ) -> None:
+        """Add the derived entries to `logs`, if `on_log_step` has not done so."""
+        self.on_log_step(args, state, control, logs=logs)
+
+    def _add_rates(self, logs: MutableMapping[str, object]) -> None:
+        seconds = _number(logs, "interval_seconds")
+        if seconds is None or seconds <= 0:
+            return
+        tokens = _number(logs, "input_tokens")
+        if tokens is not None:
+            logs["tok_per_sec"] = tokens / seconds
+        for share, count in (("mfu", "flos"), ("hfu", "hardware_flos")):
+            flops = _number(logs, count)
+            if flops is not None:
+                logs[share] = model_flops_utilization(flops, seconds, self._peak(logs))
+
+    def _peak(self, logs: Mapping[str, object]) -> float | None:
+        return self.peak_hardware_flops or _number(logs, "peak_flops")
 
 
 def _number(logs: Mapping[str, object], key: str) -> float | None:

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..logs.log_file import LOG_FILENAME, LogEntry, append_entry, parse_entries, write_entries
-from .events import LoggingArguments, ProgressState
+from .events import EventHandlers, LoggingArguments, ProgressState
+from .records import is_final
 
 _log = logging.getLogger("perf_metrics")
 
 
-class JsonLogger:
+class JsonLogger(EventHandlers):
     """Writes each log record into a JSON array in the run's log directory.
 
     Each entry has `global_step`, `epoch` and `timestamp` (seconds since 1970), then the record. Lists stay
@@ -43,7 +44,7 @@ class JsonLogger:
             return
         path = self._path(args)
         entries = _load_or_repair(path)
-        kept = [entry for entry in entries if _step(entry) <= state.global_step and not _is_final(entry)]
+        kept = [entry for entry in entries if _step(entry) <= state.global_step and not is_final(entry)]
         if len(kept) < len(entries) or not path.exists():
             write_entries(path, kept)
 
@@ -69,10 +70,12 @@ class JsonLogger:
             append_entry(path, entry)
 
     def _path(self, args: LoggingArguments) -> Path:
-        place = args.logging_dir or args.output_dir
+        # Not every trainer has the first one: transformers 5 does not.
+        logging_dir: str | None = getattr(args, "logging_dir", None)
+        place = logging_dir or args.output_dir
         if not place:
             raise ValueError(
-                f"logging_dir={args.logging_dir!r}: JsonLogger needs a directory; set it, or output_dir"
+                f"logging_dir={logging_dir!r}: JsonLogger needs a directory; set it, or output_dir"
             )
         directory = Path(place)
         directory.mkdir(parents=True, exist_ok=True)
@@ -104,10 +107,6 @@ def _free_name(path: Path) -> Path:
         number += 1
         candidate = path.with_name(f"{path.name}.damaged-{number}")
     return candidate
-
-
-def _is_final(entry: LogEntry) -> bool:
-    return "train_runtime" in entry
 
 
 def _step(entry: LogEntry) -> float:

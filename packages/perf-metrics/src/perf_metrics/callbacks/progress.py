@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 from ..display.columns import FINAL_METRICS, STEP_COLUMNS, ColumnOverrides, merge_columns
 from ..display.format import format_value
 from ..display.table import ProgressTable, render_summary
-from .events import ProgressState
+from .events import EventHandlers, ProgressState
+from .records import is_evaluation, is_final
 
 if TYPE_CHECKING:
     from tqdm import tqdm  # type: ignore[import-untyped]
 
 _logger = logging.getLogger("perf_metrics")
 
+# What trainers add to the metrics of an evaluation to tell where it was.
+_POSITION = ("epoch", "num_input_tokens_seen")
+
 OutputStream: TypeAlias = Literal["stdout", "stderr"] | TextIO | None
 
 
-class ProgressCallback:
+class ProgressCallback(EventHandlers):
     """Shows log records as a table, evaluations as single lines, and a summary at the end.
 
     It computes nothing: a column appears when the record has its key. Only the process with world rank 0
@@ -89,10 +93,10 @@ class ProgressCallback:
         """Print a row, or the closing summary for the final metrics."""
         if not state.is_world_process_zero:
             return
-        if "train_runtime" in logs:
+        if is_final(logs):
             self._close_bar()
             self._print(render_summary("this session", self._final_columns, logs))
-        elif not _is_evaluation(logs):
+        elif not is_evaluation(logs):
             self._print(self._table.row(_with_position(logs, state)))
 
     def on_evaluate(
@@ -107,7 +111,7 @@ class ProgressCallback:
         """Print one line with the evaluation's metrics."""
         if not state.is_world_process_zero:
             return
-        pairs = [_evaluation_pair(key, value) for key, value in metrics.items() if key != "epoch"]
+        pairs = [_evaluation_pair(key, value) for key, value in metrics.items() if key not in _POSITION]
         self._print([self._table.note(_with_position({}, state), "  ".join([" eval", *pairs]))])
 
     def on_train_end(self, args: object, state: ProgressState, control: object, **_: object) -> None:
@@ -153,10 +157,6 @@ def _with_position(record: Mapping[str, object], state: ProgressState) -> dict[s
 
 def _step_text(step: int, max_steps: int) -> str:
     return f"{step}/{max_steps}" if max_steps > 0 else str(step)
-
-
-def _is_evaluation(record: Mapping[str, object]) -> bool:
-    return "loss" not in record and any(key.startswith("eval_") for key in record)
 
 
 def _evaluation_pair(key: str, value: object) -> str:

@@ -12,9 +12,17 @@ Reduce: TypeAlias = Literal["max", "min", "mean", "sum", "all"] | Callable[[list
 
 _INTEGER_TYPES = "bdoxX"
 _SI_PREFIXES = ("", "K", "M", "G", "T", "P", "E")
+_MISSING = "n/a"
+
+
+def _extreme(of: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
+    """Let one nan make the whole nan, as it does a mean; max and min alone go by its place in the list."""
+    return lambda values: next((value for value in values if value != value), of(values))
+
+
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
-    "max": max,
-    "min": min,
+    "max": _extreme(max),
+    "min": _extreme(min),
     "mean": lambda values: sum(values) / len(values),
     "sum": sum,
 }
@@ -24,28 +32,31 @@ def format_value(value: object, fmt: Format = "", reduce: Reduce = None) -> str:
     """Return the text that the progress table shows for a value.
 
     Args:
-        value: A scalar, or a list or tuple of scalars (one per rank).
+        value: A scalar, or a list or tuple of scalars (one per rank). None, the null of a log file, means
+            that there is no value: it is shown as "n/a", and left out of a reduction.
         fmt: A Python format spec (integer types cut the fraction off first); "si" for K, M, G, ... with two
             decimals; "gib" for bytes in GiB with three; a callable from the value to text; or empty: four
             significant digits for floats, thousands separators for integers. Formats other than a callable
             are for numbers: anything else is shown by `str`, and nan and infinities by their names.
         reduce: What to do with a list: None or "max", "min", "mean", "sum"; "all" formats each element and
             joins them by "/"; a callable takes the list and its result is formatted. A scalar is left as it
-            is, except that a callable gets it as a list of one. An empty list gives "n/a".
+            is, except that a callable gets it as a list of one. A list without a value gives "n/a".
 
     Raises:
         ValueError: `fmt` or `reduce` is not one of the above.
     """
     check_format(fmt)
     check_reduce(reduce)
+    if value is None:
+        return _MISSING
     if not isinstance(value, list | tuple):
         alone = reduce([cast("float", value)]) if callable(reduce) else value
         return _format_scalar(alone, fmt)
-    elements = cast("list[float]", list(value))
+    elements = cast("list[float]", [element for element in value if element is not None])
     if not elements:
-        return "n/a"
+        return _MISSING
     if reduce == "all":
-        return "/".join(_format_scalar(element, fmt) for element in elements)
+        return "/".join(_MISSING if element is None else _format_scalar(element, fmt) for element in value)
     reducer = reduce if callable(reduce) else _REDUCTIONS[reduce or "max"]
     return _format_scalar(reducer(elements), fmt)
 

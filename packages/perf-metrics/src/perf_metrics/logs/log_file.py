@@ -1,71 +1,58 @@
-"""Log files: a JSON array with one entry a line, readable even when its last line was torn off."""
+"""Log files: reading every kind, and writing a JSON array with one entry a line."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias, Union
 
-JsonValue: TypeAlias = Union[str, int, float, bool, "list[JsonValue]", "dict[str, JsonValue]", None]
-LogEntry: TypeAlias = dict[str, JsonValue]
+from .formats import LOG_FILENAME, find_log, parse_any, parse_entries
+from .log_entry import JsonValue, LogEntry
 
-LOG_FILENAME = "trainer_logs.json"
+__all__ = [
+    "LOG_FILENAME",
+    "JsonValue",
+    "LogEntry",
+    "append_entry",
+    "encode_entry",
+    "load_logs",
+    "parse_entries",
+    "write_entries",
+]
+
+_log = logging.getLogger("perf_metrics")
 
 
 def load_logs(path: str | Path) -> list[LogEntry]:
     """Read the entries of a log file.
 
-    Values are scalars or lists (one element per rank, also when there is only one rank). Of a file that is
-    being written, or whose writer was killed, the complete entries are returned.
+    The file is the JSON array that `JsonLogger` writes; JSON lines, one object a line; or the
+    `trainer_state.json` of Hugging Face's `Trainer`, whose `log_history` is taken. An entry that has its step
+    under "step" gets it under "global_step" as well. Values are scalars or lists (one element per rank, also
+    when there is only one rank). Of a file that is being written, or whose writer was killed, the complete
+    entries are returned; a line in the middle that cannot be read is left out, with a warning.
 
     Args:
-        path: A log file, or a directory that holds `trainer_logs.json`.
+        path: A log file, or a directory that holds `trainer_logs.json` or `trainer_state.json`.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: The file is not a log file.
     """
-    path = Path(path)
-    if path.is_dir():
-        path = path / LOG_FILENAME
-    data = path.read_bytes()
-    entries, intact = parse_entries(data)
-    if not intact and not entries and not b"[\n".startswith(data[:2]):
-        raise ValueError(f"{path}: not a log file: expected a JSON array of objects")
-    return entries
-
-
-def parse_entries(data: bytes) -> tuple[list[LogEntry], bool]:
-    """Return the entries of a log file, and whether it is intact.
-
-    Of a file that is not a JSON array of objects, the entries on complete leading lines are returned.
-    """
-    try:
-        whole = json.loads(data)
-    except ValueError:
-        return _complete_lines(data), False
-    if isinstance(whole, list) and all(isinstance(entry, dict) for entry in whole):
-        return whole, True
-    return [], False
-
-
-def _complete_lines(data: bytes) -> list[LogEntry]:
-    opening, *lines = data.split(b"\n")
-    entries: list[LogEntry] = []
-    if opening.strip() != b"[":
-        return entries
-    for line in lines:
-        try:
-            entry = json.loads(line.strip().removesuffix(b","))
-        except ValueError:
-            break
-        if not isinstance(entry, dict):
-            break
-        entries.append(entry)
-    return entries
+    path = find_log(Path(path))
+    parsed = parse_any(path.read_bytes())
+    if parsed is None:
+        raise ValueError(
+            f"{path}: not a log file: expected a JSON array of objects, one object a line, or a "
+            "trainer_state.json with its log_history"
+        )
+    if parsed.bad_lines:
+        numbers = ", ".join(map(str, parsed.bad_lines))
+        _log.warning("%s: left out what is not a JSON object, on line %s", path, numbers)
+    return parsed.entries
 
 
 def encode_entry(entry: Mapping[str, object]) -> bytes:

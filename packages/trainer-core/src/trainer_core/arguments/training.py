@@ -51,6 +51,9 @@ class TrainingArguments(BaseTrainingArguments):
     """Optimizer step after which the speed of the whole run is timed, so that start-up does not count."""
     peak_hardware_flops: float | None = None
     """Peak FLOP/s of one device, for MFU; none: the user's hardware.yaml, then the table by device name."""
+    check_flops: bool = True
+    """Count one step on a copy of the model without values, at the first log entry: warns if the FLOPs of MFU
+    are wrong, and tells what is recomputed, for HFU."""
 
     def check(self) -> None:
         """Check every rule of this class and its parents.

@@ -2,7 +2,7 @@
 
 from .autocast import autocast, matmul_precision
 from .exclusions import check_exclusive
-from .fp8 import convert_to_fp8
+from .fp8 import convert_to_fp8, fp8_share_of
 from .qat import convert_qat, prepare_qat
 from .qat_artifact import export_qat, export_qat_checkpoint, load_quantized
 from .recipes import FP8_RECIPES, QAT_RECIPES, QATRecipe
@@ -22,6 +22,7 @@ __all__ = [
     "convert_to_fp8",
     "export_qat",
     "export_qat_checkpoint",
+    "fp8_share_of",
     "load_quantized",
     "matmul_precision",
     "prepare_qat",

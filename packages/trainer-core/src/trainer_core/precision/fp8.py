@@ -223,6 +223,21 @@ def _report(
     )
 
 
+def fp8_share_of(model: nn.Module, args: BaseTrainingArguments) -> float:
+    """Share of the FLOPs of a model's linear layers that run in FP8; 0 if nothing was converted."""
+    if args.fp8_recipe is None:
+        return 0.0
+    from torchao.float8.float8_linear import Float8Linear  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+    sizes = [
+        (layer.in_features * layer.out_features, isinstance(layer, Float8Linear))
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear)
+    ]
+    every = sum(size for size, _ in sizes)
+    return share_in_fp8(args, sum(size for size, is_fp8 in sizes if is_fp8) / every) if every else 0.0
+
+
 def share_in_fp8(args: BaseTrainingArguments, weight_share: float) -> float:
     """Share of the FLOPs of linear layers that run in FP8, when this share of their weights was converted."""
     products = _SHARE_OF_PRODUCTS.get(args.fp8_recipe or "", 0.0)

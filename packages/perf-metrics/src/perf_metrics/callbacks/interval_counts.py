@@ -1,0 +1,224 @@
+"""The callback that counts tokens, FLOPs and seconds of each interval under `transformers.Trainer`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from .events import EventHandlers
+from .records import is_evaluation, is_training
+from .stretches import StretchTimer
+
+_logger = logging.getLogger("perf_metrics")
+
+
+class CountingState(Protocol):
+    """What a `transformers.TrainerState` has counted, summed over all processes."""
+
+    @property
+    def num_input_tokens_seen(self) -> int:
+        """Tokens, as `TrainingArguments(include_num_input_tokens_seen=...)` wants them counted."""
+
+    @property
+    def total_flos(self) -> float:
+        """6 x positions x parameters outside embeddings, brought up to date before each record."""
+
+    @property
+    def is_world_process_zero(self) -> bool:
+        """Whether this process is the one that speaks for the job."""
+
+
+class StepControl(Protocol):
+    """The requests of a step."""
+
+    @property
+    def should_evaluate(self) -> bool:
+        """Whether an evaluation comes next."""
+
+    @property
+    def should_save(self) -> bool:
+        """Whether a checkpoint comes next."""
+
+
+class IntervalCounts(EventHandlers):
+    """Adds the raw counts of each log interval to the records of `transformers.Trainer`.
+
+    With them `DefaultMetrics` works there as elsewhere. Put this callback first. The integrations named in
+    `TrainingArguments(report_to=...)` act before all callbacks given to the trainer, and neither they nor
+    `state.log_history` have the added entries.
+
+    | added | from | absent when |
+    |---|---|---|
+    | `interval_seconds` | the clock, less evaluation, saving and compilation | |
+    | `data_wait_share` | time between steps that is neither of these | |
+    | `input_tokens` | `state.num_input_tokens_seen` | `include_num_input_tokens_seen="no"` |
+    | `compute_tokens` | `state.total_flos`, which counts padding too | the model is no `PreTrainedModel` |
+    | `flos` | `flops_per_token` x `compute_tokens` | either is missing |
+
+    With `TrainingArguments(include_num_input_tokens_seen="non_padding")` the input tokens are those that the
+    attention mask keeps. With "all" padding counts as input too, which is the same where rows are packed.
+    Counts are over all processes; ranks that hold parts of one model count their common batch once each.
+
+    That trainer has no event for the beginning of an evaluation or a save. The time between two events is
+    judged by the event at its end: up to `on_prediction_step` and `on_evaluate` it was evaluation, up to
+    `on_save` a save, up to `on_step_begin` waiting for data, and training otherwise. The first interval
+    begins at `on_train_begin`.
+
+    Args:
+        flops_per_token: Model FLOPs of a training step per position, such as
+            `model_flops_per_token(model, sequence_length)`. None: no `flos`.
+        clock: Returns seconds from any fixed origin and never goes back.
+
+    Raises:
+        ValueError: `flops_per_token` is not a positive number.
+    """
+
+    def __init__(
+        self, flops_per_token: float | None = None, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        if flops_per_token is not None and not flops_per_token > 0:
+            raise ValueError(
+                f"flops_per_token={flops_per_token!r}: must be a positive number of FLOPs; None when unknown"
+            )
+        self.flops_per_token = flops_per_token
+        self._timer = StretchTimer(clock)
+        self._predicting = False
+        self._counter = _Counter("no", None)
+
+    def on_train_begin(
+        self, args: object, state: CountingState, control: object, *, model: object = None, **_: object
+    ) -> None:
+        """Begin the first interval, and say what cannot be counted."""
+        self._counter = _Counter(_what_is_counted(args), _flos_of_a_position(model))
+        self._counter.advance(state)
+        self._predicting = False
+        if state.is_world_process_zero:
+            self._warn()
+        self._timer.start()
+
+    def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
+        """Stop timing."""
+        self._timer.stop()
+
+    def on_step_begin(self, args: object, state: object, control: object, **_: object) -> None:
+        """The batches are there."""
+        self._timer.end("data")
+
+    def on_step_end(self, args: object, state: object, control: StepControl, **_: object) -> None:
+        """The step has been queued, if not done."""
+        if control.should_evaluate or control.should_save:
+            _wait_for_device()
+        self._timer.end("train")
+
+    def on_prediction_step(self, args: object, state: object, control: object, **_: object) -> None:
+        """A batch of an evaluation is done."""
+        self._predicting = True
+        self._timer.end("evaluate")
+
+    def on_evaluate(self, args: object, state: object, control: object, **_: object) -> None:
+        """An evaluation is over."""
+        self._predicting = False
+        self._timer.end("evaluate")
+
+    def on_predict(self, args: object, state: object, control: object, **_: object) -> None:
+        """A prediction, which is no part of training either, is over."""
+        self.on_evaluate(args, state, control)
+
+    def on_save(self, args: object, state: object, control: object, **_: object) -> None:
+        """A checkpoint has been written."""
+        self._timer.end("save")
+
+    def on_push_begin(self, args: object, state: object, control: object, **_: object) -> None:
+        """What was saved is about to be uploaded."""
+        self._timer.end("save")
+
+    def on_log(
+        self,
+        args: object,
+        state: CountingState,
+        control: object,
+        *,
+        logs: MutableMapping[str, object],
+        **_: object,
+    ) -> None:
+        """Add the counts to the record of an interval."""
+        self._timer.end("evaluate" if self._predicting or is_evaluation(logs) else "train")
+        if not is_training(logs) or "interval_seconds" in logs:
+            return
+        interval = self._timer.take()
+        input_tokens, compute_tokens = self._counter.advance(state)
+        logs["interval_seconds"] = interval.net_seconds
+        logs["data_wait_share"] = interval.data_wait_share
+        if input_tokens is not None:
+            logs["input_tokens"] = input_tokens
+        if compute_tokens is not None:
+            logs["compute_tokens"] = compute_tokens
+            if self.flops_per_token is not None:
+                logs["flos"] = self.flops_per_token * compute_tokens
+
+    def _warn(self) -> None:
+        if self._counter.tokens == "no":
+            _logger.warning(
+                "the log will have no input_tokens and no tok_per_sec: "
+                "include_num_input_tokens_seen='no' lets the trainer count no tokens; "
+                "set TrainingArguments(include_num_input_tokens_seen='non_padding'), "
+                "or 'all' where the rows hold no padding"
+            )
+        if self.flops_per_token is not None and not self._counter.counts_positions:
+            _logger.warning(
+                "the log will have no flos and no mfu: the trainer counts positions only for models with "
+                "num_parameters(), such as a PreTrainedModel; where the rows hold no padding, "
+                "TrainingArguments(include_num_input_tokens_seen='all') counts them as well"
+            )
+
+
+@dataclass
+class _Counter:
+    """Takes differences of the trainer's totals.
+
+    Attributes:
+        tokens: What `num_input_tokens_seen` counts: "no", "all" or "non_padding".
+        flos_of_a_position: What `total_flos` grows by for each position; None where it does not grow.
+    """
+
+    tokens: str
+    flos_of_a_position: int | None
+    _tokens_before: int = 0
+    _flos_before: float = 0.0
+
+    @property
+    def counts_positions(self) -> bool:
+        return self.flos_of_a_position is not None or self.tokens == "all"
+
+    def advance(self, state: CountingState) -> tuple[int | None, int | None]:
+        """Return the input tokens and the positions since the last call, None where they are not known."""
+        tokens = state.num_input_tokens_seen - self._tokens_before
+        flos = state.total_flos - self._flos_before
+        self._tokens_before, self._flos_before = state.num_input_tokens_seen, state.total_flos
+        # 0 in an interval that trained means that the model's input has another name: unknown.
+        input_tokens = tokens if self.tokens != "no" and tokens > 0 else None
+        if self.flos_of_a_position is not None and flos > 0:
+            return input_tokens, round(flos / self.flos_of_a_position)
+        return input_tokens, input_tokens if self.tokens == "all" else None
+
+
+def _what_is_counted(args: object) -> str:
+    setting = getattr(args, "include_num_input_tokens_seen", "no")
+    return setting if isinstance(setting, str) else "no"
+
+
+def _flos_of_a_position(model: object) -> int | None:
+    """What `Trainer.floating_point_ops` adds for each position."""
+    count: Callable[..., int] | None = getattr(model, "num_parameters", None)
+    return 6 * count(exclude_embeddings=True) or None if callable(count) else None
+
+
+def _wait_for_device() -> None:
+    """Let queued training finish, or it would pass for the evaluation or the save that follows."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,54 @@
+"""The console script `perf-metrics`: its subcommands, and one line for bad input."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from .flops import add_flops
+from .parser import OneLineParser
+from .plot import add_plot
+from .summary import add_summary
+
+PROGRAM = "perf-metrics"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: Words after the program's name; None means those of this process.
+
+    Returns:
+        Exit status: 0; 1 if a library that a subcommand needs is not installed; 2 for bad input.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. Keep the interpreter from flushing into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        return _complain(error, 2)
+    except ModuleNotFoundError as error:
+        return _complain(error, 1)
+    return status
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog=PROGRAM, description="What training runs did and what models cost: pictures and tables."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_plot(commands)
+    add_summary(commands)
+    add_flops(commands)
+    return parser
+
+
+def _complain(error: Exception, status: int) -> int:
+    print(f"{PROGRAM}: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

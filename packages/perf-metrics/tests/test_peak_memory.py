@@ -1,0 +1,66 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from perf_metrics import DefaultMetrics
+from perf_metrics.callbacks.peak_memory import (
+    MemoryFigures,
+    PeakMemory,
+    gather_memory_figures,
+    take_memory_figures,
+)
+
+ACCELERATOR = torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize("event", ["on_log_step", "on_log"])
+def test_the_record_has_lists_of_figures_or_none_at_all(run, event: str) -> None:
+    """On a machine with an accelerator the figures are its own; on one without there are no zeros."""
+    memory, logs = PeakMemory(), {"loss": 1.0}
+    kept = torch.ones(1000, device=torch.accelerator.current_accelerator() if ACCELERATOR else "cpu")
+    run.fire("on_train_begin", memory)
+    run.fire(event, memory, DefaultMetrics(), logs=logs)
+    if not ACCELERATOR:
+        assert logs == {"loss": 1.0}
+        assert take_memory_figures() is None
+        return
+    assert logs["peak_mem_reserved"] >= logs["peak_mem_allocated"] == logs["peak_mem"] >= [kept.nbytes]
+    assert logs["alloc_retries"] == [0]
+
+
+@pytest.mark.parametrize("logs", [{"eval_loss": 1.0}, {"train_runtime": 2.0}])
+def test_only_records_of_intervals_get_figures(run, logs: dict[str, object]) -> None:
+    before = dict(logs)
+    run.fire("on_log", PeakMemory(), logs=logs)
+    assert logs == before
+
+
+def test_one_rank_alone_is_a_list_of_one() -> None:
+    figures = MemoryFigures(allocated=1, reserved=2, retries=0)
+    assert gather_memory_figures(figures) == [figures]
+    assert gather_memory_figures(None) is None
+
+
+def test_two_ranks_in_the_order_of_ranks() -> None:
+    worker = Path(__file__).parent / "workers" / "gather_memory.py"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(worker),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    both = [MemoryFigures(10, 20, 0), MemoryFigures(11, 21, 1)]
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    for rank in "01":
+        # A rank without figures leaves all without: a shorter list would not tell whose they are.
+        assert lines[rank].startswith(f"{both} None {{'loss': 1.0")
+        assert ACCELERATOR or lines[rank].endswith("{'loss': 1.0}")

@@ -1,0 +1,14 @@
+"""One rank of a gloo group: gathers memory figures, and prints what came of it."""
+
+import torch.distributed as dist
+
+from perf_metrics.callbacks.peak_memory import MemoryFigures, PeakMemory, gather_memory_figures
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+everywhere = gather_memory_figures(MemoryFigures(allocated=10 + rank, reserved=20 + rank, retries=rank))
+on_one = gather_memory_figures(MemoryFigures(1, 2, 3) if rank == 0 else None)
+record: dict[str, object] = {"loss": 1.0}
+PeakMemory().on_log_step(None, None, None, logs=record)
+print(f"{rank}: {everywhere} {on_one} {record}", flush=True)
+dist.destroy_process_group()

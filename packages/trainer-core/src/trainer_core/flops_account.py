@@ -1,0 +1,97 @@
+"""What the model's work amounts to, and what the devices could do: the two sides of utilization."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from dist_env import get_logger
+from perf_metrics import (
+    CountedFlops,
+    FlopsPerToken,
+    FlopsUnknownError,
+    ModelFlops,
+    device_peak_flops,
+    sum_peaks,
+    warn_of_disagreement,
+)
+
+from .arguments import TrainingArguments
+from .parallelism import Parallelism
+from .precision import fp8_share_of
+
+logger = get_logger(__name__)
+
+
+class FlopsAccount:
+    """Model FLOPs per token of a run, what of them is computed twice, and the peak of its devices.
+
+    Args:
+        parallel: Has the model, and gathers the peaks of all ranks.
+        args: Types that matrix products run in, `peak_hardware_flops` and `check_flops`.
+    """
+
+    def __init__(self, parallel: Parallelism, args: TrainingArguments) -> None:
+        self._parallel = parallel
+        self._args = args
+        self._flops: ModelFlops | None = None
+        self._known: dict[int, FlopsPerToken | None] = {}
+        self._counted: CountedFlops | None = None
+        self._is_counted = False
+        self._peak: float | None = None
+        self._is_gathered = False
+
+    def knows(self, length: int) -> bool:
+        """Whether this length has been asked for before; if not, it may take a moment."""
+        return length in self._known
+
+    def per_token(self, length: int) -> float:
+        """Model FLOPs per token of rows of this length; 0 if they cannot be told."""
+        if length not in self._known:
+            self._known[length] = self._per_token(length)
+        flops = self._known[length]
+        return 0.0 if flops is None else flops.total
+
+    def hardware(self, flos: float) -> float | None:
+        """FLOPs executed for so many model FLOPs, recomputed ones included; None if that is not known.
+
+        The first call holds the model FLOPs against a count, and takes a moment.
+        """
+        if not self._is_counted and self._known:
+            self._is_counted = True
+            if self._args.check_flops:
+                length = next(reversed(self._known))
+                self._counted = warn_of_disagreement(self._parallel.whole_model(), length)
+        counted = self._counted
+        # What a memory budget recomputes is up to the compiler.
+        if counted is None or counted.model <= 0 or self._args.activation_memory_budget is not None:
+            return None
+        return flos * counted.hardware / counted.model
+
+    def peak(self) -> float | None:
+        """Peak FLOP/s of all devices together, None if one is unknown; the first call is collective."""
+        if not self._is_gathered:
+            self._is_gathered = True
+            peak = device_peak_flops(self._types(), value=self._args.peak_hardware_flops)
+            gathered = self._parallel.gather([math.nan if peak is None else peak])
+            self._peak = sum_peaks(None if math.isnan(value) else value for (value,) in gathered)
+        return self._peak
+
+    def _per_token(self, length: int) -> FlopsPerToken | None:
+        if self._flops is None:
+            self._flops = ModelFlops(self._parallel.whole_model())
+        try:
+            return self._flops.per_token(length)
+        except FlopsUnknownError as reason:
+            if not self._known:
+                logger.warning("%s", reason)
+            return None
+
+    def _types(self) -> str | Mapping[str, float]:
+        """The types that products run in, with their shares where there are several."""
+        usual = self._args.matmul_dtype
+        share = fp8_share_of(self._parallel.unwrapped_model(), self._args)
+        flops = next(reversed(self._known.values()), None)
+        if flops is not None and flops.total > 0:
+            share *= flops.matmul / flops.total
+        return {"fp8": share, usual: 1.0 - share} if share > 0 else usual
