@@ -32,6 +32,14 @@ def test_the_record_has_lists_of_figures_or_none_at_all(run, event: str) -> None
     assert logs["alloc_retries"] == [0]
 
 
+def test_what_the_trainer_has_measured_stays(run) -> None:
+    """It has reset the peaks then, so the one of the reserved memory would be wrong."""
+    logs: dict[str, object] = {"loss": 1.0, "peak_mem_allocated": [5]}
+    run.fire("on_log_step", PeakMemory(), logs=logs)
+    assert logs["peak_mem_allocated"] == [5]
+    assert set(logs) - {"loss", "peak_mem_allocated"} == ({"alloc_retries"} if ACCELERATOR else set())
+
+
 @pytest.mark.parametrize("logs", [{"eval_loss": 1.0}, {"train_runtime": 2.0}])
 def test_only_records_of_intervals_get_figures(run, logs: dict[str, object]) -> None:
     before = dict(logs)

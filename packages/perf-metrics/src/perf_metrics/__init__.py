@@ -1,7 +1,11 @@
 """Tokens per second, model FLOPs and utilization for any training loop."""
 
+from .callbacks.batch_counts import TokenCounts
 from .callbacks.default_metrics import DefaultMetrics
+from .callbacks.interval_counts import IntervalCounts
 from .callbacks.json_logger import JsonLogger
+from .callbacks.lightning import LightningCallbacks
+from .callbacks.peak_memory import PeakMemory
 from .callbacks.progress import ProgressCallback
 from .compile_time import exclude_compilation
 from .display.columns import ColumnOverride, ColumnSpec
@@ -23,6 +27,7 @@ from .flops.per_token import (
 from .flops.recomputation import hardware_flops_per_token
 from .logs.log_file import load_logs
 from .logs.plot import plot_logs
+from .logs.summary import RunSummary, summarize_log
 from .throughput import Lap, ThroughputMeter
 from .utilization import device_peak_flops, mixed_peak_flops, model_flops_utilization, sum_peaks
 
@@ -41,12 +46,17 @@ __all__ = [
     "FlopsPart",
     "FlopsPerToken",
     "FlopsUnknownError",
+    "IntervalCounts",
     "JsonLogger",
     "Lap",
+    "LightningCallbacks",
     "ModelFlops",
+    "PeakMemory",
     "ProgressCallback",
+    "RunSummary",
     "ScanLayer",
     "ThroughputMeter",
+    "TokenCounts",
     "WeightGroup",
     "architecture_of_config",
     "architecture_of_model",
@@ -65,5 +75,6 @@ __all__ = [
     "palm_flops_per_token",
     "plot_logs",
     "sum_peaks",
+    "summarize_log",
     "warn_of_disagreement",
 ]

@@ -65,7 +65,7 @@ def test_every_figure_of_a_full_log(tmp_path: Path) -> None:
         wall_seconds=110.0,
         pauses=0,
         pause_seconds=0.0,
-        resumes_seen=0,
+        resumes=None,
     )
     assert (p10, p90) == pytest.approx((216.0, 416.0))
 
@@ -93,14 +93,14 @@ def test_a_pause_is_told_from_training_and_evaluation(tmp_path: Path) -> None:
     summary = summarize_log(log)
     assert (summary.pauses, summary.pause_seconds) == (1, pytest.approx(3600.0))
     assert summary.wall_seconds == pytest.approx(4220)
-    assert summary.resumes_seen == 0
+    assert summary.resumes is None
 
 
 def test_steps_done_twice_count_once(tmp_path: Path) -> None:
     first = [training(step, step, total_tokens=10 * step) for step in (10, 20, 30)]
     second = [training(step, step + 500, total_tokens=10 * step, loss=7.0) for step in (20, 30)]
     summary = summarize_log(write(tmp_path, *first, *second))
-    assert (summary.steps, summary.tokens, summary.final_loss, summary.resumes_seen) == (30, 300, 7.0, 1)
+    assert (summary.steps, summary.tokens, summary.final_loss, summary.resumes) == (30, 300, 7.0, 1)
     assert summary.wall_seconds == 520
     assert summary.pauses is None  # no interval_seconds
 
@@ -110,10 +110,9 @@ def test_what_a_log_does_not_tell_is_none_and_never_zero(tmp_path: Path) -> None
     figures = {**summary_json(empty)}
     assert figures.pop("name") == "run"
     assert figures.pop("path")
-    assert figures.pop("resumes_seen") == 0
     assert set(figures.values()) == {None}
     row = summary_lines([empty])[1].split()
-    assert set(row[1:-1]) == {"n/a"}
+    assert set(row[1:]) == {"n/a"}
 
 
 def test_a_loss_that_is_no_number_is_shown_as_such(tmp_path: Path) -> None:
@@ -134,7 +133,7 @@ def test_without_timestamps_the_final_entry_tells_the_time(tmp_path: Path) -> No
 
 def summary_with(**figures: object) -> RunSummary:
     fields = dict.fromkeys(RunSummary.__dataclass_fields__)
-    return RunSummary(**{**fields, "name": "a", "path": Path("a"), "resumes_seen": 0, **figures})  # type: ignore[arg-type]
+    return RunSummary(**{**fields, "name": "a", "path": Path("a"), **figures})  # type: ignore[arg-type]
 
 
 def test_the_table_to_the_character() -> None:
@@ -142,15 +141,15 @@ def test_the_table_to_the_character() -> None:
         name="wide", steps=2000, tokens=131_072_000, final_loss=2.04834, final_loss_mean=2.0232,
         best_eval_loss=2.0647, best_eval_step=1500, tok_per_sec_median=416_730.0, tok_per_sec_p10=405_840.0,
         tok_per_sec_p90=427_000.0, mfu_median=0.411, hfu_median=0.509, peak_memory_bytes=43 * GIB,
-        data_wait_share=0.021, wall_seconds=4220.0, pauses=1, pause_seconds=3600.0, resumes_seen=2,
+        data_wait_share=0.021, wall_seconds=4220.0, pauses=1, pause_seconds=3600.0, resumes=2,
     )  # fmt: skip
     assert "\n".join(summary_lines([summary_with(pauses=0), full])) == (
         "run   steps   tokens    loss  last 10%       best eval    tok/s      p10      p90    MFU    HFU"
-        "  peak memory  data wait   wall      pauses  resumes seen\n"
+        "  peak memory  data wait   wall      pauses  resumes\n"
         "a       n/a      n/a     n/a       n/a             n/a      n/a      n/a      n/a    n/a    n/a"
-        "          n/a        n/a    n/a           0             0\n"
+        "          n/a        n/a    n/a           0      n/a\n"
         "wide  2,000  131.07M  2.0483    2.0232  2.0647 @ 1,500  416.73K  405.84K  427.00K  41.1%  50.9%"
-        "   43.000 GiB       2.1%  1h10m  1 of 1h00m             2"
+        "   43.000 GiB       2.1%  1h10m  1 of 1h00m        2"
     )
     assert summary_lines([]) == []
 

@@ -123,7 +123,8 @@ class CallbackHandler:
     def _find_handlers(self, event: str) -> Iterable[tuple[str, Handler]]:
         for callback in self.callbacks:
             handler = getattr(callback, event, None)
-            if callable(handler):
+            # Callbacks that suit other trainers too have handlers that are there to do nothing.
+            if callable(handler) and not getattr(handler, "does_nothing", False):
                 yield callback_name(callback), handler
 
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer_core import (
     ConfigurationError,
     ModelSource,
+    checkpoint_activations,
     construct_without_weights,
     convert_model,
     fill_parameters,
@@ -96,6 +97,8 @@ def build_stages(
     model, values = construct_without_weights(source, args, device)
     agree(model)
     outline = _outline_of(model)
+    # It is counted: what is recomputed must be recomputed in it too.
+    checkpoint_activations(outline, args)
     convert_model(model, args, device)
     stages = list(splitter(model, layout.num_stages))
     held = _check_stages(model, stages, layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ def meta_copy(model: nn.Module) -> nn.Module:
     """
     from torch import nn
 
-    memo: dict[int, object] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        memo.setdefault(id(tensor), _without_values(tensor))
     modules = list(model.modules())
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers(), *_bare_tensors(modules)):
+        memo.setdefault(id(tensor), _without_values(tensor))
     for module in modules:
         # Made beforehand, so that hooks and what forbids copying (a sharded module does) are not met.
         bare: nn.Module = object.__new__(_written_class(module))
@@ -54,12 +54,12 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return result
 
 
-def _state(module: nn.Module, hooks: set[str]) -> list[tuple[str, object]]:
-    state: Mapping[str, object] = module.__dict__
-    left_out = hooks | {"_compiled_call_impl"}
-    return [
-        (name, value) for name, value in state.items() if isinstance(name, str) and name not in left_out
-    ] + [("_compiled_call_impl", None)]
+def _state(module: nn.Module, hooks: set[str]) -> Iterator[tuple[str, object]]:
+    """What makes the module what it is; not what others have hung on it."""
+    for name, value in vars(module).items():
+        # Sharding keeps process groups there.
+        if name not in hooks and not name.startswith("__composable_api_state"):
+            yield name, None if name == "_compiled_call_impl" else value
 
 
 def _written_class(module: nn.Module) -> type:
@@ -68,6 +68,14 @@ def _written_class(module: nn.Module) -> type:
     if any(base.__name__ == "FSDPModule" for base in kind.__mro__[1:3]):
         return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind.__mro__[1]
     return kind
+
+
+def _bare_tensors(modules: list[nn.Module]) -> Iterator[Tensor]:
+    """Tensors that modules hold as plain attributes."""
+    import torch
+
+    for module in modules:
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -64,9 +64,9 @@ class RunSummary:
     the run was stopped, or saved for long. None without timestamps and `interval_seconds`."""
     pause_seconds: float | None
     """Length of these pauses together; training whose entries were removed at a resume is part of it."""
-    resumes_seen: int
-    """How often training came back to an earlier step. There may have been more resumes: `JsonLogger` removes
-    the traces of that, and a run that went on from its last entry leaves none."""
+    resumes: int | None
+    """How often training came back to an earlier step. None if it never did, which tells nothing:
+    `JsonLogger` removes the traces of that, and a run that went on from its last entry leaves none."""
 
 
 def summarize_log(path: str | Path) -> RunSummary:
@@ -109,7 +109,7 @@ def summary_of(run: RunLog, name: str) -> RunSummary:
         wall_seconds=_wall_seconds(run),
         pauses=None if pauses is None else len(pauses),
         pause_seconds=None if pauses is None else math.fsum(pauses),
-        resumes_seen=run.resumes_seen,
+        resumes=run.resumes_seen or None,
     )
 
 

@@ -50,7 +50,7 @@ def _cells(run: RunSummary) -> dict[str, str]:
         "data wait": _text(run.data_wait_share, ".1%"),
         "wall": _duration(run.wall_seconds),
         "pauses": _pauses(run),
-        "resumes seen": str(run.resumes_seen),
+        "resumes": _text(run.resumes, "d"),
     }
 
 
