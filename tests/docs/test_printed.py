@@ -10,7 +10,7 @@ import pytest
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 # `notest` keeps what takes a minute from being run twice: `pytest --markdown-docs` leaves it out.
 EXAMPLE = re.compile(r"```(?:python|\{\.python \w+\})\n(.*?)```", re.DOTALL)
-PAGES = ("pipeline.md", "which-parallelism.md")
+PAGES = ("pipeline.md", "utilization.md", "which-parallelism.md")
 
 
 def printing_examples() -> list[tuple[str, str]]:
