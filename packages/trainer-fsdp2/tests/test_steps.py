@@ -90,3 +90,15 @@ def test_logits_and_generators_that_differ_become_those_of_rank_0(world: Callabl
         own = torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist()
         assert seen["drawn"] == own, "each rank draws on from its own state"
         assert seen["evaluated"]
+
+
+def test_work_and_peak_are_those_of_all_ranks(world: Callable[..., Any]) -> None:
+    first, second = world("few", "2").seen("work")
+    assert first == second
+    # Two blocks of 16 to 16, 1, 4 and 4 to 16, and the head; two rows of six tokens on each rank.
+    tokens, blocks, head = 2 * 2 * 6, 2 * (16 * 16 + 16 + 2 * 64), 16 * 53
+    for model, hardware, peak in first:
+        assert model == 6 * (blocks + head) * tokens
+        # The last product of a block, back to its width, is not needed again.
+        assert hardware - model == 2 * (blocks - 2 * 64) * tokens
+        assert peak == 3e9

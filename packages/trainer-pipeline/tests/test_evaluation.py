@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 TIMES = {"stage_seconds", "bubble_share"}
-PER_STEP = ("loss", "grad_norm", "learning_rate", "tokens", "input_tokens", "total_tokens", "epoch")
+PER_STEP = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "input_tokens",
+    "total_tokens",
+    "epoch",
+    "flos",
+    "hardware_flos",
+)
 
 
 def runs(ranks: Any) -> list[tuple[str, list[Any]]]:

@@ -32,7 +32,7 @@ def test_tables_by_layer_type_and_by_convention(tmp_path: Path, capsys: pytest.C
     rows = {line.split("  ")[0]: line.split()[-1] for line in parts.splitlines()[1:]}
     assert rows["attention scores"] == "22.2%"
     row = next(line for line in conventions.splitlines() if line.startswith("all parameters"))
-    assert row.split()[2:4] == ["61.057", "1.054"]
+    assert row.split()[2:4] == ["61.065", "1.054"]
 
 
 def test_json_with_halved_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from perf_metrics import CountedPart, FlopsUnknownError, compare_flops, count_flops
+from perf_metrics import CountedPart, FlopsUnknownError, ModelFlops, compare_flops, count_flops
 
 WIDTH, HEADS, GROUPS, LENGTH = 24, 4, 2, 16
 
@@ -204,3 +204,14 @@ def test_a_wrong_formula_is_named_by_layer_type() -> None:
     assert comparison.ratio == pytest.approx(2)
     assert "2.00 times what torch counts at 16 tokens" in (comparison.warning() or "")
     assert compare_flops(Model(), LENGTH).warning() is None
+
+
+def test_a_model_of_one_length_is_counted_at_it() -> None:
+    class Fixed(Model):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return super().forward(input_ids.view(-1, LENGTH))
+
+    flops = ModelFlops(Fixed(), LENGTH)
+    free = ModelFlops(Model(), LENGTH)
+    for length in (LENGTH, 5, 1000):
+        assert flops.per_token(length).total == pytest.approx(free.per_token(length).total)

@@ -267,7 +267,7 @@ def test_what_cannot_be_told_is_none_with_the_reason_logged_once(
 def test_what_the_formula_does_not_cover_is_counted(model: nn.Module, reason: str) -> None:
     with pytest.raises(FlopsUnknownError, match=reason):
         architecture_of_model(model)
-    flops = ModelFlops(model)
+    flops = ModelFlops(model, 12)
     assert flops.source == "counter"
     assert re.search(reason, flops.reason)
     # Weights and attention apart, at lengths at which it was not counted as well.

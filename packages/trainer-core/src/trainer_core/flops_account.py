@@ -61,7 +61,7 @@ class FlopsAccount:
             self._is_counted = True
             if self._args.check_flops:
                 length = next(reversed(self._known))
-                self._counted = warn_of_disagreement(self._parallel.whole_model(), length)
+                self._counted = warn_of_disagreement(self._parallel.whole_model(), length, flops=self._flops)
         counted = self._counted
         # What a memory budget recomputes is up to the compiler.
         if counted is None or counted.model <= 0 or self._args.activation_memory_budget is not None:
@@ -79,7 +79,7 @@ class FlopsAccount:
 
     def _per_token(self, length: int) -> FlopsPerToken | None:
         if self._flops is None:
-            self._flops = ModelFlops(self._parallel.whole_model())
+            self._flops = ModelFlops(self._parallel.whole_model(), length)
         try:
             return self._flops.per_token(length)
         except FlopsUnknownError as reason:

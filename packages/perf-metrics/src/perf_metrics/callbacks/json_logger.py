@@ -35,6 +35,8 @@ class JsonLogger(EventHandlers):
         if not filename or Path(filename).name != filename:
             raise ValueError(f"filename={filename!r}: must be a file name; the directory is args.logging_dir")
         self._filename = filename
+        self._place = ""
+        self._file = Path(filename)
 
     def on_train_begin(
         self, args: LoggingArguments, state: ProgressState, control: object, **_: object
@@ -43,6 +45,7 @@ class JsonLogger(EventHandlers):
         if not state.is_world_process_zero:
             return
         path = self._path(args)
+        path.parent.mkdir(parents=True, exist_ok=True)
         entries = _load_or_repair(path)
         kept = [entry for entry in entries if _step(entry) <= state.global_step and not is_final(entry)]
         if len(kept) < len(entries) or not path.exists():
@@ -63,9 +66,12 @@ class JsonLogger(EventHandlers):
         position = {"global_step": state.global_step, "epoch": state.epoch, "timestamp": time.time()}
         entry = {**position, **logs}
         path = self._path(args)
-        if not path.exists():
-            write_entries(path, [])
-        if not append_entry(path, entry):
+        try:
+            appended = append_entry(path, entry)
+        except FileNotFoundError:  # nobody looks beforehand: that would cost something at each entry
+            appended = False
+        if not appended:
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_entries(path, _load_or_repair(path))
             append_entry(path, entry)
 
@@ -77,9 +83,9 @@ class JsonLogger(EventHandlers):
             raise ValueError(
                 f"logging_dir={logging_dir!r}: JsonLogger needs a directory; set it, or output_dir"
             )
-        directory = Path(place)
-        directory.mkdir(parents=True, exist_ok=True)
-        return directory / self._filename
+        if place != self._place:
+            self._place, self._file = place, Path(place) / self._filename
+        return self._file
 
 
 def _load_or_repair(path: Path) -> list[LogEntry]:

@@ -45,9 +45,12 @@ class PeakMemory(EventHandlers):
     def __init__(self) -> None:
         self._retries_before = 0
         self._seen: object = None
+        self._nothing_to_tell = False
 
     def on_train_begin(self, args: object, state: object, control: object, **_: object) -> None:
         """Begin the first interval here."""
+        # Once for the whole run: to ask torch at each step takes longer than all else that happens here.
+        self._nothing_to_tell = not _has_accelerator() and _world_size() == 1
         figures = take_memory_figures()
         self._retries_before = figures.retries if figures is not None else 0
 
@@ -56,6 +59,8 @@ class PeakMemory(EventHandlers):
     ) -> None:
         """Add the figures to the record of an interval; every rank has to call this."""
         self._seen = logs
+        if self._nothing_to_tell:
+            return
         figures = take_memory_figures()
         ranks = gather_memory_figures(self._within_interval(figures))
         if ranks is None:
@@ -87,7 +92,7 @@ def take_memory_figures() -> MemoryFigures | None:
     """
     import torch
 
-    if not torch.accelerator.is_available():
+    if not _has_accelerator():
         return None
     # Empty until something has been allocated, and for allocators that count nothing.
     stats = torch.accelerator.memory_stats()
@@ -109,8 +114,21 @@ def gather_memory_figures(local: MemoryFigures | None) -> Sequence[MemoryFigures
     import torch.distributed as dist
 
     ranks: list[MemoryFigures | None] = [local]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        ranks = [None] * dist.get_world_size()
+    if (size := _world_size()) > 1:
+        ranks = [None] * size
         dist.all_gather_object(ranks, local)
     known = [rank for rank in ranks if rank is not None]
     return known if len(known) == len(ranks) else None
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def _world_size() -> int:
+    """Ranks of the default process group, 1 without one."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -133,7 +133,7 @@ class ProgressCallback(EventHandlers):
             if self._bar is not None:
                 self._bar.write(text, file=stream)
             else:
-                print(text, file=stream)
+                stream.write(f"{text}\n")
             stream.flush()
         except BrokenPipeError:
             self._reader_gone = True

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
 
-from .format import Format, Reduce, check_format, check_reduce, format_value
+from .format import Format, Reduce, check_format, check_reduce, format_checked
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ColumnSpec:
 
     def text(self, value: object) -> str:
         """Return what the column shows for a value of the record, before padding."""
-        return self.missing if value is None else format_value(value, self.fmt, self.reduce)
+        return self.missing if value is None else format_checked(value, self.fmt, self.reduce)
 
 
 class ColumnOverride(TypedDict, total=False):

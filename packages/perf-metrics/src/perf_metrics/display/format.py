@@ -47,6 +47,11 @@ def format_value(value: object, fmt: Format = "", reduce: Reduce = None) -> str:
     """
     check_format(fmt)
     check_reduce(reduce)
+    return format_checked(value, fmt, reduce)
+
+
+def format_checked(value: object, fmt: Format, reduce: Reduce) -> str:
+    """`format_value` for a format and a reduction that have been checked before."""
     if value is None:
         return _MISSING
     if not isinstance(value, list | tuple):
@@ -85,7 +90,8 @@ def check_reduce(reduce: Reduce) -> None:
 def _format_scalar(value: object, fmt: Format) -> str:
     if callable(fmt):
         return fmt(value)  # type: ignore[arg-type]  # the user's callable knows what its column holds
-    if isinstance(value, bool) or not isinstance(value, Real):
+    # Looked at first: to ask whether it is one of all kinds of real numbers takes longer than to format it.
+    if isinstance(value, bool) or not (isinstance(value, float | int) or isinstance(value, Real)):
         return str(value)
     if isinstance(value, int) and not fmt:
         return f"{value:,}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .accounts import KINDS, SHORT_CONVOLUTION, STATE_SCAN, FlopsPerToken
+from .accounts import KINDS, SHORT_CONVOLUTION, STATE_SCAN, FlopsPerToken, FlopsUnknownError
 from .counting import CountedFlops, count_flops
 from .per_token import ModelFlops, warn_once
 
@@ -77,19 +77,23 @@ class FlopsComparison:
         )
 
 
-def compare_flops(model: nn.Module, sequence_length: int) -> FlopsComparison:
+def compare_flops(
+    model: nn.Module, sequence_length: int, *, flops: ModelFlops | None = None
+) -> FlopsComparison:
     """Hold the formula against torch's counter for this very model.
 
     Args:
         model: The model, on any device; it stays as it is. See `count_flops`.
         sequence_length: In tokens.
+        flops: What is known of the model already.
 
     Raises:
         ValueError: `sequence_length` is not a positive integer.
         FlopsUnknownError: One of the two cannot tell, with the reason.
     """
-    formula = ModelFlops(model).per_token(sequence_length, causal="dense")
-    counted = count_flops(model, sequence_length)
+    known = ModelFlops(model, sequence_length) if flops is None else flops
+    formula = known.per_token(sequence_length, causal="dense")
+    counted = count_flops(model, sequence_length) if known.counted is None else known.counted
     by_formula = {part.kind: part.total for part in formula.parts}
     by_count = {part.kind: part.forward + part.backward for part in counted.parts}
     parts = tuple(
@@ -100,18 +104,25 @@ def compare_flops(model: nn.Module, sequence_length: int) -> FlopsComparison:
     return FlopsComparison(type(model).__name__, sequence_length, formula, counted, parts)
 
 
-def warn_of_disagreement(model: nn.Module, sequence_length: int) -> CountedFlops | None:
+def warn_of_disagreement(
+    model: nn.Module, sequence_length: int, *, flops: ModelFlops | None = None
+) -> CountedFlops | None:
     """Count a model once, and warn if the formula is more than 5 % off.
 
     The warning goes to the logger "perf_metrics" and names the layer types.
 
+    Args:
+        model: The model, on any device; it stays as it is.
+        sequence_length: In tokens.
+        flops: What is known of the model already.
+
     Returns:
         What was counted; None if the model cannot be counted, or its FLOPs are not known.
     """
-    from .accounts import FlopsUnknownError
-
+    if flops is not None and flops.counted is not None:
+        return flops.counted
     try:
-        comparison = compare_flops(model, sequence_length)
+        comparison = compare_flops(model, sequence_length, flops=flops)
     except FlopsUnknownError:
         return None
     if (text := comparison.warning()) is not None:

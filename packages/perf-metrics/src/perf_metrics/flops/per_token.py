@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from .accounts import FlopsPerToken, FlopsUnknownError
 from .architecture import Architecture, check_length
 from .attention import Causal, check_causal
-from .counting import count_flops
+from .counting import CountedFlops, count_flops
 from .from_modules import architecture_of_model
 
 if TYPE_CHECKING:
@@ -66,21 +67,29 @@ class ModelFlops:
     - "model": its own method `flops_per_token(sequence_length)`, which returns a `FlopsPerToken` in the
       "full" convention, or one number for everything, which cannot be halved, or None if it does not know;
     - "formula": its modules and `config`, see `architecture_of_model`;
-    - "counter": torch's formulas for the operators that it calls, see `count_flops`. It is run at two
-      lengths; FLOPs per token grow with the length along a straight line.
+    - "counter": torch's formulas for the operators that it calls, see `count_flops`. It is run at the usual
+      length and at half of it; FLOPs per token lie on a straight line between and beyond.
 
     Args:
         model: The model itself, on any device, meta included; of `DistributedDataParallel`, its `module`.
+        sequence_length: A usual length, in tokens, at which the model can be run.
+
+    Raises:
+        ValueError: `sequence_length` is not a positive integer.
 
     Attributes:
         source: Which of the three it is; None if the FLOPs cannot be told.
         reason: Why the ones before it, or all of them, could not tell; empty for the first that could.
+        counted: What was counted at the usual length, if that is where they come from.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sequence_length: int) -> None:
+        check_length(sequence_length)
         self._model = model
         self._architecture: Architecture | None = None
-        self._line: tuple[FlopsPerToken, FlopsPerToken] | None = None
+        self._length = sequence_length
+        self._half: FlopsPerToken | None = None
+        self.counted: CountedFlops | None = None
         self.source: FlopsSource | None = None
         self.reason = ""
         if callable(getattr(model, "flops_per_token", None)):
@@ -95,12 +104,10 @@ class ModelFlops:
 
     def _count(self) -> None:
         try:
-            short, long = (count_flops(self._model, length).per_token() for length in _LENGTHS)
+            self.counted = count_flops(self._model, self._length)
+            self.source = "counter"
         except FlopsUnknownError as reason:
             self.reason = f"{self.reason.removesuffix('; count_flops counts it instead')}; {reason}"
-            return
-        self._line = short, long
-        self.source = "counter"
 
     def per_token(self, sequence_length: int, *, causal: Causal = "full") -> FlopsPerToken:
         """Return the training FLOPs per token, forward and backward.
@@ -122,13 +129,32 @@ class ModelFlops:
             return _from_hook(self._model, sequence_length, causal)
         if self._architecture is not None:
             return self._architecture.per_token(sequence_length, causal)
-        if self._line is None:
+        if self.counted is None:
             raise FlopsUnknownError(self.reason)
-        return _on_line(*self._line, sequence_length, _factor(causal))
+        return self._on_line(self.counted.per_token(), sequence_length, _factor(causal))
 
+    def _on_line(self, whole: FlopsPerToken, length: int, attention_factor: float) -> FlopsPerToken:
+        if length == self._length:
+            return replace(whole, attention=whole.attention * attention_factor)
+        if self._half is None:
+            self._half = self._at_half(whole)
+        away = (length - self._length) / (self._length - self._length // 2)
 
-_LENGTHS = (64, 128)
-"""Lengths at which a model is counted: any two, short enough for models with few positions."""
+        def at(here: float, half: float) -> float:
+            return here + (here - half) * away
+
+        return FlopsPerToken(
+            at(whole.matmul, self._half.matmul),
+            at(whole.attention, self._half.attention) * attention_factor,
+            at(whole.state, self._half.state),
+        )
+
+    def _at_half(self, whole: FlopsPerToken) -> FlopsPerToken:
+        try:
+            return count_flops(self._model, max(1, self._length // 2)).per_token()
+        except FlopsUnknownError:
+            # A model of one length: what is booked as attention grows with it.
+            return replace(whole, attention=whole.attention / 2)
 
 
 def flops_per_token_breakdown(
@@ -142,7 +168,7 @@ def flops_per_token_breakdown(
         ValueError: `sequence_length` is not a positive integer, or `causal` is none of the three.
         FlopsUnknownError: The FLOPs cannot be told, with the reason.
     """
-    return ModelFlops(model).per_token(sequence_length, causal=causal)
+    return ModelFlops(model, sequence_length).per_token(sequence_length, causal=causal)
 
 
 def model_flops_per_token(model: nn.Module, sequence_length: int, *, causal: Causal = "full") -> float | None:
@@ -184,19 +210,6 @@ def _from_hook(model: nn.Module, sequence_length: int, causal: Causal) -> FlopsP
             'FlopsPerToken from it, or use causal="full"'
         )
     return FlopsPerToken(float(answer), 0.0)
-
-
-def _on_line(short: FlopsPerToken, long: FlopsPerToken, length: int, factor: float) -> FlopsPerToken:
-    near, far = _LENGTHS
-
-    def at(first: float, second: float) -> float:
-        return first + (second - first) * (length - near) / (far - near)
-
-    return FlopsPerToken(
-        at(short.matmul, long.matmul),
-        at(short.attention, long.attention) * factor,
-        at(short.state, long.state),
-    )
 
 
 def _factor(causal: Causal) -> float:

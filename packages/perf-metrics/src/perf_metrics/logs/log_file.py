@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 
 from .formats import LOG_FILENAME, find_log, parse_any, parse_entries
@@ -24,6 +25,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("perf_metrics")
+
+_encoder = json.JSONEncoder(allow_nan=False)
 
 
 def load_logs(path: str | Path) -> list[LogEntry]:
@@ -61,8 +64,11 @@ def encode_entry(entry: Mapping[str, object]) -> bytes:
     Raises:
         TypeError: A value is neither plain JSON data nor an array with `tolist()`.
     """
-    plain = {key: _plain(key, value) for key, value in entry.items()}
-    return json.dumps(plain, allow_nan=False).encode()
+    try:
+        return _encoder.encode(entry).encode()
+    except (TypeError, ValueError):  # an array, nan or an infinity; most entries have none
+        plain = {key: _plain(key, value) for key, value in entry.items()}
+        return _encoder.encode(plain).encode()
 
 
 def write_entries(path: Path, entries: list[LogEntry]) -> None:
@@ -76,19 +82,22 @@ def write_entries(path: Path, entries: list[LogEntry]) -> None:
     temporary.replace(path)
 
 
-def append_entry(path: Path, entry: Mapping[str, object]) -> bool:
+def append_entry(path: str | Path, entry: Mapping[str, object]) -> bool:
     """Append an entry in place, at a cost that does not depend on the length of the file.
 
     The file is valid JSON before and after; if writing fails midway (disk full), it is set back.
 
     Returns:
         False, with the file untouched, if its end is not the end of a log file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
     """
     line = encode_entry(entry)
-    with path.open("r+b", buffering=0) as file:
+    with FileIO(path, "r+") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 3))
-        tail = file.read()
+        tail = file.read(3)
         if tail == b"[]\n":
             position, closing, addition = size - 3, b"[]\n", b"[\n" + line + b"\n]\n"
         elif tail == b"\n]\n":
