@@ -8,8 +8,8 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..records import is_evaluation, is_training
 from .events import EventHandlers
-from .records import is_evaluation, is_training
 from .stretches import StretchTimer
 
 _logger = logging.getLogger("perf_metrics")

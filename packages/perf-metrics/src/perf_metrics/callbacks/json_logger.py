@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..logs.log_file import LOG_FILENAME, LogEntry, append_entry, parse_entries, write_entries
+from ..records import is_final
 from .events import EventHandlers, LoggingArguments, ProgressState
-from .records import is_final
 
 _log = logging.getLogger("perf_metrics")
 

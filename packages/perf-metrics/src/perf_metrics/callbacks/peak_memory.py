@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
+from ..records import is_training
 from .events import EventHandlers
-from .records import is_training
 
 _ALLOCATED = "allocated_bytes.all.peak"
 _RESERVED = "reserved_bytes.all.peak"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 from ..display.columns import FINAL_METRICS, STEP_COLUMNS, ColumnOverrides, merge_columns
 from ..display.format import format_value
 from ..display.table import ProgressTable, render_summary
+from ..records import is_evaluation, is_final
 from .events import EventHandlers, ProgressState
-from .records import is_evaluation, is_final
 
 if TYPE_CHECKING:
     from tqdm import tqdm  # type: ignore[import-untyped]

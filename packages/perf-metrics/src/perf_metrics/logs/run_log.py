@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..callbacks.records import is_final, is_training
+from ..records import is_final, is_training
 from .formats import LOG_FILENAME, STATE_FILENAME, find_log
 from .log_entry import JsonValue, LogEntry
 from .log_file import load_logs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, quantiles
 
-from ..callbacks.records import is_training
+from ..records import is_training
 from .log_entry import LogEntry
 from .run_log import TOKEN_KEYS, RunLog, Series, default_names, number_of, read_run, step_of
 
