@@ -1,8 +1,8 @@
-"""The contenders of the metrics benchmark: trainers that log, with and without what shows and stores entries."""
+"""The contenders of the metrics benchmark: trainers that log, with and without what shows their entries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -152,13 +152,16 @@ def lightning(work: Work, model: nn.Module, *, every: int, shows: bool) -> None:
 TRAINERS: dict[str, Callable[..., None]] = {OURS: ours, HF: hf_trainer, LIGHTNING: lightning}
 
 
-def contenders(peers_at: tuple[int, ...]) -> list[Contender]:
-    """Ours without any entry and at every interval, and the peers at some of these."""
-    chosen = [Contender(OURS, None, False, partial(ours, every=None, shows=False))]
+def groups(peers_at: Sequence[int]) -> list[list[Contender]]:
+    """Those that are compared: with and without, by trainer and interval; ours without any entry beside."""
+    chosen = []
     for trainer, train in TRAINERS.items():
         for every in LOGGING_STEPS if trainer == OURS else peers_at:
-            chosen += [
-                Contender(trainer, every, shows, partial(train, every=every, shows=shows))
-                for shows in (False, True)
-            ]
+            chosen.append(
+                [
+                    Contender(trainer, every, shows, partial(train, every=every, shows=shows))
+                    for shows in (False, True)
+                ]
+            )
+    chosen[0].append(Contender(OURS, None, False, partial(ours, every=None, shows=False)))
     return chosen

@@ -2,12 +2,13 @@
 
     python tests/benchmarks/metrics_overhead.py --json metrics.json
 
-One process, one thread at work. `Trainer` with PeakMemory, DefaultMetrics, ProgressCallback (lines into a file)
-and JsonLogger beside `Trainer` without callbacks, at a log entry every 1, 10 and 20 steps; both count tokens and
-FLOPs. Beside them Hugging Face Trainer and Lightning, with what they show and store by default and without. All of
-them train in turn, 20 steps each, in an order drawn anew each round. After that, each callback by itself, and
-what `check_flops` costs once. ``--quick`` only shows that everything runs. Nothing is asserted about time; ours
-with callbacks have to end with the very weights of those without.
+One process, one thread at work. `Trainer` with PeakMemory, DefaultMetrics, ProgressCallback (lines into a
+file) and JsonLogger beside `Trainer` without callbacks, at a log entry every 1, 10 and 20 steps; both count
+tokens and FLOPs. Beside them Hugging Face Trainer and Lightning, with what they show and store by default and
+without. All of them train at the same time; those that are compared hand over to each other every other step,
+so that they see the same state of the machine. After that, each callback by itself, and what `check_flops`
+costs once. ``--quick`` only shows that everything runs. Nothing is asserted about time; ours with callbacks
+have to end with the very weights of those without.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from _metrics_contenders import OURS, Contender, contenders
+from _metrics_contenders import OURS, Contender, groups
 from _metrics_first_entry import MODELS, measure_first_entry
 from _metrics_handlers import measure_handlers
-from _metrics_report import difference_rows, handler_rows, logging_rows, summarise, verdict
-from _metrics_turns import TURN, TurnClock, take_turns
+from _metrics_report import difference_rows, handler_rows, logging_line, summarise, verdict
+from _metrics_turns import STRETCH, TURN, TurnClock, take_turns
 from _step_agreement import TOLERANCE
 from _step_work import LOG_EVERY, SIZES, WARM_UP, Work, mean_loss
 from _timing import machine, print_table
@@ -46,8 +47,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 DISTRIBUTIONS = ("torch", "transformers", "lightning")
-ROUNDS = {"nano": 200, "tiny": 40}
-PEERS_AT = {"nano": (1, 10, 20), "tiny": (1, 10)}
+ROUNDS = {"nano": 100, "tiny": 35}
+PEERS_AT = {"nano": (1, 10), "tiny": (1,)}
 """Intervals of the peers; fewer at the larger size, where a round takes seconds."""
 
 
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {
         "benchmark": "metrics_overhead",
         "machine": machine(Path.cwd(), DISTRIBUTIONS),
-        "method": {"warm_up_steps": WARM_UP, "turn_steps": TURN, "threads": 1},
+        "method": {"warm_up_steps": WARM_UP, "round_steps": TURN, "stretch_steps": STRETCH, "threads": 1},
     }
     with tempfile.TemporaryDirectory(prefix="metrics-benchmark-") as folder:
         results["sizes"] = {
@@ -74,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measure(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     """All contenders in turn, then the callbacks one by one."""
-    chosen, began = contenders(PEERS_AT[name]), time.monotonic()
+    compared, began = groups(PEERS_AT[name]), time.monotonic()
+    chosen = [contender for group in compared for contender in group]
+    labels = [[contender.label for contender in group] for group in compared]
     work = Work.of(SIZES[name], rounds * TURN // LOG_EVERY, folder)
     models: dict[str, nn.Module] = {contender.label: work.model() for contender in chosen}
     runs = {}
@@ -86,15 +89,17 @@ def _measure(name: str, rounds: int, folder: Path) -> dict[str, Any]:
         runs[contender.label] = (clock, partial(contender.train, own, models[contender.label]))
     gc.collect()
     with _quiet(folder):
-        take_turns(runs, rounds)
+        take_turns(runs, labels, rounds)
         agreed = _agreement(chosen, models, work)
         handlers = measure_handlers(Work.of(SIZES[name], min(8, rounds), folder / "handlers"))
     print(f"[{(time.monotonic() - began) / 60:5.1f} min] {name}: {rounds} rounds", flush=True)
     return {
         "rounds": rounds,
         "peers_at": PEERS_AT[name],
-        "contenders": summarise(chosen, {label: clock.turns for label, (clock, _) in runs.items()}),
-        "turns": {label: [asdict(turn) for turn in clock.turns] for label, (clock, _) in runs.items()},
+        "contenders": summarise(chosen, {label: clock.stretches for label, (clock, _) in runs.items()}),
+        "stretches": {
+            label: [asdict(told) for told in clock.stretches] for label, (clock, _) in runs.items()
+        },
         "handlers": handlers,
         "agreement": agreed,
     }
@@ -102,7 +107,7 @@ def _measure(name: str, rounds: int, folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def _agreement(chosen: Sequence[Contender], models: Mapping[str, nn.Module], work: Work) -> dict[str, float]:
-    """Ours must have the same weights to the bit, the peers the same loss within the step benchmark's bounds."""
+    """Ours must have the same weights to the bit, peers the same loss within the step benchmark's bounds."""
     ours = [contender.label for contender in chosen if contender.trainer == OURS]
     weights = {label: parameters_to_vector(models[label].parameters()) for label in ours}
     if other := [label for label in ours if not torch.equal(weights[label], weights[ours[0]])]:
@@ -139,16 +144,16 @@ def _quiet(folder: Path) -> Iterator[None]:
 
 def _print(results: Mapping[str, Any]) -> None:
     for name, told in results["sizes"].items():
-        step_ms = told["contenders"][f"{OURS}, without, every 1"]["cpu_ms"]["median"]
+        step_ms = told["contenders"][f"{OURS}, without, every 1"]["cpu_ms"]["typical"]
         for table in (
             difference_rows(name, told["contenders"]),
-            logging_rows(name, told["contenders"]),
             handler_rows(name, told["handlers"], step_ms),
         ):
             print()
             print_table(table)
         print()
-        print("\n".join(verdict(name, told["contenders"])))
+        print(logging_line(name, told["contenders"]))
+        print("\n".join(verdict(name, told["contenders"], told["handlers"], step_ms)))
     rows = [["check_flops, once, ms of CPU time", "added", "with", "without"]]
     for model, first in results["first_entry_ms"].items():
         cells = (first["with"] - first["without"], first["with"], first["without"])
@@ -166,7 +171,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(SIZES), help="comma-separated, of: %(default)s")
-    parser.add_argument("--rounds", type=int, help=f"rounds at each size, a multiple of 5, instead of {ROUNDS}")
+    parser.add_argument(
+        "--rounds", type=int, help=f"rounds at each size, a multiple of 5, instead of {ROUNDS}"
+    )
     parser.add_argument("--quick", action="store_true", help="five rounds: does everything run?")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all results there")
     options = parser.parse_args(arguments)

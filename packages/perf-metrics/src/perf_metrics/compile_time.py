@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from .throughput import ThroughputMeter
+
+_log = logging.getLogger("perf_metrics")
 
 COMPILE_PHASE = "compile"
 """The excluded phase of `exclude_compilation`."""
@@ -41,9 +44,12 @@ def exclude_compilation(meter: ThroughputMeter) -> Iterator[None]:
     try:
         yield
     finally:
-        # torch._dynamo.reset() and others may have cleared the lists.
         if compiling.begin in callback_handler.start_callbacks:
             callback_handler.remove_start_callback(compiling.begin)
+        else:
+            _log.warning(
+                "torch._dynamo.reset() was called meanwhile: what was compiled after it counts as training"
+            )
         if compiling.end in callback_handler.end_callbacks:
             callback_handler.remove_end_callback(compiling.end)
         compiling.end()

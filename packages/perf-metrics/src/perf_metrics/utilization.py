@@ -29,6 +29,8 @@ def device_peak_flops(
     # Imported here: the plain formulas and the file readers must not need the table.
     from hardware_table import get_peak_hardware_flops
 
+    if not isinstance(dtype, str):
+        _check_shares(dtype)
     if isinstance(dtype, str) or value is not None:
         return get_peak_hardware_flops(value, dtype=dtype if isinstance(dtype, str) else "bf16")
     return mixed_peak_flops(dtype, {name: get_peak_hardware_flops(dtype=name) for name in dtype})
@@ -50,8 +52,7 @@ def mixed_peak_flops(shares: Mapping[str, float], peaks: Mapping[str, float | No
     Raises:
         ValueError: The shares are not positive or do not add up to 1, or a peak is not positive and finite.
     """
-    if any(not share >= 0 for share in shares.values()) or not math.isclose(sum(shares.values()), 1.0):
-        raise ValueError(f"shares={dict(shares)!r}: must be 0 or more each, and 1 together")
+    _check_shares(shares)
     seconds = 0.0
     for name, share in shares.items():
         peak = peaks.get(name)
@@ -64,9 +65,23 @@ def mixed_peak_flops(shares: Mapping[str, float], peaks: Mapping[str, float | No
     return 1.0 / seconds
 
 
+def _check_shares(shares: Mapping[str, float]) -> None:
+    numbers = [share for share in shares.values() if isinstance(share, int | float)]
+    wrong = len(numbers) < len(shares) or any(not share >= 0 for share in numbers)
+    if wrong or not math.isclose(sum(numbers), 1.0):
+        raise ValueError(f"shares={dict(shares)!r}: must be 0 or more each, and 1 together")
+
+
 def sum_peaks(peaks: Iterable[float | None]) -> float | None:
-    """Return the peak of a job from those of its devices, which may be unlike; None if one is unknown."""
+    """Return the peak of a job from those of its devices, which may be unlike; None if one is unknown.
+
+    Raises:
+        ValueError: A peak is not a positive finite number.
+    """
     known = list(peaks)
+    for peak in known:
+        if peak is not None:
+            check_peak("peaks", peak)
     return None if not known or None in known else math.fsum(peak for peak in known if peak is not None)
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import random
+import threading
+from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from perf_metrics import CountedPart, FlopsUnknownError, ModelFlops, compare_flops, count_flops
+from perf_metrics import (
+    CountedPart,
+    FlopsPerToken,
+    FlopsUnknownError,
+    ModelFlops,
+    compare_flops,
+    count_flops,
+)
 
 WIDTH, HEADS, GROUPS, LENGTH = 24, 4, 2, 16
 
@@ -131,7 +143,7 @@ def test_attention_of_the_cpu_counts_and_its_second_scores_are_recomputation() -
 
     model = Model()
     calls = CallStack(model)
-    watch = OperatorWatch(calls)
+    watch = OperatorWatch(calls, None)
     with calls, watch:
         model(torch.randint(40, (1, LENGTH))).sum().backward()
     attention = [booking for booking in watch.bookings if booking.operator == "attention"]
@@ -206,12 +218,98 @@ def test_a_wrong_formula_is_named_by_layer_type() -> None:
     assert compare_flops(Model(), LENGTH).warning() is None
 
 
+def test_lengths_beyond_the_first_few_lie_between_counted_ones() -> None:
+    asked: list[int] = []
+
+    class Watched(Model):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            asked.append(input_ids.shape[1])
+            return super().forward(input_ids)
+
+    flops = ModelFlops(Watched(), LENGTH)
+    for length in (5, 6, 7, 300, 301, 302, 303, 1000):
+        linear = 6 * (PROJECTIONS + MLP + HEAD)
+        assert flops.per_token(length) == FlopsPerToken(linear, pytest.approx(3 * SCORES / LENGTH * length))
+        assert next(part.kind for part in flops.per_token(length).parts) == "attention projections"
+    # The first four as they are asked for; then both ends of an eighth of an octave.
+    assert asked == [16, 5, 6, 7, 288, 320, 960, 1024]
+
+
 def test_a_model_of_one_length_is_counted_at_it() -> None:
     class Fixed(Model):
         def forward(self, input_ids: Tensor) -> Tensor:
             return super().forward(input_ids.view(-1, LENGTH))
 
     flops = ModelFlops(Fixed(), LENGTH)
-    free = ModelFlops(Model(), LENGTH)
-    for length in (LENGTH, 5, 1000):
-        assert flops.per_token(length).total == pytest.approx(free.per_token(length).total)
+    assert flops.per_token(LENGTH) == ModelFlops(Model(), LENGTH).per_token(LENGTH)
+    with pytest.raises(FlopsUnknownError, match="cannot be counted"):
+        flops.per_token(5)
+
+
+@pytest.mark.parametrize("way", ["closure", "wrapped", "compiled forward", "on meta"])
+def test_a_forward_that_holds_the_original_is_refused_before_it_does_harm(way: str) -> None:
+    with torch.device("meta" if way == "on meta" else "cpu"):
+        model = Model()
+    inner = model.forward
+    if way == "compiled forward":
+        model.forward = torch.compile(inner, backend="eager")  # type: ignore[method-assign]
+    else:
+        model.forward = functools.wraps(inner)(lambda input_ids: inner(input_ids))  # type: ignore[method-assign]
+    with pytest.raises(FlopsUnknownError, match="holds the original"):
+        count_flops(model, LENGTH)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_compiled_and_replicated_models_are_counted_as_what_they_hold() -> None:
+    model = Model()
+    assert count_flops(torch.compile(model), LENGTH).parts == count_flops(model, LENGTH).parts
+
+
+def test_results_of_any_form_have_a_backward_pass() -> None:
+    @dataclass
+    class Result:
+        found: dict[str, tuple[Tensor, ...]]
+
+    class Deep(Model):
+        def forward(self, input_ids: Tensor) -> Result:  # type: ignore[override]
+            return Result({"deep": (super().forward(input_ids),)})
+
+    with torch.inference_mode():
+        assert count_flops(Deep(), LENGTH).parts == count_flops(Model(), LENGTH).parts
+
+    class Silent(Model):
+        def forward(self, input_ids: Tensor) -> int:  # type: ignore[override]
+            super().forward(input_ids)
+            return 3
+
+    with pytest.raises(FlopsUnknownError, match="nothing that it returns depends on its trained parameters"):
+        count_flops(Silent(), LENGTH)
+
+
+def test_what_cannot_be_copied_is_shared() -> None:
+    model = Model()
+    model.lock = threading.Lock()
+    model.places = torch.zeros(3)  # neither a parameter nor a buffer
+    assert count_flops(model, LENGTH).parts == count_flops(Model(), LENGTH).parts
+
+
+def test_generators_stay_where_they_are() -> None:
+    class Drawing(Model):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            random.random(), numpy.random.rand(), torch.rand(2)
+            return super().forward(input_ids)
+
+    model = Drawing()
+    before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    count_flops(model, LENGTH)
+    after = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert before == after
+
+
+def test_what_is_recomputed_at_another_length() -> None:
+    again = count_flops(Model(again=True), LENGTH)
+    for length in (LENGTH, 64):
+        there = count_flops(Model(again=True), length)
+        assert again.recomputed(there.per_token()) == pytest.approx(there.hardware - there.model)
+    # Of one number only, the share of the whole is taken.
+    assert again.recomputed(FlopsPerToken(again.model, 0.0)) == pytest.approx(again.hardware - again.model)

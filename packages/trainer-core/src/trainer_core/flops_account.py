@@ -52,21 +52,28 @@ class FlopsAccount:
         flops = self._known[length]
         return 0.0 if flops is None else flops.total
 
-    def hardware(self, flos: float) -> float | None:
-        """FLOPs executed for so many model FLOPs, recomputed ones included; None if that is not known.
+    def recomputed(self, tokens: Mapping[int, int]) -> float | None:
+        """FLOPs that are done for the second time; None if that is not known.
 
         The first call holds the model FLOPs against a count, and takes a moment.
+
+        Args:
+            tokens: Number of positions by length of their rows.
         """
         if not self._is_counted and self._known:
             self._is_counted = True
             if self._args.check_flops:
                 length = next(reversed(self._known))
                 self._counted = warn_of_disagreement(self._parallel.whole_model(), length, flops=self._flops)
-        counted = self._counted
         # What a memory budget recomputes is up to the compiler.
-        if counted is None or counted.model <= 0 or self._args.activation_memory_budget is not None:
+        if self._counted is None or self._args.activation_memory_budget is not None:
             return None
-        return flos * counted.hardware / counted.model
+        known = {length: flops for length, flops in self._known.items() if flops is not None}
+        return sum(
+            count * self._counted.recomputed(known[length])
+            for length, count in tokens.items()
+            if length in known
+        )
 
     def peak(self) -> float | None:
         """Peak FLOP/s of all devices together, None if one is unknown; the first call is collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
@@ -65,7 +66,7 @@ class _DeviceSums:
         self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
         self._inputs: list[Tensor] = []
         self.known_inputs = 0
-        self.compute_tokens = 0
+        self.tokens_by_length: Counter[int] = Counter()
         self.flos = 0.0
         self.updates = 0
 
@@ -102,7 +103,7 @@ class _DeviceSums:
         self._inputs.clear()
 
     def figures(self, *, counts: bool) -> list[float]:
-        """The five sums, the two of norms, and what the host knows; waits for the device once.
+        """The five sums, the two of norms, and what the host counts; waits for the device once.
 
         Args:
             counts: Whether the data of this rank is counted; otherwise its sums are 0.
@@ -111,7 +112,7 @@ class _DeviceSums:
         on_device: list[float] = torch.cat([self._sums, self._norms]).tolist()
         if not counts:
             return [0.0] * 4 + on_device[4:] + [0.0] * 3
-        return [*on_device, self.known_inputs, self.compute_tokens, self.flos]
+        return [*on_device, self.known_inputs, self.tokens_by_length.total(), self.flos]
 
 
 class Interval:
@@ -148,7 +149,7 @@ class Interval:
         flos = 0.0
         for labels in window.labels:
             positions = labels.numel()
-            self._sums.compute_tokens += positions
+            self._sums.tokens_by_length[labels.shape[-1]] += positions
             flos += positions * self._flops_per_token(labels.shape[-1])
         self._sums.add(window, loss_sum, grad_norm, flos)
 
@@ -165,12 +166,14 @@ class Interval:
         self.totals.data_seconds += lap.phases.get("data", 0.0)
 
     def _take(self, sums: _DeviceSums) -> None:
-        ranks = self._parallel.gather([*sums.figures(counts=self._parallel.counts_data), self._new_traffic()])
+        counts = self._parallel.counts_data
+        recomputed = self._recomputed(sums) if counts else 0.0
+        ranks = self._parallel.gather([*sums.figures(counts=counts), self._new_traffic(), recomputed])
         columns = list(zip(*ranks, strict=True))
         loss_sum, applied_tokens, target, masked_inputs = map(sum, columns[:4])
         # Equal on all ranks, but where each trains a model of its own.
         applied, square_sum = map(_common, columns[4:6])
-        known_inputs, compute, flos, sent = map(sum, columns[7:])
+        known_inputs, compute, flos, sent, again = map(sum, columns[7:])
         inputs = masked_inputs + known_inputs
         totals, state = self.totals, self._state
         totals.loss_sum += loss_sum
@@ -179,10 +182,9 @@ class Interval:
         totals.input_tokens += int(inputs)
         totals.compute_tokens += int(compute)
         totals.flos += flos
-        with self._meter.exclude("flops"):
-            executed = self._flops.hardware(flos)
-        if executed is not None:
-            totals.hardware_flos = (totals.hardware_flos or 0.0) + executed
+        if not math.isnan(again):
+            totals.hardware_flos = (totals.hardware_flos or 0.0) + flos + again
+            self._speed.add_executed(flos + again)
         totals.updates += int(applied)
         totals.skipped += sums.updates - int(applied)
         totals.grad_norm_square_sum += square_sum
@@ -192,6 +194,12 @@ class Interval:
         state.num_target_tokens_seen += int(target)
         state.num_input_tokens_seen += int(inputs)
         state.total_flos += flos
+
+    def _recomputed(self, sums: _DeviceSums) -> float:
+        """FLOPs that this rank's data cost a second time; not a number if that is not known."""
+        with self._meter.exclude("flops"):
+            recomputed = self._flops.recomputed(sums.tokens_by_length)
+        return math.nan if recomputed is None else recomputed
 
     def _new_traffic(self) -> float:
         """Bytes that this rank has sent since the last call."""

@@ -64,9 +64,6 @@ class TrainingLoop:
         self._agree()
         metrics = run.speed.summary(run.state)
         if "train_runtime" in metrics:
-            executed = run.flops.hardware(metrics.get("flops_per_second", 0.0))
-            if executed:
-                metrics["hardware_flops_per_second"] = round(executed, 2)
             self.actions.log({**metrics, "peak_flops": run.flops.peak()})
         self.actions.restore_best()
         run.events.fire("on_train_end")

@@ -29,6 +29,7 @@ class RunSpeed:
         self.samples_per_step = samples_per_step
         self.net_seconds = 0.0
         self.gross_seconds = 0.0
+        self.hardware_flos = 0.0
         self._session_step = 0
         self._mark: _Mark | None = None
 
@@ -51,6 +52,11 @@ class RunSpeed:
         if self._mark is not None:
             self.net_seconds += net_seconds
             self.gross_seconds += gross_seconds
+
+    def add_executed(self, flos: float) -> None:
+        """Add FLOPs that were executed, recomputed ones included, if timing has started."""
+        if self._mark is not None:
+            self.hardware_flos += flos
 
     def summary(self, state: TrainerState) -> dict[str, float]:
         """Final metrics; speeds are left out when nothing was timed."""
@@ -78,4 +84,6 @@ class RunSpeed:
         }
         if flos > 0:
             metrics["flops_per_second"] = round(flos / self.net_seconds, 2)
+        if self.hardware_flos > 0:
+            metrics["hardware_flops_per_second"] = round(self.hardware_flos / self.net_seconds, 2)
         return metrics

@@ -16,6 +16,7 @@ from ..flops.conventions import CONVENTIONS
 from ..flops.from_config import FAMILIES, architecture_of_config
 from ..flops.from_modules import architecture_of_model
 from ..flops.recomputation import hardware_flops_per_token
+from ..flops.settings import Settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,13 +65,14 @@ def run_flops(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> str:
     config = _read(options.hf_config)
-    model = _build(config) if options.check or config.get("model_type") not in FAMILIES else None
+    note = "the text model alone; " if isinstance(config.get("text_config"), dict) else ""
+    model = _build(config) if options.check or Settings(config).family not in FAMILIES else None
     architecture = architecture_of_config(config) if model is None else architecture_of_model(model)
     comparison = compare_flops(model, options.seq) if options.check and model is not None else None
     if options.json:
         return json.dumps(_as_json(architecture, options, comparison), indent=2)
     blocks = [
-        _heading(architecture, options),
+        note + _heading(architecture, options),
         _parts(architecture, options),
         _conventions(architecture, options.seq),
     ]
@@ -108,7 +110,8 @@ def _build(config: Mapping[str, object]) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(known)  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, KeyError) as error:
-        raise FlopsUnknownError(f"transformers cannot build model_type={family!r}: {error}") from None
+        reason = str(error).partition("\n")[0][:200]
+        raise FlopsUnknownError(f"transformers cannot build model_type={family!r}: {reason}") from None
     return model
 
 

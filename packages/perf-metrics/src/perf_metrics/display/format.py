@@ -90,8 +90,8 @@ def check_reduce(reduce: Reduce) -> None:
 def _format_scalar(value: object, fmt: Format) -> str:
     if callable(fmt):
         return fmt(value)  # type: ignore[arg-type]  # the user's callable knows what its column holds
-    # Looked at first: to ask whether it is one of all kinds of real numbers takes longer than to format it.
-    if isinstance(value, bool) or not (isinstance(value, float | int) or isinstance(value, Real)):
+    # Plain ones first: to ask whether it is one of all kinds of real numbers takes longer than to format it.
+    if isinstance(value, bool) or not isinstance(value, float | int | Real):
         return str(value)
     if isinstance(value, int) and not fmt:
         return f"{value:,}"

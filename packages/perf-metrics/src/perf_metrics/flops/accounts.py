@@ -85,3 +85,39 @@ def per_token_of(parts: dict[str, FlopsPart]) -> FlopsPerToken:
     attention = sum(part.total for part in ordered if part.kind == ATTENTION_SCORES)
     state = sum(part.total for part in ordered if part.kind == STATE_SCAN)
     return FlopsPerToken(sum(part.total for part in ordered) - attention - state, attention, state, ordered)
+
+
+def halved(flops: FlopsPerToken) -> FlopsPerToken:
+    """The same with half of the attention, as a causal mask leaves it."""
+    parts = {
+        part.kind: FlopsPart(part.kind, part.forward / 2, part.backward / 2)
+        if part.kind == ATTENTION_SCORES
+        else part
+        for part in flops.parts
+    }
+    if parts:
+        return per_token_of(parts)
+    return FlopsPerToken(flops.matmul, flops.attention / 2, flops.state)
+
+
+def between(near: FlopsPerToken, far: FlopsPerToken, share: float) -> FlopsPerToken:
+    """What lies at a share, 0 to 1, of the way from one to the other, by layer type."""
+    ends = [{part.kind: (part.forward, part.backward) for part in flops.parts} for flops in (near, far)]
+
+    def at(kind: str, index: int) -> float:
+        here, there = (end.get(kind, (0.0, 0.0))[index] for end in ends)
+        return here + (there - here) * share
+
+    kinds = [kind for kind in KINDS if any(kind in end for end in ends)]
+    return per_token_of({kind: FlopsPart(kind, at(kind, 0), at(kind, 1)) for kind in kinds})
+
+
+def grid_around(length: int, steps: int = 8) -> tuple[int, int]:
+    """The two lengths nearest to this one, below and above, on a grid of so many steps to the octave.
+
+    A length that lies on the grid is the lower of the two.
+    """
+    octave = 1 << (length.bit_length() - 1)
+    step = max(1, octave // steps)
+    below = octave + (length - octave) // step * step
+    return below, below + step

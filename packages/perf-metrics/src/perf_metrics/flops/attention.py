@@ -103,8 +103,11 @@ def _kinds(settings: Settings) -> Sequence[str]:
         return [_known(mark, _PATTERN, "hybrid_override_pattern") for mark in pattern]
     for name in ("layers_block_type", "layer_types"):
         if (kinds := settings.texts(name)) is not None:
+            if len(kinds) != settings.layers:
+                raise UnknownShapeError(f"config.{name} names {len(kinds)} layers of {settings.layers}")
             return [_known(kind, _known_kinds(settings), name) for kind in kinds]
-    if attending := settings.numbers("attn_layer_indices"):
+    if settings.get("attn_layer_indices") is not None:
+        attending = settings.numbers("attn_layer_indices")
         return ["full" if index in attending else "scan" for index in range(settings.layers)]
     return [_kind_by_rule(index, settings) for index in range(settings.layers)]
 

@@ -123,7 +123,8 @@ def warn_of_disagreement(
         return flops.counted
     try:
         comparison = compare_flops(model, sequence_length, flops=flops)
-    except FlopsUnknownError:
+    except FlopsUnknownError as reason:
+        warn_once(f"neither checked nor counted for HFU: {reason}")
         return None
     if (text := comparison.warning()) is not None:
         warn_once(text)

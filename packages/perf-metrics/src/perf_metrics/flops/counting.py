@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,7 +38,8 @@ class CountedPart:
         forward: Of the forward pass.
         backward: Of gradients.
         recomputed: Of the backward pass too, but done for the second time: activations that checkpointing
-            did not keep, and the scores that fused attention computes again.
+            did not keep. What fused kernels of attention compute again is not among them, as there are none
+            on the meta device.
     """
 
     kind: str
@@ -70,6 +69,17 @@ class CountedFlops:
     def hardware(self) -> float:
         """The same with everything that is recomputed: what HFU is about."""
         return self.model + sum(part.recomputed for part in self.parts)
+
+    def recomputed(self, flops: FlopsPerToken) -> float:
+        """What is recomputed per token at another sequence length, of which the model FLOPs are given.
+
+        Each layer type recomputes the share of its forward that it did when it was counted.
+        """
+        if not flops.parts:
+            return flops.total * (self.hardware / self.model - 1) if self.model else 0.0
+        shares = {part.kind: part.recomputed / part.forward for part in self.parts if part.forward}
+        # Rounded, so that it does not matter at which length it was counted.
+        return sum(part.forward * round(shares.get(part.kind, 0.0), 6) for part in flops.parts)
 
     def per_token(self) -> FlopsPerToken:
         """The model FLOPs as the formula gives them."""
@@ -111,20 +121,22 @@ def count_flops(
     """
     if (sequence_length is None) == (inputs is None):
         raise ValueError("count_flops needs either sequence_length or inputs")
-    batch = _row(sequence_length) if inputs is None else _without_values(inputs)
-    first = next((value for value in batch.values()), None)
-    tokens = 0 if first is None else max(1, first.shape[:2].numel())
+    import torch
+
+    from .trial_run import NotRunError, run_step
+
     try:
-        return _counted(meta_copy(model), batch, tokens)
-    except (NotCopiedError, _NotRunError) as reason:
+        # What is made in inference mode can have no gradient.
+        with torch.inference_mode(False):
+            batch = _row(sequence_length) if inputs is None else _without_values(inputs)
+            first = next((value for value in batch.values()), None)
+            tokens = 0 if first is None else max(1, first.shape[:2].numel())
+            return CountedFlops(tokens, _parts(run_step(meta_copy(model), batch, model), tokens))
+    except (NotCopiedError, NotRunError) as reason:
         raise FlopsUnknownError(
             f"FLOPs of {type(model).__name__} cannot be counted on the meta device: {reason}; give the model "
             "a method flops_per_token(sequence_length) that returns its training FLOPs per token"
         ) from None
-
-
-class _NotRunError(ValueError):
-    """The model does not run without values."""
 
 
 def _row(sequence_length: int | None) -> dict[str, Tensor]:
@@ -140,73 +152,6 @@ def _without_values(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _counted(model: nn.Module, batch: dict[str, Tensor], tokens: int) -> CountedFlops:
-    attempts = [lambda: None, *_other_experts(model)]
-    problem: Exception | None = None
-    for prepare in attempts:
-        prepare()
-        try:
-            return _run(model, batch, tokens)
-        except Exception as error:  # noqa: BLE001 - whatever a model does without values, it is told
-            problem = problem or error
-    text = str(problem).partition("\n")[0][:200] or type(problem).__name__
-    raise _NotRunError(text)
-
-
-def _other_experts(model: nn.Module) -> list[Callable[[], None]]:
-    """Ways to run experts without values: which ones are used must not change what is called."""
-    switch = getattr(model, "set_experts_implementation", None)
-    return [lambda: switch("batched_mm")] if callable(switch) else []
-
-
-def _run(model: nn.Module, batch: dict[str, Tensor], tokens: int) -> CountedFlops:
-    import torch
-
-    from .operator_watch import CallStack, OperatorWatch
-
-    calls = CallStack(model)
-    watch = OperatorWatch(calls)
-    drawn = random.getstate()
-    try:
-        # What the forward makes for itself, such as a mask, has no values either.
-        device = torch.device("meta")
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), device, calls, watch:
-            outputs = _tensors(_call(model, batch))
-            trained = [output for output in outputs if output.requires_grad]
-            if trained:
-                torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
-    finally:
-        random.setstate(drawn)
-    return CountedFlops(tokens, _parts(watch.bookings, tokens))
-
-
-def _call(model: nn.Module, batch: dict[str, Tensor]) -> object:
-    """Call with keywords; a row of tokens goes first where the model has another name for it."""
-    taken = inspect.signature(model.forward).parameters.values()
-    if set(batch) == {"input_ids"} and not any(
-        parameter.name == "input_ids" or parameter.kind is parameter.VAR_KEYWORD for parameter in taken
-    ):
-        return model(batch["input_ids"])
-    return model(**batch)
-
-
-def _tensors(output: object) -> list[Tensor]:
-    """What a loss would be made of: the loss or the logits where a model says so, else what it returns."""
-    import torch
-
-    for name in ("loss", "logits", "last_hidden_state"):
-        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-        if isinstance(value, torch.Tensor):
-            return [value]
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, Mapping):
-        output = tuple(output.values())
-    if isinstance(output, list | tuple):
-        return [item for item in output if isinstance(item, torch.Tensor) and item.is_floating_point()]
-    return []
-
-
 def _parts(bookings: Iterable[Booking], tokens: int) -> tuple[CountedPart, ...]:
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for booking in bookings:
@@ -217,13 +162,14 @@ def _parts(bookings: Iterable[Booking], tokens: int) -> tuple[CountedPart, ...]:
 
 
 def _kind(booking: Booking) -> str:
-    kind = kind_of(booking.place.path)
+    place = booking.place
+    kind = kind_of(place.path)
     if booking.operator == "attention":
         return ATTENTION_SCORES
     if booking.operator == "convolution":
         return SHORT_CONVOLUTION if kind == STATE_PROJECTIONS else kind
-    if booking.place.holds_experts:
+    if place.holds_experts:
         return ROUTED_EXPERTS
     if booking.operator == "batched":
-        return STATE_SCAN if kind == STATE_PROJECTIONS else ATTENTION_SCORES
+        return STATE_SCAN if kind == STATE_PROJECTIONS and not place.attends else ATTENTION_SCORES
     return kind

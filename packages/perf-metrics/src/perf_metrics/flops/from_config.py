@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .accounts import (
@@ -26,24 +26,44 @@ from .settings import Settings, UnknownShapeError
 
 @dataclass(frozen=True)
 class _Family:
-    """What a config.json of this family leaves unsaid."""
+    """What a config.json of this family leaves unsaid, as transformers 5 fills it in."""
 
     mlp: Literal["gated", "plain", "none"] = "gated"
-    tied: bool = False
     positions: bool = False
+    defaults: Mapping[str, object] = field(default_factory=dict)
 
 
-_GATED, _TIED, _PLAIN = _Family(), _Family(tied=True), _Family("plain")
+def _gated(**defaults: object) -> _Family:
+    return _Family(defaults={"tie_word_embeddings": False, **defaults})
+
+
+def _plain(*, positions: bool = False, **defaults: object) -> _Family:
+    return _Family("plain", positions, {"tie_word_embeddings": False, **defaults})
+
+
+_TIED = {"tie_word_embeddings": True}
+_NO_WINDOW = {"use_sliding_window": False}
 FAMILIES: Mapping[str, _Family] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo", "olmo2", "granite"), _GATED),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe"), _GATED),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "bamba", "stablelm", "glm", "glm4"), _GATED),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3", "cohere", "cohere2", "smollm3"), _TIED),
-    **dict.fromkeys(("gpt_neox", "phi"), _PLAIN),
-    "starcoder2": _Family("plain", tied=True),
-    "gpt2": _Family("plain", tied=True, positions=True),
-    "opt": _Family("plain", tied=True, positions=True),
-    "mamba2": _Family("none"),
+    **dict.fromkeys(("llama", "phi3", "olmo", "olmo2", "granite", "stablelm", "olmoe"), _gated()),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), _gated()),
+    **dict.fromkeys(("mistral", "mixtral"), _gated(num_key_value_heads=8)),
+    **dict.fromkeys(("qwen2", "qwen2_moe"), _gated(**_NO_WINDOW)),
+    "qwen3": _gated(head_dim=128, **_NO_WINDOW),
+    "qwen3_moe": _gated(num_key_value_heads=4, **_NO_WINDOW),
+    "gpt_oss": _gated(num_key_value_heads=8, head_dim=64),
+    **dict.fromkeys(("glm", "glm4"), _gated(num_key_value_heads=2, head_dim=128)),
+    "smollm3": _gated(num_key_value_heads=4, **_TIED),
+    "gemma": _gated(head_dim=256, **_TIED),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text", "gemma3"), _gated(num_key_value_heads=4, head_dim=256, **_TIED)
+    ),
+    **dict.fromkeys(("cohere", "cohere2"), _gated(**_TIED)),
+    "bamba": _gated(num_key_value_heads=8, attn_layer_indices=[], mamba_n_groups=1, mamba_d_conv=4),
+    **dict.fromkeys(("gpt_neox", "phi"), _plain()),
+    "starcoder2": _plain(num_key_value_heads=2, **_TIED),
+    "gpt2": _plain(positions=True, **_TIED),
+    "opt": _plain(positions=True, **_TIED),
+    "mamba2": _Family("none", defaults={"tie_word_embeddings": False, "n_groups": 8, "conv_kernel": 4}),
 }
 """Families whose layers are known from their figures alone; others are built and walked through."""
 
@@ -59,16 +79,17 @@ def architecture_of_config(config: Mapping[str, object]) -> Architecture:
     Raises:
         FlopsUnknownError: The family is not known, or a figure is missing; the message says which.
     """
-    settings = Settings(config)
-    if settings.family not in FAMILIES:
+    known = Settings(config)
+    family = FAMILIES.get(known.family)
+    if family is None:
         raise FlopsUnknownError(
-            f"model_type={settings.family!r} is not one of the families known from their figures "
+            f"model_type={known.family!r} is not one of the families known from their figures "
             f"({', '.join(sorted(FAMILIES))}); build the model on the meta device and count it instead"
         )
     try:
-        return _Figures(settings, FAMILIES[settings.family]).architecture()
+        return _Figures(known.or_else(family.defaults), family).architecture()
     except UnknownShapeError as reason:
-        raise FlopsUnknownError(f"FLOPs of this {settings.family} unknown: {reason}") from None
+        raise FlopsUnknownError(f"FLOPs of this {known.family} unknown: {reason}") from None
 
 
 class _Figures:
@@ -78,6 +99,11 @@ class _Figures:
         self._settings = settings
         self._family = family
         self._hidden = settings.hidden
+        embedded = settings.count_or(self._hidden, "word_embed_proj_dim")
+        if embedded != self._hidden:
+            raise UnknownShapeError(
+                f"config.word_embed_proj_dim={embedded} is not hidden_size={self._hidden}: not covered"
+            )
         self._stored: dict[str, int] = defaultdict(int)
         self._active: dict[str, float] = defaultdict(float)
 
@@ -93,8 +119,7 @@ class _Figures:
                 self._feed_forward(index)
         table = settings.count("vocab_size") * self._hidden
         self._add(OUTPUT_PROJECTION, table)
-        tied = settings.get("tie_word_embeddings")
-        lookup = 0 if (self._family.tied if tied is None else tied) else table
+        lookup = 0 if settings.get("tie_word_embeddings") else table
         if self._family.positions:
             lookup += settings.count("n_positions", "max_position_embeddings") * self._hidden
         groups = (
@@ -122,6 +147,10 @@ class _Figures:
             self._add(ATTENTION_PROJECTIONS, queries + values + out)
             return
         shared = settings.count_or(settings.heads, "num_key_value_heads")
+        if settings.heads % shared:
+            raise UnknownShapeError(
+                f"config.num_key_value_heads={shared} does not divide num_attention_heads={settings.heads}"
+            )
         narrow = shared * (layer.query_width // settings.heads)
         self._add(ATTENTION_PROJECTIONS, hidden * (layer.query_width + 2 * narrow) + out)
 

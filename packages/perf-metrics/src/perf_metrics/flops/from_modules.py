@@ -16,6 +16,11 @@ from .settings import Settings, UnknownShapeError
 if TYPE_CHECKING:
     from torch import nn
 
+_NOT_AS_CONFIGURED = {
+    *("bart", "bigbird_pegasus", "diffllama", "gemma3n", "gemma3n_text", "hrm_text", "mimo_v2_flash"),
+    *("mllama", "mllama_text_model", "mvp", "prophetnet", "trocr"),
+}
+"""Families whose attention is not what a decoder of their figures would have: twice, across, in streams."""
 _ONE_OF_MANY = re.compile(r"(^|\.)experts\.\d+(\.|$)")
 
 
@@ -59,6 +64,8 @@ def _architecture(model: nn.Module) -> Architecture:
     if config is None:
         raise UnknownShapeError("it has no config with num_hidden_layers and num_attention_heads")
     settings = Settings(config)
+    if settings.family in _NOT_AS_CONFIGURED:
+        raise UnknownShapeError(f"layers of {settings.family} attend in ways that its config does not tell")
     mixing = _reached(model, mixing_layers(settings))
     groups: dict[str, WeightGroup] = {}
     for matrix, passes in _with_passes(model, settings):

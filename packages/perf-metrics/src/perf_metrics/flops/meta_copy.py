@@ -21,11 +21,14 @@ def meta_copy(model: nn.Module) -> nn.Module:
     No memory for weights is needed, whatever the model's size. Sharded tensors become whole. Hooks are left
     out, compiled modules are as they were written, modes and `requires_grad` are kept.
 
+    What compiles a module, or adds up gradients of ranks, is left out. An attribute that cannot be copied,
+    such as a lock or an open file, is shared with the original.
+
     Args:
         model: The model, which stays as it is.
 
     Raises:
-        NotCopiedError: An attribute of a module cannot be copied.
+        NotCopiedError: It is not a module.
     """
     from torch import nn
 
@@ -37,17 +40,18 @@ def meta_copy(model: nn.Module) -> nn.Module:
         # Made beforehand, so that hooks and what forbids copying (a sharded module does) are not met.
         bare: nn.Module = object.__new__(_written_class(module))
         memo[id(module)] = bare
+    for module in reversed(modules):
+        if (inner := _wrapped(module)) is not None:
+            memo[id(module)] = memo[id(inner)]
     plain = nn.Module()
     hooks = {
         name for name, value in plain.__dict__.items() if isinstance(value, OrderedDict) and "hook" in name
     }
     for module in modules:
-        clone = memo[id(module)]
-        try:
-            clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in _state(module, hooks)})
-        except Exception as error:  # whatever an attribute raises, it is named
-            raise NotCopiedError(f"{type(module).__name__} cannot be copied: {error}") from error
-        clone.__dict__.update({name: OrderedDict() for name in hooks})
+        if _wrapped(module) is None:
+            clone = memo[id(module)]
+            clone.__dict__.update({name: _copied(value, memo) for name, value in _state(module, hooks)})
+            clone.__dict__.update({name: OrderedDict() for name in hooks})
     result = memo[id(model)]
     if not isinstance(result, nn.Module):
         raise NotCopiedError(f"{type(model).__name__} is not a module")
@@ -60,6 +64,19 @@ def _state(module: nn.Module, hooks: set[str]) -> Iterator[tuple[str, object]]:
         # Sharding keeps process groups there.
         if name not in hooks and not name.startswith("__composable_api_state"):
             yield name, None if name == "_compiled_call_impl" else value
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """The module within one that only compiles it, or adds up gradients of ranks."""
+    inner = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}.get(type(module).__name__)
+    return None if inner is None else module._modules.get(inner)
+
+
+def _copied(value: object, memo: dict[int, object]) -> object:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # noqa: BLE001 - locks, files, loggers: what cannot be copied is shared
+        return value
 
 
 def _written_class(module: nn.Module) -> type:

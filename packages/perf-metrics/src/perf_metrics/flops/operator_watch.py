@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -18,12 +18,22 @@ if TYPE_CHECKING:
 Sort: TypeAlias = Literal["attention", "batched", "convolution", "product"]
 
 
+class ForeignTensorError(ValueError):
+    """An operator was given a tensor with values."""
+
+
 @dataclass(frozen=True)
 class Place:
-    """A module, by its path, and whether it multiplies by its own stack of matrices."""
+    """A module: its path, whether it multiplies by its own stack of matrices, and whether it is attention."""
 
     path: str
     holds_experts: bool
+    attends: bool
+
+
+def _place(path: str, module: nn.Module) -> Place:
+    name = type(module).__name__.lower()
+    return Place(path, _holds_experts(module), "attention" in name and "linear" not in name)
 
 
 @dataclass
@@ -46,7 +56,7 @@ class CallStack:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._open = [Place("", _holds_experts(model))]
+        self._open = [_place("", model)]
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -57,7 +67,7 @@ class CallStack:
     def __enter__(self) -> CallStack:
         for path, module in self._model.named_modules():
             self._handles += [
-                module.register_forward_pre_hook(self._entering(Place(path, _holds_experts(module)))),
+                module.register_forward_pre_hook(self._entering(_place(path, module))),
                 module.register_forward_hook(self._leaving, always_call=True),
             ]
         return self
@@ -86,11 +96,17 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         calls: Tells which module is being called.
+        original: The model of which this one is a copy without values. A forward that was exchanged by a
+            function may still hold it; what it computes must not reach its gradients. None: no copy is run.
     """
 
-    def __init__(self, calls: CallStack) -> None:
+    def __init__(self, calls: CallStack, original: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls
+        held = () if original is None else (*original.parameters(), *original.buffers())
+        self._is_copy = original is not None
+        self._foreign = {id(tensor) for tensor in held}
+        self._last_node = -1
         self._makers: dict[int, Place] = {}
         self._booked: dict[tuple[Place, Sort], Booking] = {}
 
@@ -107,6 +123,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, object] | None = None,
     ) -> object:
         """Run the operator, and book it if it has a formula."""
+        if self._is_copy:
+            self._refuse_foreign(args)
         operator = getattr(func, "overloadpacket", func)
         formula = formulas().get(operator)
         if formula is None:
@@ -116,6 +134,17 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self._book(operator, formula(*args, **(kwargs or {}), out_val=result))
         return result
+
+    def _refuse_foreign(self, args: Iterable[object]) -> None:
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                if id(arg) in self._foreign or (arg.dim() and arg.device.type != "meta"):
+                    raise ForeignTensorError(
+                        f"{self._calls.innermost.path or 'its forward'} works on a tensor that is not part "
+                        "of the copy; a forward that was exchanged by a function holds the original"
+                    )
+            elif isinstance(arg, list | tuple):
+                self._refuse_foreign(arg)
 
     def _decomposed(self, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """What operators made of others come to, those others being booked."""
@@ -129,7 +158,10 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is None or torch.is_grad_enabled():
             place = self._calls.innermost
             # The node of this operator, where it gets one, has been made already.
-            self._makers[torch._C._autograd._get_sequence_nr() - 1] = place
+            newest = torch._C._autograd._get_sequence_nr() - 1
+            if newest > self._last_node:
+                self._makers[newest] = place
+                self._last_node = newest
             booking = self._booking(place, operator)
             if node is None:
                 booking.forward += flops

@@ -11,10 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from .accounts import FlopsPerToken, FlopsUnknownError
+from .accounts import FlopsPerToken, FlopsUnknownError, between, grid_around, halved
 from .architecture import Architecture, check_length
 from .attention import Causal, check_causal
 from .counting import CountedFlops, count_flops
@@ -56,7 +55,9 @@ def palm_flops_per_token(
     for name, number in {**numbers, "sequence_length": sequence_length}.items():
         if not number >= 0 or math.isinf(number):
             raise ValueError(f"{name}={number!r}: must be a finite number, 0 or more")
-    return 6.0 * n_parameters + 12.0 * n_layers * d_attention * sequence_length * _factor(causal)
+    return 6.0 * n_parameters + 12.0 * n_layers * d_attention * sequence_length * (
+        0.5 if causal == "half" else 1.0
+    )
 
 
 class ModelFlops:
@@ -67,8 +68,9 @@ class ModelFlops:
     - "model": its own method `flops_per_token(sequence_length)`, which returns a `FlopsPerToken` in the
       "full" convention, or one number for everything, which cannot be halved, or None if it does not know;
     - "formula": its modules and `config`, see `architecture_of_model`;
-    - "counter": torch's formulas for the operators that it calls, see `count_flops`. It is run at the usual
-      length and at half of it; FLOPs per token lie on a straight line between and beyond.
+    - "counter": torch's formulas for the operators that it calls, see `count_flops`. The first few lengths
+      that are asked for are counted; then lengths at eight steps to the octave, and what lies between two of
+      them is taken from the line between.
 
     Args:
         model: The model itself, on any device, meta included; of `DistributedDataParallel`, its `module`.
@@ -87,8 +89,7 @@ class ModelFlops:
         check_length(sequence_length)
         self._model = model
         self._architecture: Architecture | None = None
-        self._length = sequence_length
-        self._half: FlopsPerToken | None = None
+        self._by_length: dict[int, CountedFlops] = {}
         self.counted: CountedFlops | None = None
         self.source: FlopsSource | None = None
         self.reason = ""
@@ -100,11 +101,11 @@ class ModelFlops:
             self.source = "formula"
         except FlopsUnknownError as reason:
             self.reason = str(reason)
-            self._count()
+            self._count(sequence_length)
 
-    def _count(self) -> None:
+    def _count(self, sequence_length: int) -> None:
         try:
-            self.counted = count_flops(self._model, self._length)
+            self.counted = self._by_length[sequence_length] = count_flops(self._model, sequence_length)
             self.source = "counter"
         except FlopsUnknownError as reason:
             self.reason = f"{self.reason.removesuffix('; count_flops counts it instead')}; {reason}"
@@ -131,30 +132,29 @@ class ModelFlops:
             return self._architecture.per_token(sequence_length, causal)
         if self.counted is None:
             raise FlopsUnknownError(self.reason)
-        return self._on_line(self.counted.per_token(), sequence_length, _factor(causal))
+        flops = self._as_counted(sequence_length)
+        return flops if causal != "half" else halved(flops)
 
-    def _on_line(self, whole: FlopsPerToken, length: int, attention_factor: float) -> FlopsPerToken:
-        if length == self._length:
-            return replace(whole, attention=whole.attention * attention_factor)
-        if self._half is None:
-            self._half = self._at_half(whole)
-        away = (length - self._length) / (self._length - self._length // 2)
-
-        def at(here: float, half: float) -> float:
-            return here + (here - half) * away
-
-        return FlopsPerToken(
-            at(whole.matmul, self._half.matmul),
-            at(whole.attention, self._half.attention) * attention_factor,
-            at(whole.state, self._half.state),
-        )
-
-    def _at_half(self, whole: FlopsPerToken) -> FlopsPerToken:
+    def _as_counted(self, length: int) -> FlopsPerToken:
+        if length in self._by_length or len(self._by_length) < _COUNTED_AS_ASKED:
+            return self._counted_at(length)
+        below, above = grid_around(length)
         try:
-            return count_flops(self._model, max(1, self._length // 2)).per_token()
+            return between(
+                self._counted_at(below), self._counted_at(above), (length - below) / (above - below)
+            )
         except FlopsUnknownError:
-            # A model of one length: what is booked as attention grows with it.
-            return replace(whole, attention=whole.attention / 2)
+            # Beyond what the model takes, though the length itself is not.
+            return self._counted_at(length)
+
+    def _counted_at(self, length: int) -> FlopsPerToken:
+        if length not in self._by_length:
+            self._by_length[length] = count_flops(self._model, length)
+        return self._by_length[length].per_token()
+
+
+_COUNTED_AS_ASKED = 4
+"""Lengths that are counted as they are asked for: most runs have no more."""
 
 
 def flops_per_token_breakdown(
@@ -196,7 +196,7 @@ def _from_hook(model: nn.Module, sequence_length: int, causal: Causal) -> FlopsP
     owner = type(model).__name__
     answer = getattr(model, "flops_per_token")(sequence_length)  # noqa: B009 - a Module's attribute has no type
     if isinstance(answer, FlopsPerToken):
-        return FlopsPerToken(answer.matmul, answer.attention * _factor(causal), answer.state)
+        return answer if causal != "half" else halved(answer)
     if answer is None:
         raise FlopsUnknownError(f"model FLOPs of {owner} unknown: its flops_per_token returned None")
     if isinstance(answer, bool) or not isinstance(answer, int | float) or not 0 < answer < math.inf:
@@ -210,10 +210,6 @@ def _from_hook(model: nn.Module, sequence_length: int, causal: Causal) -> FlopsP
             'FlopsPerToken from it, or use causal="full"'
         )
     return FlopsPerToken(float(answer), 0.0)
-
-
-def _factor(causal: Causal) -> float:
-    return 0.5 if causal == "half" else 1.0
 
 
 @functools.lru_cache(maxsize=64)

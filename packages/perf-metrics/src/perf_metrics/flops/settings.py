@@ -20,11 +20,20 @@ class Settings:
     def __init__(self, config: object) -> None:
         inner = _read(config, "text_config")
         self._config = config if inner is None else inner
+        self._defaults: Mapping[str, object] = {}
+
+    def or_else(self, defaults: Mapping[str, object]) -> Settings:
+        """The same, with figures for what is not there or None."""
+        filled = Settings(self._config)
+        filled._defaults = defaults
+        return filled
 
     def get(self, *names: str) -> object:
         """The first of these settings that is there and not None; otherwise None."""
         for name in names:
             value = _read(self._config, name)
+            if value is None:
+                value = self._defaults.get(name)
             if value is not None:
                 return value
         return None
@@ -104,4 +113,9 @@ class Settings:
 
 
 def _read(config: object, name: str) -> object:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    if isinstance(config, Mapping):
+        return config.get(name)
+    try:
+        return getattr(config, name, None)
+    except Exception as error:  # a property may raise what it likes
+        raise UnknownShapeError(f"config.{name} cannot be read: {error}") from error
