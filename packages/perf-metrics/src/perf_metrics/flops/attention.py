@@ -106,7 +106,7 @@ def _kinds(settings: Settings) -> Sequence[str]:
             if len(kinds) != settings.layers:
                 raise UnknownShapeError(f"config.{name} names {len(kinds)} layers of {settings.layers}")
             return [_known(kind, _known_kinds(settings), name) for kind in kinds]
-    if settings.get("attn_layer_indices") is not None:
+    if settings.family == "bamba" or settings.get("attn_layer_indices") is not None:
         attending = settings.numbers("attn_layer_indices")
         return ["full" if index in attending else "scan" for index in range(settings.layers)]
     return [_kind_by_rule(index, settings) for index in range(settings.layers)]

@@ -26,43 +26,58 @@ from .settings import Settings, UnknownShapeError
 
 @dataclass(frozen=True)
 class _Family:
-    """What a config.json of this family leaves unsaid, as transformers 5 fills it in."""
+    """What a config.json of a family leaves unsaid, as transformers 5 fills it in, and what it must say."""
 
     mlp: Literal["gated", "plain", "none"] = "gated"
     positions: bool = False
+    required: tuple[str, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
 
 
-def _gated(**defaults: object) -> _Family:
-    return _Family(defaults={"tie_word_embeddings": False, **defaults})
+def _gated(*required: str, tied: bool = False, **defaults: object) -> _Family:
+    return _Family(required=required, defaults={"tie_word_embeddings": tied, **defaults})
 
 
-def _plain(*, positions: bool = False, **defaults: object) -> _Family:
-    return _Family("plain", positions, {"tie_word_embeddings": False, **defaults})
+def _plain(*, positions: bool = False, tied: bool = False, **defaults: object) -> _Family:
+    return _Family("plain", positions, defaults={"tie_word_embeddings": tied, **defaults})
 
 
-_TIED = {"tie_word_embeddings": True}
-_NO_WINDOW = {"use_sliding_window": False}
+_USED = "num_experts_per_tok|experts_per_token"
+_EXPERTS = "num_local_experts|num_experts"
+"""Names of which one must be there."""
+_DEEPSEEK = (_USED, "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "first_k_dense_replace")
 FAMILIES: Mapping[str, _Family] = {
-    **dict.fromkeys(("llama", "phi3", "olmo", "olmo2", "granite", "stablelm", "olmoe"), _gated()),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), _gated()),
-    **dict.fromkeys(("mistral", "mixtral"), _gated(num_key_value_heads=8)),
-    **dict.fromkeys(("qwen2", "qwen2_moe"), _gated(**_NO_WINDOW)),
-    "qwen3": _gated(head_dim=128, **_NO_WINDOW),
-    "qwen3_moe": _gated(num_key_value_heads=4, **_NO_WINDOW),
-    "gpt_oss": _gated(num_key_value_heads=8, head_dim=64),
-    **dict.fromkeys(("glm", "glm4"), _gated(num_key_value_heads=2, head_dim=128)),
-    "smollm3": _gated(num_key_value_heads=4, **_TIED),
-    "gemma": _gated(head_dim=256, **_TIED),
-    **dict.fromkeys(
-        ("gemma2", "gemma3_text", "gemma3"), _gated(num_key_value_heads=4, head_dim=256, **_TIED)
+    **dict.fromkeys(("llama", "phi3", "olmo", "olmo2", "granite"), _gated()),
+    "olmoe": _gated(_USED, _EXPERTS),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _gated(*_DEEPSEEK, "kv_lora_rank")),
+    "glm4_moe": _gated(*_DEEPSEEK, "num_key_value_heads"),
+    "mistral": _gated(num_key_value_heads=8, sliding_window=4096),
+    "mixtral": _gated(_USED, _EXPERTS, num_key_value_heads=8),
+    "qwen2": _gated(num_key_value_heads=32, use_sliding_window=False),
+    "qwen2_moe": _gated(
+        *(_USED, _EXPERTS, "moe_intermediate_size", "shared_expert_intermediate_size"),
+        use_sliding_window=False,
     ),
-    **dict.fromkeys(("cohere", "cohere2"), _gated(**_TIED)),
+    "qwen3": _gated(head_dim=128, num_key_value_heads=32, use_sliding_window=False),
+    "qwen3_moe": _gated(
+        *(_USED, _EXPERTS, "moe_intermediate_size"), num_key_value_heads=4, use_sliding_window=False
+    ),
+    "gpt_oss": _gated(*(_USED, _EXPERTS), num_key_value_heads=8, head_dim=64, sliding_window=128),
+    **dict.fromkeys(("glm", "glm4"), _gated(num_key_value_heads=2, head_dim=128)),
+    "smollm3": _gated(num_key_value_heads=4, tied=True),
+    "stablelm": _gated(num_key_value_heads=32),
+    "gemma": _gated(num_key_value_heads=16, head_dim=256, tied=True),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text", "gemma3"),
+        _gated(num_key_value_heads=4, head_dim=256, tied=True, sliding_window=4096),
+    ),
+    "cohere": _gated(tied=True),
+    "cohere2": _gated(tied=True, sliding_window=4096),
     "bamba": _gated(num_key_value_heads=8, attn_layer_indices=[], mamba_n_groups=1, mamba_d_conv=4),
     **dict.fromkeys(("gpt_neox", "phi"), _plain()),
-    "starcoder2": _plain(num_key_value_heads=2, **_TIED),
-    "gpt2": _plain(positions=True, **_TIED),
-    "opt": _plain(positions=True, **_TIED),
+    "starcoder2": _plain(num_key_value_heads=2, tied=True),
+    "gpt2": _plain(positions=True, tied=True, n_positions=1024),
+    "opt": _plain(positions=True, tied=True, max_position_embeddings=2048),
     "mamba2": _Family("none", defaults={"tie_word_embeddings": False, "n_groups": 8, "conv_kernel": 4}),
 }
 """Families whose layers are known from their figures alone; others are built and walked through."""
@@ -87,6 +102,9 @@ def architecture_of_config(config: Mapping[str, object]) -> Architecture:
             f"({', '.join(sorted(FAMILIES))}); build the model on the meta device and count it instead"
         )
     try:
+        for name in family.required:
+            if known.get(*name.split("|")) is None:
+                raise UnknownShapeError(f"config.{name.replace('|', ' or ')} is not there")
         return _Figures(known.or_else(family.defaults), family).architecture()
     except UnknownShapeError as reason:
         raise FlopsUnknownError(f"FLOPs of this {known.family} unknown: {reason}") from None

@@ -23,7 +23,7 @@ class Settings:
         self._defaults: Mapping[str, object] = {}
 
     def or_else(self, defaults: Mapping[str, object]) -> Settings:
-        """The same, with figures for what is not there or None."""
+        """The same, with figures for what is not there."""
         filled = Settings(self._config)
         filled._defaults = defaults
         return filled
@@ -31,12 +31,15 @@ class Settings:
     def get(self, *names: str) -> object:
         """The first of these settings that is there and not None; otherwise None."""
         for name in names:
-            value = _read(self._config, name)
-            if value is None:
-                value = self._defaults.get(name)
+            value = self._value(name)
             if value is not None:
                 return value
         return None
+
+    def _value(self, name: str) -> object:
+        """A setting, or its default where it is not there; one that is null stays so."""
+        is_there = not isinstance(self._config, Mapping) or name in self._config
+        return _read(self._config, name) if is_there else self._defaults.get(name)
 
     def count(self, *names: str) -> int:
         """The first of these settings that is there, a positive integer.
