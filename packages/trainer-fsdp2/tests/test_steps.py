@@ -100,5 +100,5 @@ def test_work_and_peak_are_those_of_all_ranks(world: Callable[..., Any]) -> None
     for model, hardware, peak in first:
         assert model == 6 * (blocks + head) * tokens
         # The last product of a block, back to its width, is not needed again.
-        assert hardware - model == 2 * (blocks - 2 * 64) * tokens
-        assert peak == 3e9
+        assert hardware - model == pytest.approx(2 * (blocks - 2 * 64) * tokens, rel=1e-5)
+        assert peak == 2e9, "of both ranks"
