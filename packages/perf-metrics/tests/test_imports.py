@@ -6,7 +6,7 @@ from pathlib import Path
 SCRIPT = """
 import sys
 import perf_metrics
-heavy = {"torch", "matplotlib", "numpy", "tqdm", "hardware_table", "transformers", "lightning"}
+heavy = {"torch", "matplotlib", "numpy", "tqdm", "hardware_table", "transformers", "lightning", "pynvml"}
 print(sorted(heavy & set(sys.modules)))
 assert all(hasattr(perf_metrics, name) for name in perf_metrics.__all__)
 perf_metrics.format_value(1.0)
@@ -15,6 +15,9 @@ perf_metrics.ProgressCallback(use_tqdm=False)
 perf_metrics.DefaultMetrics(1e12)
 perf_metrics.PeakMemory()
 perf_metrics.IntervalCounts(1e9)
+perf_metrics.OFUMetrics()
+perf_metrics.diagnose(0.26, 0.34)
+assert perf_metrics.parse_kernel("nvjet_tst_256x160_64x4_2x1_v_bz_coopA_TNT")
 print(sorted(heavy & set(sys.modules)))
 from perf_metrics.commands.main import main
 assert main(["summary", sys.argv[1]]) == 0

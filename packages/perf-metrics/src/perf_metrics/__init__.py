@@ -5,6 +5,7 @@ from .callbacks.default_metrics import DefaultMetrics
 from .callbacks.interval_counts import IntervalCounts
 from .callbacks.json_logger import JsonLogger
 from .callbacks.lightning import LightningCallbacks
+from .callbacks.ofu_metrics import OFUMetrics
 from .callbacks.peak_memory import PeakMemory
 from .callbacks.progress import ProgressCallback
 from .compile_time import exclude_compilation
@@ -28,6 +29,21 @@ from .flops.recomputation import hardware_flops_per_token
 from .logs.log_file import load_logs
 from .logs.plot import plot_logs
 from .logs.summary import RunSummary, summarize_log
+from .ofu.clocks import TensorClock, ofu_from_activity, ofu_from_cycles, tensor_clock
+from .ofu.dcgm_dmon import read_dmon
+from .ofu.dcgm_exporter import read_exporter
+from .ofu.diagnosis import Candidate, Diagnosis, diagnose
+from .ofu.gpm import CycleCounts
+from .ofu.job_facts import JobFacts
+from .ofu.kernel_names import GemmKernel, TileShape, explain, parse_kernel
+from .ofu.nsys import read_nsys
+from .ofu.process_checks import Finding, check_process
+from .ofu.sampler import OFUSampler
+from .ofu.samples import MeanOFU, Readings, Sample, mean_ofu, mean_ofu_by_device, mean_ofu_by_job
+from .ofu.tiles import EffectiveSizes, adjusted_ofu, effective_sizes, tile_overhead
+from .ofu.trace import TraceOverhead, trace_overhead
+from .ofu.trace_events import TraceFileError
+from .ofu.windows import DeviceWindow, OFUWindow
 from .throughput import Lap, ThroughputMeter
 from .utilization import device_peak_flops, mixed_peak_flops, model_flops_utilization, sum_peaks
 
@@ -35,46 +51,81 @@ __all__ = [
     "Architecture",
     "AttentionLayer",
     "CONVENTIONS",
+    "Candidate",
     "ColumnOverride",
     "ColumnSpec",
     "ComparedPart",
     "Convention",
     "CountedFlops",
     "CountedPart",
+    "CycleCounts",
     "DefaultMetrics",
+    "DeviceWindow",
+    "Diagnosis",
+    "EffectiveSizes",
+    "Finding",
     "FlopsComparison",
     "FlopsPart",
     "FlopsPerToken",
     "FlopsUnknownError",
+    "GemmKernel",
     "IntervalCounts",
+    "JobFacts",
     "JsonLogger",
     "Lap",
     "LightningCallbacks",
+    "MeanOFU",
     "ModelFlops",
+    "OFUMetrics",
+    "OFUSampler",
+    "OFUWindow",
     "PeakMemory",
     "ProgressCallback",
+    "Readings",
     "RunSummary",
+    "Sample",
     "ScanLayer",
+    "TensorClock",
     "ThroughputMeter",
+    "TileShape",
     "TokenCounts",
+    "TraceFileError",
+    "TraceOverhead",
     "WeightGroup",
+    "adjusted_ofu",
     "architecture_of_config",
     "architecture_of_model",
+    "check_process",
     "compare_flops",
     "convention",
     "count_flops",
     "device_peak_flops",
+    "diagnose",
+    "effective_sizes",
     "exclude_compilation",
+    "explain",
     "flops_per_token_breakdown",
     "format_value",
     "hardware_flops_per_token",
     "load_logs",
+    "mean_ofu",
+    "mean_ofu_by_device",
+    "mean_ofu_by_job",
     "mixed_peak_flops",
     "model_flops_per_token",
     "model_flops_utilization",
+    "ofu_from_activity",
+    "ofu_from_cycles",
     "palm_flops_per_token",
+    "parse_kernel",
     "plot_logs",
+    "read_dmon",
+    "read_exporter",
+    "read_nsys",
     "sum_peaks",
     "summarize_log",
+    "tensor_clock",
+    "tile_overhead",
+    "trace_overhead",
     "warn_of_disagreement",
 ]

@@ -7,9 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from .flops import add_flops
+from .gemm import add_gemm
 from .parser import OneLineParser
 from .plot import add_plot
 from .summary import add_summary
+from .trace import add_trace
+from .watch import add_watch
 
 PROGRAM = "perf-metrics"
 
@@ -46,6 +49,9 @@ def _parser() -> OneLineParser:
     add_plot(commands)
     add_summary(commands)
     add_flops(commands)
+    add_gemm(commands)
+    add_trace(commands)
+    add_watch(commands)
     return parser
 
 

@@ -66,6 +66,7 @@ STEP_COLUMNS: Mapping[str, ColumnSpec] = {
     "grad_norm": ColumnSpec("grad_norm", width=10, fmt=".3f"),
     "tok_per_sec": ColumnSpec("tok_per_sec", width=12, fmt="si"),
     "mfu": ColumnSpec("mfu", width=7, fmt=".1%", missing="peak unknown"),
+    "ofu": ColumnSpec("ofu", width=7, fmt=".1%", missing="unavailable"),
     "peak_mem": ColumnSpec("peak_mem", width=11, fmt="gib", reduce="max"),
 }
 

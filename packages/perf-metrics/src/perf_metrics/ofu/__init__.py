@@ -1,0 +1,1 @@
+"""OFU: how busy the tensor cores are, from counters, traces and fleets."""

@@ -1,0 +1,258 @@
+"""Live OFU: samples the devices of a node in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from .clocks import TensorClock, check_tensor_mhz, tensor_clock
+from .gpm import CycleCounts, TensorMeter
+from .nvml import Device, Nvml, UnavailableError
+from .windows import DeviceWindow, OFUWindow, WindowSums
+
+SHORTEST_INTERVAL_S = 0.1
+LONGEST_INTERVAL_S = 30.0
+"""The hardware averages tensor activity over at most this time."""
+
+_STOP_S = 2.0
+_logger = logging.getLogger("perf_metrics")
+
+
+class OFUSampler:
+    """Samples tensor activity and SM clock, multiplies them for each sample, and averages over windows.
+
+    A context manager, or call `start` and `stop`. Each device has a daemon thread of its own, so that one
+    that is slow or fails does not hold up the others. What NVML cannot tell is said in `DeviceWindow.reason`
+    and raises nothing; after an error that will not pass a device is left alone until the next `start`.
+
+    Args:
+        devices: UUIDs or PCI bus ids, as `nvidia-smi -L` or `torch.cuda.get_device_properties` give them.
+            None: every GPU of the node, and of those in MIG mode every slice.
+        interval_s: Seconds between samples, 0.1 to 30: GPM needs more than 100 ms, and the hardware averages
+            over 30 s at most ("Instant GPU Efficiency Visibility at Fleet Scale", section on sampling).
+        tensor_mhz: Clock in MHz at which the tensor peak is specified, of every device. None: that of
+            `tensor_clock`.
+
+    Raises:
+        TypeError: `devices` is text.
+        ValueError: `interval_s` or `tensor_mhz` is out of range.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        *,
+        interval_s: float = 1.0,
+        tensor_mhz: float | None = None,
+    ) -> None:
+        if isinstance(devices, str):
+            raise TypeError(f"devices={devices!r}: must be a list of UUIDs or PCI bus ids")
+        if not SHORTEST_INTERVAL_S <= interval_s <= LONGEST_INTERVAL_S:
+            raise ValueError(
+                f"interval_s={interval_s!r}: must be {SHORTEST_INTERVAL_S} to {LONGEST_INTERVAL_S} seconds: "
+                "samples lie more than 100 ms apart, and the hardware averages over 30 s at most"
+            )
+        if tensor_mhz is not None:
+            check_tensor_mhz(tensor_mhz)
+        self.interval_s = interval_s
+        self._identifiers = None if devices is None else tuple(devices)
+        self._tensor_mhz = tensor_mhz
+        self._changed = threading.Condition()
+        self._nvml: Nvml | None = None
+        self._threads: tuple[_DeviceThread, ...] = ()
+        self._problem: str | None = "the sampler was not started"
+        self._running = False
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is nothing to sample at all, such as a missing driver; None with devices."""
+        return self._problem
+
+    def start(self) -> None:
+        """Begin to sample, and a window; nothing if it runs already.
+
+        Raises:
+            ModuleNotFoundError: nvidia-ml-py is not installed.
+        """
+        if self._running:
+            return
+        self._threads = ()
+        try:
+            self._nvml = Nvml()
+            self._running = True
+            devices = self._find(self._nvml)
+        except UnavailableError as error:
+            self._problem, self._running = error.reason, True
+            return
+        self._problem = None if devices else "NVML lists no devices"
+        self._threads = tuple(
+            _DeviceThread(self._nvml, device, self._clock(device), self.interval_s, self._changed)
+            for device in devices
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End sampling; nothing if it does not run. `window` gives what is left afterwards.
+
+        A thread that waits for the driver is not waited for longer than 2 seconds; NVML stays open then.
+        """
+        if not self._running:
+            return
+        self._running = False
+        for thread in self._threads:
+            thread.ask_to_stop()
+        deadline = time.monotonic() + _STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        nvml, self._nvml = self._nvml, None
+        if nvml is None or any(thread.is_alive() for thread in self._threads):
+            return
+        try:
+            nvml.close()
+        except UnavailableError as error:
+            _logger.warning("NVML was not closed: %s", error.reason)
+
+    def window(self) -> OFUWindow:
+        """Return what was sampled since the last call (or `start`), and begin the next window."""
+        with self._changed:
+            return OFUWindow(tuple(thread.end_window() for thread in self._threads), self._problem)
+
+    def pause(self) -> None:
+        """Leave out the samples from here to `resume`, such as those of an evaluation."""
+        self._count(False)
+
+    def resume(self) -> None:
+        """Count samples again: those that begin after this call. Nothing if they are counted."""
+        self._count(True)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until every device has a sample in this window, or will have none.
+
+        Returns:
+            Whether that came about within `timeout_s` seconds.
+        """
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(thread.sums.samples or thread.ended for thread in self._threads), timeout_s
+            )
+
+    def __enter__(self) -> OFUSampler:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _count(self, counting: bool) -> None:
+        with self._changed:
+            for thread in self._threads:
+                thread.count(counting)
+
+    def _find(self, nvml: Nvml) -> tuple[Device, ...]:
+        if self._identifiers is None:
+            return nvml.devices()
+        return tuple(_find_or_say(nvml, identifier) for identifier in self._identifiers)
+
+    def _clock(self, device: Device) -> TensorClock:
+        if self._tensor_mhz is not None:
+            return TensorClock(self._tensor_mhz, "tensor_mhz")
+        return tensor_clock(device.chip)
+
+
+class _DeviceThread(threading.Thread):
+    """Samples one device. What others read is read and written under `changed`."""
+
+    def __init__(
+        self, nvml: Nvml, device: Device, clock: TensorClock, interval_s: float, changed: threading.Condition
+    ) -> None:
+        super().__init__(name=f"ofu-{device.label}", daemon=True)
+        self._nvml, self._device, self._clock = nvml, device, clock
+        self._interval_s, self._changed = interval_s, changed
+        self._stop_asked = threading.Event()
+        self._asked_at: float | None = None
+        self._cycles: CycleCounts | None = None
+        self._problem: str | None = None
+        self._counting, self._began_uncounted = True, False
+        self.sums = WindowSums(device, clock)
+        self.ended = False
+
+    def ask_to_stop(self) -> None:
+        self._stop_asked.set()
+
+    def count(self, counting: bool) -> None:
+        """Count samples or not; the caller holds `changed`."""
+        # The sample under way at a resumption covers some of the time that is left out.
+        self._began_uncounted = counting and (self._began_uncounted or not self._counting)
+        self._counting = counting
+
+    def end_window(self) -> DeviceWindow:
+        """Return the window and begin the next; the caller holds `changed`."""
+        sums, self.sums = self.sums, WindowSums(self._device, self._clock)
+        problem = self._problem
+        if not self.ended:
+            self._problem = None
+            late = 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+            if problem is None and not sums.samples and late > self._interval_s:
+                problem = f"no answer from the driver for {late:.1f} s"
+        return sums.window(problem)
+
+    def run(self) -> None:
+        problem: str | None = None
+        try:
+            self._sample()
+        except UnavailableError as error:
+            problem = error.reason
+        except Exception as error:  # a thread has nobody above it to tell
+            _logger.exception("sampling of %s ended", self._device.label)
+            problem = f"{type(error).__name__}: {error}"
+        with self._changed:
+            self._problem = problem or self._problem
+            self.ended, self._asked_at = True, None
+            self._changed.notify_all()
+
+    def _sample(self) -> None:
+        self._mark_asked()
+        meter = TensorMeter(self._nvml, self._device)
+        try:
+            due = time.monotonic()
+            while not self._stop_asked.wait(max(0.0, due - time.monotonic())):
+                self._read(meter)
+                # After a delay the next sample is due at once; those that were missed are not made up for.
+                due = max(due + self._interval_s, time.monotonic() + meter.seconds_to_wait())
+        finally:
+            meter.close()
+
+    def _read(self, meter: TensorMeter) -> None:
+        self._mark_asked()
+        reading, problem = None, None
+        try:
+            reading = meter.read()
+        except UnavailableError as error:
+            if not error.passing:
+                raise
+            problem = error.reason
+        with self._changed:
+            self._asked_at = None
+            self._problem = problem or self._problem
+            if reading is not None and self._counting and not self._began_uncounted:
+                self.sums.add(reading, self._cycles)
+            self._began_uncounted = False
+            self._cycles = None if reading is None else reading.cycles
+            self._changed.notify_all()
+
+    def _mark_asked(self) -> None:
+        with self._changed:
+            self._asked_at = time.monotonic()
+
+
+def _find_or_say(nvml: Nvml, identifier: str) -> Device:
+    try:
+        return nvml.find(identifier)
+    except UnavailableError as error:
+        return Device(identifier, "unknown", "unknown", "", problem=error.reason)

@@ -1,0 +1,291 @@
+"""Tile overhead of a whole trace of torch.profiler: which kernels compute how much more than was asked."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from .grid_check import GridCheck, GridChecks
+from .kernel_names import PLAIN_CORES, GemmKernel, explain, parse_kernel
+from .tiles import EffectiveSizes, effective_sizes
+from .trace_events import Event, TraceFile, TraceFileError
+from .trace_shapes import MATMUL_OPERATORS, MatmulSizes, matmul_sizes
+
+_MATRIX_WORK = re.compile(
+    r"gemm|nvjet|cutlass|xmma|mma_|matmul|flash|fmha|attention|attn|sdpa|conv(?!ert)|triton_tem_",
+    re.IGNORECASE,
+)
+"""Words in the names of kernels that may use the tensor cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelOverhead:
+    """All launches of one kernel whose sizes are known.
+
+    Attributes:
+        kernel: What its name tells.
+        calls: Launches.
+        seconds: Their summed time on the device.
+        flops: FLOPs that were asked for.
+        effective_flops: FLOPs in whole tiles and clusters.
+        inexact: Why the latter is a lower bound, or None if it is exact.
+        grids: How the launched grids compare with the formula.
+    """
+
+    kernel: GemmKernel
+    calls: int
+    seconds: float
+    flops: int
+    effective_flops: int
+    inexact: str | None
+    grids: GridChecks
+
+    @property
+    def overhead(self) -> float:
+        """Work on top of what was asked for, as a share of it."""
+        return self.effective_flops / self.flops - 1
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A kernel that is not in the overhead, and why."""
+
+    name: str
+    reason: str
+    calls: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOverhead:
+    """What a trace tells of tile quantization.
+
+    Attributes:
+        kernels: Those counted, the longest first.
+        unreadable: Kernels that may use the tensor cores and whose name is not read: no tile is known.
+        without_sizes: Kernels with a known tile for which the trace gives no sizes.
+        plain_cores: Matrix multiplications, and their helpers, that do not run on tensor cores: OFU does not
+            see them.
+        device_seconds: Summed time of all kernels of the trace, those that overlap counted each.
+    """
+
+    kernels: tuple[KernelOverhead, ...]
+    unreadable: tuple[LeftOut, ...]
+    without_sizes: tuple[LeftOut, ...]
+    plain_cores: tuple[LeftOut, ...]
+    device_seconds: float
+
+    @property
+    def flops(self) -> int:
+        """FLOPs asked for by the kernels counted."""
+        return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def effective_flops(self) -> int:
+        """FLOPs of the same kernels in whole tiles and clusters."""
+        return sum(kernel.effective_flops for kernel in self.kernels)
+
+    @property
+    def overhead(self) -> float | None:
+        """Sum of effective over sum of asked FLOPs, less 1; None if no kernel could be counted."""
+        return self.effective_flops / self.flops - 1 if self.kernels else None
+
+    @property
+    def exact(self) -> bool:
+        """Whether every kernel counted is exact."""
+        return all(kernel.inexact is None for kernel in self.kernels)
+
+    def share(self, seconds: float) -> float:
+        """A time as a share of that of all kernels."""
+        return seconds / self.device_seconds if self.device_seconds else 0.0
+
+
+class _Launch(NamedTuple):
+    name: str
+    operator: int | None
+    microseconds: float
+    grid: tuple[int, ...] | None
+    device: int | None
+
+
+_Operators: TypeAlias = dict[int, tuple[str, MatmulSizes | None]]
+"""Name and sizes of the operators for matrix multiplication, by external id."""
+
+
+def trace_overhead(path: str | Path) -> TraceOverhead:
+    """Read a trace and compute the overhead of its matrix multiplications.
+
+    A kernel is joined to the operator that launched it by "External id". Sizes come from the operator's
+    "Input Dims", so the trace must be recorded with `record_shapes=True`. A kernel is counted if its name
+    tells the tile and its operator, with known shapes, launched no other kernel that may use tensor cores.
+
+    Args:
+        path: What `prof.export_chrome_trace` wrote, packed by gzip or not.
+
+    Raises:
+        TraceFileError: It is no such file, or has no kernels.
+        OSError: It cannot be read.
+    """
+    file = TraceFile(path)
+    launches: list[_Launch] = []
+    operators: _Operators = {}
+    for event in file.events():
+        category = event.get("cat")
+        if category == "kernel":
+            launches.append(_launch(event))
+        elif category == "cpu_op" and event.get("name") in MATMUL_OPERATORS:
+            _add_operator(event, operators)
+    if not launches:
+        raise TraceFileError(
+            f"{file.path}: has no kernels of a GPU; profile with activities=[ProfilerActivity.CPU, "
+            "ProfilerActivity.CUDA]"
+        )
+    return _Sums(operators, _multiprocessors(file)).of(launches)
+
+
+def _add_operator(event: Event, operators: _Operators) -> None:
+    name, arguments = str(event["name"]), _arguments(event)
+    identity = _identity(arguments)
+    if identity is None:
+        return
+    found = (name, matmul_sizes(name, arguments.get("Input Dims")))
+    # An id that is used twice for different things tells nothing.
+    if operators.setdefault(identity, found) != found:
+        operators[identity] = (name, None)
+
+
+def _launch(event: Event) -> _Launch:
+    arguments = _arguments(event)
+    grid = arguments.get("grid")
+    microseconds = event.get("dur")
+    sizes = tuple(grid) if isinstance(grid, list) and all(type(size) is int for size in grid) else None
+    return _Launch(
+        name=str(event.get("name", "")),
+        operator=_identity(arguments),
+        microseconds=float(microseconds) if isinstance(microseconds, int | float) else 0.0,
+        grid=sizes,
+        device=device if isinstance(device := arguments.get("device"), int) else None,
+    )
+
+
+def _identity(arguments: Event) -> int | None:
+    identity = arguments.get("External id")
+    return identity if type(identity) is int else None
+
+
+def _arguments(event: Event) -> Event:
+    arguments = event.get("args")
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _multiprocessors(file: TraceFile) -> dict[int, int]:
+    devices = file.header.get("deviceProperties")
+    return {
+        device["id"]: device["numSms"]
+        for device in (devices if isinstance(devices, list) else [])
+        if isinstance(device, dict) and type(device.get("numSms")) is type(device.get("id")) is int
+    }
+
+
+_Times: TypeAlias = defaultdict[tuple[str, str], list[float]]
+"""Microseconds of launches, by name and reason."""
+
+
+class _Sums:
+    """Sums over the launches of a trace."""
+
+    def __init__(self, operators: _Operators, multiprocessors: dict[int, int]) -> None:
+        self._operators = operators
+        self._multiprocessors = multiprocessors
+
+    def of(self, launches: list[_Launch]) -> TraceOverhead:
+        """Sort the launches into what is counted and what is left out."""
+        products = Counter(launch.operator for launch in launches if _may_use_tensor_cores(launch.name))
+        counted: defaultdict[GemmKernel, list[tuple[_Launch, MatmulSizes]]] = defaultdict(list)
+        unreadable: _Times = defaultdict(list)
+        plain: _Times = defaultdict(list)
+        without: _Times = defaultdict(list)
+        for launch in launches:
+            kernel = parse_kernel(launch.name)
+            if kernel is None:
+                if launch.operator in self._operators or _MATRIX_WORK.search(launch.name):
+                    reason = explain(launch.name) or ""
+                    kind = plain if reason == PLAIN_CORES else unreadable
+                    kind[launch.name, reason].append(launch.microseconds)
+                continue
+            sizes = self._sizes(launch, kernel, products[launch.operator])
+            if isinstance(sizes, str):
+                without[launch.name, sizes].append(launch.microseconds)
+            else:
+                counted[kernel].append((launch, sizes))
+        kernels = [self._kernel(kernel, uses) for kernel, uses in counted.items()]
+        return TraceOverhead(
+            kernels=tuple(sorted(kernels, key=lambda kernel: -kernel.seconds)),
+            unreadable=_left_out(unreadable),
+            without_sizes=_left_out(without),
+            plain_cores=_left_out(plain),
+            device_seconds=sum(launch.microseconds for launch in launches) / 1e6,
+        )
+
+    def _sizes(self, launch: _Launch, kernel: GemmKernel, products: int) -> MatmulSizes | str:
+        """The sizes, or why they are not known."""
+        if launch.operator is None or launch.operator not in self._operators:
+            return "not launched by an operator for matrix multiplication that is known here"
+        name, sizes = self._operators[launch.operator]
+        if sizes is None:
+            return f"{name} has no usable shapes; profile with record_shapes=True"
+        if products > 1:
+            return f"{name} launched {products} such kernels, and which computed what is not told"
+        if kernel.a == "fp4":
+            # torch has two FP4 values in one element of the depth.
+            return MatmulSizes(sizes.batch, sizes.tokens, sizes.features, sizes.k * 2)
+        return sizes
+
+    def _kernel(self, kernel: GemmKernel, uses: list[tuple[_Launch, MatmulSizes]]) -> KernelOverhead:
+        grids: Counter[GridCheck] = Counter()
+        effective_flops = 0
+        inexact = example = None
+        for launch, sizes in uses:
+            effective = _effective(kernel, sizes)
+            effective_flops += effective.flops * sizes.batch
+            inexact = effective.inexact
+            blocks = effective.blocks * sizes.batch
+            limit = None if launch.device is None else self._multiprocessors.get(launch.device)
+            check = GridCheck.of(kernel, blocks, launch.grid, limit)
+            grids[check] += 1
+            if check is GridCheck.DIFFERS and example is None:
+                example = f"grid {launch.grid} where the formula gives {blocks} blocks for {sizes}"
+        return KernelOverhead(
+            kernel=kernel,
+            calls=len(uses),
+            seconds=sum(launch.microseconds for launch, _ in uses) / 1e6,
+            flops=sum(sizes.flops for _, sizes in uses),
+            effective_flops=effective_flops,
+            inexact=inexact,
+            grids=GridChecks(
+                agree=grids[GridCheck.AGREES],
+                differ=grids[GridCheck.DIFFERS],
+                unchecked=grids[GridCheck.UNCHECKED],
+                example=example,
+            ),
+        )
+
+
+def _effective(kernel: GemmKernel, sizes: MatmulSizes) -> EffectiveSizes:
+    m, n = (sizes.tokens, sizes.features) if kernel.row_major else (sizes.features, sizes.tokens)
+    return effective_sizes(kernel, m, n, sizes.k)
+
+
+def _may_use_tensor_cores(name: str) -> bool:
+    """Whether a kernel is, or by its name may be, a matrix multiplication on tensor cores."""
+    if parse_kernel(name) is not None:
+        return True
+    return _MATRIX_WORK.search(name) is not None and explain(name) != PLAIN_CORES
+
+
+def _left_out(found: _Times) -> tuple[LeftOut, ...]:
+    kernels = (LeftOut(name, reason, len(times), sum(times) / 1e6) for (name, reason), times in found.items())
+    return tuple(sorted(kernels, key=lambda kernel: -kernel.seconds))
