@@ -16,14 +16,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import os
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +37,7 @@ from _metrics_first_entry import MODELS, measure_first_entry
 from _metrics_handlers import measure_handlers
 from _metrics_report import difference_rows, handler_rows, logging_line, summarise, verdict
 from _metrics_turns import STRETCH, TURN, TurnClock, take_turns
+from _printing import printing_into
 from _step_agreement import TOLERANCE
 from _step_work import LOG_EVERY, SIZES, WARM_UP, Work, mean_loss
 from _timing import machine, print_table
@@ -66,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             name: _measure(name, _rounds(name, options), Path(folder) / name) for name in options.only
         }
         models = list(MODELS)[:1] if options.quick else list(MODELS)
-        with _quiet(Path(folder)):
+        with printing_into(Path(folder) / "printed.txt"):
             results["first_entry_ms"] = measure_first_entry(Path(folder) / "first", models)
     _print(results)
     if options.json:
@@ -88,7 +86,7 @@ def _measure(name: str, rounds: int, folder: Path) -> dict[str, Any]:
         models[contender.label].clock = clock  # type: ignore[assignment]
         runs[contender.label] = (clock, partial(contender.train, own, models[contender.label]))
     gc.collect()
-    with _quiet(folder):
+    with printing_into(folder / "printed.txt"):
         take_turns(runs, labels, rounds)
         agreed = _agreement(chosen, models, work)
         handlers = measure_handlers(Work.of(SIZES[name], min(8, rounds), folder / "handlers"))
@@ -122,24 +120,6 @@ def _agreement(chosen: Sequence[Contender], models: Mapping[str, nn.Module], wor
     if not deviation <= TOLERANCE["loss"]:
         raise SystemExit(f"{worst} did other work than {ours[0]}: its loss deviates by {deviation:.1e}")
     return {"largest_loss_deviation": deviation}
-
-
-@contextmanager
-def _quiet(folder: Path) -> Iterator[None]:
-    """What the contenders print goes into a file, as that of ours does; none of them sees a terminal."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    with (
-        (folder / "printed.txt").open("a") as printed,
-        redirect_stdout(printed),
-        redirect_stderr(printed),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logging.disable(before)
 
 
 def _print(results: Mapping[str, Any]) -> None:

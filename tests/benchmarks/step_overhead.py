@@ -13,14 +13,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import os
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from _printing import printing_into
 from _step_agreement import agreement
 from _step_contenders import CONTENDERS, Contender, Sample, measure
 from _step_report import plot, rows, summarise
@@ -99,26 +97,8 @@ def _measure(size: Size, effort: Effort) -> dict[str, Any]:
 
 def _run(contender: Contender, work: Work) -> tuple[Sample, nn.Module]:
     gc.collect()
-    with _quiet():
+    with printing_into(Path(os.devnull)):
         return measure(contender, work)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What the contenders print goes nowhere; none of them sees a terminal."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    with (
-        Path(os.devnull).open("w") as nowhere,
-        redirect_stdout(nowhere),
-        redirect_stderr(nowhere),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logging.disable(before)
 
 
 def _agreement_line(agreed: dict[str, Any]) -> str:
