@@ -8,9 +8,19 @@ from .callbacks.lightning import LightningCallbacks
 from .callbacks.ofu_metrics import OFUMetrics
 from .callbacks.peak_memory import PeakMemory
 from .callbacks.progress import ProgressCallback
+from .callbacks.prometheus_exporter import PrometheusExporter
 from .compile_time import exclude_compilation
 from .display.columns import ColumnOverride, ColumnSpec
 from .display.format import format_value
+from .fleet.applications import Application, read_applications
+from .fleet.collect import collect_fleet
+from .fleet.job_samples import FleetSamples
+from .fleet.mfu_series import mfu_from_series
+from .fleet.prometheus_api import PrometheusAPI, PrometheusError
+from .fleet.report import FleetReport, JobReport, OutlierRule, fleet_report
+from .fleet.report_html import report_as_html
+from .fleet.report_json import report_as_json
+from .fleet.report_text import report_as_text
 from .flops.accounts import FlopsPart, FlopsPerToken, FlopsUnknownError
 from .flops.architecture import Architecture, WeightGroup
 from .flops.attention import AttentionLayer, ScanLayer
@@ -48,6 +58,7 @@ from .throughput import Lap, ThroughputMeter
 from .utilization import device_peak_flops, mixed_peak_flops, model_flops_utilization, sum_peaks
 
 __all__ = [
+    "Application",
     "Architecture",
     "AttentionLayer",
     "CONVENTIONS",
@@ -64,6 +75,8 @@ __all__ = [
     "Diagnosis",
     "EffectiveSizes",
     "Finding",
+    "FleetReport",
+    "FleetSamples",
     "FlopsComparison",
     "FlopsPart",
     "FlopsPerToken",
@@ -71,6 +84,7 @@ __all__ = [
     "GemmKernel",
     "IntervalCounts",
     "JobFacts",
+    "JobReport",
     "JsonLogger",
     "Lap",
     "LightningCallbacks",
@@ -79,8 +93,12 @@ __all__ = [
     "OFUMetrics",
     "OFUSampler",
     "OFUWindow",
+    "OutlierRule",
     "PeakMemory",
     "ProgressCallback",
+    "PrometheusAPI",
+    "PrometheusError",
+    "PrometheusExporter",
     "Readings",
     "RunSummary",
     "Sample",
@@ -96,6 +114,7 @@ __all__ = [
     "architecture_of_config",
     "architecture_of_model",
     "check_process",
+    "collect_fleet",
     "compare_flops",
     "convention",
     "count_flops",
@@ -104,6 +123,7 @@ __all__ = [
     "effective_sizes",
     "exclude_compilation",
     "explain",
+    "fleet_report",
     "flops_per_token_breakdown",
     "format_value",
     "hardware_flops_per_token",
@@ -111,6 +131,7 @@ __all__ = [
     "mean_ofu",
     "mean_ofu_by_device",
     "mean_ofu_by_job",
+    "mfu_from_series",
     "mixed_peak_flops",
     "model_flops_per_token",
     "model_flops_utilization",
@@ -119,9 +140,13 @@ __all__ = [
     "palm_flops_per_token",
     "parse_kernel",
     "plot_logs",
+    "read_applications",
     "read_dmon",
     "read_exporter",
     "read_nsys",
+    "report_as_html",
+    "report_as_json",
+    "report_as_text",
     "sum_peaks",
     "summarize_log",
     "tensor_clock",

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .fleet import add_fleet
 from .flops import add_flops
 from .gemm import add_gemm
 from .parser import OneLineParser
@@ -52,6 +53,7 @@ def _parser() -> OneLineParser:
     add_gemm(commands)
     add_trace(commands)
     add_watch(commands)
+    add_fleet(commands)
     return parser
 
 

@@ -1,0 +1,206 @@
+"""`perf-metrics fleet`: OFU of every job out of Prometheus, beside the MFU that the jobs report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..fleet.applications import Application, read_applications
+from ..fleet.collect import collect_fleet
+from ..fleet.job_samples import FleetSamples
+from ..fleet.mfu_series import mfu_from_series
+from ..fleet.prometheus_api import PrometheusAPI
+from ..fleet.report import OutlierRule, fleet_report
+from ..fleet.report_html import report_as_html
+from ..fleet.report_json import report_as_json
+from ..fleet.report_text import report_as_text
+
+if TYPE_CHECKING:
+    from .parser import Subparsers
+
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def add_fleet(subparsers: Subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "fleet",
+        help="report OFU of every job of a fleet out of Prometheus, beside the MFU that the jobs report",
+        description="Read dcgm-exporter's tensor activity and SM clock out of Prometheus, and report OFU of "
+        "every job: its spread, uneven and slow devices, falls, and how far it is from the MFU that the "
+        "application reports, with what may explain that. There is a report of all of it or none.",
+    )
+    source = parser.add_argument_group("what to read")
+    source.add_argument("--prometheus", required=True, metavar="URL", help="the server's address")
+    source.add_argument(
+        "--start", required=True, metavar="TIME", help="ISO 8601, Unix seconds, or an age: 7d, 12h, 30m"
+    )
+    source.add_argument("--end", default="0m", metavar="TIME", help="the same [now]")
+    source.add_argument(
+        "--job-label",
+        type=_labels,
+        default=("hpc_job",),
+        metavar="LABEL,...",
+        help="label that names a job, such as pod; several are joined by / [hpc_job]",
+    )
+    source.add_argument("--selector", default="", metavar="MATCHERS", help="such as 'cluster=\"a\"'")
+    source.add_argument(
+        "--step", type=float, default=30.0, metavar="SECONDS", help="the scrape interval [%(default)g]"
+    )
+    source.add_argument(
+        "--tensor-mhz", type=float, metavar="MHZ", help="clock of the tensor peak [by each device's name]"
+    )
+    source.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="sent along")
+    source.add_argument("--bearer-token-file", type=Path, metavar="FILE", help="holds a token to send along")
+    source.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long to go on trying when the server does not answer [%(default)g]",
+    )
+    mfu = parser.add_argument_group("the applications' MFU").add_mutually_exclusive_group()
+    mfu.add_argument("--mfu", type=Path, metavar="FILE", help=".csv or .json with job, mfu and what is known")
+    mfu.add_argument("--mfu-query", metavar="PROMQL", help="series of it, such as training_mfu_ratio")
+    output = parser.add_argument_group("the report")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write everything for programs")
+    output.add_argument("--html", type=Path, metavar="FILE", help="write one page with plots (extra plot)")
+    output.add_argument(
+        "--outlier-points",
+        type=float,
+        default=OutlierRule().points,
+        metavar="N",
+        help="points between MFU and OFU that make an outlier [%(default)g]",
+    )
+    parser.set_defaults(run=run_fleet)
+
+
+def run_fleet(options: argparse.Namespace) -> int:
+    """Read, print, and write what was asked for.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        ModuleNotFoundError: A library of an extra is not installed.
+        OSError: The server does not answer, or a file cannot be read or written.
+        ValueError: An argument or a file is not as it must be.
+    """
+    rule = OutlierRule(points=options.outlier_points)
+    now = datetime.now(UTC)
+    start, end = _time(options.start, "start", now), _time(options.end, "end", now)
+    applications: Mapping[str, Application] = (
+        read_applications(options.mfu) if options.mfu is not None else {}
+    )
+    _check_outputs(options)
+    server = PrometheusAPI(options.prometheus, headers=_headers(options), patience_s=options.patience)
+    try:
+        fleet = _collect(server, options, start, end)
+        if options.mfu_query is not None:
+            applications = _applications(server, options, fleet)
+    finally:
+        server.close()
+    report = fleet_report(fleet, applications, rule)
+    print(report_as_text(report))
+    if options.json is not None:
+        _write(options.json, json.dumps(report_as_json(report), indent=1) + "\n")
+    if options.html is not None:
+        _write(options.html, report_as_html(report))
+    return 0
+
+
+def _collect(server: PrometheusAPI, options: argparse.Namespace, start: float, end: float) -> FleetSamples:
+    with _progress("counters", end - start) as progress:
+        return collect_fleet(
+            server,
+            start,
+            end,
+            job_labels=options.job_label,
+            selector=options.selector,
+            step_s=options.step,
+            tensor_mhz=options.tensor_mhz,
+            progress=progress,
+        )
+
+
+def _applications(
+    server: PrometheusAPI, options: argparse.Namespace, fleet: FleetSamples
+) -> Mapping[str, Application]:
+    with _progress("MFU", fleet.end - fleet.start) as progress:
+        return mfu_from_series(
+            server, options.mfu_query, fleet, job_labels=options.job_label, progress=progress
+        )
+
+
+@contextmanager
+def _progress(what: str, seconds: float) -> Iterator[Callable[[float], object]]:
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    shown = "{desc}: {percentage:3.0f}%|{bar}| {n:.1f} of {total:.1f} h [{elapsed}<{remaining}]"
+    with tqdm(
+        desc=what, total=seconds / 3600, bar_format=shown, disable=None, leave=False, file=sys.stderr
+    ) as bar:
+        yield lambda more: bar.update(min(more / 3600, bar.total - bar.n))
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    # Before minutes of reading, not after.
+    for path in (options.json, options.html):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.parent}; create it first")
+    if options.html is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("--html needs matplotlib: pip install 'perf-metrics[plot]'") from error
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    print(f"\n{path}")
+
+
+def _time(text: str, name: str, now: datetime) -> float:
+    if text[-1:] in _UNITS and _is_number(text[:-1]):
+        return (now - timedelta(seconds=float(text[:-1]) * _UNITS[text[-1]])).timestamp()
+    if _is_number(text):
+        return float(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(
+            f"{name}={text!r}: must be ISO 8601, such as 2026-01-31T12:00:00Z, Unix seconds, or an age: 7d"
+        ) from None
+    # Without an offset it is UTC, as in the report.
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _labels(text: str) -> tuple[str, ...]:
+    return tuple(label.strip() for label in text.split(",") if label.strip())
+
+
+def _headers(options: argparse.Namespace) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for text in options.header:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip():
+            raise ValueError(f"header={text!r}: must be NAME:VALUE, such as X-Scope-OrgID:research")
+        headers[name.strip()] = value.strip()
+    if options.bearer_token_file is not None:
+        token = options.bearer_token_file.read_text(encoding="utf-8").strip()
+        headers["Authorization"] = f"Bearer {token}"
+    return headers

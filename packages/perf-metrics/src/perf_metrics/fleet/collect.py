@@ -1,0 +1,160 @@
+"""Reading a fleet's samples out of Prometheus, some hours at a time."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ..ofu.dcgm_exporter import CLOCK_NAME, TENSOR_NAMES, blank_reason, device_of, present_labels
+from ..ofu.samples import Device
+from .chunks import Progress, read_in_chunks
+from .job_samples import FleetSamples
+from .prometheus_api import PrometheusAPI, RangeSeries
+from .queries import activity_query, check_labels, clock_query
+
+_Values: TypeAlias = dict[float, float | None]
+"""By Unix time in seconds; None for a blank."""
+
+
+@dataclass
+class _Chunk:
+    """What two answers about the same hours say."""
+
+    activity: defaultdict[tuple[str, Device], _Values] = field(default_factory=lambda: defaultdict(dict))
+    clocks: defaultdict[Device, _Values] = field(default_factory=lambda: defaultdict(dict))
+    points: int = 0
+
+
+def collect_fleet(
+    server: PrometheusAPI,
+    start: float,
+    end: float,
+    *,
+    job_labels: Sequence[str] = ("hpc_job",),
+    selector: str = "",
+    step_s: float = 30.0,
+    tensor_mhz: float | None = None,
+    progress: Progress = lambda seconds: None,
+) -> FleetSamples:
+    """Return the samples of all devices that had a job between two times, by job.
+
+    Activity and clock are multiplied for each point, so `step_s` should be the scrape interval: with a longer
+    one, points are left out, which costs little accuracy up to 30 s (0.22 points at most, in "Instant GPU
+    Efficiency Visibility at Fleet Scale"). On a device that jobs share, each gets the device's figure.
+
+    Args:
+        server: Where dcgm-exporter's series are.
+        start: Unix time in seconds.
+        end: Unix time in seconds, after `start`.
+        job_labels: Labels that name a job together; their values are joined by "/".
+        selector: Further matchers for the series, such as `cluster="a"`.
+        step_s: Seconds between points.
+        tensor_mhz: Clock in MHz at which the tensor peak is specified; None: by the name of each device.
+        progress: Called with the seconds of the range that have been read more.
+
+    Raises:
+        ValueError: A setting is out of range.
+        PrometheusError: The server did not give all of it.
+    """
+    check_labels(job_labels)
+    if not start < end:
+        raise ValueError(f"start={start!r}, end={end!r}: the end must be after the start")
+    if not 1 <= step_s <= 3600:
+        raise ValueError(f"step_s={step_s!r}: must be 1 to 3600 seconds; the scrape interval is best")
+    fleet = FleetSamples(start, end, step_s, tensor_mhz)
+    labels = tuple(job_labels)
+    activity, clock = (
+        activity_query(labels, selector, step_s),
+        clock_query(labels, selector, step_s),
+    )
+    tally = _Tally()
+
+    def read(first: float, last: float) -> int:
+        chunk = _Chunk()
+        answers = [server.query_range(query, first, last, step_s) for query in (activity, clock)]
+        _read_activity(chunk, answers[0], labels, tally)
+        _read_clocks(chunk, answers[1], tally)
+        _add_chunk(fleet, chunk, tally)
+        return chunk.points
+
+    read_in_chunks(read, start, end, step_s, progress)
+    fleet.notes.extend(tally.notes(labels))
+    for model, count in fleet.unknown_models.items():
+        fleet.notes.append(f"{count} samples of {model}: its tensor clock is not known; give --tensor-mhz")
+    return fleet
+
+
+def _read_activity(
+    chunk: _Chunk, answer: Sequence[RangeSeries], job_labels: Sequence[str], tally: _Tally
+) -> None:
+    # The preferred name last, so that its values stay.
+    for series in sorted(answer, key=lambda one: TENSOR_NAMES.index(one.labels["__name__"]), reverse=True):
+        labels = present_labels(series.labels)
+        job = "/".join(series.labels[label] for label in job_labels)
+        values = chunk.activity[job, device_of(labels)]
+        for time_s, value in _values(series, tally, usual_most=1.0):
+            if value is not None or time_s not in values:
+                values[time_s] = value
+        chunk.points += len(series.points)
+
+
+def _read_clocks(chunk: _Chunk, answer: Sequence[RangeSeries], tally: _Tally) -> None:
+    for series in answer:
+        values = chunk.clocks[device_of(present_labels(series.labels))]
+        for time_s, value in _values(series, tally, usual_most=10_000.0):
+            if value is not None:
+                values[time_s] = value
+
+
+def _values(series: RangeSeries, tally: _Tally, *, usual_most: float) -> Iterator[tuple[float, float | None]]:
+    name = series.labels["__name__"]
+    tally.points[name] += len(series.points)
+    for time_s, text in series.points:
+        value = float(text)
+        if 0 <= value <= usual_most:
+            yield time_s, value
+            continue
+        reason = blank_reason(name, value)
+        if reason is not None:
+            tally.blanks[name, reason] += 1
+        yield time_s, value if reason is None else None
+
+
+def _add_chunk(fleet: FleetSamples, chunk: _Chunk, tally: _Tally) -> None:
+    for (job, device), values in chunk.activity.items():
+        own = chunk.clocks.get(device, {})
+        whole: _Values = {}
+        if device.is_slice:
+            gpu = Device(device.host, device.index, device.uuid, device.model)
+            whole = chunk.clocks.get(gpu, {})
+        for time_s, activity in values.items():
+            mhz = own.get(time_s)
+            if mhz is None and whole:
+                mhz = whole.get(time_s)
+            if mhz is None:
+                tally.without_clock += 1
+            fleet.add(job, device, time_s, activity, mhz)
+
+
+@dataclass
+class _Tally:
+    points: Counter[str] = field(default_factory=Counter)
+    blanks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    without_clock: int = 0
+
+    def notes(self, job_labels: Sequence[str]) -> Iterator[str]:
+        activity = sum(self.points[name] for name in TENSOR_NAMES)
+        if not activity:
+            yield (
+                f"no series {' or '.join(reversed(TENSOR_NAMES))} with the label {', '.join(job_labels)}: "
+                "does dcgm-exporter export it (by default since 4.0.0), and which label names the job "
+                "(--job-label)?"
+            )
+        elif not self.points[CLOCK_NAME]:
+            yield f"no series {CLOCK_NAME}: without the SM clock there is no OFU"
+        for (name, meaning), count in self.blanks.items():
+            yield f"{name}: {count} of {self.points[name]} points are blank ({meaning})"
+        if self.without_clock and self.points[CLOCK_NAME]:
+            yield f"{self.without_clock} of {activity} points of tensor activity have no SM clock beside them"

@@ -1,0 +1,71 @@
+"""MFU that jobs report into the same Prometheus."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from .applications import Application, check_mfu
+from .chunks import Progress, read_in_chunks
+from .job_samples import FleetSamples
+from .prometheus_api import PrometheusAPI
+
+
+def mfu_from_series(
+    server: PrometheusAPI,
+    query: str,
+    fleet: FleetSamples,
+    *,
+    job_labels: Sequence[str] = ("hpc_job",),
+    progress: Progress = lambda seconds: None,
+) -> dict[str, Application]:
+    """Return the mean MFU of each job over the time in which its devices were seen.
+
+    Args:
+        server: Where the series are.
+        query: PromQL for MFU as a share, with the labels of the job, such as `training_mfu_ratio`. Several
+            series of one job, such as one for each rank, are averaged.
+        fleet: The jobs and their times.
+        job_labels: Labels that name a job together, as for the fleet.
+        progress: Called with the seconds that have been read more.
+
+    Raises:
+        ValueError: The series have not the labels, or are not shares.
+        PrometheusError: The server did not give all of it.
+    """
+    windows = {
+        job: (min(seen.by_time), max(seen.by_time)) for job, seen in fleet.jobs.items() if seen.by_time
+    }
+    values: defaultdict[str, list[float]] = defaultdict(list)
+
+    def read(first: float, last: float) -> int:
+        answer = server.query_range(query, first, last, fleet.step_s)
+        for series in answer:
+            job = _job(series.labels, job_labels, query)
+            begin, end = windows.get(job, (math.inf, -math.inf))
+            values[job].extend(float(text) for time_s, text in series.points if begin <= time_s <= end)
+        return sum(len(series.points) for series in answer)
+
+    read_in_chunks(read, fleet.start, fleet.end, fleet.step_s, progress)
+    finite = {job: [value for value in told if math.isfinite(value)] for job, told in values.items()}
+    return {job: Application(_mean(told, job, query)) for job, told in finite.items() if told}
+
+
+def _job(labels: Mapping[str, str], job_labels: Sequence[str], query: str) -> str:
+    for label in job_labels:
+        if not labels.get(label):
+            raise ValueError(
+                f"mfu_query={query!r}: its series lack the label {label}, by which the jobs are named; they "
+                f"have {', '.join(labels) or 'none'}"
+            )
+    return "/".join(labels[label] for label in job_labels)
+
+
+def _mean(values: Sequence[float], job: str, query: str) -> float | None:
+    try:
+        return check_mfu(math.fsum(values) / len(values))
+    except ValueError as error:
+        raise ValueError(
+            f"mfu_query={query!r}, job {job}: {error}; divide by 100 if it is in percent"
+        ) from None

@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+from perf_metrics import Application, JobFacts, read_applications
+
+
+def test_a_table_and_a_list_of_objects_say_the_same(tmp_path: Path) -> None:
+    table, objects = tmp_path / "mfu.csv", tmp_path / "mfu.json"
+    table.write_text(
+        "job,mfu,run,gpus,recomputes,total_parameters,sequence_length,compute_dtype\n"
+        "a,0.42,pretrain,512,yes,16e9,4096,fp8\nb,,,,,,,\n"
+    )
+    objects.write_text(
+        '[{"job": "a", "mfu_percent": 42, "run": "pretrain", "gpus": 512, "recomputes": true,'
+        ' "total_parameters": 16e9, "sequence_length": 4096, "compute_dtype": "fp8"},'
+        ' {"job": "b", "mfu": null}]'
+    )
+    facts = JobFacts(recomputes=True, total_parameters=16e9, sequence_length=4096, compute_dtype="fp8")
+    expected = {"a": Application(0.42, "pretrain", 512, facts), "b": Application(None)}
+    assert read_applications(table) == read_applications(objects) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("job,mfu\na,42\n", "line 2, job a: mfu=42: must be a share, such as 0.42 for 42 %"),
+        ("job,mfu\na,0.4\na,0.5\n", "line 3: job='a' is there twice"),
+        ("job,mfuu\na,0.4\n", "unknown column 'mfuu'; did you mean 'mfu'"),
+        ("job,mfu\na,x\n", "job a: mfu='x': must be a number"),
+        ("job,mfu\na,nan\n", "must be a finite number"),
+        ("job,mfu\n,0.4\n", "line 2: has no job"),
+        ("job,mfu\na\n", "line 2: has not as many fields"),
+        ("job,mfu,gpus\na,0.4,7.5\n", "gpus=7.5: must be a whole number"),
+        ("job,mfu,hybrid\na,0.4,maybe\n", "hybrid='maybe': must be true or false"),
+        ("job,mfu,compute_dtype\na,0.4,int4\n", "compute_dtype='int4': must be one of fp8"),
+        ("job,mfu,mfu_percent\na,0.4,40\n", "give mfu or mfu_percent, not both"),
+    ],
+)
+def test_what_a_table_may_not_hold_is_named_by_its_row(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mfu.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        read_applications(path)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mfu.json"
+    path.write_text('{"a": 0.4}')
+    with pytest.raises(ValueError, match="must be a list of objects"):
+        read_applications(path)
+    with pytest.raises(ValueError, match=r"must be a \.csv or a \.json file"):
+        read_applications(tmp_path / "mfu.txt")

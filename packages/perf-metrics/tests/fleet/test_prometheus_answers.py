@@ -1,0 +1,166 @@
+"""What becomes of answers that a healthy server never gives, from a server that is told what to answer."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs
+
+import pytest
+
+from perf_metrics import PrometheusAPI, PrometheusError, collect_fleet
+from perf_metrics.fleet.chunks import read_in_chunks
+from perf_metrics.fleet.prometheus_api import QueryTooLargeError
+
+WHOLE = {
+    "status": "success",
+    "data": {
+        "resultType": "matrix",
+        "result": [{"metric": {"__name__": "up"}, "values": [[0, "1"]]}],
+    },
+}
+
+
+class Server(ThreadingHTTPServer):
+    """Gives the prepared answers one after another, the last one again and again."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: list[tuple[int, bytes, int]] = []
+        self.asked: list[dict[str, list[str]]] = []
+        self.headers_seen: list[dict[str, str]] = []
+
+    def answer(self, body: object, status: int = 200, cut: int = 0) -> None:
+        """Prepare an answer that lacks its last bytes."""
+        self.answers.append((status, body if isinstance(body, bytes) else json.dumps(body).encode(), cut))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        form = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.server.asked.append(parse_qs(form))
+        self.server.headers_seen.append(dict(self.headers))
+        answers = self.server.answers
+        status, body, cut = answers.pop(0) if len(answers) > 1 else answers[0]
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) - cut])
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def api(server: Server, said: list[str]) -> Iterator[PrometheusAPI]:
+    api = PrometheusAPI(server.url + "/", patience_s=2, say=said.append, headers={"X-Scope-OrgID": "team"})
+    yield api
+    api.close()
+
+
+def test_a_whole_answer(server: Server, api: PrometheusAPI, said: list[str]) -> None:
+    server.answer(WHOLE)
+    (series,) = api.query_range("up", 0, 60, 30)
+    assert (series.labels, series.points) == ({"__name__": "up"}, [[0, "1"]])
+    assert server.asked == [{"query": ["up"], "start": ["0.000"], "end": ["60.000"], "step": ["30"]}]
+    assert server.headers_seen[0]["X-Scope-OrgID"] == "team"
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "cut"),
+    [(WHOLE, 200, 5), (b"Service Unavailable", 503, 0), (b"", 429, 0), (b"{", 502, 0)],
+)
+def test_a_server_that_cannot_answer_now_is_asked_again(
+    server: Server, api: PrometheusAPI, said: list[str], body: object, status: int, cut: int
+) -> None:
+    server.answer(body, status, cut)
+    server.answer(WHOLE)
+    assert len(api.query_range("up", 0, 60, 30)) == 1
+    assert len(said) == 2
+    assert said[0].startswith(f"{server.url} gives no answer (")
+    assert said[1] == f"{server.url} answers again"
+
+
+def test_patience_ends_in_an_error_that_says_there_is_no_report(server: Server, api: PrometheusAPI) -> None:
+    server.answer(b"", 503)
+    with pytest.raises(PrometheusError, match=r"no answer for \d s \(status 503\).*no report"):
+        api.query_range("up", 0, 60, 30)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (WHOLE | {"warnings": ["a store is down"]}, 200, r"may not be whole: \['a store is down'\]"),
+        ({"status": "error", "error": "parse error: x"}, 400, "refuses the query 'up': parse error: x"),
+        (b"<html>Not here</html>", 404, "status 404 and no JSON: is it a Prometheus server"),
+        (b"<html>Welcome</html>", 200, "status 200 and no JSON: is it a Prometheus server"),
+        (b"no", 401, "status 401: give --bearer-token-file"),
+        ({"status": "success", "data": {"resultType": "vector", "result": []}}, 200, "as Prometheus does"),
+        ([], 200, "as Prometheus does"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_ends_it_at_once(
+    server: Server, api: PrometheusAPI, said: list[str], body: object, status: int, message: str
+) -> None:
+    server.answer(body, status)
+    with pytest.raises(PrometheusError, match=message):
+        api.query_range("up", 0, 60, 30)
+    assert (len(server.asked), said) == (1, [])
+
+
+def test_an_answer_too_large_for_the_server_is_asked_for_in_parts() -> None:
+    asked: list[tuple[float, float]] = []
+
+    def read(first: float, last: float) -> int:
+        if last - first > 300:
+            raise QueryTooLargeError("query processing would load too many samples into memory")
+        asked.append((first, last))
+        return 100_000
+
+    read_in_chunks(read, 1000, 4000, 30, lambda seconds: None)
+    times = [time for first, last in asked for time in range(int(first), int(last) + 1, 30)]
+    assert times == list(range(1000, 4001, 30))
+
+    with pytest.raises(QueryTooLargeError):
+        read_in_chunks(lambda first, last: read(0, 1e6), 1000, 4000, 30, lambda seconds: None)
+
+
+def test_settings_are_checked_before_the_server_is_asked(server: Server, api: PrometheusAPI) -> None:
+    with pytest.raises(ValueError, match="the end must be after the start"):
+        collect_fleet(api, 60, 0)
+    with pytest.raises(ValueError, match="step_s=0: must be 1 to 3600"):
+        collect_fleet(api, 0, 60, step_s=0)
+    with pytest.raises(ValueError, match="job_label='hpc-job': not the name of a label"):
+        collect_fleet(api, 0, 60, job_labels=["hpc-job"])
+    with pytest.raises(ValueError, match="prometheus='localhost:9090': must be an address"):
+        PrometheusAPI("localhost:9090")
+    assert server.asked == []
+
+
+def test_a_fleet_without_the_series_says_what_to_look_at(server: Server, api: PrometheusAPI) -> None:
+    server.answer({"status": "success", "data": {"resultType": "matrix", "result": []}})
+    fleet = collect_fleet(api, 0, 60)
+    assert not fleet.jobs
+    assert "with the label hpc_job: does dcgm-exporter export it" in fleet.notes[0]
