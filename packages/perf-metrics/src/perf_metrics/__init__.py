@@ -49,7 +49,7 @@ from .ofu.kernel_names import GemmKernel, TileShape, explain, parse_kernel
 from .ofu.nsys import read_nsys
 from .ofu.process_checks import Finding, check_process
 from .ofu.sampler import OFUSampler
-from .ofu.samples import MeanOFU, Readings, Sample, mean_ofu, mean_ofu_by_device, mean_ofu_by_job
+from .ofu.samples import Device, MeanOFU, Readings, Sample, mean_ofu, mean_ofu_by_device, mean_ofu_by_job
 from .ofu.tiles import EffectiveSizes, adjusted_ofu, effective_sizes, tile_overhead
 from .ofu.trace import TraceOverhead, trace_overhead
 from .ofu.trace_events import TraceFileError
@@ -71,6 +71,7 @@ __all__ = [
     "CountedPart",
     "CycleCounts",
     "DefaultMetrics",
+    "Device",
     "DeviceWindow",
     "Diagnosis",
     "EffectiveSizes",

@@ -129,6 +129,7 @@ def _add_chunk(fleet: FleetSamples, chunk: _Chunk, tally: _Tally) -> None:
         if device.is_slice:
             gpu = Device(device.host, device.index, device.uuid, device.model)
             whole = chunk.clocks.get(gpu, {})
+        tally.samples += len(values)
         for time_s, activity in values.items():
             mhz = own.get(time_s)
             if mhz is None and whole:
@@ -142,6 +143,7 @@ def _add_chunk(fleet: FleetSamples, chunk: _Chunk, tally: _Tally) -> None:
 class _Tally:
     points: Counter[str] = field(default_factory=Counter)
     blanks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    samples: int = 0
     without_clock: int = 0
 
     def notes(self, job_labels: Sequence[str]) -> Iterator[str]:
@@ -154,7 +156,7 @@ class _Tally:
             )
         elif not self.points[CLOCK_NAME]:
             yield f"no series {CLOCK_NAME}: without the SM clock there is no OFU"
-        for (name, meaning), count in self.blanks.items():
+        for (name, meaning), count in sorted(self.blanks.items()):
             yield f"{name}: {count} of {self.points[name]} points are blank ({meaning})"
         if self.without_clock and self.points[CLOCK_NAME]:
-            yield f"{self.without_clock} of {activity} points of tensor activity have no SM clock beside them"
+            yield f"{self.without_clock} of {self.samples} samples have no SM clock beside tensor activity"

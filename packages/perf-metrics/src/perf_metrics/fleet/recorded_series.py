@@ -9,8 +9,10 @@ TENSOR_CLOCK = "gpu:tensor_clock_mhz"
 """Clock in MHz at which the tensor peak is specified, by `modelName`."""
 SM_CLOCK = "gpu:sm_clock_mhz"
 """SM clock in MHz that was read, by `UUID` and `GPU_I_ID`."""
+ACTIVITY = "gpu:tensor_activity:ratio"
+"""Tensor activity of each GPU and MIG slice; shares are 0 to 1."""
 OFU = "gpu:ofu:ratio"
-"""OFU of each GPU and MIG slice, with and without a job; shares are 0 to 1."""
+"""OFU of each GPU and MIG slice, with and without a job."""
 FLEET_OFU = "fleet:ofu:ratio"
 """Mean of it over all of them."""
 FLEET_OFU_IN_JOBS = "fleet:ofu_in_jobs:ratio"
@@ -62,16 +64,20 @@ class FleetLabels:
         given = {"job_label": self.job} | ({} if self.cluster is None else {"cluster_label": self.cluster})
         for setting, name in given.items():
             if not _LABEL.fullmatch(name):
-                raise ValueError(f"{setting}={name!r}: not the name of a label; use one such as hpc_job or pod")
+                raise ValueError(
+                    f"{setting}={name!r}: not the name of a label; use one such as hpc_job or pod"
+                )
             if name in _DEVICE_LABELS:
                 raise ValueError(f"{setting}={name!r}: this label tells the device; use one such as hpc_job")
         if self.job == self.cluster:
-            raise ValueError(f"cluster_label={self.cluster!r}: is the job_label too; give another one, or none")
+            raise ValueError(
+                f"cluster_label={self.cluster!r}: is the job_label too; give another one, or none"
+            )
 
     @property
     def of_fleet(self) -> str:
         """Labels of the series of a whole fleet."""
-        return self.cluster or ""
+        return _listed(self.cluster)
 
     @property
     def of_job(self) -> str:

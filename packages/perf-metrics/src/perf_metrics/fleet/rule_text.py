@@ -69,7 +69,7 @@ def rules_as_yaml(groups: Sequence[RuleGroup], comment: str) -> str:
     """Return the text of a file with rules."""
     lines = [*_comment(comment, 0), "groups:"]
     for group in groups:
-        lines += ["", *_comment(group.comment, 2), f"  - name: {_quoted(group.name)}"]
+        lines += ["", *_comment(group.comment, 2), f"  - name: {group.name}"]
         lines += [f"    interval: {group.interval_s}s", "    rules:"]
         for rule in group.rules:
             lines += _recording(rule) if isinstance(rule, RecordingRule) else _alert(rule)
@@ -78,7 +78,7 @@ def rules_as_yaml(groups: Sequence[RuleGroup], comment: str) -> str:
 
 def _recording(rule: RecordingRule) -> Iterator[str]:
     yield from _comment(rule.comment, 6)
-    yield f"      - record: {_quoted(rule.name)}"
+    yield f"      - record: {rule.name}"
     yield from _expression(rule.expression)
     if rule.labels:
         yield "        labels:"
@@ -86,11 +86,11 @@ def _recording(rule: RecordingRule) -> Iterator[str]:
 
 
 def _alert(rule: AlertRule) -> Iterator[str]:
-    yield f"      - alert: {_quoted(rule.name)}"
+    yield f"      - alert: {rule.name}"
     yield from _expression(rule.expression)
     yield f"        for: {rule.minutes}m"
     yield "        labels:"
-    yield f"          severity: {_quoted(rule.severity)}"
+    yield f"          severity: {rule.severity}"
     yield "        annotations:"
     for name, text in (("summary", rule.summary), ("description", rule.description)):
         # Folded: the line breaks are read as spaces.
@@ -99,9 +99,10 @@ def _alert(rule: AlertRule) -> Iterator[str]:
 
 
 def _expression(text: str) -> Iterator[str]:
-    if "\n" not in text:
-        yield f"        expr: {_quoted(text)}" if _needs_quotes(text) else f"        expr: {text}"
+    if "\n" not in text and '"' not in text:
+        yield f"        expr: {_quoted(text)}"
         return
+    # As it is, line by line.
     yield "        expr: |-"
     yield from (f"          {line}" for line in text.splitlines())
 
@@ -124,7 +125,3 @@ def _wrapped(text: str, prefix: str) -> list[str]:
 def _quoted(text: str) -> str:
     # A string of JSON is one of YAML.
     return json.dumps(text)
-
-
-def _needs_quotes(text: str) -> bool:
-    return any(sign in text for sign in "{}[]#&*!|>'\"%@`") or ": " in text or text[:1] in "-?:"
