@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from .launch import leave_exit_code
 from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG
 
 _OVERVIEW = f"""\
@@ -25,7 +26,8 @@ options of train that are used most (all of them: {PROG} train --help):
   --data PATH                directory, glob or file of text [the Python standard library]
   --max-steps N              optimizer steps [800]
   --learning-rate X          highest learning rate [0.002]
-  --trainer NAME             single; under torchrun ddp, fsdp2 or pipeline [single]
+  --mesh AXES                processes of this machine: dp=2, shard=4, pp=2, dp=2,shard=2 ... [one]
+  --trainer NAME             under torchrun: ddp, fsdp2 or pipeline [single]
   --config FILE              TOML or YAML file with any of the options
   --version                  print the version
 
@@ -52,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else ("train", words)
     try:
-        return _run(name, rest)
+        return leave_exit_code(_run(name, rest))
     except KeyboardInterrupt:
         message = "stopped at once; checkpoints saved so far are whole, the same command goes on."
         print(f"\n{PROG}: {message}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return leave_exit_code(EXIT_INTERRUPTED)
 
 
 def _run(name: str, words: Sequence[str]) -> int:

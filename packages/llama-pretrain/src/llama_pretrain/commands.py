@@ -11,6 +11,8 @@ from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_core import DataError as TrainerDataError
 
 from .command_line import Parser, add_field_options
+from .launch import is_launched, launch
+from .mesh import Mesh
 from .program import PROG
 from .results import (
     EvalArguments,
@@ -37,7 +39,11 @@ RANK_ERRORS = (RankFailedError, RankTimeoutError)
 
 
 def _train(words: Sequence[str]) -> int:
-    return train(resolve(train_parser().parse_args_strictly(words)))
+    args = resolve(train_parser().parse_args_strictly(words))
+    processes = Mesh.parse(args.mesh).size if args.mesh else 1
+    if processes > 1 and not is_launched():
+        return launch(["train", *words], processes)
+    return train(args)
 
 
 def _eval(words: Sequence[str]) -> int:

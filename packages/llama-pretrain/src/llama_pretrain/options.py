@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 
 from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments
 from trainer_ddp import CompressionArguments, DDPArguments, DiLoCoArguments, PostLocalSGDArguments
 from trainer_fsdp2 import FSDP2Arguments
 from trainer_pipeline import PipelineArguments
 
+from .mesh import check_mesh
 from .trainers import check_trainer
 
 # This application builds its own loader of packed rows and never overwrites: these have no effect on it.
@@ -57,6 +58,9 @@ class PretrainArguments(DataParallelArguments):
     trainer: str = "single"
     """single (one process), or how the processes that torchrun starts share the work: ddp (each holds the
     model), fsdp2 (each holds a part of every layer) or pipeline (each holds some of the layers)."""
+    mesh: str = ""
+    """Processes along each axis, such as dp=2,shard=4 or pp=2,dp=2; chooses the trainer and the number of
+    copies, and starts that many processes on this machine unless a launcher has."""
     ddp: DDPArguments = field(default_factory=DDPArguments)
     """With trainer ddp: options of torch's wrapper."""
     compression: CompressionArguments = field(default_factory=CompressionArguments)
@@ -98,6 +102,7 @@ class PretrainArguments(DataParallelArguments):
         """
         super().check()
         self._check_unused()
+        check_mesh(self.mesh, asdict(self))
         check_trainer(self.trainer, self)
         if self.undecodable not in ("error", "skip", "replace"):
             raise ConfigurationError(

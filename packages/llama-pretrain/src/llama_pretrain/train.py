@@ -126,7 +126,7 @@ def train(args: PretrainArguments) -> int:
     """
     started = time.perf_counter()
     env = DistributedEnvironment(always=False, no_accelerator=args.use_cpu or args.device == "cpu")
-    check_processes(args.trainer, env.world_size)
+    check_processes(args.trainer, args.mesh, env.world_size)
     experiment = prepare(args)
     directory = RunDirectory(args.output_dir)
     changes = directory.check(args, experiment.subject)

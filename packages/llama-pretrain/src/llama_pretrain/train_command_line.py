@@ -10,6 +10,7 @@ from typing import cast, get_type_hints
 from trainer_core import ConfigurationError, arguments_from_dict, load_config_file
 
 from .command_line import Parser, add_field_options
+from .mesh import follow_mesh
 from .options import GROUP_NAMES, WITHOUT_EFFECT, PretrainArguments
 from .program import PROG
 
@@ -68,6 +69,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ),
     "several processes": (
         "trainer",
+        "mesh",
         "dispatch_batches",
         "dispatch_eval_batches",
         "uneven_batches",
@@ -113,7 +115,10 @@ def resolve(given: Mapping[str, object]) -> PretrainArguments:
     options = dict(given)
     path = options.pop("config", None)
     from_file = {} if path is None else load_config_file(Path(str(path)))
-    settings = _laid_over(_in_tables(from_file, PretrainArguments), _in_tables(options, PretrainArguments))
+    above, below = follow_mesh(
+        _in_tables(options, PretrainArguments), _in_tables(from_file, PretrainArguments)
+    )
+    settings = _laid_over(below, above)
     if settings.get("lr_scheduler_type") == "constant":
         settings.setdefault("warmup_steps", 0)
     return arguments_from_dict(PretrainArguments, settings)

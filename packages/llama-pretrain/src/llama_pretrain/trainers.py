@@ -11,6 +11,7 @@ from trainer_ddp import DDPTrainer
 from trainer_fsdp2 import FSDP2Trainer
 from trainer_pipeline import PipelineTrainer
 
+from .mesh import Mesh
 from .program import PROG
 
 TRAINERS: Mapping[str, type[Trainer]] = {
@@ -53,18 +54,25 @@ def trainer_arguments(trainer: type[Trainer], args: TrainingArguments) -> Traini
     return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
 
-def check_processes(name: str, world_size: int) -> None:
-    """Refuse a trainer of one process where a launcher has started several.
+def check_processes(name: str, mesh: str, world_size: int) -> None:
+    """Refuse a trainer of one process where a launcher has started several, and a mesh of another size.
 
     Raises:
         ConfigurationError: If it has; the message says what to type.
     """
+    if mesh and Mesh.parse(mesh).size != world_size:
+        raise ConfigurationError(
+            "mesh",
+            mesh,
+            f"is of {Mesh.parse(mesh).size} processes, and {world_size} were started",
+            "start as many, or change the mesh",
+        )
     if name == "single" and world_size > 1:
         raise ConfigurationError(
             "trainer",
             name,
             f"is one process, and {world_size} were started",
-            f"use `{PROG} train` for one, or `{launch_command(world_size)}` to let them share the work",
+            f"use `{PROG} train` for one, or `{launch_command(world_size, 'ddp')}` to share the work",
         )
 
 
@@ -84,9 +92,10 @@ def refuse_several_processes(command: str) -> None:
         )
 
 
-def launch_command(processes: int, trainer: str = "ddp") -> str:
+def launch_command(processes: int, trainer: str) -> str:
     """What to type to train with several processes on one machine."""
-    return f"torchrun --standalone --nproc-per-node {processes} -m llama_pretrain train --trainer {trainer}"
+    axis = {"fsdp2": "shard", "pipeline": "pp"}.get(trainer, "dp")
+    return f"{PROG} train --mesh {axis}={processes}"
 
 
 def _settings_of(name: str) -> set[str]:

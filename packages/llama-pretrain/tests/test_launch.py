@@ -1,0 +1,138 @@
+"""`train --mesh` starts its own processes: real ones, over gloo, on a very small model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 240
+SHAPE = {
+    "vocab_size": 259,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A folder with a shape and some text."""
+    (tmp_path / "shape").mkdir()
+    (tmp_path / "shape" / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
+    (tmp_path / "text.jsonl").write_text(
+        "\n".join(
+            json.dumps({"text": f"{number} is the number after {number - 1}. " * 8}) for number in range(60)
+        )
+    )
+    return tmp_path
+
+
+def start(work: Path, output: str, *more: str, steps: int = 6) -> subprocess.Popen[str]:
+    settings = {
+        "model": work / "shape",
+        "data": work / "text.jsonl",
+        "output-dir": work / output,
+        "sequence-length": 32,
+        "max-steps": steps,
+        "held-out": 0,
+        "logging-steps": 1,
+        "save-steps": 1000,
+        "sample-tokens": 0,
+        "lr-scheduler-type": "constant",
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "llama_pretrain", "train", *words, *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name not in launched},
+    )
+
+
+def losses(work: Path, output: str) -> list[float]:
+    entries = json.loads((work / output / "trainer_logs.json").read_text())
+    return [entry["loss"] for entry in entries if "loss" in entry]
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Return the processes that the launcher has started."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    command = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    return [child for child, words in command.items() if b"llama_pretrain" in words]
+
+
+def wait_for_a_step(process: subprocess.Popen[str], log: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not log.is_file() or '"loss"' not in log.read_text():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_one_command_trains_along_each_axis_on_one_curve(work: Path) -> None:
+    done = {}
+    for mesh, accumulated in (("dp=1", 4), ("dp=2", 2), ("shard=2,pp=2", 2)):
+        microbatches = ("--microbatches", "2") if "pp" in mesh else ()
+        batch = ("--per-device-train-batch-size", "2", "--gradient-accumulation-steps", str(accumulated))
+        process = start(work, mesh, "--mesh", mesh, *batch, *microbatches)
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, err
+        done[mesh] = losses(work, mesh)
+        assert "Traceback" not in out + err
+    assert len(done["dp=1"]) == 6
+    assert done["dp=2"] == pytest.approx(done["dp=1"], rel=1e-5)
+    assert done["shard=2,pp=2"] == pytest.approx(done["dp=1"], rel=1e-5)
+
+
+def test_a_signal_to_the_command_saves_and_ends_with_75(work: Path) -> None:
+    process = start(work, "run", "--mesh", "dp=2", steps=100_000)
+    wait_for_a_step(process, work / "run" / "trainer_logs.json")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, err
+    assert len(list((work / "run").glob("checkpoint-*"))) == 1
+    assert "Traceback" not in out + err
+
+
+def test_a_rank_that_is_killed_is_named(work: Path) -> None:
+    process = start(work, "run", "--mesh", "dp=2", steps=100_000)
+    wait_for_a_step(process, work / "run" / "trainer_logs.json")
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert "rank 1 was ended by SIGKILL" in err
+
+
+def test_wrong_input_is_told_in_one_line_before_anything_starts(work: Path) -> None:
+    process = start(work, "run", "--mesh", "dp=2", "--learning-rate", "-1")
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2
+    assert len(err.splitlines()) == 1
+    assert "learning_rate=-1" in err
+    assert not (work / "run").exists()
+
+
+def test_what_only_the_processes_can_see_is_wrong_input_too(work: Path) -> None:
+    process = start(work, "run", "--mesh", "dp=2", "--data", str(work / "nothing"))
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2
+    assert f"data path {work}/nothing does not exist" in err
+
+
+def test_a_launcher_of_another_size_is_refused(work: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    words = ["-m", "llama_pretrain", "train", "--mesh", "dp=2", "--output-dir", str(work / "run")]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert "mesh='dp=2': is of 2 processes, and 1 were started" in done.stderr
