@@ -1,4 +1,4 @@
-"""The command line: `llama-pretrain [train|plan|eval|generate|export]`."""
+"""The command line: `llama-pretrain [train|plan|eval|generate|export|...]`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ usage: {PROG} [train] [options]     train a Llama, or go on with a run that was 
        {PROG} eval [options]        score a trained model on text
        {PROG} generate [PROMPT]     let a trained model continue a text
        {PROG} export DIRECTORY      write a trained model for transformers
+       {PROG} import HF DIRECTORY   take over a Hugging Face Llama
+       {PROG} report [options]      show a run on one HTML page
 
 Without a word it trains: a byte-level model on the text of the Python standard library, in less than
 three minutes on two CPU cores. Ctrl-C saves; the same command goes on.

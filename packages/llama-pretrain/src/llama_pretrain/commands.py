@@ -11,17 +11,12 @@ from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_core import DataError as TrainerDataError
 
 from .command_line import Parser, add_field_options
+from .conversion import ExportArguments, ImportArguments, export, import_model
 from .launch import is_launched, launch
 from .mesh import Mesh
 from .program import PROG
-from .results import (
-    EvalArguments,
-    ExportArguments,
-    GenerateArguments,
-    evaluate,
-    export,
-    generate_text,
-)
+from .results import EvalArguments, GenerateArguments, evaluate, generate_text
+from .run_report import ReportArguments, write_report
 from .train import train
 from .train_command_line import resolve, train_parser
 from .trainers import refuse_several_processes
@@ -74,6 +69,26 @@ def _export(words: Sequence[str]) -> int:
     return 0
 
 
+def _import(words: Sequence[str]) -> int:
+    parser = Parser(
+        prog=f"{PROG} import", description="Take over a Hugging Face Llama, checked, as one directory."
+    )
+    parser.add_argument("source", help="directory of the Hugging Face Llama")
+    parser.add_argument("directory", help="where to write; must be new or empty")
+    add_field_options(parser, ImportArguments, {}, leave_out=("source", "directory"))
+    refuse_several_processes("import")
+    import_model(arguments_from_dict(ImportArguments, parser.parse_args_strictly(words)))
+    return 0
+
+
+def _report(words: Sequence[str]) -> int:
+    parser = Parser(prog=f"{PROG} report", description="Show a run on one page that needs nothing else.")
+    add_field_options(parser, ReportArguments, {})
+    refuse_several_processes("report")
+    write_report(arguments_from_dict(ReportArguments, parser.parse_args_strictly(words)))
+    return 0
+
+
 def _plan(words: Sequence[str]) -> int:
     from . import plan_command  # what plans takes seconds to import
 
@@ -88,4 +103,6 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "eval": _eval,
     "generate": _generate,
     "export": _export,
+    "import": _import,
+    "report": _report,
 }

@@ -1,4 +1,4 @@
-"""What is done with a trained model: the commands `eval`, `generate` and `export`."""
+"""What is done with a trained model: the commands `eval` and `generate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer_core import ConfigurationError, Trainer
 from .config import CONFIG_FILE, LlamaConfig
 from .data import evaluation_loader, open_data
 from .generation import generate
-from .interchange import dtype_names, load_pretrained, save_pretrained
+from .interchange import load_pretrained
 from .options import PretrainArguments
 from .run_directory import RunDirectory
 from .tokenizer import Tokenizer, load_tokenizer, unit_of
@@ -68,16 +68,6 @@ class GenerateArguments(ResultArguments):
     """Draw from the fewest tokens whose probabilities reach this sum."""
     seed: int = 1
     """Another seed gives another text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportArguments(ResultArguments):
-    """Settings of `export`."""
-
-    directory: str
-    """Where to write config.json, model.safetensors and the tokenizer; must be new or empty."""
-    dtype: str = "float32"
-    """Dtype of the weights: float32, bfloat16 or float16."""
 
 
 def locate(args: ResultArguments) -> Path:
@@ -200,24 +190,3 @@ def generate_text(args: GenerateArguments) -> str:
     text = tokenizer.decode(ids[0].tolist())
     print(text, flush=True)
     return text
-
-
-def export(args: ExportArguments) -> Path:
-    """Write a trained model as a Hugging Face directory and return it.
-
-    Raises:
-        ConfigurationError: If there is no such model, the dtype is unknown, or the directory is not empty.
-        OSError: If the directory cannot be written.
-    """
-    if args.dtype not in dtype_names():
-        raise ConfigurationError(
-            "dtype", args.dtype, f"must be one of {', '.join(dtype_names())}", "choose one of these"
-        )
-    target = Path(args.directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigurationError("directory", str(target), "is not an empty directory", "choose another one")
-    weights = locate(args)
-    tokenizer, model = load_tokenizer(str(weights)), load_pretrained(weights)
-    save_pretrained(model, target, dtype=args.dtype, tokenizer=tokenizer)
-    print(f"wrote {target}: {weights} as {args.dtype}, for transformers' LlamaForCausalLM", flush=True)
-    return target

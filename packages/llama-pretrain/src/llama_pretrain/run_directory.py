@@ -14,6 +14,7 @@ from perf_metrics import load_logs, plot_logs
 from trainer_core import ConfigurationError, arguments_from_dict, load_config_file
 
 from .options import GROUP_NAMES, PretrainArguments
+from .sessions import SESSIONS_NAME, read_sessions
 
 CONFIG_NAME = "config.yaml"
 IDENTITY_NAME = "run.json"
@@ -75,13 +76,17 @@ class RunDirectory:
         return self._changes(args)
 
     def begin(
-        self, args: PretrainArguments, subject: Mapping[str, object]
+        self,
+        args: PretrainArguments,
+        subject: Mapping[str, object],
+        session: Mapping[str, object] | None = None,
     ) -> dict[str, tuple[object, object]]:
         """Check as `check` does, then claim the directory: write `run.json` and `config.yaml`.
 
         Args:
             args: As in `check`.
             subject: As in `check`.
+            session: On what and with what this start is made, to be added to `sessions.json`.
 
         Returns:
             As `check`.
@@ -92,6 +97,9 @@ class RunDirectory:
         """
         changes = self.check(args, subject)
         self.path.mkdir(parents=True, exist_ok=True)
+        if session is not None:
+            sessions = [*read_sessions(self.path), session] if self._has_checkpoint() else [session]
+            _write(self.path / SESSIONS_NAME, json.dumps(sessions, indent=2) + "\n")
         _write(self.path / IDENTITY_NAME, json.dumps(_identity(args, subject), indent=2) + "\n")
         _write(self.path / CONFIG_NAME, yaml.safe_dump(asdict(args), sort_keys=False))
         return changes
@@ -234,7 +242,10 @@ def _write(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-_PARTIAL_NAMES = {f".{IDENTITY_NAME}.partial", f".{CONFIG_NAME}.partial"}
+_PARTIAL_NAMES = {
+    SESSIONS_NAME,
+    *(f".{name}.partial" for name in (SESSIONS_NAME, IDENTITY_NAME, CONFIG_NAME)),
+}
 
 
 def _shorter(value: object, other: object) -> object:

@@ -186,6 +186,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     return HuggingFaceTokenizer(name)
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory holds a tokenizer that `load_tokenizer` may read."""
+    names = (BYTE_TOKENIZER_FILE, "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return any((directory / name).is_file() for name in names)
+
+
 def unit_of(tokenizer: Tokenizer) -> str:
     """What one id of a tokenizer stands for, in a word: byte or token."""
     return "byte" if isinstance(tokenizer, ByteTokenizer) else "token"

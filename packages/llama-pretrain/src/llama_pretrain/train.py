@@ -26,6 +26,7 @@ from .model_choice import model_config, starts_from_weights
 from .options import PretrainArguments
 from .report import announce, say_how_to_continue, say_nothing_was_left, show_result, write_sample
 from .run_directory import LOGS_NAME, RunDirectory
+from .sessions import describe_session
 from .tokenizer import Tokenizer, load_tokenizer
 from .trainers import TRAINERS, check_processes, trainer_arguments
 
@@ -153,7 +154,7 @@ def _train_on(
         announce(trainer.parallel.whole_model(), *documents, args, env.world_size, changes)
     with main_process_first(env) as goes_first:
         if goes_first:
-            directory.begin(args, experiment.subject)
+            directory.begin(args, experiment.subject, describe_session(args, env))
     output = trainer.train()
     if trainer.stop_cause is not None:
         if speaks:

@@ -1,0 +1,162 @@
+"""The command `report`: a run on one page."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoint_core import find_latest_checkpoint
+from dist_env import DistributedEnvironment
+from perf_metrics import format_value, load_logs, plot_logs, summarize_log
+from trainer_core import ConfigurationError
+
+from .generation import generate
+from .html_page import page, preformatted, section, table
+from .interchange import load_pretrained
+from .options import PretrainArguments
+from .report import SAMPLE_TEMPERATURE
+from .run_directory import RunDirectory
+from .sessions import read_sessions
+from .tokenizer import load_tokenizer
+
+_PANELS = ("loss", "tok_per_sec", "mfu", "ofu", "memory", "learning_rate", "grad_norm")
+_ALWAYS = ("loss", "tok_per_sec", "learning_rate", "grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments:
+    """Settings of `report`."""
+
+    output_dir: str = "runs/default"
+    """Output directory of a run."""
+    page: str | None = None
+    """File to write; none: report.html in the output directory. An existing one is replaced."""
+    samples: int = 3
+    """Texts that the newest checkpoint writes for the page; 0: none."""
+    smooth: float = 0.0
+    """Share of the past in the moving average of the loss, from 0 to below 1."""
+
+
+def write_report(args: ReportArguments) -> Path:
+    """Write the page, say where it is, and return its path.
+
+    It has curves, speed, utilization, memory, evaluations, samples, all settings that are not at their
+    defaults, and on what each start of the run was made. It asks no other host for anything.
+
+    Raises:
+        ConfigurationError: If there is no run, or it has logged nothing.
+        OSError: If the page cannot be written.
+    """
+    if args.samples < 0:
+        raise ConfigurationError("samples", args.samples, "must be 0 or more", "use 0 for none")
+    directory = RunDirectory(args.output_dir)
+    settings = directory.arguments()
+    log = directory.log_file(settings)
+    if not log.is_file() or not any("loss" in entry for entry in load_logs(log)):
+        raise ConfigurationError(
+            "output_dir", args.output_dir, "has logged no step", "train first, and report then"
+        )
+    target = directory.path / "report.html" if args.page is None else Path(args.page)
+    title = f"{settings.model} on {settings.data or 'the Python standard library'}"
+    target.write_text(page(title, "\n".join(_sections(args, settings, directory, log))), encoding="utf-8")
+    print(f"wrote {target}", flush=True)
+    return target
+
+
+def _sections(
+    args: ReportArguments, settings: PretrainArguments, directory: RunDirectory, log: Path
+) -> Iterator[str]:
+    yield section("Figures", table(("", ""), _figures(log)))
+    yield section("Curves", _curves(log, args.smooth))
+    losses = directory.held_out_losses(settings)
+    if losses:
+        rows = [(f"{step:,}", f"{loss:.4f}") for step, loss in sorted(losses.items())]
+        yield section("Held-out loss", table(("step", "loss"), rows))
+    newest = find_latest_checkpoint(args.output_dir)
+    if newest is not None and args.samples:
+        note = f"temperature {SAMPLE_TEMPERATURE}, from {newest.name}"
+        texts = _samples(newest, settings, args.samples)
+        yield section(f"Samples ({note})", "\n".join(map(preformatted, texts)))
+    yield section("Settings that are not at their defaults", table(("setting", "value"), _changed(settings)))
+    sessions = read_sessions(directory.path)
+    if sessions:
+        yield section("Starts", _sessions(sessions))
+
+
+def _figures(log: Path) -> list[tuple[str, str]]:
+    run = summarize_log(log)
+    told = (
+        ("steps", run.steps, ",d"),
+        ("tokens", run.tokens, "si"),
+        ("training loss, last 10 %", run.final_loss_mean, ".4f"),
+        ("best held-out loss", run.best_eval_loss, ".4f"),
+        ("tokens/s, median", run.tok_per_sec_median, "si"),
+        ("MFU, median", run.mfu_median, ".1%"),
+        ("HFU, median", run.hfu_median, ".1%"),
+        ("OFU, mean", _mean_of(log, "ofu"), ".1%"),
+        ("peak memory of a rank", run.peak_memory_bytes, "gib"),
+        ("waiting for data", run.data_wait_share, ".1%"),
+        ("wall time in minutes", None if run.wall_seconds is None else run.wall_seconds / 60, ".1f"),
+        ("pauses", run.pauses, "d"),
+    )
+    return [(name, "unavailable" if value is None else format_value(value, fmt)) for name, value, fmt in told]
+
+
+def _mean_of(log: Path, key: str) -> float | None:
+    found = [value for entry in load_logs(log) if isinstance(value := entry.get(key), float)]
+    return sum(found) / len(found) if found else None
+
+
+def _curves(log: Path, smooth: float) -> str:
+    entries = load_logs(log)
+    keys = {key for entry in entries for key, value in entry.items() if isinstance(value, float | int)}
+    logged = {"memory": "peak_mem_allocated"}
+    panels = [name for name in _PANELS if name in _ALWAYS or logged.get(name, name) in keys]
+    with tempfile.TemporaryDirectory() as folder:
+        picture = plot_logs(log, Path(folder) / "curves.svg", panels=panels, smooth=smooth)
+        svg = picture.read_text(encoding="utf-8")
+    # Within a page the picture is an element, without the head of a file.
+    return re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+
+
+def _samples(checkpoint: Path, settings: PretrainArguments, count: int) -> list[str]:
+    tokenizer, model = load_tokenizer(str(checkpoint)), load_pretrained(checkpoint)
+    device = DistributedEnvironment().device
+    prompt = torch.tensor([list(tokenizer.encode(settings.prompt or "\n"))], device=device)
+    texts = []
+    for seed in range(settings.seed, settings.seed + count):
+        ids = generate(
+            model.to(device),
+            prompt,
+            max_new_tokens=settings.sample_tokens or 120,
+            temperature=SAMPLE_TEMPERATURE,
+            eos_token_id=tokenizer.eos_token_id,
+            generator=torch.Generator(device).manual_seed(seed),
+        )
+        texts.append(tokenizer.decode(ids[0].tolist()))
+    return texts
+
+
+def _changed(settings: PretrainArguments) -> list[tuple[str, str]]:
+    own, default = _by_name(asdict(settings)), _by_name(asdict(PretrainArguments()))
+    return [(name, str(value)) for name, value in own.items() if value != default.get(name)]
+
+
+def _by_name(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= _by_name(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def _sessions(sessions: Sequence[Mapping[str, object]]) -> str:
+    names = list(dict.fromkeys(name for session in sessions for name in session))
+    return table(names, [tuple(str(session.get(name, "")) for name in names) for session in sessions])

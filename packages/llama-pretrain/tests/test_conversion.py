@@ -1,0 +1,85 @@
+"""The command `import`: what it takes over, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama_pretrain import ByteTokenizer, Llama, load_pretrained, save_pretrained
+from llama_pretrain.cli import main
+
+
+def _in_two_files(directory: Path) -> None:
+    """Divide model.safetensors into two files with an index, as large models come."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(weights)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: weights[name] for name in held}, directory / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, held in parts.items() for name in held}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_model_in_several_files_becomes_one_with_the_same_logits(
+    small_model: Llama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    save_pretrained(small_model, source, tokenizer=ByteTokenizer())
+    _in_two_files(source)
+    assert main(["import", str(source), str(target)]) == 0
+    assert (target / "model.safetensors").is_file()
+    tokens = torch.arange(20).reshape(2, 10)
+    assert torch.equal(load_pretrained(target)(tokens), small_model(tokens))
+    said = capsys.readouterr().out
+    assert f"--model {target} --tokenizer {target}" in said
+
+
+def test_a_model_without_a_tokenizer_is_taken_and_that_is_said(
+    small_model: Llama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_pretrained(small_model, tmp_path / "source")
+    assert main(["import", str(tmp_path / "source"), str(tmp_path / "target"), "--dtype", "bfloat16"]) == 0
+    assert "tokenizer       none in the source" in capsys.readouterr().out
+    taken = load_pretrained(tmp_path / "target", dtype=torch.bfloat16)
+    assert torch.equal(taken.lm_head.weight, small_model.lm_head.weight.bfloat16())
+
+
+def test_pickled_weights_are_refused_and_never_read(
+    small_model: Llama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    save_pretrained(small_model, source)
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    assert main(["import", str(source), str(tmp_path / "target")]) == 2
+    error = capsys.readouterr().err
+    assert "pytorch_model.bin, which only unpickling could read" in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nowhere", "target"), "source='nowhere': holds no config.json"),
+        (("source", "source"), "is not an empty directory"),
+        (("source", "target", "--dtype", "int4"), "dtype='int4': must be one of float32"),
+    ],
+)
+def test_what_cannot_be_is_told(
+    small_model: Llama,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_pretrained(small_model, tmp_path / "source")
+    assert main(["import", *words]) == 2
+    assert message in capsys.readouterr().err
