@@ -32,7 +32,7 @@ def write_counters(pieces: Pieces, counters: Counters, job: str | None) -> None:
 
 
 def write_clocks_of_slices(pieces: Pieces, devices: Sequence[Counters]) -> None:
-    """Write the clocks of the GPUs that have slices among these; they have no job, as their slices have it."""
+    """Write the clocks of GPUs that have slices among these: without a job, which their slices have."""
     wholes = {one.gpu.whole: one for one in devices if one.gpu.mig_instance}
     for whole, counters in wholes.items():
         _write_clock(pieces, counters, _labels(whole, None))

@@ -111,7 +111,7 @@ class OddGPU:
     kind: OddKind
 
 
-DEBUG_FLAG = Fall(at=0.55, to=0.63)
+FALLS = (Fall(at=0.55, to=0.63), Fall(at=0.35, to=0.82))
 ODD_GPUS = (OddGPU(5, "slow clock"), OddGPU(2, "less work"))
 SLOWER_RUN = (0.40, 0.405, 0.395, 0.30)
 """OFU of four jobs of one run, one after the other: the last restart is slower."""

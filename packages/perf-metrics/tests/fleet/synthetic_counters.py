@@ -126,15 +126,18 @@ def _gpus(job: Job) -> Iterator[GPU]:
 
 
 def _pace(job: Job, random: Random) -> dict[int, float]:
-    """Return the pace of the job by number of the scrape: 1 on average before a fall, with noise of 2 %.
+    """Return the pace of the job by number of the scrape: 1 on average before a fall.
 
-    Nothing in the first minutes, next to nothing in two to eight scrapes of each hour (checkpoints,
-    evaluations), and less after a fall.
+    With noise of 2 % and a drift of 2 % over some quarters of an hour; nothing in the first minutes, next to
+    nothing in two to eight scrapes of each hour (checkpoints, evaluations), and less after a fall.
     """
     first, last = job.start_s // SCRAPE_S - 1, job.end_s // SCRAPE_S + 2
     falls_ms = fall_ms(job)
     falls = last if falls_ms is None else falls_ms // _SCRAPE_MS + 1
-    pace = {number: random.gauss(1, 0.02) for number in range(first, last)}
+    pace, drift = {}, 0.0
+    for number in range(first, last):
+        drift = 0.97 * drift + random.gauss(0, 0.005)
+        pace[number] = random.gauss(1 + drift, 0.02)
     for number in range(first, first + random.randint(2, 6)):
         pace[number] = 0.0
     for hour in range(first + 60, last - 50, 3600 // SCRAPE_S):

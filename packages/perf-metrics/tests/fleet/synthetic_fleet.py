@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
 
 from .dcgm_series import write_clocks_of_slices, write_counters, write_idle
 from .openmetrics_pieces import Pieces
@@ -152,9 +152,9 @@ def _fall(job: Job, devices: Sequence[Counters]) -> Level | None:
     # The pace changes with the number of the scrape.
     falls_ms = (falls_ms // (1000 * SCRAPE_S) + 1) * 1000 * SCRAPE_S
     used = [(one.times_ms[place], ofu) for one in devices for place, ofu, _ in one.ofu(0, 1 << 62)]
-    lower = [(time_ms, ofu) for time_ms, ofu in used if time_ms >= falls_ms]
-    before = math.fsum(ofu for time_ms, ofu in used if time_ms < falls_ms) / (len(used) - len(lower))
-    return Level(min(lower)[0] / 1000, before, math.fsum(ofu for _, ofu in lower) / len(lower))
+    before = median(ofu for time_ms, ofu in used if time_ms < falls_ms)
+    after = median(ofu for time_ms, ofu in used if time_ms >= falls_ms)
+    return Level(min(time_ms for time_ms, _ in used if time_ms >= falls_ms) / 1000, before, after)
 
 
 def _write_mfu_series(pieces: Pieces, job: JobTruth, times_ms: list[int]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from random import Random
 
-from .planted import DEBUG_FLAG, MISTAKES, ODD_GPUS, SLOWER_RUN, STEADY_RUN, Fall, Mistake, OddGPU
+from .planted import FALLS, MISTAKES, ODD_GPUS, SLOWER_RUN, STEADY_RUN, Fall, Mistake, OddGPU
 from .production_table import TABLE, bucket_sizes, draw_job
 
 START_S = int(datetime(2026, 1, 1, tzinfo=UTC).timestamp())
@@ -155,7 +155,8 @@ def _special(random: Random) -> Iterator[dict[str, object]]:
     for mistake in MISTAKES:
         yield {"mistake": mistake, "ofu": mistake.ofu, "from_table": False}
     agreeing = {"ofu": random.uniform(0.3, 0.4), "difference": -0.01, "from_table": False}
-    yield {**agreeing, "fall": DEBUG_FLAG}
+    for fall in FALLS:
+        yield {**agreeing, "fall": fall}
     for odd in ODD_GPUS:
         yield {**agreeing, "odd": odd}
 

@@ -13,7 +13,10 @@ from .synthetic_plan import Job
 
 @dataclass(frozen=True)
 class Level:
-    """A fall within a job: Unix time of the first lower sample in seconds, and mean OFU before and after."""
+    """A fall within a job: Unix time of the first lower sample in seconds, and OFU before and after.
+
+    The medians of the samples, as stalls are no part of a level.
+    """
 
     time_s: float
     before: float

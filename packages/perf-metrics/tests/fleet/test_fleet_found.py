@@ -54,6 +54,18 @@ def test_every_job_has_the_ofu_of_its_samples(truth: Truth, jobs: dict[str, Repo
             assert jobs[name]["samples"] == len(true.ofu), name
 
 
+def test_with_half_the_step_late_scrapes_are_all_seen(
+    small_fleet: ServedFleet, truth: Truth, tmp_path: Path
+) -> None:
+    """No two of them fall into 15 s. Of jobs that the start cuts, it sees one sample less."""
+    report = report_of(small_fleet.command("--step", "15"), tmp_path)
+    means = {job["job"]: job["ofu"]["mean"] for job in report["jobs"]}
+    whole = [job for job in truth.jobs.values() if job.first_s > truth.start_s]
+    assert any(not job.exact for job in whole)
+    for job in whole:
+        assert means[job.name] == pytest.approx(job.mean, rel=SAME), job.name
+
+
 def test_every_job_has_its_devices_and_times(truth: Truth, jobs: dict[str, Report]) -> None:
     for name, true in truth.jobs.items():
         means = [ofu for ofu, _, _ in true.devices.values()]
@@ -133,14 +145,14 @@ def test_a_fall_within_a_job_and_a_slower_restart_are_found_and_nothing_else(
         assert jobs[name]["candidates"][0]["name"] == FALLEN
 
 
-def test_a_fall_is_dated_and_measured(truth: Truth, jobs: dict[str, Report]) -> None:
-    (fallen,) = (job for job in truth.jobs.values() if job.fall is not None)
-    (drop,) = jobs[fallen.name]["drops"]
-    assert fallen.fall is not None
-    # The first point of a query at the lower level is within a step after the first such sample.
-    late_s = datetime.fromisoformat(drop["time"]).timestamp() - fallen.fall.time_s
-    assert 0 <= late_s <= SCRAPE_S
-    assert (drop["before"], drop["after"]) == pytest.approx((fallen.fall.before, fallen.fall.after), rel=1e-6)
+def test_falls_are_dated_and_measured(truth: Truth, jobs: dict[str, Report]) -> None:
+    falls = {name: job.fall for name, job in truth.jobs.items() if job.fall is not None}
+    assert len(falls) == 2
+    for name, fall in falls.items():
+        (drop,) = jobs[name]["drops"]
+        # The first point of a query at the lower level is within a step after the first such sample.
+        assert 0 <= datetime.fromisoformat(drop["time"]).timestamp() - fall.time_s <= SCRAPE_S, name
+        assert (drop["before"], drop["after"]) == pytest.approx((fall.before, fall.after), rel=0.03), name
 
 
 def test_a_slow_restart_is_held_against_the_median_of_the_earlier_jobs(truth: Truth, report: Report) -> None:
@@ -165,7 +177,8 @@ def test_a_straggler_and_a_gpu_with_less_work_are_found_and_nothing_else(
     assert set(found) == expected
     for (name, device, _), odd in found.items():
         told = (odd["ofu"], odd["tensor_activity"], odd["sm_mhz"])
-        assert told == pytest.approx(truth.jobs[name].devices[device], rel=SAME)
+        true = truth.jobs[name]
+        assert told == pytest.approx(true.devices[device], rel=SAME if true.exact else LATE)
 
 
 UNTIDY: dict[str, Callable[[JobTruth], bool]] = {
@@ -196,11 +209,11 @@ def test_untidy_data_is_in_the_fleet_and_its_jobs_are_exact(
 
 
 def test_jobs_that_the_range_cuts_say_so(truth: Truth, jobs: dict[str, Report]) -> None:
-    # Seen at the very first or the very last point: nobody can tell whether that was all of it. The job that
-    # starts with the range has its first sample after its first point.
+    # Seen at the very first or the very last point: nobody can tell whether that was all of it. A job that
+    # starts with the range has its first sample after that point.
     first_s, last_s = truth.start_s, truth.end_s - SCRAPE_S
     expected = {name for name, job in truth.jobs.items() if job.first_s <= first_s or last_s < job.last_s}
-    assert len(expected) >= 3
+    assert len(expected) >= 2
     assert {name for name, job in jobs.items() if job["cut"]} == expected
 
 
@@ -209,7 +222,7 @@ def test_notes_count_what_is_blank_and_what_has_no_clock(report: Report) -> None
     for text in (
         "(blank)",
         "(not supported)",
-        "have no SM clock beside them",
+        "have no SM clock beside",
         "DCGM_FI_PROF_TENSOR_UTIL_RATIO",
     ):
         assert text in notes

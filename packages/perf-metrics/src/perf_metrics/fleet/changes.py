@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -12,6 +13,8 @@ LEAST_FALL = 0.10
 """Share of its level that OFU must lose: the day-to-day spread of a steady job is a few percent."""
 LEAST_S = 600.0
 """Seconds that each of the two levels must last: checkpoints and evaluations are shorter."""
+_STALL_S = 300.0
+"""Seconds of a checkpoint or an evaluation, at most; it is no part of the level around it."""
 _LEAST_POINTS = 8
 _PEAK = 16
 """Points on both sides among which a cut must be the best."""
@@ -25,8 +28,8 @@ class Drop:
 
     Attributes:
         time_s: Unix time of the first sample at the lower level, in seconds.
-        before: Mean OFU of the level before, as a share.
-        after: Mean OFU of the level after, as a share.
+        before: OFU of the level before without short stalls, as a share.
+        after: OFU of the level after without short stalls, as a share.
     """
 
     time_s: float
@@ -37,8 +40,9 @@ class Drop:
 def find_drops(times: Sequence[float], values: Sequence[float]) -> tuple[Drop, ...]:
     """Return where the level of a series falls by a tenth or more, for ten minutes or more.
 
-    Binary segmentation: the series is cut where two means differ most for their standard error, and each part
-    again. Then parts that differ by less are joined. That the medians fall as well keeps short stalls out.
+    Binary segmentation of the running median over ten minutes, which passes over stalls and keeps an edge
+    where it is; otherwise a few points near 0 would hide a fall, or draw the cut to them. It is cut where two
+    means differ most for their standard error, and each part again. Parts that differ by less are joined.
 
     Args:
         times: Unix times in seconds, ascending.
@@ -49,13 +53,31 @@ def find_drops(times: Sequence[float], values: Sequence[float]) -> tuple[Drop, .
     """
     if len(times) != len(values):
         raise ValueError(f"times and values must be of one length, not {len(times)} and {len(values)}")
-    edges = _joined([0, *_cuts(times, values), len(values)], values)
-    levels = [values[low:high] for low, high in pairwise(edges)]
+    steady = _without_stalls(times, values)
+    edges = _joined([0, *_cuts(times, steady), len(steady)], steady)
+    levels = [steady[low:high] for low, high in pairwise(edges)]
     return tuple(
         Drop(times[cut], fmean(before), fmean(after))
         for cut, (before, after) in zip(edges[1:], pairwise(levels), strict=False)
         if fmean(after) < fmean(before)
     )
+
+
+def _without_stalls(times: Sequence[float], values: Sequence[float]) -> list[float]:
+    """Return the running median over twice the longest stall."""
+    if len(values) < 3:
+        return list(values)
+    step_s = median(later - earlier for earlier, later in pairwise(times))
+    half = max(1, round(_STALL_S / step_s))
+    window = sorted(values[:half])
+    found = []
+    for place in range(len(values)):
+        if place + half < len(values):
+            insort(window, values[place + half])
+        if place > half:
+            window.pop(bisect_left(window, values[place - half - 1]))
+        found.append(window[len(window) // 2])
+    return found
 
 
 def _cuts(times: Sequence[float], values: Sequence[float]) -> list[int]:

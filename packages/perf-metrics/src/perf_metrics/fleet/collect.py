@@ -81,7 +81,7 @@ def collect_fleet(
 
     read_in_chunks(read, start, end, step_s, progress)
     fleet.notes.extend(tally.notes(labels))
-    for model, count in fleet.unknown_models.items():
+    for model, count in sorted(fleet.unknown_models.items()):
         fleet.notes.append(f"{count} samples of {model}: its tensor clock is not known; give --tensor-mhz")
     return fleet
 
