@@ -39,6 +39,8 @@ from .flops.recomputation import hardware_flops_per_token
 from .logs.log_file import load_logs
 from .logs.plot import plot_logs
 from .logs.summary import RunSummary, summarize_log
+from .monitoring.dashboard import grafana_dashboard
+from .monitoring.rules import recording_and_alert_rules
 from .ofu.clocks import TensorClock, ofu_from_activity, ofu_from_cycles, tensor_clock
 from .ofu.dcgm_dmon import read_dmon
 from .ofu.dcgm_exporter import read_exporter
@@ -127,6 +129,7 @@ __all__ = [
     "fleet_report",
     "flops_per_token_breakdown",
     "format_value",
+    "grafana_dashboard",
     "hardware_flops_per_token",
     "load_logs",
     "mean_ofu",
@@ -145,6 +148,7 @@ __all__ = [
     "read_dmon",
     "read_exporter",
     "read_nsys",
+    "recording_and_alert_rules",
     "report_as_html",
     "report_as_json",
     "report_as_text",

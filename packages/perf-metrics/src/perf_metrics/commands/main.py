@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .fleet import add_fleet
+from .fleet_files import add_fleet_files
 from .flops import add_flops
 from .gemm import add_gemm
 from .parser import OneLineParser
@@ -54,6 +55,7 @@ def _parser() -> OneLineParser:
     add_trace(commands)
     add_watch(commands)
     add_fleet(commands)
+    add_fleet_files(commands)
     return parser
 
 

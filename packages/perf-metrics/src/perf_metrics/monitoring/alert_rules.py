@@ -37,7 +37,7 @@ def _fell(labels: FleetLabels, job: str) -> AlertRule:
     return AlertRule(
         "JobOFUFell",
         f"{series.JOB_OFU_15M} / ({past} > {NOTHING:g}) < {1 - FALL:g}\nand {series.JOB_OFU} offset 75m",
-        15,
+        30,  # longer than most evaluations and saves
         "warning",
         f"OFU of job {job} fell to {{{{ $value | humanizePercentage }}}} of what it was",
         "The mean over the last 15 minutes, as a share of the mean over the six hours before. If MFU fell "
@@ -56,8 +56,8 @@ def _apart(job: str) -> AlertRule:
         "warning",
         f"MFU of job {job} less OFU of its GPUs is {{{{ $value | humanizePercentage }}}} of peak",
         "Both are averaged over the last hour. MFU above OFU: the count of FLOPs is too high (experts "
-        "counted as dense, layers of another type, a causal mask not halved), or the peak too low. MFU below OFU: "
-        "recomputation is not counted, the peak is that with sparsity, or others use the GPUs too. "
+        "counted as dense, layers of another type, a causal mask not halved), or the peak too low. MFU below "
+        "OFU: recomputation is not counted, the peak is that with sparsity, or others use the GPUs too. "
         "perf_metrics.diagnose(mfu, ofu) lists the mistakes that fit, and perf-metrics flops --check holds "
         "the count against a counter. Long evaluations and saves are in OFU and not in MFU.",
     )
