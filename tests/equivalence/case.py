@@ -44,7 +44,7 @@ class Case:
     next_trainer: str | None = None
     """Who trains on ranks after the restart; none: the same."""
     only_in_table: bool = False
-    """Trained by `table.py` alone, and not by the tests: other rows do what it does, in other numbers."""
+    """Trained by `table.py`, and by the tests with `--every-row` only: others do what it does together."""
     tolerance: float = EXACT
     because: str = ""
     """Why the bound is another one than `EXACT`."""

@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 from equivalence.case import EXACT, PLAIN, TIED, Case
-from equivalence.cases import CASES
 from equivalence.data import IGNORED, STEPS_PER_EPOCH, RaggedLoader
 from equivalence.mistakes import mean_of_means
 from equivalence.reference import Recipe
 from equivalence.table import Result, expected, largest_deviation, measure
 
-TESTED = [case for case in CASES if not case.only_in_table]
 
-
-@pytest.mark.parametrize("case", TESTED, ids=[case.name for case in TESTED])
 def test_row_agrees_with_the_reference(
     case: Case, tmp_path: Path, record_result: Callable[[Result], None]
 ) -> None:
