@@ -84,6 +84,51 @@ def test_a_job_that_slowed_down_alike_in_mfu_and_ofu_is_a_regression() -> None:
     assert "tensor cores wait" in [one.name for one in job.candidates]
 
 
+def test_where_a_job_told_its_mfu_is_where_ofu_is_compared() -> None:
+    fleet = FleetSamples(start=0, end=7200, step_s=30, tensor_mhz=1000)
+    for step in range(120):
+        fleet.add("job", Device("node", "0"), 30 * step, 0.0 if step < 40 else 0.42, 1000)
+    told = frozenset(float(30 * step) for step in range(40, 120))
+    (job,) = fleet_report(fleet, {"job": Application(0.42, times=told)}).jobs
+    assert job.pair is not None
+    assert (job.pair.ofu, job.outlier) == (pytest.approx(0.42), False)
+    (job,) = fleet_report(fleet, {"job": Application(0.42)}).jobs
+    assert job.outlier
+
+
+def test_restarts_that_crash_and_their_first_minutes_are_no_past() -> None:
+    fleet = FleetSamples(start=0, end=86400, step_s=30, tensor_mhz=1000)
+    levels = {
+        "a": (120, 0.38),
+        "b": (120, 0.38),
+        "crash": (8, 0.015),
+        "slow": (120, 0.23),
+        "sound": (120, 0.38),
+    }
+    for number, (name, (steps, level)) in enumerate(levels.items()):
+        for step in range(steps):
+            loading = step < 15
+            fleet.add(name, Device("node", "0"), 7200.0 * number + 30 * step, 0.0 if loading else level, 1000)
+    report = fleet_report(fleet, {name: Application(None, run="run") for name in levels})
+    found = [one.job for one in report.regressions if one.kind == "against earlier jobs of the run"]
+    assert found == ["slow"]
+
+
+def test_a_clock_that_cannot_be_right_is_a_note_and_no_diagnosis() -> None:
+    hot = FleetSamples(start=0, end=60, step_s=30, tensor_mhz=500)
+    hot.add("job", Device("node", "0"), 30, 1.0, 1000)
+    report = fleet_report(hot, {"job": Application(0.4)})
+    assert "OFU of 1 jobs is above 100 %: job; is the tensor clock theirs?" in report.notes
+    assert report.jobs[0].candidates == ()
+
+
+def test_names_cannot_take_over_the_terminal() -> None:
+    report = fleet_report(fleet_of({"job\x1b[2J\n" + "x" * 100: 0.4}))
+    text = report_as_text(report)
+    assert "\x1b" not in text
+    assert "job?[2J?xxx" in text
+
+
 def test_a_report_of_nothing_says_so() -> None:
     report = fleet_report(FleetSamples(start=0, end=60, step_s=30))
     assert "0 jobs on 0 devices" in report_as_text(report)

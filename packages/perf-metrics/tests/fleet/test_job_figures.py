@@ -21,7 +21,7 @@ def test_activity_and_clock_are_multiplied_for_each_sample() -> None:
     assert figures.series == pytest.approx((0.45, 0.2))
     assert figures.counts == (2, 1)
     first, second = figures.devices
-    assert (first.device, first.tensor_activity, first.sm_mhz) == ("node, GPU 0", 0.6, 750)
+    assert (first.device, first.tensor_activity, first.sm_mhz) == (Device("node", "0"), 0.6, 750)
     assert figures.imbalance == pytest.approx((0.4 - 0.35) / 0.375)
     assert (first.ofu, second.ofu) == pytest.approx((0.35, 0.4))
     assert not figures.cut
@@ -30,6 +30,17 @@ def test_activity_and_clock_are_multiplied_for_each_sample() -> None:
 def test_samples_without_a_figure_are_counted() -> None:
     figures = figures_of([("0", 0, None, 500), ("0", 30, 0.5, None)])
     assert (figures.samples, figures.left_out, figures.ofu, figures.imbalance) == (0, 2, None, None)
+
+
+def test_a_device_of_a_few_minutes_is_not_judged_and_hours_are_those_of_samples() -> None:
+    swapped = [("0", 30.0 * step, 0.01, 1000.0) for step in range(6)]
+    rest = [(gpu, 30.0 * step, 0.4, 1000.0) for gpu in "1234" for step in range(120)]
+    figures = figures_of([*swapped, *rest])
+    assert (len(figures.devices), figures.usual_devices) == (5, 4)
+    assert figures.odd_devices == ()
+    assert figures.imbalance == pytest.approx(0)
+    assert figures.interval_s == 30
+    assert figures.device_hours == pytest.approx((6 + 4 * 120) * 30 / 3600)
 
 
 def test_a_job_at_an_end_of_the_range_may_be_longer() -> None:
@@ -56,11 +67,16 @@ def test_percentiles_lie_on_the_line_between_neighbours() -> None:
 
 
 def test_a_straggler_is_told_from_a_device_with_less_work() -> None:
-    usual = [DeviceFigures(f"GPU {index}", 0.37, 0.50, 1350) for index in range(4)]
-    straggler = DeviceFigures("GPU 4", 0.37, 0.69, 980)
-    idle = DeviceFigures("GPU 5", 0.10, 0.14, 1360)
+    def device(index: int, *figures: float, model: str = "H100") -> DeviceFigures:
+        return DeviceFigures(Device(index=str(index), model=model), *figures, samples=100, seconds=3000)
+
+    usual = [device(index, 0.37, 0.50, 1350) for index in range(4)]
+    straggler, idle = device(4, 0.37, 0.69, 980), device(5, 0.10, 0.14, 1360)
+    others = [device(index, 0.37, 0.69, 980, model="A100") for index in range(6, 9)]
     found = odd_devices([*usual, straggler, idle])
     assert [(one.kind, one.figures) for one in found] == [("slow clock", straggler), ("less work", idle)]
+    # Another model has other clocks, and of two it cannot be told which is odd.
+    assert odd_devices([*usual, *others]) == []
     assert odd_devices([straggler, idle]) == []
 
 

@@ -113,6 +113,9 @@ def test_patience_ends_in_an_error_that_says_there_is_no_report(server: Server, 
     ("body", "status", "message"),
     [
         (WHOLE | {"warnings": ["a store is down"]}, 200, r"may not be whole: \['a store is down'\]"),
+        (WHOLE | {"isPartial": True}, 200, "may not be whole: isPartial"),
+        ({"status": "success", "data": {"resultType": "matrix", "result": None}}, 200, "as Prometheus does"),
+        ({"status": "error", "error": None}, 400, "refuses the query 'up': it says no more"),
         ({"status": "error", "error": "parse error: x"}, 400, "refuses the query 'up': parse error: x"),
         (b"<html>Not here</html>", 404, "status 404 and no JSON: is it a Prometheus server"),
         (b"<html>Welcome</html>", 200, "status 200 and no JSON: is it a Prometheus server"),
@@ -128,6 +131,39 @@ def test_an_answer_that_cannot_be_used_ends_it_at_once(
     with pytest.raises(PrometheusError, match=message):
         api.query_range("up", 0, 60, 30)
     assert (len(server.asked), said) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"status": "error", "error": "query processing would load too many samples"}, 422),
+        ({"status": "error", "error": "the query exceeded the maximum number of chunks"}, 422),
+        ({"status": "error", "errorType": "timeout", "error": "query timed out"}, 503),
+        (b"Request Entity Too Large", 413),
+    ],
+)
+def test_what_is_too_large_for_a_server_is_told_apart(
+    server: Server, api: PrometheusAPI, body: object, status: int
+) -> None:
+    server.answer(body, status)
+    with pytest.raises(QueryTooLargeError):
+        api.query_range("up", 0, 60, 30)
+
+
+def test_a_redirect_is_told_and_not_followed(server: Server, api: PrometheusAPI) -> None:
+    server.answer(b"", 302)
+    with pytest.raises(PrometheusError, match="redirects to another address: give the address that answers"):
+        api.query_range("up", 0, 60, 30)
+
+
+def test_a_password_in_the_address_is_used_and_never_shown(server: Server, said: list[str]) -> None:
+    server.answer(b"", 503)
+    server.answer(WHOLE)
+    api = PrometheusAPI(server.url.replace("//", "//me:secret@"), patience_s=2, say=said.append)
+    api.query_range("up", 0, 60, 30)
+    assert server.headers_seen[-1]["Authorization"].startswith("Basic ")
+    assert said
+    assert "secret" not in "".join([*said, api.url])
 
 
 def test_an_answer_too_large_for_the_server_is_asked_for_in_parts() -> None:
@@ -154,8 +190,11 @@ def test_settings_are_checked_before_the_server_is_asked(server: Server, api: Pr
         collect_fleet(api, 0, 60, step_s=0)
     with pytest.raises(ValueError, match="job_label='hpc-job': not the name of a label"):
         collect_fleet(api, 0, 60, job_labels=["hpc-job"])
-    with pytest.raises(ValueError, match="prometheus='localhost:9090': must be an address"):
-        PrometheusAPI("localhost:9090")
+    for wrong in ("localhost:9090", "http://", "http://host:abc", "http://[::1"):
+        with pytest.raises(ValueError, match=r"prometheus=.*(must be|is no) a"):
+            PrometheusAPI(wrong)
+    with pytest.raises(ValueError, match="patience_s=nan"):
+        PrometheusAPI(server.url, patience_s=float("nan"))
     assert server.asked == []
 
 

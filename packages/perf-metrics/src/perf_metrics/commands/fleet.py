@@ -6,9 +6,9 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,13 @@ from ..fleet.report import OutlierRule, fleet_report
 from ..fleet.report_html import report_as_html
 from ..fleet.report_json import report_as_json
 from ..fleet.report_text import report_as_text
+from ..ofu.clocks import check_tensor_mhz
 
 if TYPE_CHECKING:
     from .parser import Subparsers
 
-_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_YEAR_2000, _YEAR_2100 = 946_684_800, 4_102_444_800
 
 
 def add_fleet(subparsers: Subparsers) -> None:
@@ -55,7 +57,12 @@ def add_fleet(subparsers: Subparsers) -> None:
         "--step", type=float, default=30.0, metavar="SECONDS", help="the scrape interval [%(default)g]"
     )
     source.add_argument(
-        "--tensor-mhz", type=float, metavar="MHZ", help="clock of the tensor peak [by each device's name]"
+        "--tensor-mhz",
+        type=_clock,
+        action="append",
+        default=[],
+        metavar="[NAME=]MHZ",
+        help="clock of the tensor peak of devices of this name, or of all [that of hardware-table]",
     )
     source.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="sent along")
     source.add_argument("--bearer-token-file", type=Path, metavar="FILE", help="holds a token to send along")
@@ -86,7 +93,7 @@ def run_fleet(options: argparse.Namespace) -> int:
     """Read, print, and write what was asked for.
 
     Returns:
-        Exit status 0.
+        Exit status: 0; 1 if there was no job.
 
     Raises:
         ModuleNotFoundError: A library of an extra is not installed.
@@ -108,12 +115,16 @@ def run_fleet(options: argparse.Namespace) -> int:
     finally:
         server.close()
     report = fleet_report(fleet, applications, rule)
-    print(report_as_text(report))
+    # Before the text: whoever reads that may have seen enough, and end this by it.
     if options.json is not None:
-        _write(options.json, json.dumps(report_as_json(report), indent=1) + "\n")
+        options.json.write_text(json.dumps(report_as_json(report), indent=1) + "\n", encoding="utf-8")
     if options.html is not None:
-        _write(options.html, report_as_html(report))
-    return 0
+        options.html.write_text(report_as_html(report), encoding="utf-8")
+    print(report_as_text(report))
+    for path in (options.json, options.html):
+        if path is not None:
+            print(f"\n{path}")
+    return 0 if report.jobs else 1
 
 
 def _collect(server: PrometheusAPI, options: argparse.Namespace, start: float, end: float) -> FleetSamples:
@@ -125,7 +136,7 @@ def _collect(server: PrometheusAPI, options: argparse.Namespace, start: float, e
             job_labels=options.job_label,
             selector=options.selector,
             step_s=options.step,
-            tensor_mhz=options.tensor_mhz,
+            tensor_mhz=_clocks(options.tensor_mhz),
             progress=progress,
         )
 
@@ -155,6 +166,10 @@ def _check_outputs(options: argparse.Namespace) -> None:
     for path in (options.json, options.html):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}; create it first")
+        if path is not None and (path.is_dir() or str(path) == "-"):
+            raise ValueError(f"{path}: must be a file to write")
+    if options.json is not None and options.json == options.html:
+        raise ValueError(f"{options.json}: is given for --json and --html; give two files")
     if options.html is not None:
         try:
             import matplotlib  # noqa: F401
@@ -162,16 +177,11 @@ def _check_outputs(options: argparse.Namespace) -> None:
             raise ModuleNotFoundError("--html needs matplotlib: pip install 'perf-metrics[plot]'") from error
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    print(f"\n{path}")
-
-
 def _time(text: str, name: str, now: datetime) -> float:
     if text[-1:] in _UNITS and _is_number(text[:-1]):
-        return (now - timedelta(seconds=float(text[:-1]) * _UNITS[text[-1]])).timestamp()
+        return _in_range(now.timestamp() - float(text[:-1]) * _UNITS[text[-1]], text, name)
     if _is_number(text):
-        return float(text)
+        return _in_range(float(text), text, name)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -180,6 +190,28 @@ def _time(text: str, name: str, now: datetime) -> float:
         ) from None
     # Without an offset it is UTC, as in the report.
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _in_range(time_s: float, text: str, name: str) -> float:
+    if not _YEAR_2000 <= time_s < _YEAR_2100:
+        raise ValueError(f"{name}={text!r}: is not in this century; give Unix seconds, ISO 8601 or an age")
+    return time_s
+
+
+def _clock(text: str) -> tuple[str, float]:
+    name, _, mhz = text.rpartition("=")
+    try:
+        check_tensor_mhz(float(mhz))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be MHz, such as 1830, or NAME=MHZ") from None
+    return name, float(mhz)
+
+
+def _clocks(given: Sequence[tuple[str, float]]) -> float | dict[str, float] | None:
+    clocks = dict(given)
+    if "" in clocks and len(clocks) > 1:
+        raise ValueError("tensor_mhz: give one clock for all devices, or NAME=MHZ for each, not both")
+    return clocks.get("", clocks or None)
 
 
 def _is_number(text: str) -> bool:
@@ -198,7 +230,8 @@ def _headers(options: argparse.Namespace) -> dict[str, str]:
     for text in options.header:
         name, colon, value = text.partition(":")
         if not colon or not name.strip():
-            raise ValueError(f"header={text!r}: must be NAME:VALUE, such as X-Scope-OrgID:research")
+            # Without the text: it may be a secret.
+            raise ValueError("header: must be NAME:VALUE, such as X-Scope-OrgID:research; it has no colon")
         headers[name.strip()] = value.strip()
     if options.bearer_token_file is not None:
         token = options.bearer_token_file.read_text(encoding="utf-8").strip()

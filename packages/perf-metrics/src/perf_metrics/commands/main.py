@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the program's name; None means those of this process.
 
     Returns:
-        Exit status: 0; 1 if a library that a subcommand needs is not installed; 2 for bad input.
+        Exit status: 0; 1 if a library that a subcommand needs is not installed; 2 for bad input; 130 after
+        Ctrl-C.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough. Keep the interpreter from flushing into the pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         return _complain(error, 2)
     except ModuleNotFoundError as error:

@@ -28,12 +28,20 @@ class Application:
         run: Name of the workload, the same over restarts.
         gpus: Number of GPUs of the job.
         facts: What sharpens a diagnosis.
+        times: Unix times at which it told MFU, in seconds, to the millisecond; None: it holds for all of it.
+
+    Raises:
+        ValueError: `mfu` is no share.
     """
 
     mfu: float | None
     run: str | None = None
     gpus: int | None = None
     facts: JobFacts = field(default_factory=JobFacts)
+    times: frozenset[float] | None = None
+
+    def __post_init__(self) -> None:
+        check_mfu(self.mfu)
 
 
 def read_applications(path: Path) -> dict[str, Application]:
@@ -47,9 +55,17 @@ def read_applications(path: Path) -> dict[str, Application]:
         ValueError: A column is unknown, a job is there twice, or a value is not of its kind; names the row.
     """
     applications: dict[str, Application] = {}
-    for where, row in _rows(path):
+    try:
+        rows = list(_rows(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
+    if not rows:
+        raise ValueError(f"{path} has no job; give one row a job below the header")
+    for where, row in rows:
         _check_columns(row, where)
         job = _text(row.get("job"))
+        if isinstance(row.get("job"), list | dict):
+            raise ValueError(f"{where}: job={row['job']!r}: must be text")
         if job is None:
             raise ValueError(f"{where}: has no job")
         if job in applications:
@@ -62,7 +78,7 @@ def read_applications(path: Path) -> dict[str, Application]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         with path.open(newline="", encoding="utf-8-sig") as lines:
             for row in (reader := csv.DictReader(lines)):
                 where = f"{path}, line {reader.line_num}"
@@ -70,10 +86,10 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
                     raise ValueError(f"{where}: has not as many fields as the header")
                 yield where, row
         return
-    if path.suffix != ".json":
+    if path.suffix.lower() != ".json":
         raise ValueError(f"mfu={str(path)!r}: must be a .csv or a .json file")
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TypeAlias
 
 from ..ofu.dcgm_exporter import CLOCK_NAME, TENSOR_NAMES, blank_reason, device_of, present_labels
@@ -35,7 +36,7 @@ def collect_fleet(
     job_labels: Sequence[str] = ("hpc_job",),
     selector: str = "",
     step_s: float = 30.0,
-    tensor_mhz: float | None = None,
+    tensor_mhz: float | Mapping[str, float] | None = None,
     progress: Progress = lambda seconds: None,
 ) -> FleetSamples:
     """Return the samples of all devices that had a job between two times, by job.
@@ -51,7 +52,8 @@ def collect_fleet(
         job_labels: Labels that name a job together; their values are joined by "/".
         selector: Further matchers for the series, such as `cluster="a"`.
         step_s: Seconds between points.
-        tensor_mhz: Clock in MHz at which the tensor peak is specified; None: by the name of each device.
+        tensor_mhz: Clock in MHz at which the tensor peak is specified, or clocks by the device's name;
+            otherwise that of hardware-table.
         progress: Called with the seconds of the range that have been read more.
 
     Raises:
@@ -60,7 +62,7 @@ def collect_fleet(
     """
     check_labels(job_labels)
     if not start < end:
-        raise ValueError(f"start={start!r}, end={end!r}: the end must be after the start")
+        raise ValueError(f"start={_iso(start)}, end={_iso(end)}: the end must be after the start")
     if not 1 <= step_s <= 3600:
         raise ValueError(f"step_s={step_s!r}: must be 1 to 3600 seconds; the scrape interval is best")
     fleet = FleetSamples(start, end, step_s, tensor_mhz)
@@ -86,11 +88,16 @@ def collect_fleet(
     return fleet
 
 
+def _iso(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds")
+
+
 def _read_activity(
     chunk: _Chunk, answer: Sequence[RangeSeries], job_labels: Sequence[str], tally: _Tally
 ) -> None:
     # The preferred name last, so that its values stay.
-    for series in sorted(answer, key=lambda one: TENSOR_NAMES.index(one.labels["__name__"]), reverse=True):
+    by_name = sorted(answer, key=lambda one: TENSOR_NAMES.index(one.labels["__name__"]), reverse=True)
+    for series in by_name:
         labels = present_labels(series.labels)
         job = "/".join(series.labels[label] for label in job_labels)
         values = chunk.activity[job, device_of(labels)]
@@ -123,12 +130,15 @@ def _values(series: RangeSeries, tally: _Tally, *, usual_most: float) -> Iterato
 
 
 def _add_chunk(fleet: FleetSamples, chunk: _Chunk, tally: _Tally) -> None:
+    # The work of slices is in the series of their GPU too: of a job that has both, the slices count.
+    sliced = {(job, _whole(device)) for job, device in chunk.activity if device.is_slice}
     for (job, device), values in chunk.activity.items():
+        if not device.is_slice and (job, device) in sliced:
+            continue
         own = chunk.clocks.get(device, {})
         whole: _Values = {}
         if device.is_slice:
-            gpu = Device(device.host, device.index, device.uuid, device.model)
-            whole = chunk.clocks.get(gpu, {})
+            whole = chunk.clocks.get(_whole(device), {})
         tally.samples += len(values)
         for time_s, activity in values.items():
             mhz = own.get(time_s)
@@ -137,6 +147,10 @@ def _add_chunk(fleet: FleetSamples, chunk: _Chunk, tally: _Tally) -> None:
             if mhz is None:
                 tally.without_clock += 1
             fleet.add(job, device, time_s, activity, mhz)
+
+
+def _whole(device: Device) -> Device:
+    return Device(device.host, device.index, device.uuid, device.model)
 
 
 @dataclass

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal, TypeAlias
 
+from ..ofu.samples import Device
 from .changes import Drop, find_drops
 from .job_samples import DeviceSamples, JobSamples
 
@@ -33,12 +35,23 @@ class Spread:
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """Means of one device within a job: OFU and tensor activity as shares, the SM clock in MHz."""
+    """One device within a job.
 
-    device: str
+    Attributes:
+        device: Which one.
+        ofu: Mean, as a share.
+        tensor_activity: Mean, as a share.
+        sm_mhz: Mean SM clock in MHz.
+        samples: Number of samples.
+        seconds: Time that they stand for.
+    """
+
+    device: Device
     ofu: float
     tensor_activity: float
     sm_mhz: float
+    samples: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -68,9 +81,13 @@ class JobFigures:
         samples: Number of samples in the figures.
         left_out: Number of samples without activity or clock.
         devices: Of each device.
+        interval_s: Seconds between the samples of a device; NaN without two of one.
+        usual_devices: Number of devices that had the job for half of its time or more.
         ofu: None when there is no sample.
-        imbalance: (highest - lowest) / mean of the devices' OFU; None for fewer than two, or without work.
-        odd_devices: Those unlike the others; none where there are fewer than three.
+        imbalance: (highest - lowest) / mean of the usual devices' OFU; None for fewer than two, or without
+            work.
+        odd_devices: Usual ones that are unlike the others of the same model; none where there are fewer than
+            three.
         drops: Where OFU fell and stayed low.
         times: Unix times of the series in seconds.
         series: Mean OFU of the devices at these times.
@@ -84,6 +101,8 @@ class JobFigures:
     samples: int
     left_out: int
     devices: tuple[DeviceFigures, ...]
+    interval_s: float
+    usual_devices: int
     ofu: Spread | None
     imbalance: float | None
     odd_devices: tuple[OddDevice, ...]
@@ -94,8 +113,8 @@ class JobFigures:
 
     @property
     def device_hours(self) -> float:
-        """Devices times hours from the first to the last sample."""
-        return len(self.devices) * (self.end - self.start) / 3600
+        """Hours that the samples of all devices stand for."""
+        return math.fsum(device.seconds for device in self.devices) / 3600
 
 
 def job_figures(job: str, seen: JobSamples, start: float, end: float, step_s: float) -> JobFigures:
@@ -108,7 +127,12 @@ def job_figures(job: str, seen: JobSamples, start: float, end: float, step_s: fl
         end: End of that range.
         step_s: Seconds between samples.
     """
-    devices = tuple(_device(str(device), kept) for device, kept in seen.devices.items())
+    interval_s = _interval(seen)
+    spacing = interval_s if math.isfinite(interval_s) else step_s
+    devices = tuple(_device(device, kept, spacing) for device, kept in seen.devices.items())
+    longest = max((device.samples for device in devices), default=0)
+    # A node that was swapped out after minutes tells little of the job.
+    usual = [device for device in devices if 2 * device.samples >= longest]
     times = tuple(sorted(seen.by_time))
     series = tuple(seen.by_time[time][0] / seen.by_time[time][1] for time in times)
     first, last = (times[0], times[-1]) if times else (math.nan, math.nan)
@@ -120,9 +144,11 @@ def job_figures(job: str, seen: JobSamples, start: float, end: float, step_s: fl
         samples=sum(len(kept.ofu) for kept in seen.devices.values()),
         left_out=seen.left_out,
         devices=devices,
+        interval_s=interval_s,
+        usual_devices=len(usual),
         ofu=spread([value for kept in seen.devices.values() for value in kept.ofu]),
-        imbalance=_imbalance([device.ofu for device in devices]),
-        odd_devices=tuple(odd_devices(devices)),
+        imbalance=_imbalance([device.ofu for device in usual]),
+        odd_devices=tuple(odd_devices(usual)),
         drops=find_drops(times, series),
         times=times,
         series=series,
@@ -148,7 +174,14 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def odd_devices(devices: Sequence[DeviceFigures]) -> list[OddDevice]:
-    """Return the devices that are unlike the others of their job."""
+    """Return the devices that are unlike the others of their model in their job."""
+    models: defaultdict[tuple[str | None, str | None], list[DeviceFigures]] = defaultdict(list)
+    for device in devices:
+        models[device.device.model, device.device.mig_profile].append(device)
+    return [odd for alike in models.values() for odd in _odd_among(alike)]
+
+
+def _odd_among(devices: Sequence[DeviceFigures]) -> list[OddDevice]:
     if len(devices) < _FEWEST_TO_COMPARE:
         return []
     usual_mhz = median(device.sm_mhz for device in devices)
@@ -163,9 +196,18 @@ def odd_devices(devices: Sequence[DeviceFigures]) -> list[OddDevice]:
     return found
 
 
-def _device(name: str, kept: DeviceSamples) -> DeviceFigures:
+def _device(device: Device, kept: DeviceSamples, interval_s: float) -> DeviceFigures:
     count = len(kept.ofu)
-    return DeviceFigures(name, math.fsum(kept.ofu) / count, kept.activity_sum / count, kept.mhz_sum / count)
+    means = math.fsum(kept.ofu) / count, kept.activity_sum / count, kept.mhz_sum / count
+    return DeviceFigures(device, *means, samples=count, seconds=count * interval_s)
+
+
+def _interval(seen: JobSamples) -> float:
+    """Return the usual time between samples of a device: longer than a step where scrapes are rarer."""
+    found = [
+        (kept.last - kept.first) / (len(kept.ofu) - 1) for kept in seen.devices.values() if len(kept.ofu) > 1
+    ]
+    return median(found) if found else math.nan
 
 
 def _imbalance(means: Sequence[float]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..ofu.clocks import check_tensor_mhz, ofu_from_activity, tensor_clock
@@ -16,10 +17,14 @@ class DeviceSamples:
 
     Attributes:
         ofu: Of each sample, as a share.
+        first: Unix time of the first sample in seconds.
+        last: Unix time of the last one.
         activity_sum: Of tensor activity over the same samples.
         mhz_sum: Of the SM clock in MHz over the same samples.
     """
 
+    first: float
+    last: float
     ofu: array[float] = field(default_factory=lambda: array("d"))
     activity_sum: float = 0.0
     mhz_sum: float = 0.0
@@ -48,7 +53,8 @@ class FleetSamples:
         start: Unix time in seconds.
         end: Unix time in seconds.
         step_s: Seconds between samples.
-        tensor_mhz: Clock of the tensor peak in MHz, for all devices; None: by the name of each.
+        tensor_mhz: Clock of the tensor peak in MHz, for all devices or by name; otherwise that of
+            hardware-table.
         jobs: By name.
         unknown_models: Number of samples of devices whose tensor clock is not known, by the device's name.
         notes: What was missing, in sentences.
@@ -57,15 +63,18 @@ class FleetSamples:
     start: float
     end: float
     step_s: float
-    tensor_mhz: float | None = None
+    tensor_mhz: float | Mapping[str, float] | None = None
     jobs: defaultdict[str, JobSamples] = field(default_factory=lambda: defaultdict(JobSamples))
     unknown_models: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     _clocks: dict[str | None, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.tensor_mhz is not None:
-            check_tensor_mhz(self.tensor_mhz)
+        given = self.tensor_mhz
+        for clock in given.values() if isinstance(given, Mapping) else () if given is None else (given,):
+            check_tensor_mhz(clock)
+        if isinstance(given, Mapping):
+            self._clocks.update(given)
 
     def add(
         self, job_name: str, device: Device, time_s: float, activity: float | None, mhz: float | None
@@ -81,7 +90,8 @@ class FleetSamples:
         ofu = ofu_from_activity(activity, mhz, tensor_mhz)
         kept = job.devices.get(device)
         if kept is None:
-            kept = job.devices[device] = DeviceSamples()
+            kept = job.devices[device] = DeviceSamples(time_s, time_s)
+        kept.first, kept.last = min(kept.first, time_s), max(kept.last, time_s)
         kept.ofu.append(ofu)
         kept.activity_sum += activity
         kept.mhz_sum += mhz
@@ -89,7 +99,7 @@ class FleetSamples:
         job.by_time[time_s] = (total + ofu, count + 1)
 
     def _tensor_mhz_of(self, model: str | None) -> float | None:
-        if self.tensor_mhz is not None:
+        if isinstance(self.tensor_mhz, float | int):
             return self.tensor_mhz
         if model not in self._clocks:
             self._clocks[model] = None if model is None else tensor_clock(model).mhz

@@ -20,7 +20,10 @@ def mfu_from_series(
     job_labels: Sequence[str] = ("hpc_job",),
     progress: Progress = lambda seconds: None,
 ) -> dict[str, Application]:
-    """Return the mean MFU of each job over the time in which its devices were seen.
+    """Return the mean MFU of each job over the time in which its devices were seen, and when it told it.
+
+    OFU is compared over the times at which a job told MFU, so that its start does not count. How many jobs
+    were found is added to the notes of `fleet`.
 
     Args:
         server: Where the series are.
@@ -37,19 +40,33 @@ def mfu_from_series(
     windows = {
         job: (min(seen.by_time), max(seen.by_time)) for job, seen in fleet.jobs.items() if seen.by_time
     }
-    values: defaultdict[str, list[float]] = defaultdict(list)
+    told: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def read(first: float, last: float) -> int:
         answer = server.query_range(query, first, last, fleet.step_s)
         for series in answer:
             job = _job(series.labels, job_labels, query)
             begin, end = windows.get(job, (math.inf, -math.inf))
-            values[job].extend(float(text) for time_s, text in series.points if begin <= time_s <= end)
+            told[job].extend(
+                (time_s, float(text)) for time_s, text in series.points if begin <= time_s <= end
+            )
         return sum(len(series.points) for series in answer)
 
     read_in_chunks(read, fleet.start, fleet.end, fleet.step_s, progress)
-    finite = {job: [value for value in told if math.isfinite(value)] for job, told in values.items()}
-    return {job: Application(_mean(told, job, query)) for job, told in finite.items() if told}
+    fleet.notes.append(_note(query, told, windows))
+    finite = {job: [one for one in points if math.isfinite(one[1])] for job, points in told.items()}
+    return {job: _application(points, job, query) for job, points in finite.items() if points}
+
+
+def _note(query: str, told: Mapping[str, Sequence[object]], windows: Mapping[str, object]) -> str:
+    strangers = [job for job in told if job not in windows]
+    some = f", such as {strangers[0]}" if strangers else ""
+    return f"{query}: {len(told)} jobs tell MFU; {len(strangers)} of them have no counters in this time{some}"
+
+
+def _application(points: Sequence[tuple[float, float]], job: str, query: str) -> Application:
+    mfu = _mean([value for _, value in points], job, query)
+    return Application(mfu, times=frozenset(round(time_s, 3) for time_s, _ in points))
 
 
 def _job(labels: Mapping[str, str], job_labels: Sequence[str], query: str) -> str:

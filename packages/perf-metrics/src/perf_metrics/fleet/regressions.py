@@ -12,13 +12,15 @@ from .changes import LEAST_FALL
 
 RegressionKind: TypeAlias = Literal["within the job", "against earlier jobs of the run"]
 
+SHORTEST_JOB_S = 1800.0
+"""Seconds that a job must have run to be held against others: one that crashed at its start tells nothing."""
 _FEWEST_EARLIER = 2
 _DEVIATIONS = 3.0
 
 
 @dataclass(frozen=True)
 class JobLevel:
-    """The OFU of one job of a run, as a share; `start` is Unix time in seconds."""
+    """The usual OFU of one job of a run, as a share; `start` is Unix time in seconds."""
 
     job: str
     run: str
@@ -37,6 +39,7 @@ class Regression:
         time_s: Unix time since when, in seconds: of the fall within the job, or of the job's start.
         before: OFU before as a share: the level before the fall, or the median of the earlier jobs.
         after: OFU after as a share.
+        gpus: Number of GPUs of the job.
         detail: What else to know, such as the number of earlier jobs.
     """
 
@@ -45,12 +48,18 @@ class Regression:
     time_s: float
     before: float
     after: float
+    gpus: int
     detail: str
 
     @property
     def fall(self) -> float:
         """Share of its OFU that the job lost."""
         return 1 - self.after / self.before
+
+    @property
+    def lost_gpus(self) -> float:
+        """GPUs at their tensor peak whose work is lost."""
+        return (self.before - self.after) * self.gpus
 
 
 def slower_than_earlier_jobs(levels: Sequence[JobLevel]) -> Iterator[Regression]:
@@ -71,6 +80,7 @@ def slower_than_earlier_jobs(levels: Sequence[JobLevel]) -> Iterator[Regression]
                     level.start,
                     usual,
                     level.ofu,
+                    level.gpus,
                     f"run {level.run}, {len(earlier)} earlier jobs on {level.gpus} GPUs",
                 )
         earlier.append(level)

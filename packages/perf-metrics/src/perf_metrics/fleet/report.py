@@ -12,10 +12,12 @@ from .agreement import Agreement, Pair, agreement, agreement_by_gpus
 from .applications import Application
 from .job_figures import JobFigures, job_figures
 from .job_samples import FleetSamples
-from .regressions import JobLevel, Regression, slower_than_earlier_jobs
+from .regressions import SHORTEST_JOB_S, JobLevel, Regression, slower_than_earlier_jobs
 
 _NOTHING_KNOWN = Application(mfu=None)
 _NAMES_IN_NOTE = 5
+MAX_OFU = 1.05
+"""What passes it is held against a wrong clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class JobReport:
     Attributes:
         figures: What the counters say.
         application: What the job says of itself.
-        gpus: Number of its GPUs: what the application says, else the devices that were seen.
+        gpus: Number of its GPUs: what the application says, else its usual devices.
         outlier: Whether MFU and OFU are too far apart.
         candidates: What would explain the difference or the fall, within the error of OFU; best first. For
             outliers and regressions only.
@@ -69,9 +71,20 @@ class JobReport:
 
     @property
     def pair(self) -> Pair | None:
-        """MFU and OFU, where both are known."""
-        mfu, ofu = self.application.mfu, self.figures.ofu
-        return None if mfu is None or ofu is None else Pair(mfu, ofu.mean, self.gpus)
+        """MFU and OFU over the same time, where both are known."""
+        mfu, ofu = self.application.mfu, self.compared_ofu
+        return None if mfu is None or ofu is None else Pair(mfu, ofu, self.gpus)
+
+    @property
+    def compared_ofu(self) -> float | None:
+        """OFU over the times at which the application told MFU, where these are known; else over all."""
+        figures, times = self.figures, self.application.times
+        if times is None:
+            return None if figures.ofu is None else figures.ofu.mean
+        rows = zip(figures.times, figures.series, figures.counts, strict=True)
+        told = [(ofu, count) for time, ofu, count in rows if round(time, 3) in times]
+        devices = sum(count for _, count in told)
+        return math.fsum(ofu * count for ofu, count in told) / devices if devices else None
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class FleetReport:
         jobs: Of each job, in the order of their starts.
         agreement: Of all jobs with MFU and OFU; None when there are none.
         buckets: The same by number of GPUs.
-        regressions: Jobs whose OFU fell, the largest loss first.
+        regressions: Jobs whose OFU fell, the largest loss first: points times GPUs.
         notes: What was missing or not used, in sentences.
     """
 
@@ -129,9 +142,9 @@ def fleet_report(
     for name, seen in fleet.jobs.items():
         figures = job_figures(name, seen, fleet.start, fleet.end, fleet.step_s)
         application = applications.get(name, _NOTHING_KNOWN)
-        jobs.append(JobReport(figures, application, application.gpus or len(figures.devices)))
+        jobs.append(JobReport(figures, application, application.gpus or figures.usual_devices))
     jobs.sort(key=lambda job: (math.isnan(job.figures.start), job.figures.start, job.figures.job))
-    regressions = sorted(_regressions(jobs), key=lambda one: -one.fall)
+    regressions = sorted(_regressions(jobs), key=lambda one: -one.lost_gpus)
     pairs = [job.pair for job in jobs if job.pair is not None]
     return FleetReport(
         fleet.start,
@@ -147,22 +160,25 @@ def fleet_report(
 
 def _regressions(jobs: Sequence[JobReport]) -> Iterator[Regression]:
     for job in jobs:
-        for drop in job.figures.drops:
-            yield Regression(
-                job.figures.job, "within the job", drop.time_s, drop.before, drop.after, f"{job.gpus} GPUs"
-            )
+        figures = job.figures
+        for drop in figures.drops:
+            levels = drop.time_s, drop.before, drop.after
+            yield Regression(figures.job, "within the job", *levels, job.gpus, f"{job.gpus} GPUs")
     yield from slower_than_earlier_jobs(
         [
-            JobLevel(job.figures.job, run, job.gpus, job.figures.start, job.figures.ofu.mean)
+            # The median: a restart begins with minutes of loading and compiling.
+            JobLevel(job.figures.job, run, job.gpus, job.figures.start, job.figures.ofu.p50)
             for job in jobs
-            if (run := job.application.run) is not None and job.figures.ofu is not None
+            if (run := job.application.run) is not None
+            and job.figures.ofu is not None
+            and job.figures.end - job.figures.start >= SHORTEST_JOB_S
         ]
     )
 
 
 def _judged(job: JobReport, rule: OutlierRule, regressions: Sequence[Regression]) -> JobReport:
     pair = job.pair
-    if pair is None or not (pair.mfu and pair.ofu):
+    if pair is None or not (pair.mfu and pair.ofu) or pair.ofu > MAX_OFU:
         return replace(job, outlier=pair is not None and rule.holds(pair))
     usual = [one.before for one in regressions if one.job == job.figures.job]
     outlier = rule.holds(pair)
@@ -174,6 +190,9 @@ def _judged(job: JobReport, rule: OutlierRule, regressions: Sequence[Regression]
 
 
 def _notes(jobs: Sequence[JobReport], applications: Mapping[str, Application]) -> Iterator[str]:
+    above = [job.figures.job for job in jobs if job.figures.ofu and job.figures.ofu.mean > MAX_OFU]
+    if above:
+        yield f"OFU of {len(above)} jobs is above 100 %: {_some(above)}; is the tensor clock theirs?"
     if not applications:
         return
     seen = {job.figures.job for job in jobs}

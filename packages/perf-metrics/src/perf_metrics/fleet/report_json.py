@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TypeAlias
 
 from .agreement import Agreement
-from .job_figures import JobFigures
+from .job_figures import JobFigures, OddDevice
 from .regressions import Regression
 from .report import FleetReport, JobReport
 
@@ -59,6 +59,7 @@ def _regression(one: Regression) -> Json:
         "before": one.before,
         "after": one.after,
         "fall": one.fall,
+        "lost_gpus": one.lost_gpus,
         "detail": one.detail,
     }
 
@@ -88,16 +89,29 @@ def _job(job: JobReport) -> Json:
     }
 
 
+def _odd_device(odd: OddDevice) -> Json:
+    figures = odd.figures
+    return {
+        "kind": odd.kind,
+        "device": str(figures.device),
+        "ofu": figures.ofu,
+        "tensor_activity": figures.tensor_activity,
+        "sm_mhz": figures.sm_mhz,
+        "samples": figures.samples,
+    }
+
+
 def _measured(figures: JobFigures) -> dict[str, Json]:
     return {
         "start": iso(figures.start),
         "end": iso(figures.end),
         "cut": figures.cut,
+        "device_hours": figures.device_hours,
         "samples": figures.samples,
         "left_out": figures.left_out,
         "ofu": None if figures.ofu is None else asdict(figures.ofu),
         "imbalance": figures.imbalance,
-        "odd_devices": [{"kind": odd.kind, **asdict(odd.figures)} for odd in figures.odd_devices],
+        "odd_devices": [_odd_device(odd) for odd in figures.odd_devices],
         "drops": [
             {"time": iso(drop.time_s), "before": drop.before, "after": drop.after} for drop in figures.drops
         ],

@@ -113,9 +113,10 @@ def job_svg(job: JobReport, step_s: float) -> str:
 def _with_gaps(figures: JobFigures, step_s: float) -> tuple[list[float], list[float]]:
     """Return times and OFU in percent, with no number between samples that are far apart."""
     times, values, before = [], [], math.inf
+    spacing = max(step_s, figures.interval_s) if math.isfinite(figures.interval_s) else step_s
     for time, ofu in zip(figures.times, figures.series, strict=True):
-        if time - before > 2.5 * step_s:
-            times.append(before + step_s)
+        if time - before > 2.5 * spacing:
+            times.append(before + spacing)
             values.append(math.nan)
         times.append(time)
         values.append(100 * ofu)
@@ -129,7 +130,10 @@ def _fleet_series(report: FleetReport) -> tuple[list[float], list[float], list[f
     sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for job in report.jobs:
         figures = job.figures
-        for time, ofu, devices in zip(figures.times, figures.series, figures.counts, strict=True):
+        # Where scrapes are rarer than steps, a device is in some steps only.
+        spacing = figures.interval_s if math.isfinite(figures.interval_s) else report.step_s
+        weights = (count * max(1.0, spacing / report.step_s) for count in figures.counts)
+        for time, ofu, devices in zip(figures.times, figures.series, weights, strict=True):
             bucket = sums[int((time - report.start) // width)]
             bucket[0] += ofu * devices
             bucket[1] += devices

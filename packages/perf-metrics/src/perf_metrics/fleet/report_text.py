@@ -13,6 +13,7 @@ from .report_json import iso
 
 AGREEMENT_HEADER = ("GPUs", "jobs", "MFU %", "sd", "OFU %", "|MFU-OFU|", "sd", "within 10", "beyond 20", "r")
 _MOST_ROWS = 20
+_LONGEST_NAME = 60
 
 
 def report_as_text(report: FleetReport) -> str:
@@ -29,6 +30,12 @@ def share(value: float | None) -> str:
 def number(value: float | None, fmt: str = ".1f") -> str:
     """Return a number, or what stands for none."""
     return "n/a" if value is None else format(value, fmt)
+
+
+def plain(text: str) -> str:
+    """Return a name as a terminal can show it: one line, no control characters, not too long."""
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return shown if len(shown) <= _LONGEST_NAME else shown[: _LONGEST_NAME - 3] + "..."
 
 
 def short_time(time_s: float) -> str:
@@ -64,7 +71,7 @@ def _summary(report: FleetReport) -> str:
 
 def _agreement(report: FleetReport) -> str:
     if report.agreement is None:
-        return "No job has both MFU and OFU: give --mfu FILE or --mfu-query to compare them."
+        return "No job has both MFU and OFU, so there is nothing to compare (--mfu FILE, --mfu-query)."
     rows = [agreement_row(one) for one in (*report.buckets, report.agreement)]
     return f"MFU against OFU, in percentage points\n{text_table(AGREEMENT_HEADER, rows)}"
 
@@ -88,7 +95,7 @@ def _outlier(job: JobReport) -> tuple[str, ...]:
     mfu, ofu = (None, None) if pair is None else (pair.mfu, pair.ofu)
     ratio = mfu / ofu if mfu is not None and ofu else None
     return (
-        job.figures.job,
+        plain(job.figures.job),
         str(job.gpus),
         share(mfu),
         share(ofu),
@@ -99,13 +106,20 @@ def _outlier(job: JobReport) -> tuple[str, ...]:
 
 def _regression(one: Regression) -> tuple[str, ...]:
     against = f"{one.kind}; {one.detail}"
-    return one.job, short_time(one.time_s), share(one.before), share(one.after), against
+    return plain(one.job), short_time(one.time_s), share(one.before), share(one.after), against
 
 
 def _odd_device(job: str, one: OddDevice) -> tuple[str, ...]:
     device = one.figures
     clock = f"{device.sm_mhz:.0f}"
-    return job, one.kind, share(device.ofu), share(device.tensor_activity), clock, device.device
+    return (
+        plain(job),
+        one.kind,
+        share(device.ofu),
+        share(device.tensor_activity),
+        clock,
+        plain(str(device.device)),
+    )
 
 
 def _lowest(report: FleetReport) -> str:
@@ -114,7 +128,7 @@ def _lowest(report: FleetReport) -> str:
     told.sort(key=lambda one: -one[1].figures.device_hours * (1 - min(1.0, one[0].mean)))
     rows = [
         (
-            job.figures.job,
+            plain(job.figures.job),
             str(job.gpus),
             f"{job.figures.device_hours:.1f}",
             share(ofu.mean),
@@ -131,7 +145,11 @@ def _lowest(report: FleetReport) -> str:
 
 def _notes(report: FleetReport) -> Iterator[str]:
     if report.notes:
-        yield "Notes\n" + "\n".join(f"- {note}" for note in report.notes)
+        yield "Notes\n" + "\n".join(f"- {_note(note)}" for note in report.notes)
+
+
+def _note(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _table(

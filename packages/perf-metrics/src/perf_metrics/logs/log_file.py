@@ -106,10 +106,12 @@ def append_entry(path: str | Path, entry: Mapping[str, object]) -> bool:
             return False
         try:
             file.seek(position)
-            written = file.write(addition)
-            if written != len(addition):
-                raise OSError(f"{path}: only {written} of {len(addition)} bytes of a log entry were written")
-        except BaseException:
+            # A disk with some space left takes a part, and says what is wrong when asked to take the rest.
+            while addition:
+                addition = addition[file.write(addition) :]
+        except BaseException as error:
+            if isinstance(error, OSError):
+                error.filename = str(path)  # a failed write does not know it
             file.seek(position)
             file.write(closing)
             file.truncate()

@@ -43,8 +43,10 @@ class Device:
 
     def __str__(self) -> str:
         gpu = f"GPU {self.index}" if self.index is not None else self.uuid
+        # Without a host, many devices are GPU 0.
+        uuid = self.uuid if self.host is None and self.index is not None else None
         mig = " ".join(text for text in (self.mig_instance, self.mig_profile) if text)
-        return ", ".join(text for text in (self.host, gpu, mig) if text) or "unnamed device"
+        return ", ".join(text for text in (self.host, gpu, uuid, mig) if text) or "unnamed device"
 
 
 @dataclass(frozen=True, slots=True)
