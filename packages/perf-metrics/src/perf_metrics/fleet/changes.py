@@ -20,7 +20,8 @@ _STALL_S = 900.0
 _BLOCK_S = 300.0
 _LEAST_T = 6.0
 """Difference of two means over its standard error; high, as the best of many cuts is taken."""
-_MOST_CORRELATION = 0.9
+_MOST_CORRELATION = 0.75
+"""Of means over five minutes; short series with a slow drift would seem more alike than can be told apart."""
 _ABRUPT = 0.6
 _LEAST_POINTS = 16
 _OUTLIER = 6.0
