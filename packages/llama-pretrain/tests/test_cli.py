@@ -94,6 +94,7 @@ def test_a_run_leaves_logs_a_picture_and_checkpoints(work: Path) -> None:
         "loss_curve.png",
         "config.yaml",
         "run.json",
+        "sessions.json",
         "checkpoint-50",
         "checkpoint-60",
     }

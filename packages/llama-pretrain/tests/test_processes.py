@@ -143,7 +143,7 @@ def test_one_curve_from_one_process_over_two_and_back(work: Path, capsys: pytest
     assert main([*GENERATE_AS_AT_THE_END, "--checkpoint", checkpoint]) == 0
     assert "".join(capsys.readouterr().out.split()) in "".join(shown.split())
     files = {path.name for path in (work / "relay").iterdir() if path.is_file()}
-    assert files == {"trainer_logs.json", "loss_curve.png", "config.yaml", "run.json"}
+    assert files == {"trainer_logs.json", "loss_curve.png", "config.yaml", "run.json", "sessions.json"}
     assert (work / "relay" / "checkpoint-18" / "manifest.json").is_file()
 
     capsys.readouterr()
@@ -175,8 +175,8 @@ def test_with_one_process_it_is_like_single(
     output = f"alone-{trainer}"
     assert main(_words(work, output, "--trainer", trainer)) == 0
     shown = capsys.readouterr().out
-    assert "one process, which is like single; for two: torchrun " in shown
-    assert f"--trainer {trainer}\n" in shown
+    axis = {"ddp": "dp", "pipeline": "pp"}[trainer]
+    assert f"one process, which is like single; for two: llama-pretrain train --mesh {axis}=2\n" in shown
     for key in ("loss", "grad_norm", "eval_loss"):
         assert _curve(work / output, key) == _curve(work / "whole", key), key
     assert main(["eval", "--output-dir", str(work / output)]) == 0
@@ -191,7 +191,7 @@ def test_a_trainer_of_one_process_is_refused_in_several(
     assert main(_words(work, "refused")) == 2
     shown = capsys.readouterr().err
     assert "[rank 1] trainer='single': is one process, and 2 were started" in shown
-    assert "torchrun --standalone --nproc-per-node 2 -m llama_pretrain train --trainer ddp" in shown
+    assert "`llama-pretrain train --mesh dp=2`" in shown
     assert shown.count("\n") == 1
     for command in ("eval", "generate", "export out"):
         assert main([*command.split(), "--output-dir", str(work / "whole")]) == 2
