@@ -66,11 +66,17 @@ def losses(work: Path, output: str) -> list[float]:
     return [entry["loss"] for entry in entries if "loss" in entry]
 
 
-def ranks_of(launcher: int) -> list[int]:
-    """Return the processes that the launcher has started."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    command = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
-    return [child for child, words in command.items() if b"llama_pretrain" in words]
+def process_of_rank(rank: int, launcher: int) -> int:
+    """Return the process that the launcher has started for a rank."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            variables = (stat.parent / "environ").read_bytes().split(b"\0") if parent == launcher else []
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended meanwhile
+        if b"RANK=%d" % rank in variables:
+            return int(stat.parent.name)
+    raise LookupError(f"process {launcher} has no child with RANK={rank}")
 
 
 def wait_for_a_step(process: subprocess.Popen[str], log: Path) -> None:
@@ -109,7 +115,7 @@ def test_a_signal_to_the_command_saves_and_ends_with_75(work: Path) -> None:
 def test_a_rank_that_is_killed_is_named(work: Path) -> None:
     process = start(work, "run", "--mesh", "dp=2", steps=100_000)
     wait_for_a_step(process, work / "run" / "trainer_logs.json")
-    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    os.kill(process_of_rank(1, process.pid), signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "rank 1 was ended by SIGKILL" in err

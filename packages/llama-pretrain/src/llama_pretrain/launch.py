@@ -63,10 +63,11 @@ def launch(words: Sequence[str], processes: int) -> int:
         try:
             elastic_launch(config, sys.executable)("-m", "llama_pretrain", *words)
         except ChildFailedError as error:
-            # What came after the first was ended by the launcher.
-            rank, first = error.get_first_failure()
-            if first.exitcode < 0:
-                print(f"{PROG}: error: rank {rank} was ended by {first.signal_name()}", file=sys.stderr)
+            # Another that fails for want of this one may be found in the same moment.
+            ended = {rank: failure for rank, failure in error.failures.items() if failure.exitcode < 0}
+            if ended:
+                rank = min(ended, key=lambda each: ended[each].timestamp)
+                print(f"{PROG}: error: rank {rank} was ended by {ended[rank].signal_name()}", file=sys.stderr)
         except SignalException:
             pass  # what the processes made of it is in their exit codes
         return _job_code(_exit_codes(Path(folder)), processes)
