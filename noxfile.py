@@ -31,6 +31,9 @@ PYTHONS = _versions if len(_versions) > 1 else _versions[0]
 # Safe path: nothing is imported by accident from the folder a test happens to run in.
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
+# Tests start hundreds of processes that import torch: without bytecode each would compile all of it anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Two tests at a time: most wait for one process, or for ranks that start.
 PYTEST = ("pytest", "-n", "2", "--dist", "worksteal")
 
