@@ -297,6 +297,7 @@ def test_nodes_go_on_from_there(directory: Path) -> None:
 def test_a_rank_is_killed(directory: Path, phase: str, victim: int, what: str) -> None:
     group = directory / f"killed in {phase}, rank {victim}"
     seen = json.loads((group / f"rank{1 - victim}.json").read_text())
+    assert seen["killed"]["message"].startswith("LostRankError: ")
     assert f"{what}no answer within {TIMEOUT:g} s from rank {victim} (" in seen["killed"]["message"]
     assert "Look at the log of that rank" in seen["killed"]["message"]
     assert TIMEOUT <= seen["killed"]["seconds"] < SECONDS

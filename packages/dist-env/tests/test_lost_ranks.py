@@ -124,6 +124,18 @@ def test_frozen_holder_of_the_store(launch: Callable[..., Any]) -> None:
     assert job.notes[1]["left"] - when < WITHIN, "neither does leaving the environment hang"
 
 
+def test_killed_rank_ends_the_wait_at_a_barrier(launch: Callable[..., Any]) -> None:
+    """Long before the timeout, and not because a rank is only late."""
+    job = launch("losing.py", 3, "waits")
+    assert job.codes == [1, -9, 1], job.err
+    for note in (job.notes[0], job.notes[2]):
+        text, _, _, _, when = note["killed"]
+        # Whoever finds it out fails with that, and may be what the other one hears of first.
+        assert f"rank 1 on {HOST} is lost: no answer from its process for 2 s" in text
+        assert when - job.notes[1]["killed"] < WITHIN
+        assert note["refused"] == "lost_after=0 is not a positive number of seconds."
+
+
 def test_error_of_another_rank_is_carried(launch: Callable[..., Any]) -> None:
     job = launch("losing.py", 2, "fails")
     assert job.codes == [1, 1]

@@ -11,7 +11,7 @@ from checkpoint_core.components import (
 from checkpoint_core.config import CheckpointConfig
 from checkpoint_core.directory.best import BestCheckpoint
 from checkpoint_core.directory.discovery import find_latest_checkpoint
-from checkpoint_core.errors import CheckpointError
+from checkpoint_core.errors import CheckpointError, LostRankError
 from checkpoint_core.hf_directory import load_model_weights
 from checkpoint_core.loading import LoadedCheckpoint
 from checkpoint_core.manager import CheckpointManager
@@ -26,6 +26,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "LoadedCheckpoint",
+    "LostRankError",
     "ModelState",
     "OptimizerState",
     "Preprocessor",

@@ -1,4 +1,4 @@
-"""The one error of this package, and how operating system errors become it."""
+"""The errors of this package, and how operating system errors become them."""
 
 import errno
 import shutil
@@ -13,6 +13,13 @@ class CheckpointError(ValueError):
 
     The message names the file, component or tensor, says what is wrong, and how to go on. When several
     ranks take part, every rank raises the error with the same message.
+    """
+
+
+class LostRankError(CheckpointError):
+    """The ranks could not save or load together, because one of them is gone or did not answer.
+
+    Nothing is wrong with checkpoints or settings: the job, started again, goes on from the last one.
     """
 
 

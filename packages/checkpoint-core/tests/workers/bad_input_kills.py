@@ -87,5 +87,5 @@ class Kill(Ranks):
                 manager.save_checkpoint(2)
                 manager.wait()
         except CheckpointError as error:
-            return str(error)
+            return f"{type(error).__name__}: {error}"
         return None

@@ -1,6 +1,7 @@
 """Meeting points and object exchange of the ranks of an environment.
 
-Every function is a no-op for one process, so that callers need no case for it.
+Every function is a no-op for one process, so that callers need no case for it; and for one whose other ranks
+are imagined, as if these had the same to say.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from dist_env.coordination import Coordinator, shared_coordinator
 from dist_env.environment import DistributedEnvironment
 from dist_env.errors import DistributedEnvironmentError
-from dist_env.interface import DistributedEnvInterface
+from dist_env.interface import DistributedEnvInterface, is_alone
 from dist_env.objects import broadcast_pickled, gather_pickled
+from dist_env.roll_call import Lookout, roll_call_of
 
 T = TypeVar("T")
 
@@ -28,6 +30,7 @@ def barrier(
     timeout: float | None = None,
     process_group: dist.ProcessGroup | None = None,
     tag: str = "",
+    lost_after: float | None = None,
 ) -> None:
     """Wait until every rank has arrived; on a timeout say who has not.
 
@@ -38,17 +41,24 @@ def barrier(
         timeout: Seconds to wait; None takes the environment's `training_timeout`.
         process_group: Ranks to wait for; None means all.
         tag: What is waited for; appears in the message.
+        lost_after: With a long timeout, for ranks that may be killed: from the first call with it on, a
+            thread of each rank answers for its process, as under `naming_lost_ranks`, and one that has
+            answered before and is silent for so many seconds ends the wait. None: only the timeout counts.
 
     Raises:
         RankTimeoutError: Names the missing ranks and their hosts.
-        RankFailedError: A rank left its environment with an error; carries that error.
+        RankFailedError: A rank left its environment with an error, which is carried; or it is lost.
         DistributedEnvironmentError: There are several ranks but no process group.
     """
-    if env.world_size == 1:
+    if is_alone(env):
         return
     ranks, scope = _members(env, process_group)
     _check_seconds(timeout)
-    coordinator_of(env).barrier(ranks, scope, _seconds(env, timeout), tag)
+    _check_seconds(lost_after, "lost_after")
+    coordinator, look = coordinator_of(env), None
+    if lost_after is not None:
+        look = Lookout(roll_call_of(coordinator, store_holder(env)), lost_after).look
+    coordinator.barrier(ranks, scope, _seconds(env, timeout), tag, look)
 
 
 @contextmanager
@@ -70,7 +80,7 @@ def main_process_first(
         RankFailedError: The main process raised inside the body; carries its error.
     """
     size = env.local_world_size if local else env.world_size
-    if size == 1:
+    if size == 1 or is_alone(env):
         yield True
         return
     _check_seconds(timeout)
@@ -108,8 +118,8 @@ def broadcast_object(
     Raises:
         DistributedEnvironmentError: `src` is not one of the ranks, or there is no process group.
     """
-    if env.world_size == 1:
-        _check_source(src, [0])
+    if is_alone(env):
+        _check_source(src, list(range(env.world_size)))
         return obj
     _check_source(src, _members(env, process_group)[0])
     return cast(T, broadcast_pickled(obj, src, process_group, env.device))
@@ -131,8 +141,8 @@ def gather_objects(
     Raises:
         DistributedEnvironmentError: There are several ranks but no process group.
     """
-    if env.world_size == 1:
-        return [obj]
+    if is_alone(env):
+        return [obj] * env.world_size
     _members(env, process_group)
     return cast(list[T], gather_pickled(obj, process_group, env.device))
 
@@ -173,9 +183,14 @@ def _check_source(src: int, ranks: list[int]) -> None:
         raise DistributedEnvironmentError(f"src={src} is not one of the ranks that take part: {ranks}.")
 
 
-def _check_seconds(timeout: float | None) -> None:
-    if timeout is not None and not timeout > 0:
-        raise DistributedEnvironmentError(f"timeout={timeout!r} is not a positive number of seconds.")
+def store_holder(env: DistributedEnvInterface) -> int | None:
+    """The rank whose process holds the store; None if the launcher does, or if that is not known."""
+    return env.store_holder if isinstance(env, DistributedEnvironment) else None
+
+
+def _check_seconds(seconds: float | None, name: str = "timeout") -> None:
+    if seconds is not None and not seconds > 0:
+        raise DistributedEnvironmentError(f"{name}={seconds!r} is not a positive number of seconds.")
 
 
 def training_timeout(env: DistributedEnvInterface) -> float:

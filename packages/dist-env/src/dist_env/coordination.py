@@ -74,8 +74,22 @@ class Coordinator:
         if failure is not None:
             raise failure
 
-    def barrier(self, ranks: Sequence[int], scope: str, timeout: float, tag: str) -> None:
+    def barrier(
+        self,
+        ranks: Sequence[int],
+        scope: str,
+        timeout: float,
+        tag: str,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         """Wait until all of `ranks` have called this as often as this rank has for `scope`.
+
+        Args:
+            ranks: Global ranks.
+            scope: Name of the group of these ranks.
+            timeout: Seconds to wait.
+            tag: What is waited for.
+            look: Called now and then during the wait; may raise what ends it.
 
         Raises:
             RankTimeoutError: Ranks are missing; names them and their hosts.
@@ -95,7 +109,7 @@ class Coordinator:
                 self._passed.discard(scope)
                 self.store.delete_key(f"{before}/{self.record.rank}")
             if self.store.add(f"{here}/arrivals", 1) < len(ranks):
-                self._await(lambda: self.store.check([f"{here}/done"]), timeout, missing)
+                self._await(lambda: self.store.check([f"{here}/done"]), timeout, missing, look)
             else:
                 self.store.set(f"{here}/done", "1")
                 # Everybody has arrived here, so nobody is in the one before.
@@ -184,7 +198,13 @@ class Coordinator:
             hosts,
         )
 
-    def _await(self, arrived: Callable[[], bool], timeout: float, missing: Callable[[], Exception]) -> None:
+    def _await(
+        self,
+        arrived: Callable[[], bool],
+        timeout: float,
+        missing: Callable[[], Exception],
+        look: Callable[[], None] | None = None,
+    ) -> None:
         # Polled, because a blocking wait on a store holds its connection and logs every timeout.
         deadline = time.monotonic() + timeout
         pause, next_look = 0.0005, time.monotonic() + 0.2
@@ -192,6 +212,8 @@ class Coordinator:
             now = time.monotonic()
             if now >= next_look:
                 self.raise_if_failed()
+                if look is not None:
+                    look()
                 next_look = now + 0.2
             if now >= deadline:
                 raise missing()

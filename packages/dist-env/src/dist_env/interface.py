@@ -10,6 +10,9 @@ import torch
 
 from dist_env.errors import DistributedEnvironmentError
 
+IMAGINED = "fake"
+"""Backend of torch whose collectives return at once: the other ranks do not exist."""
+
 
 @runtime_checkable
 class DistributedEnvInterface(Protocol):
@@ -92,6 +95,11 @@ class StaticDistributedEnvironment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """There is nothing to close."""
+
+
+def is_alone(env: DistributedEnvInterface) -> bool:
+    """Whether no other process takes part: the job is one process, or its other ranks are imagined."""
+    return env.world_size == 1 or env.backend == IMAGINED
 
 
 def check_ranks(rank: int, local_rank: int, world_size: int, local_world_size: int) -> None:

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from dist_env.collectives import coordinator_of
-from dist_env.environment import DistributedEnvironment
+from dist_env.collectives import coordinator_of, store_holder
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, one_line
-from dist_env.interface import DistributedEnvInterface
+from dist_env.interface import DistributedEnvInterface, is_alone
 from dist_env.roll_call import roll_call_of
 
 # What the errors of gloo begin with: they come as plain RuntimeError, the type that models raise as well.
@@ -53,11 +52,10 @@ def naming_lost_ranks(
     """
     if not seconds > 0:
         raise DistributedEnvironmentError(f"seconds={seconds!r} is not a positive number of seconds.")
-    if env.world_size == 1:
+    if is_alone(env):
         yield
         return
-    holder = env.store_holder if isinstance(env, DistributedEnvironment) else None
-    roll_call = roll_call_of(coordinator_of(env), holder)
+    roll_call = roll_call_of(coordinator_of(env), store_holder(env))
     try:
         yield
     except RuntimeError as error:

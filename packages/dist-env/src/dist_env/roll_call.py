@@ -18,12 +18,15 @@ from typing import Literal
 import torch.distributed as dist
 
 from dist_env.coordination import Coordinator
+from dist_env.errors import RankFailedError
 
 # How often a rank looks for a call: an answer comes this late, at most.
 _LISTEN_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
 # What a store that works may take on top of the roll call itself.
 _GRACE_SECONDS = 2.0
+# Before this nobody is called in a wait: most are over by then.
+_QUIET_SECONDS = 5.0
 _JOIN_SECONDS = 5.0
 
 _State = Literal["here", "left", "silent", "unheard"]
@@ -58,10 +61,24 @@ class RollCall:
         self._answered = -1
         self._known: Verdict | None = None
         self._missing: list[str] = []
+        self._ends = False
         self._one_at_a_time = threading.Lock()
         self._requests: queue.SimpleQueue[tuple[float, Future[Verdict | None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="roll call", daemon=True)
         self._thread.start()
+
+    @property
+    def known(self) -> Verdict | None:
+        """The rank that is known to be lost or to have failed, whoever found that out."""
+        return self._known
+
+    def call(self, seconds: float) -> None:
+        """Ask every rank whether it is there, and wait for nothing: `known` tells what comes of it.
+
+        Args:
+            seconds: How long to wait for answers.
+        """
+        self._requests.put((seconds, Future()))
 
     def hold(self, seconds: float) -> Verdict | None:
         """Ask every rank whether it is there; takes little more than `seconds`, even if the store is gone.
@@ -88,7 +105,8 @@ class RollCall:
             )
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread, also amid a call for which nobody waits."""
+        self._ends = True
         self._requests.put(None)
         self._thread.join(_JOIN_SECONDS)
 
@@ -135,7 +153,7 @@ class RollCall:
         }
         while True:
             self._listen()
-            if self._known is not None:
+            if self._known is not None or self._ends:
                 return self._known
             waiting = [rank for rank, state in states.items() if state not in ("here", "left")]
             states.update((rank, self._state(rank, number)) for rank in waiting)
@@ -204,6 +222,32 @@ class RollCall:
             f"{became}, so its process {process}{until}; look at its log",
             self._holder,
         )
+
+
+class Lookout:
+    """Holds roll calls during a wait that may last, and ends it when a rank is lost.
+
+    Args:
+        roll_call: That of this process.
+        seconds: How long a process that has answered before may be silent.
+    """
+
+    def __init__(self, roll_call: RollCall, seconds: float) -> None:
+        self._roll_call = roll_call
+        self._seconds = seconds
+        self._next = time.monotonic() + _QUIET_SECONDS
+
+    def look(self) -> None:
+        """Look what is known by now, and call again when the last call is over.
+
+        Raises:
+            RankFailedError: A rank is lost, or has failed.
+        """
+        if (verdict := self._roll_call.known) is not None:
+            raise RankFailedError(f"{verdict.text}.", verdict.rank)
+        if time.monotonic() >= self._next:
+            self._roll_call.call(self._seconds)
+            self._next = time.monotonic() + self._seconds + _GRACE_SECONDS
 
 
 _threads: dict[Coordinator, RollCall] = {}

@@ -20,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_env import (
     DistributedEnvironment,
+    DistributedEnvironmentError,
     RankFailedError,
     StaticDistributedEnvironment,
+    barrier,
     gather_objects,
     naming_lost_ranks,
 )
@@ -176,7 +178,29 @@ def leave(victim_error: Exception | None) -> None:
             raise
 
 
+def waits() -> None:
+    """Rank 1 is late at one barrier, for longer than a rank may be silent, and dies before the next."""
+    with DistributedEnvironment(training_timeout=600) as env:
+        try:
+            barrier(env, lost_after=0)
+        except DistributedEnvironmentError as error:
+            notes["refused"] = str(error)
+        for step in range(2):
+            if env.rank == 1:
+                time.sleep(9.0 if step == 0 else 0.1)
+            barrier(env, tag=f"step {step}", lost_after=2.0)
+            notes[f"passed {step}"] = time.time()
+        if env.rank == 1:
+            kill()
+        try:
+            barrier(env, tag="step 2", lost_after=2.0)
+        except RankFailedError as error:
+            note("killed", error)
+            raise
+
+
 CASES = {
+    "waits": waits,
     "duo": duo,
     "quad": quad,
     "holder": holder,

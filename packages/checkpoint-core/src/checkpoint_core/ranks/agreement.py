@@ -10,7 +10,7 @@ from typing import TypedDict, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.errors import CheckpointError, LostRankError, describe_error
 from checkpoint_core.state.encoding import EncodedState
 from checkpoint_core.storage.layout import DTYPE_CODES, DTYPES
 from dist_env import DistributedEnvInterface, RankFailedError, RankTimeoutError, barrier
@@ -18,6 +18,9 @@ from dist_env import DistributedEnvInterface, RankFailedError, RankTimeoutError,
 _CHUNK_BYTES = 64 * 1024 * 1024
 _ROLL_CALL_SECONDS = 5.0
 """How long the ranks are asked who is still there, after a connection between them broke."""
+_SILENT_SECONDS = 10.0
+"""Without a sign of life for so long, the process of a rank that is waited for counts as lost. A launcher
+that has seen it die gives the others half a minute."""
 _T = TypeVar("_T")
 
 
@@ -237,7 +240,13 @@ class RankAgreement:
             ) from failure
         try:
             # The barrier knows which ranks are missing; the gather behind it would only hang.
-            barrier(self._env, timeout=self._timeout_seconds, process_group=self._group, tag=phase)
+            barrier(
+                self._env,
+                timeout=self._timeout_seconds,
+                process_group=self._group,
+                tag=phase,
+                lost_after=_SILENT_SECONDS,
+            )
             return [json.loads(text) for text in self._gather(json.dumps(report).encode())]
         except (RuntimeError, RankTimeoutError) as error:
             raise self._lost(phase, error) from (failure or error)
@@ -253,15 +262,15 @@ class RankAgreement:
         dist.all_gather(parts, padded, group=self._group)
         return [bytes(part[: int(size)].tolist()) for part, size in zip(parts, sizes, strict=True)]
 
-    def _lost(self, phase: str, error: Exception) -> CheckpointError:
+    def _lost(self, phase: str, error: Exception) -> LostRankError:
         if isinstance(error, RankTimeoutError):
             reason = f"no answer within {self._timeout_seconds:g} s from {_named(error)}"
         else:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(str(error).split()).removesuffix(".") or type(error).__name__
             if not isinstance(error, RankFailedError):
                 reason = self._roll_call(phase) + reason
         self._broken = f"{phase}: {reason}"
-        return CheckpointError(
+        return LostRankError(
             f"{phase}: {reason}. Look at the log of that rank; if it is only slow, raise "
             "CheckpointConfig.timeout_seconds"
         )

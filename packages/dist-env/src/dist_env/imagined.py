@@ -1,0 +1,60 @@
+"""A job of which only this process exists, to see what one rank of a large job would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from dist_env.errors import DistributedEnvironmentError
+from dist_env.interface import IMAGINED, DistributedEnvInterface, StaticDistributedEnvironment
+
+
+@contextmanager
+def imagined_job(
+    world_size: int, *, local_world_size: int | None = None
+) -> Iterator[DistributedEnvInterface]:
+    """A context in which this process is rank 0 of a job whose other ranks are imagined.
+
+    It has a process group of torch's backend `fake`: meshes and groups of any size can be made, and
+    collectives return at once and move nothing. What this package offers (`barrier`, `gather_objects`, ...)
+    does as if the others had the same to say. It computes on the CPU.
+
+    Args:
+        world_size: Number of ranks, this one included; one rank gets no process group.
+        local_world_size: Ranks on this host; all of them by default.
+
+    Yields:
+        The environment of rank 0.
+
+    Raises:
+        DistributedEnvironmentError: There is a process group already, or the numbers contradict one another.
+    """
+    env = StaticDistributedEnvironment(
+        world_size=world_size,
+        local_world_size=local_world_size or world_size,
+        backend=IMAGINED if world_size > 1 else None,
+    )
+    if world_size == 1:
+        yield env
+        return
+    if not dist.is_available():
+        raise DistributedEnvironmentError(
+            f"world_size={world_size} ranks need torch.distributed, which this build of torch lacks: install "
+            "a build that has it."
+        )
+    if dist.is_initialized():
+        raise DistributedEnvironmentError(
+            f"world_size={world_size} ranks cannot be imagined beside the process group that exists: "
+            "do it before it is made, or in another process."
+        )
+    # The first one registers the backend; torch keeps it among its tools for tests.
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+    from torch._C._distributed_c10d import HashStore
+
+    dist.init_process_group(IMAGINED, store=HashStore(), rank=0, world_size=world_size)
+    try:
+        yield env
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,56 @@
+"""A job of which only this process exists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dist_env import (
+    DistributedEnvironmentError,
+    barrier,
+    broadcast_object,
+    gather_objects,
+    imagined_job,
+    is_alone,
+    main_process_first,
+    naming_lost_ranks,
+)
+
+
+def test_hundreds_of_ranks_meet_without_being_there() -> None:
+    with imagined_job(512, local_world_size=8) as env:
+        assert (env.rank, env.world_size, env.local_world_size) == (0, 512, 8)
+        assert is_alone(env)
+        barrier(env, timeout=1)
+        assert gather_objects({"seed": 1}, env) == [{"seed": 1}] * 512
+        assert broadcast_object("mine", env, src=511) == "mine"
+        with main_process_first(env) as goes_first, naming_lost_ranks(env, "training"):
+            assert goes_first
+        mesh = init_device_mesh("cpu", (64, 8), mesh_dim_names=("copies", "shards"))
+        values = torch.ones(8)
+        dist.all_reduce(values, group=mesh.get_group("shards"))
+        assert mesh.get_group("copies").size() == 64
+    assert not dist.is_initialized()
+
+
+def test_who_is_no_rank_of_it_cannot_be_asked() -> None:
+    with imagined_job(4) as env, pytest.raises(DistributedEnvironmentError, match="src=4 is not one"):
+        broadcast_object("mine", env, src=4)
+
+
+def test_one_rank_needs_no_group() -> None:
+    with imagined_job(1) as env:
+        assert not dist.is_initialized()
+        assert gather_objects(3, env) == [3]
+
+
+def test_ranks_are_not_imagined_beside_real_ones() -> None:
+    with (
+        imagined_job(2),
+        pytest.raises(DistributedEnvironmentError, match="world_size=3 ranks cannot be imagined"),
+        imagined_job(3),
+    ):
+        pass
+    assert not dist.is_initialized()
