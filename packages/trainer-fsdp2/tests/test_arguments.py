@@ -146,3 +146,10 @@ def test_one_process_shards_nothing(tmp_path: Path) -> None:
     for name, value in model().named_parameters():
         assert not isinstance(found[name], DTensor)
         assert torch.equal(found[name], value), name
+
+
+def test_utilization_is_held_against_the_peak_of_what_layers_compute_in() -> None:
+    in_bfloat16 = FSDP2Arguments(param_dtype="bfloat16")
+    assert FSDP2TrainingArguments().matmul_dtype == "fp32"
+    assert FSDP2TrainingArguments(fsdp2=in_bfloat16).matmul_dtype == "bf16"
+    assert FSDP2TrainingArguments(mixed_precision="bf16").matmul_dtype == "bf16"

@@ -22,8 +22,10 @@ from .callbacks import (
     WandbCallback,
     dump_on_oom,
 )
+from .collectives import Collective
 from .config import arguments_from_dict, field_docs, load_config_file, suggest
 from .data_parallel import DATA_PARALLEL, DataParallel
+from .dry_run import DryRun
 from .errors import ConfigurationError, DataError
 from .evaluation import EvalMetric
 from .events import EVENTS
@@ -52,12 +54,14 @@ from .model import (
     fill_parameters,
     find_blocks,
     fsdp_modules,
+    has_no_values,
     move_buffers,
+    ordinary_tensors,
     prepare_model,
 )
 from .optimization import Multiopt, NonFiniteGradientError, build_optimizer, clip_grad_norm, own_part
 from .options import TrainerOptions
-from .parallelism import Parallelism, Scored, SingleDevice
+from .parallelism import Parallelism, Scored, SingleDevice, no_dry_run
 from .precision import (
     FP8_RECIPES,
     QAT_RECIPES,
@@ -84,11 +88,13 @@ __all__ = [
     "BaseTrainingArguments",
     "Batch",
     "CausalLMLoss",
+    "Collective",
     "ConfigurationError",
     "DataError",
     "DataParallel",
     "DataParallelArguments",
     "DivergenceDetector",
+    "DryRun",
     "EarlyStopping",
     "EvalMetric",
     "ExternalControl",
@@ -144,12 +150,15 @@ __all__ = [
     "find_blocks",
     "fsdp_modules",
     "generators_of_rank_0",
+    "has_no_values",
     "labels_of",
     "load_config_file",
     "load_quantized",
     "logits_of_one_rank",
     "loss_of",
     "move_buffers",
+    "no_dry_run",
+    "ordinary_tensors",
     "own_part",
     "predict",
     "prepare_model",

@@ -17,6 +17,7 @@ from .given import Ingredients
 from .hyperparameters import Hyperparameters
 from .interval import Interval
 from .loaders import evaluation_data, train_loader
+from .loss import TokenLoss
 from .memory import GarbagePolicy
 from .model import RecompileCounter
 from .optimization import (
@@ -63,13 +64,11 @@ def assemble(
     loader, evaluation = _loaders(args, parallel, parts)
     set_length(state, args, loader)
     follow = resumes or parts.initial_weights is not None
-    parallel.build(parts.model, args, weights_follow=follow)
-    loss = parallel.make_loss(args, parts.loss, parts.fused_loss)
-    parallel.compile(args)
+    loss = build_model(args, parallel, parts, weights_follow=follow)
     optimizer, scheduler = None, None
     if loader is not None:
-        optimizer = _optimizer(args, parallel, parts)
-        scheduler = _scheduler(args, optimizer, state, parts)
+        optimizer = build_optimizer_of(args, parallel, parts)
+        scheduler = build_scheduler(args, optimizer, state, parts)
         if scheduler is not None and is_callback(scheduler):
             events.add(scheduler)
     parallel.wrap(optimizer)
@@ -117,6 +116,16 @@ def assemble(
     )
 
 
+def build_model(
+    args: TrainingArguments, parallel: Parallelism, parts: Ingredients, *, weights_follow: bool
+) -> TokenLoss:
+    """Build this rank's model, compiled if asked to, and return the loss that belongs to it."""
+    parallel.build(parts.model, args, weights_follow=weights_follow)
+    loss = parallel.make_loss(args, parts.loss, parts.fused_loss)
+    parallel.compile(args)
+    return loss
+
+
 def _loaders(
     args: TrainingArguments, parallel: Parallelism, parts: Ingredients
 ) -> tuple[object | None, EvaluationData | None]:
@@ -128,7 +137,8 @@ def _loaders(
     return loader, evaluation
 
 
-def _optimizer(args: TrainingArguments, parallel: Parallelism, parts: Ingredients) -> Optimizer:
+def build_optimizer_of(args: TrainingArguments, parallel: Parallelism, parts: Ingredients) -> Optimizer:
+    """The optimizer of what this rank holds of the model."""
     model, named = parallel.unwrapped_model(), list(parallel.named_parameters())
     among = {name: parameter.requires_grad for name, parameter in parallel.whole_model().named_parameters()}
 
@@ -149,9 +159,10 @@ def _optimizer(args: TrainingArguments, parallel: Parallelism, parts: Ingredient
     return optimizer
 
 
-def _scheduler(
+def build_scheduler(
     args: TrainingArguments, optimizer: Optimizer, state: TrainerState, parts: Ingredients
 ) -> LRScheduler | None:
+    """The learning-rate schedule, if there is to be one; the state knows how long the run is."""
     if parts.scheduler is not None:
         return parts.scheduler(optimizer)
     if not args.lr_scheduler_type:

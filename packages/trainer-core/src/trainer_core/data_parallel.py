@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from checkpoint_core import SharingPattern
 from dataloader_dispatch import DataloaderDispatcher, SynchronizedDataLoader
-from dist_env import DistributedEnvInterface, HostSums, naming_lost_ranks
+from dist_env import DistributedEnvInterface, HostSums, is_alone, naming_lost_ranks
 
 from .agreement import compare_facts, model_facts
 from .arguments import DataParallelArguments, TrainingArguments
@@ -185,6 +185,8 @@ class DataParallel(Parallelism):
                 "open a dist_env.DistributedEnvironment first and give it as distributed_env",
             )
         self.mesh = self.make_mesh()
+        if is_alone(self.env):
+            return
         # Flags and counts go between the hosts, beside what the devices are busy with.
         with self.guarded("connecting the ranks"):
             self._hosts = HostSums(self.env)

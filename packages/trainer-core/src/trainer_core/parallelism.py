@@ -79,6 +79,15 @@ class Parallelism(ABC):
             ConfigurationError: Naming the setting.
         """
 
+    def check_dry_run(self, args: TrainingArguments) -> None:
+        """Refuse settings with which a step looks at values, which a dry run does not have.
+
+        Raises:
+            ConfigurationError: Naming the setting.
+        """
+        if args.mixed_precision == "fp16":
+            raise no_dry_run("mixed_precision", "fp16")
+
     @abstractmethod
     def build(self, source: ModelSource, args: TrainingArguments, *, weights_follow: bool) -> None:
         """Make the model, or this rank's part of it, ready on the device; sets `model`.
@@ -294,6 +303,13 @@ class Parallelism(ABC):
     def evaluation_settings(self) -> str:
         """Settings that decide how ranks share evaluation data, for a message: ', name=value'."""
         return ""
+
+
+def no_dry_run(setting: str, value: object) -> ConfigurationError:
+    """The error for a setting that a dry run cannot follow."""
+    return ConfigurationError(
+        setting, value, "looks at values of tensors, and a dry run has none", "leave it out of the dry run"
+    )
 
 
 def check_device_settings(args: TrainingArguments, device: torch.device) -> None:

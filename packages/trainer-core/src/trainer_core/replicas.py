@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from checkpoint_core import ModelState
-
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong to the state of a model; others, such as caches, are each rank's own affair."""
-    tensors = ModelState(model).tensors()
-    return {name: value for name, value in tensors.items() if not isinstance(value, nn.Parameter)}
+    buffers = {id(buffer) for buffer in model.buffers()}
+    saved = model.state_dict(keep_vars=True)
+    return {name: value for name, value in saved.items() if id(value) in buffers}
 
 
 @torch.no_grad()

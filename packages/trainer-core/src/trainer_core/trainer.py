@@ -23,6 +23,7 @@ from .callbacks import InfoCallback
 from .checkpointing import checkpoint_to_resume, load, load_best, resume
 from .config import arguments_from_dict
 from .data_rules import check_data
+from .dry_run import DryRun, dry_run
 from .errors import DataError
 from .evaluation import EvalMetric
 from .events import CallbackHandler
@@ -201,6 +202,24 @@ class Trainer:
         if metrics is None:
             raise RuntimeError("an evaluation that nobody can stop was stopped")
         return metrics
+
+    def dry_run(self) -> DryRun:
+        """Build this rank's part of the run and make a step, on tensors without values.
+
+        It takes little memory and time, whatever the model, and shows what would be built, held and sent. In
+        `dist_env.imagined_job` it does so for the first rank of a job of any size. It reads the first batches
+        of the training data, and writes nothing. The trainer is of no use afterwards.
+
+        Returns:
+            What this rank would hold and do.
+
+        Raises:
+            ConfigurationError: For settings that cannot be applied, as in `train`.
+            DataError: If there is no training data.
+        """
+        if self._parts.train_data is None:
+            raise DataError("dry_run() needs train_dataset; give one to the Trainer")
+        return dry_run(self.args, self.parallel, self._parts)
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write weights, config and processing class as a Hugging Face directory."""

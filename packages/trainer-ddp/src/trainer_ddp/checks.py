@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from trainer_core import ConfigurationError
+from trainer_core import ConfigurationError, no_dry_run
 
 if TYPE_CHECKING:
     from .arguments import DDPTrainingArguments
@@ -139,3 +139,20 @@ def _unused(args: DDPTrainingArguments) -> Iterator[tuple[str, str]]:
                     yield f"{group}.{item.name}", f"while {group}.enabled is off"
     if not args.ddp.find_unused_parameters:
         yield "ddp.skip_all_reduce_unused_params", "without ddp.find_unused_parameters"
+
+
+def check_dry_run(args: DDPTrainingArguments) -> None:
+    """Refuse settings with which a step looks at values, which a dry run does not have.
+
+    Raises:
+        ConfigurationError: For the first of them.
+    """
+    for setting, value, usual in (
+        ("compression.method", args.compression.method, "no"),
+        ("post_local_sgd.enabled", args.post_local_sgd.enabled, False),
+        ("diloco.enabled", args.diloco.enabled, False),
+        ("ddp.static_graph", args.ddp.static_graph, False),
+        ("ddp.find_unused_parameters", args.ddp.find_unused_parameters, False),
+    ):
+        if value != usual:
+            raise no_dry_run(setting, value)

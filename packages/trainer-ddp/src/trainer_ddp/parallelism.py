@@ -20,15 +20,17 @@ from trainer_core import (
     TokenLoss,
     Traffic,
     TrainingArguments,
+    has_no_values,
     prepare_model,
     saved_buffers,
 )
 
 from .arguments import DDPTrainingArguments
+from .checks import check_dry_run
 from .compression import GradientCompression, build_compression
 from .hosts import group_of_host
 from .local import LocalUpdates
-from .scoped import ScopedAverage
+from .scoped import ScopedAverage, sum_without_values
 from .weights import refuse_unequal_weights
 from .wrapper import GradientWatch, wrap_model
 
@@ -67,6 +69,12 @@ class DDPParallelism(DataParallel):
             )
         self._args = args
         super().check(args)
+
+    def check_dry_run(self, args: TrainingArguments) -> None:
+        """Refuse settings with which a step looks at values."""
+        super().check_dry_run(args)
+        if self.group is not None:
+            check_dry_run(self._args)
 
     def build(self, source: ModelSource, args: TrainingArguments, *, weights_follow: bool) -> None:
         """Build the model on the device of each rank, and compare what was built."""
@@ -180,6 +188,8 @@ class DDPParallelism(DataParallel):
             self._wrapped.register_comm_hook(None, scoped.reduce)
         else:
             self._exchanged += self.parameters
+            if has_no_values():
+                self._wrapped.register_comm_hook(group, sum_without_values)
         if settings.broadcast_buffers:
             self._exchanged += saved_buffers(self.model).values()
         if not (settings.find_unused_parameters or settings.static_graph):

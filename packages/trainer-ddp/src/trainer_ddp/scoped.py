@@ -1,8 +1,9 @@
-"""Averages gradients over ranks that change in the course of training."""
+"""Communication hooks that average gradients over some ranks, or over ranks that are imagined."""
 
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -32,3 +33,11 @@ class ScopedAverage:
         """Average a bucket; DDP asks for this signature."""
         self._traffic.add(bucket.buffer())
         return allreduce_hook(self._groups[self._scope()], bucket)
+
+
+def sum_without_values(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Ask for the sum of a bucket, as DDP does by itself where a backend answers; in a dry run none does."""
+    dist.all_reduce(bucket.buffer(), group=group)
+    answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    answer.set_result(bucket.buffer())
+    return answer

@@ -58,6 +58,13 @@ class FSDP2TrainingArguments(DataParallelArguments):
         check_fsdp2(self)
 
     @property
+    def matmul_dtype(self) -> str:
+        """Name of the dtype in which matrix products run, as the peak tables name it."""
+        if self.autocast_dtype is None and self.fsdp2.param_dtype == "bfloat16":
+            return "bf16"
+        return super().matmul_dtype
+
+    @property
     def keeps_whole_gradients(self) -> bool:
         """Whether ranks hold gradients of the whole model between the microbatches of a step."""
         return self.gradient_accumulation_steps > 1 and not self.fsdp2.reduce_each_microbatch

@@ -24,6 +24,7 @@ from trainer_core import (
     convert_model,
     fill_parameters,
     move_buffers,
+    ordinary_tensors,
 )
 
 from .arguments import FSDP2TrainingArguments
@@ -66,7 +67,8 @@ def build_sharded(
     convert_model(model, args, device, gathered_in_fp8=args.fsdp2.fp8_all_gather)
     refuse_unshardable(model)
     units = units_of(model, args)
-    shard(model, units, mesh, args.fsdp2, device)
+    with ordinary_tensors():  # in a dry run too: the pieces of hundreds of ranks would take it long
+        shard(model, units, mesh, args.fsdp2, device)
     sums = fill_parameters(model, values if draw else None, rest)
     move_buffers(model, device)
     policy = precision_policy(args.fsdp2)

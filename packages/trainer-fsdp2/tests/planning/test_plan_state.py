@@ -185,3 +185,11 @@ def test_model_that_reads_values_while_built_is_named(settings: Settings) -> Non
 def test_length_of_the_batch_is_needed(tiny: Model, settings: Settings) -> None:
     with pytest.raises(ConfigurationError, match="sequence_length=None"):
         plan(tiny, settings(), world_size=2)
+
+
+def test_whole_copies_are_those_of_one_rank_and_their_buckets(tiny: Model, settings: Settings) -> None:
+    args = settings()
+    one = plan(tiny, args, world_size=1, sequence_length=8)
+    copies = plan(tiny, args, world_size=Mesh(shards=1, replicas=64), sequence_length=8)
+    assert copies.state == one.state
+    assert (one.reduced, copies.reduced) == (0, one.gradients)

@@ -28,6 +28,7 @@ from trainer_core import (
     convert_model,
     fill_parameters,
     move_buffers,
+    ordinary_tensors,
 )
 
 from .arguments import PipelineTrainingArguments
@@ -117,7 +118,8 @@ def build_stages(
 
 
 def _outline_of(model: nn.Module) -> nn.Module:
-    outline = copy.deepcopy(model)
+    with ordinary_tensors():
+        outline = copy.deepcopy(model)
     for module in outline.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from checkpoint_core import RNGState
-from trainer_core import ConfigurationError
+from trainer_core import ConfigurationError, has_no_values
 
 from .boundaries import Boundaries, Hidden
 from .clock import Clock
@@ -202,6 +202,8 @@ class Execution:
 
     def _probe(self, microbatch: Microbatch) -> tuple[Hidden, ...]:
         """Learn what hidden states look like by taking a microbatch through the stages; collective."""
+        if has_no_values():
+            return self._guess(microbatch)
         seen: dict[int, Hidden] = {}
         last = self._place.layout.num_stages - 1
 
@@ -224,6 +226,16 @@ class Execution:
         dist.all_gather_object(told, seen, group=self._place.group)
         everything = {stage: hidden for each in told for stage, hidden in each.items()}
         return self._boundaries.learn(microbatch, everything)
+
+    def _guess(self, microbatch: Microbatch) -> tuple[Hidden, ...]:
+        """Take all hidden states to be like the first one, in a dry run of the first rank."""
+        runner = self.runners[0]
+        runner.place = 0
+        with self._evaluating(), torch.no_grad():
+            output = runner(None)
+        hidden = Hidden(tuple(output.shape), output.dtype)
+        stages = range(self._place.layout.num_stages - 1)
+        return self._boundaries.learn(microbatch, dict.fromkeys(stages, hidden))
 
 
 def _loss_as_it_is(output: Tensor, target: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from trainer_core import ordinary_tensors
+
 LENGTHS = (256, 16)
 """Tokens of the row that is counted: the first that the model takes. Longer rows shift weight from the head
 to attention, a little."""
@@ -30,7 +32,8 @@ class Outline:
         self._called: set[str] = set()
         self._flops: dict[str, float] = {}
         self._path = path
-        self._run(model)
+        with ordinary_tensors():
+            self._run(model)
 
     def is_after(self, name: str) -> bool | None:
         """Whether a module is called after the blocks and not before them; None if that is not known."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
+from trainer_core import has_no_values
+
 from .clock import Clock
 from .gradients import Copies
 from .runner import Runner
@@ -110,6 +112,18 @@ class Stage(PipelineStage):
                 raise
             cause.add_note(f"in stage {self.stage_index}, microbatch {microbatch}")
             raise cause from None
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        """Whether this stage and those before it know their shapes; in a dry run nobody can tell: they do."""
+        if has_no_values():
+            return torch.ones(1, dtype=torch.int32)
+        return super()._warmup_forward_vote(has_backward, received_acc)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        """Whether all stages know their shapes; in a dry run they do."""
+        if has_no_values():
+            return torch.tensor([1], dtype=torch.int32)
+        return super()._warmup_backward_result(received_result)
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing: shapes are told to this stage, so that torch computes nothing to find them.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError
+from ..model.without_values import has_no_values
 from .predictions import logits_of, member
 
 _LEAVE_OUT = "set fused_loss='no' for this model"
@@ -73,7 +74,7 @@ def checked_head(head: object) -> nn.Linear:
 
 
 def _is_quantised(weight: Tensor) -> bool:
-    if type(weight) in (Tensor, nn.Parameter):
+    if type(weight) in (Tensor, nn.Parameter) or has_no_values():
         return False
     from torch.distributed.tensor import DTensor
 

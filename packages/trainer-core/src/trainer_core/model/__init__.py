@@ -11,6 +11,7 @@ from .preparation import convert_model, prepare_model
 from .recompiles import RecompileCounter
 from .run_settings import run_settings
 from .sharding import add_up_gradients, fsdp_modules
+from .without_values import has_no_values, ordinary_tensors, without_values
 
 __all__ = [
     "InitialValues",
@@ -28,8 +29,11 @@ __all__ = [
     "fill_parameters",
     "find_blocks",
     "fsdp_modules",
+    "has_no_values",
     "move_buffers",
+    "ordinary_tensors",
     "prepare_model",
     "run_settings",
     "verify_initialised",
+    "without_values",
 ]

@@ -15,6 +15,7 @@ from ..errors import ConfigurationError
 from .deferred import InitialValues, construct_deferred
 from .meta_construction import SETTING, build_without_storage, materialise
 from .ties import Ties
+from .without_values import build_outline, has_no_values
 
 if TYPE_CHECKING:
     from ..arguments import TrainingArguments
@@ -86,8 +87,8 @@ def construct_without_weights(
         device: Where the model computes; with construct_model_on="device" its generator draws the weights.
 
     Returns:
-        The model, and the values that `construct` would have given its parameters; None for a model that is
-        built already, which is returned as it is.
+        The model, and the values that `construct` would have given its parameters, of which there are none in
+        `without_values`; None for a model that is built already, which is returned as it is.
 
     Raises:
         ConfigurationError: If a model that is built already is to be built in another way, or if `source`
@@ -98,6 +99,8 @@ def construct_without_weights(
         return source, None
     where = device if args.construct_model_on == "device" else torch.device("cpu")
     with default_dtype(args.default_dtype), torch.device(where):
+        if has_no_values():
+            return build_outline(lambda: _built(source)), InitialValues()
         return construct_deferred(lambda: _built(source))
 
 
@@ -133,6 +136,8 @@ def _built(source: ModelInit) -> nn.Module:
 
 
 def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+    if has_no_values() and all(each.device == device for each in (*model.parameters(), *model.buffers())):
+        return model  # torch would exchange them for themselves, and cannot
     ties = Ties(model)
     model.to(device)
     ties.restore()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError
 from .deferred import InitialValues
+from .without_values import has_no_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -48,7 +49,7 @@ def fill_parameters(
     shards = _allocate(model, device, [model, *also_in])
     sums = {}
     for name, shard in shards.items():
-        if values is not None:
+        if values is not None and not has_no_values():
             if name not in values:
                 raise ConfigurationError(
                     "model_init",

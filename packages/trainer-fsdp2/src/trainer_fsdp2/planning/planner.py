@@ -22,7 +22,7 @@ def plan(
     model_init: ModelInit,
     args: FSDP2TrainingArguments,
     *,
-    world_size: int,
+    world_size: int | Mesh,
     sequence_length: int | None = None,
     batch: Mapping[str, Tensor] | None = None,
     optimizer_factory: OptimizerFactory | None = None,
@@ -37,7 +37,7 @@ def plan(
     Args:
         model_init: Builds the model, as the trainer is given it.
         args: The settings of the run.
-        world_size: Number of ranks.
+        world_size: Number of ranks; or a mesh, which may also give each a whole copy, as trainer-ddp does.
         sequence_length: Tokens of one example of `input_ids` and `labels`.
         batch: What a rank gets at a time, for models that take something else; only shapes and dtypes count.
         optimizer_factory: As the trainer is given it; none: the built-in AdamW.
@@ -55,7 +55,8 @@ def plan(
     planner = Planner(
         model_init, sequence_length=sequence_length, batch=batch, optimizer_factory=optimizer_factory
     )
-    return planner.plan(args, mesh_of(args, world_size))
+    mesh = world_size if isinstance(world_size, Mesh) else mesh_of(args, world_size)
+    return planner.plan(args, mesh)
 
 
 class Planner:

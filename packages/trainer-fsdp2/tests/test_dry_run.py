@@ -1,0 +1,73 @@
+"""A dry run: the first of many ranks, whose shards and collectives can be counted by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dist_env import imagined_job
+from trainer_core import Collective
+from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
+
+WIDTH, VOCABULARY, BLOCKS = 1024, 2048, 4
+
+
+class Stack(nn.Module):
+    """A row of equal blocks between embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return self.head(hidden)
+
+
+class Rows:
+    """Batches of two rows of 16."""
+
+    batch_size = 2
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        ids = torch.arange(32).view(2, 16)
+        while True:
+            yield {"input_ids": ids, "labels": ids}
+
+
+BLOCK, ROOT = WIDTH * WIDTH, 2 * VOCABULARY * WIDTH
+ALL = BLOCKS * BLOCK + ROOT
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 1), (512, 1), (512, 64)])
+def test_shards_and_collectives_of_one_rank(tmp_path: Path, ranks: int, replicas: int) -> None:
+    args = FSDP2TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        fsdp2=FSDP2Arguments(replicas=replicas, param_dtype="bfloat16"),
+    )
+    with imagined_job(ranks, local_world_size=4) as env:
+        found = FSDP2Trainer(
+            args, model_init=Stack, train_dataset=Rows(), callbacks=[], distributed_env=env
+        ).dry_run()
+    shards = ranks // replicas
+    assert found.parameters == ALL
+    assert found.weights == found.gradients == 4 * ALL // shards
+    assert (found.rows, found.tokens) == (2 * ranks, 32 * ranks)
+    seen = {each.kind: each for each in found.collectives}
+    # Weights travel in bfloat16: each block's forward and back again, the root's once, as it stays.
+    gathered = 2 * (2 * BLOCKS * BLOCK + ROOT)
+    assert seen["all-gather"] == Collective("all-gather", shards, 2 * BLOCKS + 1, gathered)
+    # Gradients travel in float32: whole ones to their shards, then the shards among the copies.
+    assert seen["reduce-scatter"] == Collective("reduce-scatter", shards, BLOCKS + 1, 4 * ALL)
+    among_copies = Collective("all-reduce", replicas, BLOCKS + 1, 4 * ALL // shards)
+    assert seen.get("all-reduce") == (among_copies if replicas > 1 else None)
+    assert list(tmp_path.iterdir()) == []
