@@ -13,15 +13,21 @@ import torch
 from dist_env import forget_warnings
 from llama_pretrain import Llama, LlamaConfig, preset
 
-# tests/hf compares with transformers. A session that installs the extra hf runs it; the plain one has none.
-_HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
-collect_ignore = [] if _HAS_TRANSFORMERS else ["hf"]
+# Each folder is for an extra or a group; the sessions that install it run its tests, the plain one has none.
+_NEEDS = {
+    "hf": ("transformers",),
+    "bench": ("accelerate", "transformers", "lightning"),
+    "lm_eval": ("lm_eval", "transformers", "accelerate"),
+}
+_MISSING = {
+    folder: [name for name in names if importlib.util.find_spec(name) is None]
+    for folder, names in _NEEDS.items()
+}
+collect_ignore = [folder for folder, names in _MISSING.items() if names]
 
 
-def pytest_report_header() -> str:
-    return "transformers: " + (
-        "found" if _HAS_TRANSFORMERS else "not installed, so tests/hf is not collected"
-    )
+def pytest_report_header() -> list[str]:
+    return [f"tests/{each}: not collected, as {_MISSING[each]} is missing" for each in collect_ignore]
 
 
 def _small_config(**changes: object) -> LlamaConfig:

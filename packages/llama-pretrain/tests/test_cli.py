@@ -243,6 +243,8 @@ def test_export_is_a_hugging_face_directory(work: Path, capsys: pytest.CaptureFi
         "config.json",
         "model.safetensors",
         "byte_tokenizer.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
     }
     assert main(["generate", "def ", "--checkpoint", str(target), "--max-new-tokens", "5"]) == 0
     assert "def " in capsys.readouterr().out

@@ -12,12 +12,14 @@ from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG
 
 _OVERVIEW = f"""\
 usage: {PROG} [train] [options]     train a Llama, or go on with a run that was stopped
+       {PROG} recipes [NAME]        list settings of whole runs, or print one of them
        {PROG} plan [options]        say what memory training needs, and which layout fits the GPUs
        {PROG} eval [options]        score a trained model on text
        {PROG} generate [PROMPT]     let a trained model continue a text
        {PROG} export DIRECTORY      write a trained model for transformers
        {PROG} import HF DIRECTORY   take over a Hugging Face Llama
        {PROG} report [options]      show a run on one HTML page
+       {PROG} bench [options]       time this trainer beside others
 
 Without a word it trains: a byte-level model on the text of the Python standard library, in less than
 three minutes on two CPU cores. Ctrl-C saves; the same command goes on.
@@ -30,7 +32,8 @@ options of train that are used most (all of them: {PROG} train --help):
   --learning-rate X          highest learning rate [0.002]
   --mesh AXES                processes of this machine: dp=2, shard=4, pp=2, dp=2,shard=2 ... [one]
   --trainer NAME             under torchrun: ddp, fsdp2 or pipeline [single]
-  --config FILE              TOML or YAML file with any of the options
+  --config FILE              TOML or YAML file with any of the options, or a recipe
+  --dry-run                  only show what a job of any size would build, hold and send
   --version                  print the version
 
 The other commands have --help as well. Exit codes: 0 done, 1 aborted, 2 wrong input,

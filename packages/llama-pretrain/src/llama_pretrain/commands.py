@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from checkpoint_core import CheckpointError
+from checkpoint_core import CheckpointError, LostRankError
 from dataloader_dispatch import DataError
 from dist_env import DistributedEnvironmentError, RankFailedError, RankTimeoutError
 from trainer_core import ConfigurationError, arguments_from_dict
@@ -15,6 +15,7 @@ from .conversion import ExportArguments, ImportArguments, export, import_model
 from .launch import is_launched, launch
 from .mesh import Mesh
 from .program import PROG
+from .recipes_command import show_recipes
 from .results import EvalArguments, GenerateArguments, evaluate, generate_text
 from .run_report import ReportArguments, write_report
 from .train import train
@@ -29,12 +30,20 @@ USER_ERRORS = (
     DistributedEnvironmentError,
     OSError,
 )
-RANK_ERRORS = (RankFailedError, RankTimeoutError)
+RANK_ERRORS = (RankFailedError, RankTimeoutError, LostRankError)
 """Another process of the job is why this one cannot go on."""
 
 
 def _train(words: Sequence[str]) -> int:
-    args = resolve(train_parser().parse_args_strictly(words))
+    given = train_parser().parse_args_strictly(words)
+    only_looks = given.pop("dry_run", False)
+    args = resolve(given)
+    if only_looks:
+        from .dry_run import dry_run  # what only this needs
+
+        refuse_several_processes("train --dry-run")
+        dry_run(args)
+        return 0
     processes = Mesh.parse(args.mesh).size if args.mesh else 1
     if processes > 1 and not is_launched():
         return launch(["train", *words], processes)
@@ -90,19 +99,45 @@ def _report(words: Sequence[str]) -> int:
 
 
 def _plan(words: Sequence[str]) -> int:
-    from . import plan_command  # what plans takes seconds to import
+    from . import plan_command, plan_config  # what plans takes seconds to import
 
     refuse_several_processes("plan")
-    plan_command.show_plans(plan_command.resolve(plan_command.plan_parser().parse_args_strictly(words)))
+    given = plan_command.plan_parser().parse_args_strictly(words)
+    if "config" in given:
+        plan_config.show_plan(given)
+    else:
+        plan_command.show_plans(plan_command.resolve(given))
     return 0
+
+
+def _recipes(words: Sequence[str]) -> int:
+    parser = Parser(prog=f"{PROG} recipes", description="List settings of whole runs, or print one of them.")
+    parser.add_argument("name", nargs="?", help="recipe to print; none: a table of all")
+    name = parser.parse_args_strictly(words).get("name")
+    show_recipes(None if name is None else str(name))
+    return 0
+
+
+def _bench(words: Sequence[str]) -> int:
+    from .bench.command import bench  # what only this command needs
+    from .bench.options import BenchArguments
+
+    parser = Parser(
+        prog=f"{PROG} bench", description="Time this trainer beside others, on the same model and rows."
+    )
+    add_field_options(parser, BenchArguments, {})
+    refuse_several_processes("bench")
+    return bench(arguments_from_dict(BenchArguments, parser.parse_args_strictly(words)), words)
 
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
+    "recipes": _recipes,
     "plan": _plan,
     "eval": _eval,
     "generate": _generate,
     "export": _export,
     "import": _import,
     "report": _report,
+    "bench": _bench,
 }

@@ -67,6 +67,11 @@ class Mesh:
         return self.dp * self.shard * self.pp
 
     @property
+    def data_parallel_size(self) -> int:
+        """Processes, or pipelines, that work on different data."""
+        return self.dp * self.shard
+
+    @property
     def trainer(self) -> str:
         """The trainer that works on such a mesh."""
         if self.pp > 1:

@@ -20,7 +20,8 @@ _VOCABULARY_MULTIPLE = 64
 def model_config(args: PretrainArguments, tokenizer: Tokenizer) -> LlamaConfig:
     """Return the shape of the model to train, checked against tokenizer and sequence length.
 
-    A preset takes the vocabulary of the tokenizer, rounded up to a multiple of 64. A directory keeps its own.
+    A preset takes the vocabulary that `vocab_size` asks for, or that of the tokenizer, rounded up to a
+    multiple of 64. A directory keeps its own.
 
     Raises:
         ConfigurationError: If there is no such model, or it does not fit.
@@ -28,10 +29,9 @@ def model_config(args: PretrainArguments, tokenizer: Tokenizer) -> LlamaConfig:
     if (Path(args.model) / CONFIG_FILE).is_file():
         config = _checked_vocabulary(LlamaConfig.load(args.model), args, tokenizer)
     else:
-        size = -(-tokenizer.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
         config = preset(
             args.model,
-            vocab_size=size,
+            vocab_size=_vocabulary(args, tokenizer),
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -48,7 +48,27 @@ def starts_from_weights(args: PretrainArguments) -> bool:
     return has_weights(args.model)
 
 
+def _vocabulary(args: PretrainArguments, tokenizer: Tokenizer) -> int:
+    if args.vocab_size is None:
+        return -(-tokenizer.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    if args.vocab_size < tokenizer.vocab_size:
+        raise ConfigurationError(
+            "vocab_size",
+            args.vocab_size,
+            f"is less than the {tokenizer.vocab_size} ids of the tokenizer {args.tokenizer!r}",
+            "raise it, or leave it out",
+        )
+    return args.vocab_size
+
+
 def _checked_vocabulary(config: LlamaConfig, args: PretrainArguments, tokenizer: Tokenizer) -> LlamaConfig:
+    if args.vocab_size is not None:
+        raise ConfigurationError(
+            "vocab_size",
+            args.vocab_size,
+            f"has no effect on the model in {args.model}, which keeps its {config.vocab_size} ids",
+            "leave it out",
+        )
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigurationError(
             "tokenizer",

@@ -46,6 +46,8 @@ class PretrainArguments(DataParallelArguments):
     """Documents that are read side by side, so that a batch mixes subjects; none: up to 64."""
     tokenizer: str = "byte"
     """byte, or a directory with a Hugging Face tokenizer (needs the extra hf)."""
+    vocab_size: int | None = None
+    """Ids that a preset has embeddings for; none: those of the tokenizer, up to a multiple of 64."""
     sequence_length: int = 128
     """Tokens of one training row."""
     held_out: float = 0.02

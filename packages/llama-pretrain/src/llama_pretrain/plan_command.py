@@ -60,9 +60,16 @@ def plan_parser() -> Parser:
         prog=f"{PROG} plan",
         description="Say what memory a run needs on each GPU, before any of it is allocated, "
         "and which layout fits.",
-        epilog="The recommendation chooses fsdp2.replicas, activation checkpointing, a smaller batch and "
+        epilog="With --config: says whether that very layout fits, and if not, which would. "
+        "Without: the recommendation chooses fsdp2.replicas, activation checkpointing, a smaller batch and "
         "fsdp2.cpu_offload by itself; all other options are taken as they are given.",
     )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="plan the layout of a configuration file of train, or of a recipe; its mesh tells the GPUs",
+    )
+    parser.add_argument("--mesh", metavar="AXES", help="with --config: another mesh, such as dp=2,shard=8")
     shown = {name for names in _GROUPS.values() for name in names}
     hidden = [each.name for each in fields(PlanArguments) if each.name not in shown]
     add_field_options(parser, PlanArguments, _GROUPS, leave_out=hidden)
@@ -95,7 +102,7 @@ def show_plans(args: PlanArguments) -> None:
         OSError: If the file cannot be written.
     """
     names = ALL if args.model == "all" else (args.model,)
-    with _quiet():
+    with quiet():
         planned = [_planned(name, args) for name in names]
     gpus = Gpus(
         count=args.gpus,
@@ -138,7 +145,7 @@ def _config(name: str) -> LlamaConfig:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Every layout that is tried would say what it does, as training does once."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, is_dataclass
 
 from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, Recommendation
 
+from .text_table import table
+
 _GIB = 2**30
 _COLUMNS: Mapping[str, str] = {
     "param.": "parameters",
@@ -85,7 +87,8 @@ def overview(planned: Sequence[Planned], gpus: Gpus) -> str:
             told.append(_told_host(each))
     commands = [command(each.name, each.recommended, gpus) for each in planned if each.recommended.fits]
     head = f"{gpus}, rows of {gpus.sequence_length} tokens; GiB per GPU:"
-    return "\n".join([head, *_table(rows), *told, "", *commands, _REST])
+    right = range(2, len(rows[0]))
+    return "\n".join([head, *table(rows, right=right), *told, "", *commands, _REST])
 
 
 def _told_host(planned: Planned) -> str:
@@ -93,18 +96,6 @@ def _told_host(planned: Planned) -> str:
     instead = "" if found.gpus_needed is None else f"; {found.gpus_needed} GPUs could do without"
     host = found.plan.on_host / _GIB
     return f"{planned.name}: parameters, gradients, optimizer: {host:.1f} GiB of the host per GPU{instead}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns: text to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
 
 
 def command(model: str, found: Recommendation, gpus: Gpus) -> str:

@@ -10,6 +10,8 @@ from typing import Protocol, runtime_checkable
 
 from trainer_core import ConfigurationError
 
+from .byte_tokenizer_files import BOS, EOS, PAD, write_byte_tokenizer
+
 BYTE_TOKENIZER_FILE = "byte_tokenizer.json"
 
 
@@ -67,10 +69,13 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write a small JSON file that says which tokenizer this is."""
+        """Write a small JSON file that says which tokenizer this is, and the files for transformers."""
         content = {"tokenizer": "byte", "vocab_size": self.vocab_size, "eos_token_id": self.eos_token_id}
         path = Path(directory) / BYTE_TOKENIZER_FILE
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_byte_tokenizer(
+            Path(directory), {BOS: self.bos_token_id, EOS: self.eos_token_id, PAD: self.pad_token_id}
+        )
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> ByteTokenizer:

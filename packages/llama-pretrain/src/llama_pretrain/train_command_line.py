@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
-from pathlib import Path
 from typing import cast, get_type_hints
 
-from trainer_core import ConfigurationError, arguments_from_dict, load_config_file
+from trainer_core import ConfigurationError, arguments_from_dict
 
 from .command_line import Parser, add_field_options
 from .mesh import follow_mesh
 from .options import GROUP_NAMES, WITHOUT_EFFECT, PretrainArguments
 from .program import PROG
+from .recipes import load_config
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "what to train, on what": (
@@ -22,6 +22,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "undecodable",
         "shards",
         "tokenizer",
+        "vocab_size",
         "sequence_length",
         "held_out",
         "seed",
@@ -95,14 +96,22 @@ def train_parser() -> Parser:
         "An option with a dot is a key in a table of the file: --ddp.static-graph is static_graph in ddp.",
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="TOML or YAML file with the names below, written with underscores"
+        "--config",
+        metavar="FILE",
+        help="TOML or YAML file with the names below, written with underscores; or the name of a recipe",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="build what one process of the job would build and make a step, without memory, time or other "
+        "processes; write nothing",
     )
     add_field_options(parser, PretrainArguments, GROUPS, leave_out=WITHOUT_EFFECT, short=SHORT)
     return parser
 
 
 def resolve(given: Mapping[str, object]) -> PretrainArguments:
-    """Combine defaults, the file named by `config`, and given options, in rising order of weight.
+    """Combine defaults, the file or recipe named by `config`, and given options, in rising order of weight.
 
     The default of `warmup_steps` is left out where it could have no effect: with the schedule `constant`.
 
@@ -114,7 +123,7 @@ def resolve(given: Mapping[str, object]) -> PretrainArguments:
     """
     options = dict(given)
     path = options.pop("config", None)
-    from_file = {} if path is None else load_config_file(Path(str(path)))
+    from_file = {} if path is None else load_config(str(path))
     above, below = follow_mesh(
         _in_tables(options, PretrainArguments), _in_tables(from_file, PretrainArguments)
     )

@@ -1,0 +1,176 @@
+"""The command `bench`: turns in fresh processes, what is printed and written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama_pretrain.bench import torch_loop
+from llama_pretrain.bench.agreement import agreement
+from llama_pretrain.bench.clock import StepClock, Window
+from llama_pretrain.bench.contenders import CONTENDERS, Contender, chosen
+from llama_pretrain.bench.memory import PeakMemory
+from llama_pretrain.bench.options import BenchArguments
+from llama_pretrain.bench.published import published
+from llama_pretrain.bench.rounds import run_rounds
+from llama_pretrain.bench.summary import summarise
+from llama_pretrain.bench.turn import Turn, take_turn
+from llama_pretrain.cli import main
+from trainer_core import ConfigurationError
+
+SMALL = {"sequence_length": 16, "per_device_train_batch_size": 2, "steps": 10, "warm_up_steps": 6}
+
+
+@pytest.fixture(scope="module")
+def shape(write_inputs: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs")) / "shape"
+
+
+@pytest.fixture
+def small(shape: Path) -> BenchArguments:
+    return BenchArguments(model=str(shape), use_cpu=True, rounds=1, **SMALL)  # type: ignore[arg-type]
+
+
+def test_two_contenders_take_turns_and_do_the_same_work(
+    shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bench.json"
+    words = ["--model", str(shape), "--contenders", "ours,torch", "--rounds", "2", "--use-cpu"]
+    for name, value in SMALL.items():
+        words += ["--" + name.replace("_", "-"), str(value)]
+    assert main(["bench", *words, "--json", str(file)]) == 0
+    told: dict[str, Any] = json.loads(file.read_text())
+    assert told["command"] == ["llama-pretrain", "bench", *words, "--json", str(file)]
+    assert told["device"]
+    assert {"python", "torch", "trainer-core", "llama-pretrain"} <= told["versions"].keys()
+    assert told["settings"]["contenders"] == ["ours", "torch"]
+    assert list(told["contenders"]) == ["ours", "torch"]
+    for figures in told["contenders"].values():
+        assert len(figures["turns"]) == 2
+        for turn in figures["turns"]:
+            assert turn["loss_after"] < turn["loss_before"]
+            assert len(turn["windows"]) == 2
+            assert all(window["wall_s"] > 0 for window in turn["windows"])
+    ours, plain = told["contenders"].values()
+    assert plain["over_torch"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert ours["turns"][0]["loss_after"] == pytest.approx(plain["turns"][0]["loss_after"], rel=1e-6)
+    assert told["agreement"]["beside"] == "torch"
+    assert told["agreement"]["deviations"]["ours"] <= told["agreement"]["tolerance"]
+    said = capsys.readouterr().out
+    rounds = [line.split(":")[0] for line in said.splitlines() if line.startswith("round")]
+    order = ("1/2  trainer-core", "1/2  plain torch loop", "2/2  plain torch loop", "2/2  trainer-core")
+    assert rounds == [f"round {each}" for each in order]
+    measured, _, others = said.partition("not measured here")
+    assert "the same work" in measured
+    assert "torchtitan" not in measured
+    assert "torchtitan" in others
+
+
+def test_figures_follow_from_turns(small: BenchArguments) -> None:
+    fast, slow = Window(0.1, 0.3), Window(0.2, 0.4)
+    turn = Turn(
+        windows=[fast, fast, slow],
+        peak_memory_bytes=5,
+        loss_before=6.0,
+        loss_after=5.0,
+        flops_per_token=1e6,
+        peak_flops=1e9,
+        device="a device",
+        threads=1,
+        versions={},
+    )
+    slower = replace(turn, windows=[fast, slow, slow], peak_memory_bytes=7)
+    found = summarise({"torch": [turn, turn, slower], "ours": [turn, slower, slower]}, small)
+    ours = found["ours"]
+    assert ours.mfu is not None
+    assert ours.over_torch is not None
+    assert (ours.step_ms.median, ours.step_ms.low, ours.step_ms.high) == (200, 100, 200)
+    assert (ours.cpu_ms.median, ours.cpu_ms.low) == (400, 300)
+    assert ours.tokens_per_second.median == pytest.approx(2 * 16 / 0.2)
+    assert ours.mfu.median == pytest.approx(1e6 * 32 / 0.2 / 1e9)
+    assert ours.peak_memory_bytes == 7
+    assert (ours.over_torch.median, ours.over_torch.low) == (1.0, 0.5)
+    unknown = summarise({"ours": [replace(turn, peak_flops=None, peak_memory_bytes=None)]}, small)["ours"]
+    assert (unknown.mfu, unknown.peak_memory_bytes, unknown.over_torch) == (None, None, None)
+
+
+@pytest.mark.parametrize(("name", "value"), [("LEARNING_RATE", 3.3e-4), ("CLIP_NORM", 1e9)])
+def test_other_work_is_found(
+    small: BenchArguments, name: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, plain = take_turn("ours", small), take_turn("torch", small)
+    same = agreement({"ours": [ours], "torch": [plain]}, "no")
+    assert same is not None
+    assert same.other_work() == []
+    monkeypatch.setattr(torch_loop, name, value)
+    other = agreement({"ours": [ours], "torch": [take_turn("torch", small)]}, "no")
+    assert other is not None
+    assert other.other_work() == ["ours"]
+
+
+def test_a_contender_that_fails_takes_no_further_turns(
+    small: BenchArguments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = run_rounds(replace(small, rounds=2), [Contender("nobody", "Nobody", "nobody", ())])
+    assert measured.failures == {"nobody": "KeyError: 'nobody'"}
+    assert measured.turns == {}
+    assert capsys.readouterr().out == "round 1/2  Nobody: failed: KeyError: 'nobody'\n"
+
+
+def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, contender in CONTENDERS.items():
+        needs = ("no-such-distribution",) if name == "hf" else ("torch",)
+        monkeypatch.setitem(CONTENDERS, name, replace(contender, distributions=needs))
+    takes_part, missing = chosen(())
+    assert [each.name for each in takes_part] == ["ours", "torch", "accelerate", "lightning"]
+    assert [each.missing() for each in missing] == [["no-such-distribution"]]
+    with pytest.raises(ConfigurationError, match=r"needs no-such-distribution.*llama-pretrain\[bench\]"):
+        chosen(("ours", "hf"))
+
+
+def test_steps_are_counted_and_timed_in_windows() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    cpu = torch.device("cpu")
+    with StepClock(6, 10, cpu, PeakMemory(cpu)) as clock:
+        for _ in range(15):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="made 15 optimizer steps, not 16"):
+            clock.windows()
+        optimizer.step()
+    optimizer.step()
+    assert clock.count == 16
+    assert len(clock.windows()) == 2
+
+
+def test_published_figures_are_of_the_size_asked_for() -> None:
+    assert {row.size for row in published("70b")} == {"70b"}
+    assert {row.size for row in published("tiny")} == {"7b"}
+    assert all(row.source and row.device for row in published("13b"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--warm-up-steps", "5"], "warm_up_steps=5"),
+        (["--rounds", "0"], "rounds=0"),
+        (["--steps", "12"], "steps=12"),
+        (["--mixed-precision", "fp16"], "mixed_precision='fp16'"),
+        (["--contenders", "ours,touch"], "did you mean 'torch'"),
+        (["--contenders", "ours,ours"], "names one twice"),
+        (["--model", "8b"], "model='8b'"),
+        (["--sequence-length", "2048"], "max_position_embeddings of tiny, 1024"),
+        (["--json", "no/such/folder.json"], "No such file"),
+    ],
+)
+def test_wrong_input_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.splitlines()) == 1

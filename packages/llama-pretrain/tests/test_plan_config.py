@@ -1,0 +1,81 @@
+"""`plan --config`: recipes fit the GPUs that they name, and what does not fit is told with what would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llama_pretrain.cli import main
+from llama_pretrain.recipes import recipe_names
+from llama_pretrain.train_command_line import resolve
+
+_PIPELINES = [name for name in recipe_names() if resolve({"config": name}).trainer == "pipeline"]
+# The largest take seconds each; those that are left out have other numbers of GPUs, and nothing else.
+_LEFT_OUT = ("34b-96gpus", "34b-464gpus", "70b-128gpus", "70b-464gpus")
+_PLANNED = [name for name in recipe_names() if name not in (*_PIPELINES, *_LEFT_OUT)]
+
+
+@pytest.mark.parametrize("name", _PLANNED)
+def test_a_recipe_fits_the_gpus_that_it_names(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    assert main(["plan", "--config", name, "--json", str(file)]) == 0
+    assert "\nfits: needs " in capsys.readouterr().out
+    figures, args = json.loads(file.read_text()), resolve({"config": name})
+    plan = figures["plan"]
+    assert figures["fits"]
+    assert figures["instead"] is None
+    assert plan["mesh"]["shards"] * plan["mesh"]["replicas"] == figures["count"]
+    assert plan["batch_size"] == args.per_device_train_batch_size
+    assert plan["sequence_length"] == args.sequence_length
+    # Weights and gradients of float32, and AdamW's two moments, on as many ranks as share a copy.
+    assert plan["parameters"] == plan["gradients"]
+    assert plan["parameters"] >= 4 * plan["parameter_count"] / plan["mesh"]["shards"]
+
+
+def test_what_does_not_fit_is_told_with_what_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    words = ["--config", "7b-8gpus", "--gpu-memory", "40", "--json", str(file)]
+    assert main(["plan", *words]) == 0
+    told = capsys.readouterr().out
+    assert "does not fit: needs 70.7 GiB of 40" in told
+    assert "blocks checkpointed: needs" in told
+    assert "torchrun --standalone --nproc-per-node 8" in told
+    figures = json.loads(file.read_text())
+    assert not figures["fits"]
+    assert figures["instead"]["fits"]
+
+
+def test_options_of_train_beat_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("model: 160m\nvocab_size: 512\nmesh: shard=2\nsequence_length: 64\n")
+    words = ["--config", str(tmp_path / "mine.yaml"), "--mesh", "dp=2,shard=4"]
+    assert main(["plan", *words, "--per-device-train-batch-size", "3"]) == 0
+    told = capsys.readouterr().out
+    assert "160m with fsdp2 on mesh dp=2,shard=4, 8 GPUs of 80 GiB" in told
+    assert "2 copies, each over 4 GPUs; 3 x 64 tokens on each" in told
+
+
+@pytest.mark.parametrize("name", _PIPELINES)
+def test_a_pipeline_is_not_planned_as_if_it_were_something_else(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--config", name]) == 2
+    assert "is valid, but trains in a pipeline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "7b-8gpus", "--gpus", "16"], "gpus=16: contradicts config"),
+        (["--config", "7b-9gpus"], "did you mean '7b-96gpus'"),
+        (["--config", "7b-8gpus", "--sequence-length", "9000"], "sequence_length=9000"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
