@@ -6,6 +6,7 @@ declares, and nothing else, so an import of something undeclared fails there.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tomllib
@@ -135,6 +136,13 @@ def equivalence(session: nox.Session) -> None:
 
 
 @nox.session
+def resilience(session: nox.Session) -> None:
+    """Kill, stop, starve and damage one run again and again, and show that nothing of it is lost."""
+    install_everything(session, "test")
+    session.run(*PYTEST, "tests/resilience", *session.posargs, env=ENV)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format."""
     session.install("--group", "lint")
@@ -183,9 +191,9 @@ def docs(session: nox.Session) -> None:
     """Build the documentation into site/, check it, and run the code blocks of the guides."""
     session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "docs")
     session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
-    session.run("pytest", "tests/docs", env=ENV)
+    session.run(*PYTEST, "tests/docs", env=ENV)
     # This spelling of a block's options, `{.python continuation}`, is the one that MkDocs shows as code.
-    session.run("pytest", "--markdown-docs", "--markdown-docs-syntax=superfences", "docs", env=ENV)
+    session.run(*PYTEST, "--markdown-docs", "--markdown-docs-syntax=superfences", "docs", env=ENV)
 
 
 @nox.session
@@ -200,12 +208,16 @@ def wheels(session: nox.Session) -> None:
         session.error(f"{len(PACKAGES)} packages gave {len(built)} wheels: {built}")
     session.install("--no-sources", *built)
     session.run("python", "-I", "tests/wheels/check_installed.py", *PACKAGES)
-    for package in PACKAGES:
-        install_alone(session, package, dist)
+    footprints = [install_alone(session, package, dist) for package in PACKAGES]
+    session.run("python", "tests/wheels/footprint_table.py", json.dumps(footprints), log=False)
 
 
-def install_alone(session: nox.Session, package: str, dist: Path) -> None:
-    """Install one package's wheel, with nothing but what it declares, and run the example of its README."""
+def install_alone(session: nox.Session, package: str, dist: Path) -> object:
+    """Install one package's wheel, with nothing but what it declares, and run the example of its README.
+
+    Returns:
+        What it weighs; see `footprint.py`.
+    """
     home = Path(session.create_tmp()) / "alone"
     # Files, not names: a registry might know something else under the name of a sibling.
     wheels = [str(next(dist.glob(f"{name.replace('-', '_')}-*.whl"))) for name in sorted(siblings(package))]
@@ -219,6 +231,10 @@ def install_alone(session: nox.Session, package: str, dist: Path) -> None:
     if package in EXAMPLE_OF_RANKS:
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         session.run(python, *torchrun, *readme, external=True, env=ENV)
+    footprint = ("tests/wheels/footprint.py", package)
+    # Warnings are not part of the figures.
+    told = session.run(python, "-I", *footprint, external=True, silent=True, stderr=None, env=ENV)
+    return json.loads(str(told))
 
 
 def siblings(package: str) -> set[str]:

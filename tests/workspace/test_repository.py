@@ -100,6 +100,9 @@ def test_links_of_the_root_readme_lead_somewhere(root: Path) -> None:
 
 def test_readme_and_ci_run_the_same_command(root: Path) -> None:
     assert "uv run nox" in (root / "README.md").read_text()
-    runs = re.findall(r"^ *exec (.*)$", (root / ".ci/run").read_text(), flags=re.MULTILINE)
-    assert runs
-    assert all("uv run nox" in command for command in runs)
+    script = (root / ".ci/run").read_text()
+    assert re.findall(r"^uv=\((.*)\)$", script, flags=re.MULTILINE) == ["uv"]
+    runs = re.findall(r"^.*\brun nox\b.*$", script.replace('"${uv[@]}"', "uv"), flags=re.MULTILINE)
+    commands = [line for line in runs if not line.startswith("#")]
+    assert len(commands) == 1
+    assert commands[0].startswith('uv run nox "$@"')
