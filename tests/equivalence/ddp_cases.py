@@ -12,6 +12,7 @@ from .case import (
     BY_EYE,
     COMPILED,
     PLAIN,
+    RESTARTED,
     TIED,
     UNCLIPPED,
     Case,
@@ -36,7 +37,8 @@ def _wrapped(name: str, ddp: DDPArguments, **fields: object) -> Case:
 
 
 def _restarted(name: str, **fields: object) -> Case:
-    return _ranks(f"restarted{', ' * bool(name)}{name}", **{"runner": "ranks, restarted", **fields})  # type: ignore[arg-type]
+    given = {"runner": "ranks, restarted", "recipe": RESTARTED, **fields}
+    return _ranks(f"restarted{', ' * bool(name)}{name}", **given)  # type: ignore[arg-type]
 
 
 def _spoiled() -> dict[str, object]:
@@ -46,13 +48,13 @@ def _spoiled() -> dict[str, object]:
 DDP_CASES = [
     _ranks("", ranks=1, accumulation=2),
     _ranks(""),
-    _ranks("", ranks=4),
-    _ranks("accumulation 2", accumulation=4),
+    _ranks("", ranks=4, only_in_table=True),
+    _ranks("accumulation 2", accumulation=4, only_in_table=True),
     _ranks("accumulation 4", accumulation=8, only_in_table=True),
     _ranks("accumulation 2", ranks=4, accumulation=8),
     _ranks("own data", accumulation=4, settings=OWN_DATA, only_in_table=True),
     _ranks("own data", ranks=4, settings=OWN_DATA),
-    _ranks("tied head", recipe=TIED, accumulation=4),
+    _ranks("tied head", recipe=TIED, accumulation=4, only_in_table=True),
     _ranks("no clipping", recipe=UNCLIPPED, only_in_table=True),
     _ranks("fused loss torch", settings={"fused_loss": "torch"}, only_in_table=True),
     _ranks("fused loss chunked, tied", settings={"fused_loss": "chunked"}, recipe=TIED, accumulation=4),
@@ -62,8 +64,12 @@ DDP_CASES = [
     _wrapped("no broadcast_buffers", DDPArguments(broadcast_buffers=False), only_in_table=True),
     _wrapped("no init_sync", DDPArguments(init_sync=False), only_in_table=True),
     _wrapped("bucket_cap_mb 1, several buckets", DDPArguments(bucket_cap_mb=1), recipe=WIDE),
-    _ranks("compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
-    _ranks("compiled model, aot_eager, accumulation 2", settings=BY_EYE, accumulation=4),
+    _ranks(
+        "compiled blocks, inductor",
+        settings={**COMPILED, "torch_compile_scope": "blocks"},
+        only_in_table=True,
+    ),
+    _ranks("compiled model, aot_eager, accumulation 2", settings=BY_EYE, accumulation=4, only_in_table=True),
     _ranks(
         "compiled blocks, aot_eager, tied",
         settings={**BY_EYE, "torch_compile_scope": "blocks"},
@@ -112,14 +118,19 @@ DDP_CASES = [
         tolerance=BFLOAT16,
         because="what a last bit does in bfloat16",
     ),
-    _restarted(""),
-    _restarted("built on meta, tied", settings={"construct_model_on": "meta"}, recipe=TIED, accumulation=4),
+    _restarted("", only_in_table=True),
+    _restarted(
+        "built on meta, tied",
+        settings={"construct_model_on": "meta"},
+        recipe=replace(RESTARTED, tied=True),
+        accumulation=4,
+    ),
     _restarted("own data", settings=OWN_DATA, accumulation=4),
     _restarted("two optimizers", options=partial(decay_by_name, factory=adamw), only_in_table=True),
     _restarted("then 4", next_world_size=4, accumulation=4),
     _restarted("then 1", next_world_size=1, accumulation=4, only_in_table=True),
-    _restarted("then 2", ranks=1, next_world_size=2, accumulation=4),
+    _restarted("then 2", ranks=1, next_world_size=2, accumulation=4, only_in_table=True),
     _restarted("then 2", ranks=4, next_world_size=2, accumulation=4),
     _restarted("then Trainer", runner="ranks, then here", accumulation=4),
-    _restarted("before that Trainer", runner="here, then ranks", accumulation=4),
+    _restarted("before that Trainer", runner="here, then ranks", accumulation=4, only_in_table=True),
 ]

@@ -12,6 +12,7 @@ from .case import (
     BY_EYE,
     COMPILED,
     PLAIN,
+    RESTARTED,
     TIED,
     UNCLIPPED,
     Case,
@@ -41,7 +42,8 @@ def _sharded(name: str, fsdp2: FSDP2Arguments, **fields: object) -> Case:
 
 def _restarted(name: str, **fields: object) -> Case:
     """A row that is stopped and goes on."""
-    return _ranks(f"restarted{name}", **{"runner": "ranks, restarted", "accumulation": 4, **fields})  # type: ignore[arg-type]
+    given = {"runner": "ranks, restarted", "accumulation": 4, "recipe": RESTARTED, **fields}
+    return _ranks(f"restarted{name}", **given)  # type: ignore[arg-type]
 
 
 def _moved(name: str, **fields: object) -> Case:
@@ -50,20 +52,20 @@ def _moved(name: str, **fields: object) -> Case:
 
 
 SHORT = replace(PLAIN, steps=20)
-TWELVE = replace(PLAIN, global_batch=12)
+TWELVE = replace(RESTARTED, global_batch=12)
 HYBRID = FSDP2Arguments(replicas=2)
 
 FSDP2_CASES = [
     _ranks("", ranks=1, accumulation=2),
-    _ranks(""),
+    _ranks("", only_in_table=True),
     _ranks("", ranks=4),
     _ranks("accumulation 2", accumulation=4, only_in_table=True),
-    _ranks("accumulation 2", ranks=4, accumulation=8),
+    _ranks("accumulation 2", ranks=4, accumulation=8, only_in_table=True),
     _ranks("own data", ranks=4, settings={"dispatch_batches": False}, only_in_table=True),
     _sharded("not resharded", FSDP2Arguments(reshard_after_forward=False), accumulation=4),
     _sharded("reduced each microbatch", FSDP2Arguments(reduce_each_microbatch=True), accumulation=4),
     _sharded("resharded to 2", FSDP2Arguments(reshard_after_forward=2), ranks=4),
-    _sharded("HSDP 2 x 2", HYBRID, ranks=4),
+    _sharded("HSDP 2 x 2", HYBRID, ranks=4, only_in_table=True),
     _sharded("HSDP 2 x 2, tied, accumulation 2", HYBRID, ranks=4, recipe=TIED, accumulation=8),
     _sharded("the model as one piece", FSDP2Arguments(shard_transformer_layers=False)),
     _sharded(
@@ -74,7 +76,7 @@ FSDP2_CASES = [
     _sharded("prefetch 2", FSDP2Arguments(prefetch_depth=2), ranks=4),
     _sharded("on the host", FSDP2Arguments(cpu_offload=True), accumulation=4),
     # 101 rows of the embedding: 26, 26, 26 and 23.
-    _ranks("tied head", ranks=4, recipe=TIED),
+    _ranks("tied head", ranks=4, recipe=replace(SHORT, tied=True)),
     _ranks("no clipping", recipe=UNCLIPPED, only_in_table=True),
     _option("fused loss torch", settings={"fused_loss": "torch"}, only_in_table=True),
     _ranks("fused loss chunked, tied", settings={"fused_loss": "chunked"}, recipe=TIED, accumulation=4),
@@ -84,7 +86,7 @@ FSDP2_CASES = [
     _option("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
     _option("compiled model, aot_eager", settings=BY_EYE, only_in_table=True),
     _option("compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
-    _ranks("compiled blocks, aot_eager, tied", settings=BLOCKS_BY_EYE, recipe=TIED),
+    _ranks("compiled blocks, aot_eager, tied", settings=BLOCKS_BY_EYE, recipe=TIED, only_in_table=True),
     _option("checkpointing full", settings=FULL, accumulation=4),
     _option(
         "checkpointing operators", settings={"activation_checkpointing": "operators"}, only_in_table=True
@@ -106,14 +108,19 @@ FSDP2_CASES = [
         accumulation=4,
         tolerance=BFLOAT16,
         because="what a last bit does in bfloat16",
+        only_in_table=True,
     ),
-    _restarted(""),
-    _restarted(", built on meta, tied", settings={"construct_model_on": "meta"}, recipe=TIED),
+    _restarted("", only_in_table=True),
+    _restarted(
+        ", built on meta, tied",
+        settings={"construct_model_on": "meta"},
+        recipe=replace(RESTARTED, tied=True),
+    ),
     _restarted(", two optimizers", options=partial(decay_by_name, factory=adamw), only_in_table=True),
     _restarted(", HSDP 2 x 2", ranks=4, settings={"fsdp2": HYBRID}),
     # Whoever saved it, whoever goes on.
-    _moved(" at 4, then Trainer", ranks=4, runner="ranks, then here"),
-    _moved(" at 4, then 1", ranks=4, next_world_size=1),
+    _moved(" at 4, then Trainer", ranks=4, runner="ranks, then here", only_in_table=True),
+    _moved(" at 4, then 1", ranks=4, next_world_size=1, only_in_table=True),
     _moved(" at 4, then 2", ranks=4, next_world_size=2, only_in_table=True),
     _moved(" at 4, then 3", ranks=4, next_world_size=3),
     _moved(" at 4, then DDP 2", ranks=4, next_world_size=2, next_trainer="ddp"),
@@ -121,5 +128,5 @@ FSDP2_CASES = [
     _moved(" at 1, then 4", ranks=1, next_world_size=4, only_in_table=True),
     _moved(" at 2, then 4", ranks=2, next_world_size=4, only_in_table=True),
     _moved(" at 3, then 4", ranks=3, next_world_size=4, only_in_table=True),
-    _moved(" after DDP 2, at 4", trainer="ddp", next_world_size=4, next_trainer="fsdp2"),
+    _moved(" after DDP 2, at 4", trainer="ddp", next_world_size=4, next_trainer="fsdp2", only_in_table=True),
 ]

@@ -23,8 +23,8 @@ from .data import RaggedLoader, Shard
 from .model import Decoder
 from .reference import Point, Recipe, evaluation_point
 
-STOP_AT = 24
-"""Where restarted rows stop: inside an epoch, with warm-up behind them."""
+STOP_AT = 11
+"""Where restarted rows stop: inside an epoch, whether of rows by eight or by twelve, with warm-up behind."""
 
 
 TRAINERS: Mapping[str, type[Trainer]] = {
