@@ -35,8 +35,10 @@ ENV = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 # Tests start hundreds of processes that import torch: without bytecode each would compile all of it anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Two tests at a time: most wait for one process, or for ranks that start.
-PYTEST = ("pytest", "-n", "2", "--dist", "worksteal")
+# Some tests at a time: most wait for one process, or for ranks that start or give somebody up.
+PYTEST = ("pytest", "-n", "3", "--dist", "worksteal")
+# Tests whose ranks compute all the time.
+PYTEST_OF_RANKS = ("pytest", "-n", "2", "--dist", "worksteal")
 
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
@@ -132,14 +134,14 @@ def workspace(session: nox.Session) -> None:
 def equivalence(session: nox.Session) -> None:
     """Hold every way to train against a hand-written loop, and print the table."""
     install_everything(session, "test")
-    session.run(*PYTEST, "tests/equivalence", *session.posargs, env=ENV)
+    session.run(*PYTEST_OF_RANKS, "tests/equivalence", *session.posargs, env=ENV)
 
 
 @nox.session
 def resilience(session: nox.Session) -> None:
     """Kill, stop, starve and damage one run again and again, and show that nothing of it is lost."""
     install_everything(session, "test")
-    session.run(*PYTEST, "tests/resilience", *session.posargs, env=ENV)
+    session.run(*PYTEST_OF_RANKS, "tests/resilience", *session.posargs, env=ENV)
 
 
 @nox.session

@@ -91,6 +91,8 @@ def decay_by_name(**options: object) -> Mapping[str, object]:
 
 
 TIED = replace(PLAIN, tied=True)
+SHORT = replace(PLAIN, steps=20)
+SHORT_TIED = replace(SHORT, tied=True)
 RESTARTED = replace(PLAIN, steps=24)
 """What rows of several ranks do that stop and go on: as far again as they were, and a little."""
 UNCLIPPED = replace(PLAIN, max_grad_norm=None)

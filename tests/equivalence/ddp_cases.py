@@ -13,7 +13,8 @@ from .case import (
     COMPILED,
     PLAIN,
     RESTARTED,
-    TIED,
+    SHORT,
+    SHORT_TIED,
     UNCLIPPED,
     Case,
     SpoilGradient,
@@ -33,7 +34,13 @@ _ranks = partial(on_ranks, "DDP")
 
 def _wrapped(name: str, ddp: DDPArguments, **fields: object) -> Case:
     """A row with options of torch's wrapper, that also leaves out communication while it accumulates."""
-    return _ranks(name, accumulation=4, settings={"ddp": ddp}, **fields)  # type: ignore[arg-type]
+    given = {"accumulation": 4, "settings": {"ddp": ddp}, "recipe": SHORT, **fields}
+    return _ranks(name, **given)  # type: ignore[arg-type]
+
+
+def _option(name: str, **fields: object) -> Case:
+    """A row that switches one thing on; what that changes shows in the first steps, and others train on."""
+    return _ranks(name, **{"recipe": SHORT, **fields})  # type: ignore[arg-type]
 
 
 def _restarted(name: str, **fields: object) -> Case:
@@ -51,60 +58,62 @@ DDP_CASES = [
     _ranks("", ranks=4, only_in_table=True),
     _ranks("accumulation 2", accumulation=4, only_in_table=True),
     _ranks("accumulation 4", accumulation=8, only_in_table=True),
-    _ranks("accumulation 2", ranks=4, accumulation=8),
+    _option("accumulation 2", ranks=4, accumulation=8),
     _ranks("own data", accumulation=4, settings=OWN_DATA, only_in_table=True),
-    _ranks("own data", ranks=4, settings=OWN_DATA),
-    _ranks("tied head", recipe=TIED, accumulation=4, only_in_table=True),
+    _option("own data", ranks=4, settings=OWN_DATA),
+    _ranks("tied head", recipe=SHORT_TIED, accumulation=4, only_in_table=True),
     _ranks("no clipping", recipe=UNCLIPPED, only_in_table=True),
-    _ranks("fused loss torch", settings={"fused_loss": "torch"}, only_in_table=True),
-    _ranks("fused loss chunked, tied", settings={"fused_loss": "chunked"}, recipe=TIED, accumulation=4),
+    _option("fused loss torch", settings={"fused_loss": "torch"}, only_in_table=True),
+    _option(
+        "fused loss chunked, tied", settings={"fused_loss": "chunked"}, recipe=SHORT_TIED, accumulation=4
+    ),
     _wrapped("gradient_as_bucket_view", DDPArguments(gradient_as_bucket_view=True)),
     _wrapped("find_unused_parameters", DDPArguments(find_unused_parameters=True)),
     _wrapped("static_graph", DDPArguments(static_graph=True)),
     _wrapped("no broadcast_buffers", DDPArguments(broadcast_buffers=False), only_in_table=True),
     _wrapped("no init_sync", DDPArguments(init_sync=False), only_in_table=True),
     _wrapped("bucket_cap_mb 1, several buckets", DDPArguments(bucket_cap_mb=1), recipe=WIDE),
-    _ranks(
+    _option(
         "compiled blocks, inductor",
         settings={**COMPILED, "torch_compile_scope": "blocks"},
         only_in_table=True,
     ),
-    _ranks("compiled model, aot_eager, accumulation 2", settings=BY_EYE, accumulation=4, only_in_table=True),
-    _ranks(
+    _option("compiled model, aot_eager, accumulation 2", settings=BY_EYE, accumulation=4, only_in_table=True),
+    _option(
         "compiled blocks, aot_eager, tied",
         settings={**BY_EYE, "torch_compile_scope": "blocks"},
-        recipe=TIED,
+        recipe=SHORT_TIED,
     ),
-    _ranks(
+    _option(
         "compiled model, aot_eager, several buckets",
         settings={**BY_EYE, "ddp": DDPArguments(bucket_cap_mb=1)},
         recipe=WIDE,
         only_in_table=True,
     ),
-    _ranks(
+    _option(
         "checkpointing full",
         settings={"activation_checkpointing": "full"},
         accumulation=4,
         only_in_table=True,
     ),
-    _ranks(
+    _option(
         "checkpointing full, static_graph",
         settings={"activation_checkpointing": "full", "ddp": DDPArguments(static_graph=True)},
     ),
-    _ranks("evaluation in between", settings=EVALUATED, only_in_table=True),
-    _ranks("evaluation in between, own data", settings={**EVALUATED, **OWN_DATA}),
-    _ranks(
+    _option("evaluation in between", settings=EVALUATED, only_in_table=True),
+    _option("evaluation in between, own data", settings={**EVALUATED, **OWN_DATA}),
+    _option(
         "evaluation in between, own evaluation data", settings={**EVALUATED, "dispatch_eval_batches": False}
     ),
-    _ranks("optimizer groups by name", options=decay_by_name, only_in_table=True),
-    _ranks("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
-    _ranks(
+    _option("optimizer groups by name", options=decay_by_name, only_in_table=True),
+    _option("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
+    _option(
         "nonfinite_policy skip, a step skipped",
         settings={"nonfinite_policy": "skip"},
         options=_spoiled,
-        recipe=replace(PLAIN, bad_step=17),
+        recipe=replace(SHORT, bad_step=17),
     ),
-    _ranks(
+    _option(
         "bf16 compression",
         settings={"compression": CompressionArguments(method="bf16")},
         tolerance=BFLOAT16,

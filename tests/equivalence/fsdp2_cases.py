@@ -13,7 +13,8 @@ from .case import (
     COMPILED,
     PLAIN,
     RESTARTED,
-    TIED,
+    SHORT,
+    SHORT_TIED,
     UNCLIPPED,
     Case,
     adamw,
@@ -51,7 +52,6 @@ def _moved(name: str, **fields: object) -> Case:
     return _restarted(name, recipe=TWELVE, **{"accumulation": 12, **fields})  # type: ignore[arg-type]
 
 
-SHORT = replace(PLAIN, steps=20)
 TWELVE = replace(RESTARTED, global_batch=12)
 HYBRID = FSDP2Arguments(replicas=2)
 
@@ -66,7 +66,7 @@ FSDP2_CASES = [
     _sharded("reduced each microbatch", FSDP2Arguments(reduce_each_microbatch=True), accumulation=4),
     _sharded("resharded to 2", FSDP2Arguments(reshard_after_forward=2), ranks=4),
     _sharded("HSDP 2 x 2", HYBRID, ranks=4, only_in_table=True),
-    _sharded("HSDP 2 x 2, tied, accumulation 2", HYBRID, ranks=4, recipe=TIED, accumulation=8),
+    _sharded("HSDP 2 x 2, tied, accumulation 2", HYBRID, ranks=4, recipe=SHORT_TIED, accumulation=8),
     _sharded("the model as one piece", FSDP2Arguments(shard_transformer_layers=False)),
     _sharded(
         "by class, halves of blocks",
@@ -76,17 +76,17 @@ FSDP2_CASES = [
     _sharded("prefetch 2", FSDP2Arguments(prefetch_depth=2), ranks=4),
     _sharded("on the host", FSDP2Arguments(cpu_offload=True), accumulation=4),
     # 101 rows of the embedding: 26, 26, 26 and 23.
-    _ranks("tied head", ranks=4, recipe=replace(SHORT, tied=True)),
+    _ranks("tied head", ranks=4, recipe=SHORT_TIED),
     _ranks("no clipping", recipe=UNCLIPPED, only_in_table=True),
     _option("fused loss torch", settings={"fused_loss": "torch"}, only_in_table=True),
-    _ranks("fused loss chunked, tied", settings={"fused_loss": "chunked"}, recipe=TIED, accumulation=4),
+    _ranks("fused loss chunked, tied", settings={"fused_loss": "chunked"}, recipe=SHORT_TIED, accumulation=4),
     _sharded("fused loss chunked, HSDP 2 x 2", HYBRID, ranks=4, settings={"fused_loss": "chunked"}),
     _option("evaluation in between", settings=EVALUATED),
     _option("optimizer groups by name", options=decay_by_name, only_in_table=True),
     _option("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
     _option("compiled model, aot_eager", settings=BY_EYE, only_in_table=True),
     _option("compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
-    _ranks("compiled blocks, aot_eager, tied", settings=BLOCKS_BY_EYE, recipe=TIED, only_in_table=True),
+    _ranks("compiled blocks, aot_eager, tied", settings=BLOCKS_BY_EYE, recipe=SHORT_TIED, only_in_table=True),
     _option("checkpointing full", settings=FULL, accumulation=4),
     _option(
         "checkpointing operators", settings={"activation_checkpointing": "operators"}, only_in_table=True
