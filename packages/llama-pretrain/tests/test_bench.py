@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,14 +108,14 @@ def test_figures_follow_from_turns(small: BenchArguments) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("LEARNING_RATE", 3.3e-4), ("CLIP_NORM", 1e9)])
 def test_other_work_is_found(
-    small: BenchArguments, name: str, value: float, monkeypatch: pytest.MonkeyPatch
+    small: BenchArguments, name: str, value: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ours, plain = take_turn("ours", small), take_turn("torch", small)
+    ours, plain = take_turn("ours", small, tmp_path), take_turn("torch", small, tmp_path)
     same = agreement({"ours": [ours], "torch": [plain]}, "no")
     assert same is not None
     assert same.other_work() == []
     monkeypatch.setattr(torch_loop, name, value)
-    other = agreement({"ours": [ours], "torch": [take_turn("torch", small)]}, "no")
+    other = agreement({"ours": [ours], "torch": [take_turn("torch", small, tmp_path)]}, "no")
     assert other is not None
     assert other.other_work() == ["ours"]
 
@@ -166,7 +172,7 @@ def test_published_figures_are_of_the_size_asked_for() -> None:
         (["--contenders", "ours,ours"], "names one twice"),
         (["--model", "8b"], "model='8b'"),
         (["--sequence-length", "2048"], "max_position_embeddings of tiny, 1024"),
-        (["--json", "no/such/folder.json"], "No such file"),
+        (["--json", "no/such/folder.json"], "which is no directory"),
     ],
 )
 def test_wrong_input_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,3 +180,35 @@ def test_wrong_input_is_one_line(words: list[str], told: str, capsys: pytest.Cap
     error = capsys.readouterr().err
     assert told in error
     assert len(error.splitlines()) == 1
+
+
+def test_sigterm_leaves_no_contender_and_no_files(tmp_path: Path) -> None:
+    temporary, result = tmp_path / "temporary", tmp_path / "bench.json"
+    temporary.mkdir()
+    words = ["--steps", "100000", "--warm-up-steps", "6", "--rounds", "1", "--contenders", "torch"]
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "llama_pretrain", "bench", *words, "--use-cpu", "--json", str(result)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    deadline = time.monotonic() + 120
+    while not (turns := processes_with(str(temporary))):
+        assert bench.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    bench.send_signal(signal.SIGTERM)
+    assert bench.wait(60) == 128 + signal.SIGTERM
+    assert not [pid for pid in turns if Path(f"/proc/{pid}").exists()]
+    assert not list(temporary.iterdir())
+    assert not result.exists()
+
+
+def processes_with(word: str) -> list[int]:
+    """Return the processes that have a text in their command line."""
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if word.encode() in line.read_bytes():
+                found.append(int(line.parent.name))
+    return found

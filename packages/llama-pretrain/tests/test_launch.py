@@ -52,12 +52,14 @@ def start(work: Path, output: str, *more: str, steps: int = 6) -> subprocess.Pop
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in os.environ.items() if name not in launched}
+    (work / "temporary").mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", "llama_pretrain", "train", *words, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={name: value for name, value in os.environ.items() if name not in launched},
+        env=kept | {"TMPDIR": str(work / "temporary")},
     )
 
 
@@ -109,6 +111,7 @@ def test_a_signal_to_the_command_saves_and_ends_with_75(work: Path) -> None:
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75, err
     assert len(list((work / "run").glob("checkpoint-*"))) == 1
+    assert not list((work / "temporary").iterdir())
     assert "Traceback" not in out + err
 
 
@@ -119,6 +122,7 @@ def test_a_rank_that_is_killed_is_named(work: Path) -> None:
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "rank 1 was ended by SIGKILL" in err
+    assert not list((work / "temporary").glob("*elastic*"))
 
 
 def test_wrong_input_is_told_in_one_line_before_anything_starts(work: Path) -> None:

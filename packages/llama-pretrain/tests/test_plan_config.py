@@ -45,10 +45,40 @@ def test_what_does_not_fit_is_told_with_what_would(
     told = capsys.readouterr().out
     assert "does not fit: needs 70.7 GiB of 40" in told
     assert "blocks checkpointed: needs" in told
-    assert "torchrun --standalone --nproc-per-node 8" in told
+    start = "torchrun --standalone --nproc-per-node 8 -m llama_pretrain train --config 7b-8gpus --mesh "
+    (command,) = [line for line in told.splitlines() if line.startswith(start)]
     figures = json.loads(file.read_text())
     assert not figures["fits"]
     assert figures["instead"]["fits"]
+    assert figures["instead"]["command"] == command
+    # It is the same run but for the layout, and fits as it stands.
+    options = command.partition(" train ")[2].split()
+    assert main(["plan", *options, "--gpu-memory", "40"]) == 0
+    assert "\nfits: needs " in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_told_where_no_other_layout_is_looked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--config", "tiny-sharded", "--mesh", "shard=12", "--gpu-memory", "0.01"]) == 0
+    told = capsys.readouterr().out
+    assert "does not fit: needs" in told
+    assert "the mesh is no multiple of gpus_per_node=8" in told
+
+
+def test_gradients_that_are_views_of_the_buckets_count_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = []
+    for views in (False, True):
+        config = {"model": "tiny", "mesh": "dp=2", "ddp": {"gradient_as_bucket_view": views}}
+        (tmp_path / "mine.yaml").write_text(json.dumps(config))
+        words = ["--config", str(tmp_path / "mine.yaml"), "--json", str(tmp_path / "plan.json")]
+        assert main(["plan", *words]) == 0
+        plans.append(json.loads((tmp_path / "plan.json").read_text())["plan"])
+        assert ("does without" in capsys.readouterr().out) != views
+    assert plans[0]["reduced"] == plans[0]["gradients"]
+    assert plans[1]["reduced"] == 0
 
 
 def test_options_of_train_beat_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,6 +88,17 @@ def test_options_of_train_beat_the_file(tmp_path: Path, capsys: pytest.CaptureFi
     told = capsys.readouterr().out
     assert "160m with fsdp2 on mesh dp=2,shard=4, 8 GPUs of 80 GiB" in told
     assert "2 copies, each over 4 GPUs; 3 x 64 tokens on each" in told
+
+
+@pytest.mark.parametrize(
+    "kept", [{"diloco": {"enabled": True}}, {"compression": {"method": "powerSGD"}}], ids=str
+)
+def test_copies_that_no_plan_counts_are_refused(
+    kept: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(json.dumps({"model": "tiny", "mesh": "dp=2", **kept}))
+    assert main(["plan", "--config", str(tmp_path / "mine.yaml")]) == 2
+    assert "keeps copies that a plan does not count" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", _PIPELINES)
@@ -74,6 +115,10 @@ def test_a_pipeline_is_not_planned_as_if_it_were_something_else(
         (["--config", "7b-8gpus", "--gpus", "16"], "gpus=16: contradicts config"),
         (["--config", "7b-9gpus"], "did you mean '7b-96gpus'"),
         (["--config", "7b-8gpus", "--sequence-length", "9000"], "sequence_length=9000"),
+        (["--config", "tiny-cpu", "--gpus-per-node", "0"], "gpus_per_node=0: must be 1 or more"),
+        (["--config", "tiny-cpu", "--gpu-memory", "0"], "gpu_memory=0.0: must be more than 0"),
+        (["--config", "tiny-cpu", "--json", "nowhere/plan.json"], "json='nowhere/plan.json': is in nowhere"),
+        (["--mesh", "dp=2"], "mesh='dp=2': needs --config"),
     ],
 )
 def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -81,6 +82,30 @@ def test_a_page_elsewhere_without_samples(run: Path, tmp_path: Path) -> None:
     target = tmp_path / "page.html"
     assert main(["report", "--output-dir", str(run), "--page", str(target), "--samples", "0"]) == 0
     assert "Samples" not in target.read_text()
+
+
+def test_a_run_that_was_moved_is_shown_with_its_own_log(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = shutil.copytree(run, tmp_path / "moved")
+    log = json.loads((moved / "trainer_logs.json").read_text())
+    kept = [entry for entry in log if entry.get("global_step", 0) <= 10]
+    (moved / "trainer_logs.json").write_text(json.dumps(kept))
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "--output-dir", "moved", "--samples", "0"]) == 0
+    texts = Page((moved / "report.html").read_text()).texts
+    assert texts[texts.index("steps") + 1] == "10"
+
+
+def test_wrong_settings_are_told(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--smooth", "2"], "smooth=2.0: must be from 0 to below 1"),
+        (["--samples", "-1"], "samples=-1: must be 0 or more"),
+        (["--page", str(tmp_path)], f"page='{tmp_path}': is a directory"),
+        (["--page", str(tmp_path / "no" / "page.html")], "which is no directory"),
+    ):
+        assert main(["report", "--output-dir", str(run), *words]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_each_start_is_kept_with_what_it_was_made_on(run: Path) -> None:

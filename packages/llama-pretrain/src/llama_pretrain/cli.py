@@ -61,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return leave_exit_code(_run(name, rest))
     except KeyboardInterrupt:
-        message = "stopped at once; checkpoints saved so far are whole, the same command goes on."
-        print(f"\n{PROG}: {message}", file=sys.stderr)
+        goes_on = name == "train" and "--dry-run" not in rest
+        saved = "; checkpoints saved so far are whole, the same command goes on" * goes_on
+        print(f"\n{PROG}: stopped at once{saved}.", file=sys.stderr)
         return leave_exit_code(EXIT_INTERRUPTED)
 
 

@@ -105,6 +105,10 @@ def _plan(words: Sequence[str]) -> int:
     given = plan_command.plan_parser().parse_args_strictly(words)
     if "config" in given:
         plan_config.show_plan(given)
+    elif "mesh" in given:
+        raise ConfigurationError(
+            "mesh", given["mesh"], "needs --config, whose layout it changes", "give --gpus instead, or both"
+        )
     else:
         plan_command.show_plans(plan_command.resolve(given))
     return 0

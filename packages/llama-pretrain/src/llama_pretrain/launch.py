@@ -47,7 +47,9 @@ def launch(words: Sequence[str], processes: int) -> int:
     # Its own report on a process that failed is a page long; the process has said what is wrong.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="llama-pretrain-") as folder:
-        os.environ[EXIT_CODES_VARIABLE] = folder
+        codes = Path(folder) / "exit-codes"
+        codes.mkdir()
+        os.environ[EXIT_CODES_VARIABLE] = str(codes)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -57,7 +59,8 @@ def launch(words: Sequence[str], processes: int) -> int:
             rdzv_endpoint="localhost:0",
             max_restarts=0,
             monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(),
+            # Without a folder of ours torch makes one that it leaves behind.
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
             shutdown_timeout=_SECONDS_TO_SAVE,
         )
         try:
@@ -70,7 +73,7 @@ def launch(words: Sequence[str], processes: int) -> int:
                 print(f"{PROG}: error: rank {rank} was ended by {ended[rank].signal_name()}", file=sys.stderr)
         except SignalException:
             pass  # what the processes made of it is in their exit codes
-        return _job_code(_exit_codes(Path(folder)), processes)
+        return _job_code(_exit_codes(codes), processes)
 
 
 def leave_exit_code(code: int) -> int:

@@ -19,6 +19,7 @@ from .model import Llama
 from .plan_report import OF_THE_TRAINER, Gpus, Planned, as_json, details, overview
 from .presets import preset
 from .program import PROG
+from .targets import check_writable
 
 ALL = ("7b", "13b", "34b", "70b")
 _GROUPS: Mapping[str, Sequence[str]] = {
@@ -69,7 +70,9 @@ def plan_parser() -> Parser:
         metavar="FILE",
         help="plan the layout of a configuration file of train, or of a recipe; its mesh tells the GPUs",
     )
-    parser.add_argument("--mesh", metavar="AXES", help="with --config: another mesh, such as dp=2,shard=8")
+    parser.add_argument(
+        "--mesh", metavar="AXES", help="with --config: another mesh of the same trainer, such as dp=2,shard=8"
+    )
     shown = {name for names in _GROUPS.values() for name in names}
     hidden = [each.name for each in fields(PlanArguments) if each.name not in shown]
     add_field_options(parser, PlanArguments, _GROUPS, leave_out=hidden)
@@ -102,6 +105,7 @@ def show_plans(args: PlanArguments) -> None:
         OSError: If the file cannot be written.
     """
     names = ALL if args.model == "all" else (args.model,)
+    check_writable("json", args.json)
     with quiet():
         planned = [_planned(name, args) for name in names]
     gpus = Gpus(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from .model import Llama
 from .model_choice import model_config
 from .options import PretrainArguments
 from .plan_command import PlanArguments, quiet
-from .plan_report import Gpus, command
+from .plan_report import Gpus, changed_options, launcher
 from .program import PROG
+from .targets import check_writable
 from .tokenizer import load_tokenizer
 from .train_command_line import resolve
 from .trainers import TRAINERS, trainer_arguments
@@ -44,6 +46,7 @@ def show_plan(given: Mapping[str, object]) -> None:
     args = resolve({key: value for key, value in given.items() if key not in _OF_THE_GPUS})
     asked = PlanArguments(**{key: given[key] for key in _OF_THE_GPUS if key in given})  # type: ignore[arg-type]
     mesh = Mesh.parse(args.mesh or "dp=1")
+    _check_gpus(asked)
     _refuse_unplannable(name, args)
     gpus = Gpus(
         count=mesh.size,
@@ -56,11 +59,21 @@ def show_plan(given: Mapping[str, object]) -> None:
     with quiet():
         ranks = Ranks(mesh.shard, mesh.dp)
         planned = plan(model_init, settings, world_size=ranks, sequence_length=args.sequence_length)
-        instead = None if _fits(planned, gpus) else _instead(model_init, settings, gpus)
-    print(_told(name, args, mesh, gpus, planned, instead))
+        planned = _without_buckets(planned, args)
+        verdict = _judge(planned, gpus, model_init, settings)
+    to_type = _to_type(name, settings, verdict.instead, gpus)
+    print(_told(name, args, mesh, gpus, planned, verdict, to_type))
     if asked.json is not None:
-        figures = _as_json(name, args, mesh, gpus, planned, instead)
+        figures = _as_json(name, args, mesh, gpus, planned, verdict, to_type)
         Path(asked.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_gpus(asked: PlanArguments) -> None:
+    if asked.gpus_per_node < 1:
+        raise ConfigurationError("gpus_per_node", asked.gpus_per_node, "must be 1 or more", "raise it")
+    if not asked.gpu_memory > 0:
+        raise ConfigurationError("gpu_memory", asked.gpu_memory, "must be more than 0 GiB", "raise it")
+    check_writable("json", asked.json)
 
 
 def _refuse_unplannable(name: str, args: PretrainArguments) -> None:
@@ -75,6 +88,24 @@ def _refuse_unplannable(name: str, args: PretrainArguments) -> None:
         raise ConfigurationError(
             "config", name, f"has trainer={args.trainer!r}, but no mesh to tell how many GPUs", "give mesh"
         )
+    # Each keeps further copies of what is trained, or of its gradients, which no plan counts.
+    for setting, value, plain in (
+        ("compression.method", args.compression.method, ("no", "bf16", "fp16")),
+        ("post_local_sgd.enabled", args.post_local_sgd.enabled, (False,)),
+        ("diloco.enabled", args.diloco.enabled, (False,)),
+    ):
+        if value not in plain:
+            raise ConfigurationError(
+                setting, value, "keeps copies that a plan does not count", "plan the run without it"
+            )
+
+
+def _without_buckets(planned: MemoryPlan, args: PretrainArguments) -> MemoryPlan:
+    """The same plan where gradients are views of the buckets that the plan of whole copies counts."""
+    if args.trainer != "ddp" or not args.ddp.gradient_as_bucket_view:
+        return planned
+    notes = tuple(note for note in planned.notes if "gradient_as_bucket_view" not in note)
+    return replace(planned, reduced=0, notes=notes)
 
 
 def _settings(args: PretrainArguments) -> FSDP2TrainingArguments:
@@ -85,12 +116,24 @@ def _settings(args: PretrainArguments) -> FSDP2TrainingArguments:
     return chosen
 
 
-def _fits(planned: MemoryPlan, gpus: Gpus) -> bool:
-    return planned.total <= gpus.memory * _GIB
+@dataclass(frozen=True)
+class _Verdict:
+    """Whether a plan fits, and if not, the layout that would; without one, why none was looked for."""
+
+    fits: bool
+    instead: Recommendation | None = None
+    why_none: str = ""
 
 
-def _instead(model_init: partial[Llama], settings: FSDP2TrainingArguments, gpus: Gpus) -> Recommendation:
-    return recommend(
+def _judge(
+    planned: MemoryPlan, gpus: Gpus, model_init: partial[Llama], settings: FSDP2TrainingArguments
+) -> _Verdict:
+    if planned.total <= gpus.memory * _GIB:
+        return _Verdict(fits=True)
+    if gpus.count > gpus.per_node and gpus.count % gpus.per_node:
+        reason = f"the mesh is no multiple of gpus_per_node={gpus.per_node}"
+        return _Verdict(fits=False, why_none=f"no other layout was looked for: {reason}")
+    found = recommend(
         model_init,
         settings,
         world_size=gpus.count,
@@ -98,6 +141,20 @@ def _instead(model_init: partial[Llama], settings: FSDP2TrainingArguments, gpus:
         gpus_per_node=gpus.per_node,
         sequence_length=gpus.sequence_length,
     )
+    return _Verdict(fits=False, instead=found)
+
+
+def _to_type(
+    name: str, before: FSDP2TrainingArguments, found: Recommendation | None, gpus: Gpus
+) -> str | None:
+    """The same run in the layout that fits, its other settings as they are; None if there is none."""
+    if found is None or not found.fits:
+        return None
+    copies = gpus.count if found.uses_ddp else found.args.fsdp2.replicas
+    mesh = Mesh(dp=copies, shard=gpus.count // copies)
+    layout = replace(found.args, fsdp2=replace(found.args.fsdp2, replicas=before.fsdp2.replicas))
+    options = [f"--config {name}", f"--mesh {mesh}", *changed_options(layout, before)]
+    return " ".join([launcher(gpus), *options])
 
 
 def _told(
@@ -106,14 +163,18 @@ def _told(
     mesh: Mesh,
     gpus: Gpus,
     planned: MemoryPlan,
-    instead: Recommendation | None,
+    verdict: _Verdict,
+    to_type: str | None,
 ) -> str:
     lines = [f"{name}: valid; {args.model} with {args.trainer} on mesh {mesh}, {gpus}", "", str(planned), ""]
     needs = f"{planned.total / _GIB:.1f} GiB of {gpus.memory:g}"
-    if instead is None:
+    if verdict.fits:
         return "\n".join([*lines, f"fits: needs {needs}"])
-    lines += [f"does not fit: needs {needs}", "", f"{gpus}, fastest layout first:", str(instead)]
-    return "\n".join([*lines, *(["", command(args.model, instead, gpus)] if instead.fits else [])])
+    lines.append(f"does not fit: needs {needs}")
+    if verdict.instead is None:
+        return "\n".join([*lines, verdict.why_none])
+    lines += ["", f"{gpus}, fastest layout first:", str(verdict.instead)]
+    return "\n".join([*lines, *(["", to_type] if to_type else [])])
 
 
 def _as_json(
@@ -122,15 +183,24 @@ def _as_json(
     mesh: Mesh,
     gpus: Gpus,
     planned: MemoryPlan,
-    instead: Recommendation | None,
+    verdict: _Verdict,
+    to_type: str | None,
 ) -> dict[str, object]:
+    found = verdict.instead
     return {
         "config": name,
         "model": args.model,
         "trainer": args.trainer,
         "mesh": str(mesh),
         **vars(gpus),
-        "fits": instead is None,
+        "fits": verdict.fits,
         "plan": planned.to_json(),
-        "instead": None if instead is None else {"layout": instead.layout, "fits": instead.fits},
+        "instead": None
+        if found is None
+        else {
+            "layout": found.layout,
+            "fits": found.fits,
+            "rejected": [{"layout": each.layout, "reason": each.reason} for each in found.rejected],
+            "command": to_type,
+        },
     }

@@ -98,6 +98,14 @@ def _told_host(planned: Planned) -> str:
     return f"{planned.name}: parameters, gradients, optimizer: {host:.1f} GiB of the host per GPU{instead}"
 
 
+def launcher(gpus: Gpus) -> str:
+    """The words that start `train` in as many processes as there are GPUs."""
+    nodes = max(1, gpus.count // gpus.per_node)
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    where = "--standalone" if nodes == 1 else several
+    return f"torchrun {where} --nproc-per-node {gpus.count // nodes} -m llama_pretrain train"
+
+
 def command(model: str, found: Recommendation, gpus: Gpus) -> str:
     """What to type to train with a recommendation.
 
@@ -106,22 +114,18 @@ def command(model: str, found: Recommendation, gpus: Gpus) -> str:
         found: The recommendation.
         gpus: The job.
     """
-    nodes = max(1, gpus.count // gpus.per_node)
-    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    where = "--standalone" if nodes == 1 else several
-    launch = f"torchrun {where} --nproc-per-node {gpus.count // nodes} -m llama_pretrain train"
     trainer = "ddp" if found.uses_ddp else "fsdp2"
     batch = found.args.per_device_train_batch_size
     fixed = f"--trainer {trainer} --model {model} --sequence-length {gpus.sequence_length}"
-    return " ".join([launch, fixed, f"--per-device-train-batch-size {batch}", *_options(found.args)])
+    size = f"--per-device-train-batch-size {batch}"
+    others = changed_options(found.args, FSDP2TrainingArguments(per_device_train_batch_size=batch))
+    return " ".join([launcher(gpus), fixed, size, *others])
 
 
-def _options(args: FSDP2TrainingArguments) -> Iterator[str]:
-    """Options of the trainer that are not at its defaults."""
-    plain = FSDP2TrainingArguments()
+def changed_options(args: FSDP2TrainingArguments, before: FSDP2TrainingArguments) -> Iterator[str]:
+    """Options that lead from some settings of the trainer to others, as far as they decide about memory."""
     for name in (name for names in OF_THE_TRAINER.values() for name in names):
-        if name != "per_device_train_batch_size":
-            yield from _changed(name, getattr(args, name), getattr(plain, name))
+        yield from _changed(name, getattr(args, name), getattr(before, name))
 
 
 def _changed(name: str, value: object, default: object) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
@@ -15,6 +16,7 @@ from dataloader_dispatch import DocumentSource
 from .generation import generate
 from .model import Llama
 from .options import PretrainArguments
+from .printable import printable
 from .run_directory import CONFIG_NAME, RunDirectory
 from .tokenizer import Tokenizer, unit_of
 from .trainers import launch_command
@@ -83,7 +85,7 @@ def show_result(
     """Print a sample of generated text, draw the loss curve, and say where everything lies."""
     if sample:
         print(f"\nsample, temperature {SAMPLE_TEMPERATURE}:\n")
-        print(_indented(sample))
+        print(_indented(printable(sample)))
     losses = directory.held_out_losses(args)
     minutes, rest = divmod(round(seconds), 60)
     print(f"\ndone in {minutes} min {rest} s")
@@ -98,7 +100,7 @@ def show_result(
     print(f"  log             {directory.log_file(args)}")
     print(f"  settings        {directory.path / CONFIG_NAME}")
     where = "" if args.output_dir == "runs/default" else f" --output-dir {args.output_dir}"
-    print(f"try it            llama-pretrain generate {args.prompt.strip()!r}{where}", flush=True)
+    print(f"try it            llama-pretrain generate {shlex.quote(args.prompt)}{where}", flush=True)
 
 
 def write_sample(

@@ -18,6 +18,7 @@ from .data import evaluation_loader, open_data
 from .generation import generate
 from .interchange import load_pretrained
 from .options import PretrainArguments
+from .printable import printable
 from .run_directory import RunDirectory
 from .tokenizer import Tokenizer, load_tokenizer, unit_of
 from .train import prepare
@@ -175,11 +176,14 @@ def generate_text(args: GenerateArguments) -> str:
         ConfigurationError: If there is no such model, or a setting cannot be used.
     """
     weights = locate(args)
-    tokenizer, model = load_tokenizer(str(weights)), load_pretrained(weights)
-    device = DistributedEnvironment().device
+    tokenizer = load_tokenizer(str(weights))
+    prompt = list(tokenizer.encode(args.prompt))
+    if not prompt:
+        raise ConfigurationError("prompt", args.prompt, "has no tokens", "give a text to continue")
+    model, device = load_pretrained(weights), DistributedEnvironment().device
     ids = generate(
         model.to(device),
-        torch.tensor([list(tokenizer.encode(args.prompt))], dtype=torch.int64, device=device),
+        torch.tensor([prompt], dtype=torch.int64, device=device),
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -188,5 +192,5 @@ def generate_text(args: GenerateArguments) -> str:
         generator=torch.Generator(device).manual_seed(args.seed),
     )
     text = tokenizer.decode(ids[0].tolist())
-    print(text, flush=True)
+    print(printable(text), flush=True)
     return text

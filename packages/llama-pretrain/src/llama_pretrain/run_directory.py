@@ -119,7 +119,7 @@ class RunDirectory:
                 "output_dir",
                 str(self.path),
                 "holds no run",
-                "name the output directory of a run, or a --checkpoint",
+                "name the output directory of a run",
             )
         return arguments_from_dict(PretrainArguments, load_config_file(self.path / CONFIG_NAME))
 
@@ -132,8 +132,8 @@ class RunDirectory:
         self._refuse_other_identity(_identity(args, subject))
 
     def log_file(self, args: PretrainArguments) -> Path:
-        """Where the log entries of the run are."""
-        return args.log_path / LOGS_NAME
+        """Where the log entries of the run are, also if its directory was moved."""
+        return (self.path if args.logging_dir is None else Path(args.logging_dir)) / LOGS_NAME
 
     def held_out_losses(self, args: PretrainArguments) -> dict[int, float]:
         """Return the losses of all evaluations in the log, by step."""

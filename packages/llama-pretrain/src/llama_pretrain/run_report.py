@@ -22,6 +22,7 @@ from .options import PretrainArguments
 from .report import SAMPLE_TEMPERATURE
 from .run_directory import RunDirectory
 from .sessions import read_sessions
+from .targets import check_writable
 from .tokenizer import load_tokenizer
 
 _PANELS = ("loss", "tok_per_sec", "mfu", "ofu", "memory", "learning_rate", "grad_norm")
@@ -54,6 +55,9 @@ def write_report(args: ReportArguments) -> Path:
     """
     if args.samples < 0:
         raise ConfigurationError("samples", args.samples, "must be 0 or more", "use 0 for none")
+    if not 0 <= args.smooth < 1:
+        raise ConfigurationError("smooth", args.smooth, "must be from 0 to below 1", "use 0 for no smoothing")
+    check_writable("page", args.page)
     directory = RunDirectory(args.output_dir)
     settings = directory.arguments()
     log = directory.log_file(settings)

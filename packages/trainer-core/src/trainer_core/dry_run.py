@@ -188,4 +188,5 @@ def _left_out(args: TrainingArguments, parallel: Parallelism) -> Iterator[str]:
         yield "torch_compile: operators ran one by one"
     if parallel.env.world_size > 1:
         yield "the other ranks, and everything that goes between the hosts: batches, sums of a few numbers"
+    yield "the rest of the data: whether they fill the steps of all ranks"
     yield "evaluation, checkpoints and callbacks"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from ..program import EXIT_ABORTED, PROG
+from ..targets import check_writable
 from .agreement import Agreement, agreement
 from .contenders import CONTENDERS, INSTALL, Contender, chosen
 from .model_shape import model_shape
@@ -39,12 +43,13 @@ def bench(args: BenchArguments, words: Sequence[str]) -> int:
     """
     contenders, missing = chosen(args.contenders)
     model_shape(args)
-    _check_writable(args.json)
+    check_writable("json", args.json)
     for contender in missing:
         print(
             f"{contender.label} takes no part: {', '.join(contender.missing())} is not installed; {INSTALL}"
         )
-    measured = run_rounds(args, contenders)
+    with _ended_by_sigterm():
+        measured = run_rounds(args, contenders)
     agreed = agreement(measured.turns, args.mixed_precision)
     results = _results(args, words, measured, missing, agreed)
     print(f"\n{_headline(args, measured)}")
@@ -60,6 +65,20 @@ def bench(args: BenchArguments, words: Sequence[str]) -> int:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     other_work = agreed is not None and agreed.other_work()
     return EXIT_ABORTED if measured.failures or other_work else 0
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """A context in which SIGTERM is an exception, as Ctrl-C is, so that no contender is left computing."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _results(
@@ -120,9 +139,3 @@ def _agreement_line(agreed: Agreement) -> str:
         f"the same work: what {CONTENDERS[name].label} learned is farthest from the {beside}, "
         f"by {others[name]:.1e} of it"
     )
-
-
-def _check_writable(path: str | None) -> None:
-    """Find out before minutes of measuring whether the file can be written."""
-    if path is not None:
-        Path(path).open("a", encoding="utf-8").close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -63,24 +62,24 @@ class Turn:
         return cls(**{**values, "windows": [Window(**window) for window in values["windows"]]})
 
 
-def take_turn(name: str, args: BenchArguments) -> Turn:
+def take_turn(name: str, args: BenchArguments, folder: Path) -> Turn:
     """Train the work of the settings by one contender.
 
     Args:
         name: The contender; its libraries are installed.
         args: The settings.
+        folder: For what it writes.
     """
     contender, config = CONTENDERS[name], model_shape(args)
     train = contender.train()
     device = choose_device(args.use_cpu)
-    with tempfile.TemporaryDirectory(prefix="llama-pretrain-bench-") as folder:
-        work = Work.of(config, args, device, Path(folder))
-        memory = PeakMemory(device)
-        model = work.model()
-        before = work.loss(model)
-        with StepClock(args.warm_up_steps, args.steps, device, memory) as clock:
-            train(work, model)
-        after = work.loss(model.to(device))
+    work = Work.of(config, args, device, folder)
+    memory = PeakMemory(device)
+    model = work.model()
+    before = work.loss(model)
+    with StepClock(args.warm_up_steps, args.steps, device, memory) as clock:
+        train(work, model)
+    after = work.loss(model.to(device))
     return Turn(
         windows=clock.windows(),
         peak_memory_bytes=memory.bytes,
@@ -98,11 +97,11 @@ def main(words: Sequence[str]) -> None:
     """Take a turn, and write what it has shown as JSON.
 
     Args:
-        words: The contender, the settings as JSON, and the file to write.
+        words: The contender, the settings as JSON, and the file to write, in a folder that nobody else uses.
     """
-    name, settings, result = words
-    turn = take_turn(name, arguments_from_dict(BenchArguments, json.loads(settings)))
-    Path(result).write_text(json.dumps(asdict(turn)), encoding="utf-8")
+    name, settings, result = words[0], words[1], Path(words[2])
+    turn = take_turn(name, arguments_from_dict(BenchArguments, json.loads(settings)), result.parent)
+    result.write_text(json.dumps(asdict(turn)), encoding="utf-8")
 
 
 if __name__ == "__main__":
