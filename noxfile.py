@@ -35,10 +35,8 @@ ENV = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 # Tests start hundreds of processes that import torch: without bytecode each would compile all of it anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Some tests at a time: most wait for one process, or for ranks that start or give somebody up.
-PYTEST = ("pytest", "-n", "3", "--dist", "worksteal")
-# Tests whose ranks compute all the time.
-PYTEST_OF_RANKS = ("pytest", "-n", "2", "--dist", "worksteal")
+# Two tests at a time: most wait for one process, or for ranks that start.
+PYTEST = ("pytest", "-n", "2", "--dist", "worksteal")
 
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
@@ -54,7 +52,7 @@ def project_table(package: str) -> dict[str, Any]:
     return table
 
 
-def extras(package: str) -> list[str]:
+def extras_of(package: str) -> list[str]:
     """Return the optional dependency sets that a package declares."""
     return sorted(project_table(package).get("optional-dependencies", {}))
 
@@ -67,7 +65,7 @@ def test_groups(package: str) -> list[str]:
 
 def extra_tests(package: str) -> dict[str, str]:
     """Return {name: folder} for each extra or group whose tests have their own folder, `tests/<name>`."""
-    names = [*extras(package), *test_groups(package)]
+    names = [*extras_of(package), *test_groups(package)]
     folders = {name: f"packages/{package}/tests/{name}" for name in names}
     return {name: folder for name, folder in folders.items() if (ROOT / folder).is_dir()}
 
@@ -75,17 +73,19 @@ def extra_tests(package: str) -> dict[str, str]:
 def install_package(session: nox.Session, package: str, extra: str = "") -> None:
     """Install one package of the workspace with its test tools; siblings come in only if it declares them."""
     here = f"packages/{package}"
-    target = f"./{here}[{extra}]" if extra in extras(package) else f"./{here}"
+    target = f"./{here}[{extra}]" if extra in extras_of(package) else f"./{here}"
     groups = ["test", *({extra} & set(test_groups(package)))]
     chosen = [part for group in groups for part in ("--group", f"{here}/pyproject.toml:{group}")]
     # Reinstall: with a reused environment (nox -r) uv would keep yesterday's copy of the package.
     session.install("--reinstall-package", package, target, *chosen)
 
 
-def install_everything(session: nox.Session, group: str) -> None:
-    """Install all packages of the workspace with all their extras, and a dependency group of the root."""
-    targets = [f"./packages/{p}[{','.join(extras(p))}]" if extras(p) else f"./packages/{p}" for p in PACKAGES]
-    session.install(*(part for target in targets for part in ("-e", target)), "--group", group)
+def install_everything(session: nox.Session, *groups: str) -> None:
+    """Install all packages of the workspace with all their extras, and dependency groups."""
+    names = {package: ",".join(extras_of(package)) for package in PACKAGES}
+    targets = [f"./packages/{package}" + (f"[{extra}]" if extra else "") for package, extra in names.items()]
+    editable = [part for target in targets for part in ("-e", target)]
+    session.install(*editable, *(part for group in groups for part in ("--group", group)))
 
 
 def add_package_sessions(package: str) -> None:
@@ -98,8 +98,6 @@ def add_package_sessions(package: str) -> None:
             session.run("python", "-c", NO_TORCH)
         ignored = [f"--ignore={folder}" for folder in with_extra.values()]
         session.run(*PYTEST, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
-        if not session.posargs:
-            session.run("pytest", "--markdown-docs", f"packages/{package}/README.md", env=ENV)
 
     tests.__doc__ = f"Test {package} with nothing but what it declares."
     nox.session(name=f"tests-{package}", python=PYTHONS)(tests)
@@ -115,12 +113,24 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
         install_package(session, package, extra)
         session.run(*PYTEST, folder, *session.posargs, env=ENV)
 
-    tests.__doc__ = f"Test {package} together with `{extra}`."
-    nox.session(name=f"tests-{package}-{extra}", python=PYTHONS)(tests)
+    tests.__doc__ = f"Test {package} with `{extra}`, and nothing else that is optional."
+    nox.session(name=f"tests-{package}-{extra}", python=PYTHONS, default=False)(tests)
 
 
 for _package in PACKAGES:
     add_package_sessions(_package)
+
+
+@nox.session
+def extras(session: nox.Session) -> None:
+    """Test all packages with all that is optional; each `tests-<package>-<extra>` does so with one thing."""
+    chosen = [
+        f"packages/{package}/pyproject.toml:{group}" for package in PACKAGES for group in test_groups(package)
+    ]
+    install_everything(session, "test", *chosen)
+    for package in PACKAGES:
+        if folders := extra_tests(package).values():
+            session.run(*PYTEST, *folders, *session.posargs, env=ENV)
 
 
 @nox.session
@@ -134,14 +144,14 @@ def workspace(session: nox.Session) -> None:
 def equivalence(session: nox.Session) -> None:
     """Hold every way to train against a hand-written loop, and print the table."""
     install_everything(session, "test")
-    session.run(*PYTEST_OF_RANKS, "tests/equivalence", *session.posargs, env=ENV)
+    session.run(*PYTEST, "tests/equivalence", *session.posargs, env=ENV)
 
 
 @nox.session
 def resilience(session: nox.Session) -> None:
     """Kill, stop, starve and damage one run again and again, and show that nothing of it is lost."""
     install_everything(session, "test")
-    session.run(*PYTEST_OF_RANKS, "tests/resilience", *session.posargs, env=ENV)
+    session.run(*PYTEST, "tests/resilience", *session.posargs, env=ENV)
 
 
 @nox.session
