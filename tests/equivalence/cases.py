@@ -30,11 +30,14 @@ ONE_DEVICE_CASES = [
     Case(name="no clipping", recipe=UNCLIPPED),
     Case(name="compiled model, inductor", settings=COMPILED),
     Case(name="compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
-    Case(name="compiled model, aot_eager, accumulation 4", settings=BY_EYE, accumulation=4),
+    Case(
+        name="compiled model, aot_eager, accumulation 4", settings=BY_EYE, accumulation=4, only_in_table=True
+    ),
     Case(
         name="compiled blocks, aot_eager, tied",
         settings={**BY_EYE, "torch_compile_scope": "blocks"},
         recipe=TIED,
+        only_in_table=True,
     ),
     Case(
         name="compiled, memory budget 0.5",

@@ -58,7 +58,7 @@ DDP_CASES = [
     _ranks("", ranks=4, only_in_table=True),
     _ranks("accumulation 2", accumulation=4, only_in_table=True),
     _ranks("accumulation 4", accumulation=8, only_in_table=True),
-    _option("accumulation 2", ranks=4, accumulation=8),
+    _option("accumulation 2", ranks=4, accumulation=8, only_in_table=True),
     _ranks("own data", accumulation=4, settings=OWN_DATA, only_in_table=True),
     _option("own data", ranks=4, settings=OWN_DATA),
     _ranks("tied head", recipe=SHORT_TIED, accumulation=4, only_in_table=True),
@@ -103,7 +103,9 @@ DDP_CASES = [
     _option("evaluation in between", settings=EVALUATED, only_in_table=True),
     _option("evaluation in between, own data", settings={**EVALUATED, **OWN_DATA}),
     _option(
-        "evaluation in between, own evaluation data", settings={**EVALUATED, "dispatch_eval_batches": False}
+        "evaluation in between, own evaluation data",
+        settings={**EVALUATED, "dispatch_eval_batches": False},
+        only_in_table=True,
     ),
     _option("optimizer groups by name", options=decay_by_name, only_in_table=True),
     _option("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
@@ -139,7 +141,7 @@ DDP_CASES = [
     _restarted("then 4", next_world_size=4, accumulation=4),
     _restarted("then 1", next_world_size=1, accumulation=4, only_in_table=True),
     _restarted("then 2", ranks=1, next_world_size=2, accumulation=4, only_in_table=True),
-    _restarted("then 2", ranks=4, next_world_size=2, accumulation=4),
+    _restarted("then 2", ranks=4, next_world_size=2, accumulation=4, only_in_table=True),
     _restarted("then Trainer", runner="ranks, then here", accumulation=4),
     _restarted("before that Trainer", runner="here, then ranks", accumulation=4, only_in_table=True),
 ]

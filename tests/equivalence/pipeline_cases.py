@@ -109,7 +109,7 @@ PIPELINE_CASES = [
     _row("gpipe", "2 copies", ranks=4, pipeline=TWO, accumulation=2, only_in_table=True),
     _row("interleaved_1f1b", "2 copies, tied", ranks=4, pipeline=TWO, recipe=SHORT_TIED, only_in_table=True),
     _row("zbv", "2 copies, tied", ranks=4, pipeline=TWO, recipe=SHORT_TIED),
-    _row("interleaved_zero_bubble", "2 copies", ranks=4, pipeline=TWO),
+    _row("interleaved_zero_bubble", "2 copies", ranks=4, pipeline=TWO, only_in_table=True),
     _row("1f1b", "2 copies, sharded", ranks=4, pipeline=SHARED, recipe=PLAIN, only_in_table=True),
     _row("1f1b", "2 copies, sharded, tied", ranks=4, pipeline=SHARED, accumulation=2, recipe=SHORT_TIED),
     _row(
@@ -121,6 +121,7 @@ PIPELINE_CASES = [
         ranks=4,
         pipeline=SHARED,
         settings=CHUNKED,
+        only_in_table=True,
     ),
     _option("no clipping", recipe=replace(UNCLIPPED, steps=12), only_in_table=True),
     _option("layers 1 and 3", pipeline={"layers_per_stage": (1, 3)}),
@@ -156,10 +157,12 @@ PIPELINE_CASES = [
     _moved(" at 2, then Trainer", runner="ranks, then here", only_in_table=True),
     _moved(" at 4, then Trainer", ranks=4, runner="ranks, then here", only_in_table=True),
     _moved(" after Trainer, at 2", runner="here, then ranks", only_in_table=True),
-    _moved(" after Trainer, at 4", "interleaved_1f1b", ranks=2, runner="here, then ranks"),
+    _moved(
+        " after Trainer, at 4", "interleaved_1f1b", ranks=2, runner="here, then ranks", only_in_table=True
+    ),
     _moved(" at 2, then 4", next_world_size=4, only_in_table=True),
-    _moved(" at 4, then 2", "gpipe", ranks=4, next_world_size=2),
-    _moved(" at 2, then DDP 2", next_trainer="ddp"),
+    _moved(" at 4, then 2", "gpipe", ranks=4, next_world_size=2, only_in_table=True),
+    _moved(" at 2, then DDP 2", next_trainer="ddp", only_in_table=True),
     _moved(" at 4, then DDP 2", ranks=4, next_world_size=2, next_trainer="ddp", only_in_table=True),
     _moved(
         " after DDP 2, at 4", trainer="ddp", next_world_size=4, next_trainer="pipeline", only_in_table=True
