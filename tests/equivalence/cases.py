@@ -28,7 +28,7 @@ ONE_DEVICE_CASES = [
     Case(name="accumulation 4", accumulation=4),
     Case(name="tied head", recipe=TIED, accumulation=4),
     Case(name="no clipping", recipe=UNCLIPPED),
-    Case(name="compiled model, inductor", settings=COMPILED),
+    Case(name="compiled model, inductor", settings=COMPILED, only_in_table=True),
     Case(name="compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
     Case(
         name="compiled model, aot_eager, accumulation 4", settings=BY_EYE, accumulation=4, only_in_table=True
