@@ -124,10 +124,9 @@ for _package in PACKAGES:
 @nox.session
 def extras(session: nox.Session) -> None:
     """Test all packages with all that is optional; each `tests-<package>-<extra>` does so with one thing."""
-    chosen = [
-        f"packages/{package}/pyproject.toml:{group}" for package in PACKAGES for group in test_groups(package)
-    ]
-    install_everything(session, "test", *chosen)
+    groups = {package: ["test", *test_groups(package)] for package in PACKAGES}
+    chosen = [f"packages/{package}/pyproject.toml:{each}" for package in PACKAGES for each in groups[package]]
+    install_everything(session, *chosen)
     for package in PACKAGES:
         if folders := extra_tests(package).values():
             session.run(*PYTEST, *folders, *session.posargs, env=ENV)
