@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 _MIB = 2**20
-_IMPORTS = 5
+_IMPORTS = 3
 # What torch asks for under `extra` conditions is not installed for it.
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 
