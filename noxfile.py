@@ -52,7 +52,7 @@ def project_table(package: str) -> dict[str, Any]:
     return table
 
 
-def extras_of(package: str) -> list[str]:
+def extras(package: str) -> list[str]:
     """Return the optional dependency sets that a package declares."""
     return sorted(project_table(package).get("optional-dependencies", {}))
 
@@ -65,7 +65,7 @@ def test_groups(package: str) -> list[str]:
 
 def extra_tests(package: str) -> dict[str, str]:
     """Return {name: folder} for each extra or group whose tests have their own folder, `tests/<name>`."""
-    names = [*extras_of(package), *test_groups(package)]
+    names = [*extras(package), *test_groups(package)]
     folders = {name: f"packages/{package}/tests/{name}" for name in names}
     return {name: folder for name, folder in folders.items() if (ROOT / folder).is_dir()}
 
@@ -73,7 +73,7 @@ def extra_tests(package: str) -> dict[str, str]:
 def install_package(session: nox.Session, package: str, extra: str = "") -> None:
     """Install one package of the workspace with its test tools; siblings come in only if it declares them."""
     here = f"packages/{package}"
-    target = f"./{here}[{extra}]" if extra in extras_of(package) else f"./{here}"
+    target = f"./{here}[{extra}]" if extra in extras(package) else f"./{here}"
     groups = ["test", *({extra} & set(test_groups(package)))]
     chosen = [part for group in groups for part in ("--group", f"{here}/pyproject.toml:{group}")]
     # Reinstall: with a reused environment (nox -r) uv would keep yesterday's copy of the package.
@@ -82,7 +82,7 @@ def install_package(session: nox.Session, package: str, extra: str = "") -> None
 
 def install_everything(session: nox.Session, *groups: str) -> None:
     """Install all packages of the workspace with all their extras, and dependency groups."""
-    names = {package: ",".join(extras_of(package)) for package in PACKAGES}
+    names = {package: ",".join(extras(package)) for package in PACKAGES}
     targets = [f"./packages/{package}" + (f"[{extra}]" if extra else "") for package, extra in names.items()]
     editable = [part for target in targets for part in ("-e", target)]
     session.install(*editable, *(part for group in groups for part in ("--group", group)))
@@ -113,23 +113,12 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
         install_package(session, package, extra)
         session.run(*PYTEST, folder, *session.posargs, env=ENV)
 
-    tests.__doc__ = f"Test {package} with `{extra}`, and nothing else that is optional."
-    nox.session(name=f"tests-{package}-{extra}", python=PYTHONS, default=False)(tests)
+    tests.__doc__ = f"Test {package} together with `{extra}`."
+    nox.session(name=f"tests-{package}-{extra}", python=PYTHONS)(tests)
 
 
 for _package in PACKAGES:
     add_package_sessions(_package)
-
-
-@nox.session
-def extras(session: nox.Session) -> None:
-    """Test all packages with all that is optional; each `tests-<package>-<extra>` does so with one thing."""
-    groups = {package: ["test", *test_groups(package)] for package in PACKAGES}
-    chosen = [f"packages/{package}/pyproject.toml:{each}" for package in PACKAGES for each in groups[package]]
-    install_everything(session, *chosen)
-    for package in PACKAGES:
-        if folders := extra_tests(package).values():
-            session.run(*PYTEST, *folders, *session.posargs, env=ENV)
 
 
 @nox.session
