@@ -61,10 +61,18 @@ def show_plan(given: Mapping[str, object]) -> None:
         planned = plan(model_init, settings, world_size=ranks, sequence_length=args.sequence_length)
         planned = _without_buckets(planned, args)
         verdict = _judge(planned, gpus, model_init, settings)
-    to_type = _to_type(name, settings, verdict.instead, gpus)
-    print(_told(name, args, mesh, gpus, planned, verdict, to_type))
+    report = _Report(
+        name=name,
+        args=args,
+        mesh=mesh,
+        gpus=gpus,
+        planned=planned,
+        verdict=verdict,
+        to_type=_to_type(name, settings, verdict.instead, gpus),
+    )
+    print(_told(report))
     if asked.json is not None:
-        figures = _as_json(name, args, mesh, gpus, planned, verdict, to_type)
+        figures = _as_json(report)
         Path(asked.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
@@ -157,16 +165,24 @@ def _to_type(
     return " ".join([launcher(gpus), *options])
 
 
-def _told(
-    name: str,
-    args: PretrainArguments,
-    mesh: Mesh,
-    gpus: Gpus,
-    planned: MemoryPlan,
-    verdict: _Verdict,
-    to_type: str | None,
-) -> str:
-    lines = [f"{name}: valid; {args.model} with {args.trainer} on mesh {mesh}, {gpus}", "", str(planned), ""]
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """All that is told of a plan."""
+
+    name: str
+    args: PretrainArguments
+    mesh: Mesh
+    gpus: Gpus
+    planned: MemoryPlan
+    verdict: _Verdict
+    to_type: str | None
+    """The command for the layout that would fit."""
+
+
+def _told(report: _Report) -> str:
+    args, gpus, planned, verdict = report.args, report.gpus, report.planned, report.verdict
+    what = f"{args.model} with {args.trainer} on mesh {report.mesh}, {gpus}"
+    lines = [f"{report.name}: valid; {what}", "", str(planned), ""]
     needs = f"{planned.total / _GIB:.1f} GiB of {gpus.memory:g}"
     if verdict.fits:
         return "\n".join([*lines, f"fits: needs {needs}"])
@@ -174,33 +190,25 @@ def _told(
     if verdict.instead is None:
         return "\n".join([*lines, verdict.why_none])
     lines += ["", f"{gpus}, fastest layout first:", str(verdict.instead)]
-    return "\n".join([*lines, *(["", to_type] if to_type else [])])
+    return "\n".join([*lines, *(["", report.to_type] if report.to_type else [])])
 
 
-def _as_json(
-    name: str,
-    args: PretrainArguments,
-    mesh: Mesh,
-    gpus: Gpus,
-    planned: MemoryPlan,
-    verdict: _Verdict,
-    to_type: str | None,
-) -> dict[str, object]:
-    found = verdict.instead
+def _as_json(report: _Report) -> dict[str, object]:
+    args, found = report.args, report.verdict.instead
     return {
-        "config": name,
+        "config": report.name,
         "model": args.model,
         "trainer": args.trainer,
-        "mesh": str(mesh),
-        **vars(gpus),
-        "fits": verdict.fits,
-        "plan": planned.to_json(),
+        "mesh": str(report.mesh),
+        **vars(report.gpus),
+        "fits": report.verdict.fits,
+        "plan": report.planned.to_json(),
         "instead": None
         if found is None
         else {
             "layout": found.layout,
             "fits": found.fits,
             "rejected": [{"layout": each.layout, "reason": each.reason} for each in found.rejected],
-            "command": to_type,
+            "command": report.to_type,
         },
     }
