@@ -35,6 +35,21 @@ def test_hundreds_of_ranks_meet_without_being_there() -> None:
     assert not dist.is_initialized()
 
 
+def test_any_rank_can_be_this_one() -> None:
+    with imagined_job(8, local_world_size=4, rank=6) as env:
+        assert (env.rank, env.local_rank) == (6, 2)
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("stages", "copies"))
+        assert tuple(mesh.get_coordinate() or ()) == (1, 2)
+
+
+def test_a_rank_that_there_is_not_is_refused() -> None:
+    with (
+        pytest.raises(DistributedEnvironmentError, match="RANK=8 contradicts WORLD_SIZE=8"),
+        imagined_job(8, rank=8),
+    ):
+        pass
+
+
 def test_who_is_no_rank_of_it_cannot_be_asked() -> None:
     with imagined_job(4) as env, pytest.raises(DistributedEnvironmentError, match="src=4 is not one"):
         broadcast_object("mine", env, src=4)

@@ -254,7 +254,7 @@ def test_an_option_does_not_hide_a_mistake_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TRAINERS)
 def test_every_trainer_is_told_all_that_it_takes(name: str) -> None:
     args = dataclasses.replace(PretrainArguments(), trainer=name, max_steps=7)
-    told = trainer_arguments(TRAINERS[name], args)
+    told = trainer_arguments(TRAINERS[name].arguments_class, args)
     assert type(told) is TRAINERS[name].arguments_class
     assert told.max_steps == 7
     assert told.learning_rate == PretrainArguments().learning_rate

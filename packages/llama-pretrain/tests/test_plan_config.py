@@ -102,11 +102,43 @@ def test_copies_that_no_plan_counts_are_refused(
 
 
 @pytest.mark.parametrize("name", _PIPELINES)
-def test_a_pipeline_is_not_planned_as_if_it_were_something_else(
-    name: str, capsys: pytest.CaptureFixture[str]
+def test_each_rank_of_a_pipeline_is_planned(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "--config", name]) == 2
-    assert "is valid, but trains in a pipeline" in capsys.readouterr().err
+    file = tmp_path / "plan.json"
+    assert main(["plan", "--config", name, "--json", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert "\nfits: needs 1.0 GiB of 80" in told
+    assert "1f1b, 4 microbatches" in told
+    figures = json.loads(file.read_text())
+    first, last = figures["plan"]["per_rank"]
+    assert (first["layers"], last["layers"]) == ([[0, 1]], [[2, 3]])
+    # Embedding and head have tables of their own, and the last norm is on the last rank.
+    assert first["parameters"] + last["parameters"] == 4 * figures["plan"]["parameter_count"]
+    assert first["activations"] > 0
+    assert figures["fits"]
+    assert figures["instead"] is None
+
+
+def test_a_pipeline_that_does_not_fit_is_told_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["--config", "tiny-pipeline", "--gpu-memory", "1.1"]
+    assert main(["plan", *layout, "--sequence-length", "1024"]) == 0
+    told = capsys.readouterr().out
+    assert "does not fit: needs" in told
+    start = "torchrun --standalone --nproc-per-node 2 -m llama_pretrain train --config tiny-pipeline --mesh "
+    (command,) = [line for line in told.splitlines() if line.startswith(start)]
+    # Two ranks with four rows each do what the pipeline of two did with eight.
+    assert "--per-device-train-batch-size 4" in command
+    options = command.partition(" train ")[2].split()
+    assert main(["plan", *options, "--gpu-memory", "1.1", "--sequence-length", "1024"]) == 0
+    assert "\nfits: needs " in capsys.readouterr().out
+
+
+def test_rows_that_other_layouts_cannot_divide_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", "tiny-pipeline", "--per-device-train-batch-size", "7", "--gpu-memory", "0.5"]
+    assert main(["plan", *words]) == 0
+    told = capsys.readouterr().out
+    assert "no other layout was looked for: 7 rows of a pipeline are not so many for each" in told
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,9 +14,9 @@ from dist_env.interface import IMAGINED, DistributedEnvInterface, StaticDistribu
 
 @contextmanager
 def imagined_job(
-    world_size: int, *, local_world_size: int | None = None
+    world_size: int, *, local_world_size: int | None = None, rank: int = 0
 ) -> Iterator[DistributedEnvInterface]:
-    """A context in which this process is rank 0 of a job whose other ranks are imagined.
+    """A context in which this process is one rank of a job whose other ranks are imagined.
 
     It has a process group of torch's backend `fake`: meshes and groups of any size can be made, and
     collectives return at once and move nothing. What this package offers (`barrier`, `gather_objects`, ...)
@@ -24,16 +25,20 @@ def imagined_job(
     Args:
         world_size: Number of ranks, this one included; one rank gets no process group.
         local_world_size: Ranks on this host; all of them by default.
+        rank: This one.
 
     Yields:
-        The environment of rank 0.
+        The environment of the rank.
 
     Raises:
         DistributedEnvironmentError: There is a process group already, or the numbers contradict one another.
     """
+    on_a_host = local_world_size or world_size
     env = StaticDistributedEnvironment(
+        rank=rank,
+        local_rank=rank % on_a_host,
         world_size=world_size,
-        local_world_size=local_world_size or world_size,
+        local_world_size=on_a_host,
         backend=IMAGINED if world_size > 1 else None,
     )
     if world_size == 1:
@@ -53,8 +58,11 @@ def imagined_job(
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
     from torch._C._distributed_c10d import HashStore
 
-    dist.init_process_group(IMAGINED, store=HashStore(), rank=0, world_size=world_size)
+    tell = sys.excepthook
+    dist.init_process_group(IMAGINED, store=HashStore(), rank=rank, world_size=world_size)
     try:
         yield env
     finally:
+        # torch marks what a rank says of its end with its number, and this process is none.
+        sys.excepthook = tell
         dist.destroy_process_group()

@@ -71,8 +71,7 @@ def _told(args: PretrainArguments, processes: int, found: DryRun) -> str:
         lines += ["", *table(_sent(found), right=(1, 2, 3))]
     lines += ["", "done: checks, data, model, optimizer, schedule, and a step: forward, backward, optimizer"]
     lines += [f"left out: {item}" for item in found.left_out]
-    memory = "" if args.trainer == "pipeline" else f"; `{PROG} plan --config` plans the rest of the memory"
-    return "\n".join([*lines, f"nothing was written{memory}"])
+    return "\n".join([*lines, f"nothing was written; `{PROG} plan --config` plans the rest of the memory"])
 
 
 def _compute(processes: int, found: DryRun) -> str:

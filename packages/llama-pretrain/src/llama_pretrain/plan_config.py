@@ -11,6 +11,8 @@ from pathlib import Path
 from trainer_core import ConfigurationError
 from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, Recommendation, plan, recommend
 from trainer_fsdp2 import Mesh as Ranks
+from trainer_pipeline import PipelinePlan, PipelineTrainingArguments
+from trainer_pipeline import plan as plan_pipeline
 
 from .mesh import Mesh
 from .model import Llama
@@ -18,11 +20,10 @@ from .model_choice import model_config
 from .options import PretrainArguments
 from .plan_command import PlanArguments, quiet
 from .plan_report import Gpus, changed_options, launcher
-from .program import PROG
 from .targets import check_writable
 from .tokenizer import load_tokenizer
 from .train_command_line import resolve
-from .trainers import TRAINERS, trainer_arguments
+from .trainers import trainer_arguments
 
 _OF_THE_GPUS = ("gpus_per_node", "gpu_memory", "json")
 _GIB = 2**30
@@ -55,12 +56,9 @@ def show_plan(given: Mapping[str, object]) -> None:
         sequence_length=args.sequence_length,
     )
     model_init = partial(Llama, model_config(args, load_tokenizer(args.tokenizer)))
-    settings = _settings(args)
     with quiet():
-        ranks = Ranks(mesh.shard, mesh.dp)
-        planned = plan(model_init, settings, world_size=ranks, sequence_length=args.sequence_length)
-        planned = _without_buckets(planned, args)
-        verdict = _judge(planned, gpus, model_init, settings)
+        planned = _plan(args, mesh, model_init)
+        verdict = _judge(planned.total, args, mesh, gpus, model_init)
     report = _Report(
         name=name,
         args=args,
@@ -68,7 +66,7 @@ def show_plan(given: Mapping[str, object]) -> None:
         gpus=gpus,
         planned=planned,
         verdict=verdict,
-        to_type=_to_type(name, settings, verdict.instead, gpus),
+        to_type=_to_type(name, args, verdict.instead, gpus),
     )
     print(_told(report))
     if asked.json is not None:
@@ -85,13 +83,6 @@ def _check_gpus(asked: PlanArguments) -> None:
 
 
 def _refuse_unplannable(name: str, args: PretrainArguments) -> None:
-    if args.trainer == "pipeline":
-        raise ConfigurationError(
-            "config",
-            name,
-            "is valid, but trains in a pipeline, and a plan knows no stages and no microbatches under way",
-            f"`{PROG} train --config {name} --dry-run` tells what the first process holds",
-        )
     if not args.mesh and args.trainer != "single":
         raise ConfigurationError(
             "config", name, f"has trainer={args.trainer!r}, but no mesh to tell how many GPUs", "give mesh"
@@ -108,20 +99,28 @@ def _refuse_unplannable(name: str, args: PretrainArguments) -> None:
             )
 
 
+def _plan(args: PretrainArguments, mesh: Mesh, model_init: partial[Llama]) -> MemoryPlan | PipelinePlan:
+    length = args.sequence_length
+    if args.trainer == "pipeline":
+        return plan_pipeline(
+            model_init,
+            trainer_arguments(PipelineTrainingArguments, args),
+            world_size=mesh.size,
+            sequence_length=length,
+        )
+    # For the trainers that do not shard: those settings that all have.
+    settings = trainer_arguments(FSDP2TrainingArguments, args)
+    ranks = Ranks(mesh.shard, mesh.dp)
+    planned = plan(model_init, settings, world_size=ranks, sequence_length=length)
+    return _without_buckets(planned, args)
+
+
 def _without_buckets(planned: MemoryPlan, args: PretrainArguments) -> MemoryPlan:
     """The same plan where gradients are views of the buckets that the plan of whole copies counts."""
     if args.trainer != "ddp" or not args.ddp.gradient_as_bucket_view:
         return planned
     notes = tuple(note for note in planned.notes if "gradient_as_bucket_view" not in note)
     return replace(planned, reduced=0, notes=notes)
-
-
-def _settings(args: PretrainArguments) -> FSDP2TrainingArguments:
-    """What the planner is told; for the trainers that do not shard those settings that all have."""
-    chosen = trainer_arguments(TRAINERS["fsdp2"], args)
-    if not isinstance(chosen, FSDP2TrainingArguments):
-        raise TypeError("the arguments of FSDP2Trainer have another class")
-    return chosen
 
 
 @dataclass(frozen=True)
@@ -134,16 +133,21 @@ class _Verdict:
 
 
 def _judge(
-    planned: MemoryPlan, gpus: Gpus, model_init: partial[Llama], settings: FSDP2TrainingArguments
+    needed: int, args: PretrainArguments, mesh: Mesh, gpus: Gpus, model_init: partial[Llama]
 ) -> _Verdict:
-    if planned.total <= gpus.memory * _GIB:
+    if needed <= gpus.memory * _GIB:
         return _Verdict(fits=True)
     if gpus.count > gpus.per_node and gpus.count % gpus.per_node:
-        reason = f"the mesh is no multiple of gpus_per_node={gpus.per_node}"
-        return _Verdict(fits=False, why_none=f"no other layout was looked for: {reason}")
+        return _Verdict(fits=False, why_none=f"the mesh is no multiple of gpus_per_node={gpus.per_node}")
+    rows = args.per_device_train_batch_size
+    if rows % mesh.pp:
+        return _Verdict(
+            fits=False, why_none=f"{rows} rows of a pipeline are not so many for each of its GPUs"
+        )
     found = recommend(
         model_init,
-        settings,
+        # Each rank of a pipeline works on all of its rows, and each rank of another layout on its own.
+        replace(trainer_arguments(FSDP2TrainingArguments, args), per_device_train_batch_size=rows // mesh.pp),
         world_size=gpus.count,
         gpu_memory=gpus.memory,
         gpus_per_node=gpus.per_node,
@@ -152,14 +156,13 @@ def _judge(
     return _Verdict(fits=False, instead=found)
 
 
-def _to_type(
-    name: str, before: FSDP2TrainingArguments, found: Recommendation | None, gpus: Gpus
-) -> str | None:
+def _to_type(name: str, args: PretrainArguments, found: Recommendation | None, gpus: Gpus) -> str | None:
     """The same run in the layout that fits, its other settings as they are; None if there is none."""
     if found is None or not found.fits:
         return None
     copies = gpus.count if found.uses_ddp else found.args.fsdp2.replicas
     mesh = Mesh(dp=copies, shard=gpus.count // copies)
+    before = trainer_arguments(FSDP2TrainingArguments, args)
     layout = replace(found.args, fsdp2=replace(found.args.fsdp2, replicas=before.fsdp2.replicas))
     options = [f"--config {name}", f"--mesh {mesh}", *changed_options(layout, before)]
     return " ".join([launcher(gpus), *options])
@@ -173,7 +176,7 @@ class _Report:
     args: PretrainArguments
     mesh: Mesh
     gpus: Gpus
-    planned: MemoryPlan
+    planned: MemoryPlan | PipelinePlan
     verdict: _Verdict
     to_type: str | None
     """The command for the layout that would fit."""
@@ -188,7 +191,7 @@ def _told(report: _Report) -> str:
         return "\n".join([*lines, f"fits: needs {needs}"])
     lines.append(f"does not fit: needs {needs}")
     if verdict.instead is None:
-        return "\n".join([*lines, verdict.why_none])
+        return "\n".join([*lines, f"no other layout was looked for: {verdict.why_none}"])
     lines += ["", f"{gpus}, fastest layout first:", str(verdict.instead)]
     return "\n".join([*lines, *(["", report.to_type] if report.to_type else [])])
 

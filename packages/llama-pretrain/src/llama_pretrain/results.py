@@ -11,7 +11,7 @@ import torch
 from checkpoint_core import find_latest_checkpoint
 from dataloader_dispatch import DocumentSource
 from dist_env import DistributedEnvironment
-from trainer_core import ConfigurationError, Trainer
+from trainer_core import ConfigurationError, Trainer, TrainingArguments
 
 from .config import CONFIG_FILE, LlamaConfig
 from .data import evaluation_loader, open_data
@@ -109,7 +109,7 @@ def evaluate(args: EvalArguments) -> dict[str, float]:
     loader = evaluation_loader(documents, tokenizer, settings)
     with DistributedEnvironment(always=False) as env:
         trainer = Trainer(
-            trainer_arguments(Trainer, settings),
+            trainer_arguments(TrainingArguments, settings),
             model=load_pretrained(weights),
             eval_dataset=loader,
             callbacks=[],

@@ -87,7 +87,7 @@ def build_trainer(experiment: Experiment, env: DistributedEnvInterface) -> Train
     """Put the trainer of a run together; it prints progress and writes the log file."""
     args, tokenizer = experiment.args, experiment.tokenizer
     chosen = TRAINERS[args.trainer]
-    settings = replace(trainer_arguments(chosen, args), logging_dir=str(args.log_path))
+    settings = replace(trainer_arguments(chosen.arguments_class, args), logging_dir=str(args.log_path))
     held_out = None
     if experiment.held_out_documents is None:
         settings = replace(settings, eval_strategy="no")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import TypeVar
 
 from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments, suggest
@@ -13,6 +14,8 @@ from trainer_pipeline import PipelineTrainer
 
 from .mesh import Mesh
 from .program import PROG
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 TRAINERS: Mapping[str, type[Trainer]] = {
     "single": Trainer,
@@ -41,16 +44,19 @@ def check_trainer(name: str, args: TrainingArguments) -> None:
         owners = [each for each in TRAINERS if field.name in _settings_of(each)]
         if owners and field.name not in own:
             _refuse_changed(name, field, getattr(args, field.name), owners)
-    trainer_arguments(TRAINERS[name], args)
+    trainer_arguments(TRAINERS[name].arguments_class, args)
 
 
-def trainer_arguments(trainer: type[Trainer], args: TrainingArguments) -> TrainingArguments:
+def trainer_arguments(cls: type[Arguments], args: TrainingArguments) -> Arguments:
     """Return what a trainer is told: those settings of the application that it knows.
+
+    Args:
+        cls: The class of its arguments.
+        args: The settings of the application.
 
     Raises:
         ConfigurationError: For the first of its rules that is broken.
     """
-    cls = trainer.arguments_class
     return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
 

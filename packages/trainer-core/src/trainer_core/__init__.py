@@ -42,6 +42,7 @@ from .loss import (
     loss_of,
     predict,
 )
+from .memory import MARGIN_STANDS_FOR, LiveBytes, attention_of_gpus, margin_of
 from .model import (
     InitialValues,
     ModelInit,
@@ -84,6 +85,7 @@ __all__ = [
     "EVENTS",
     "EXIT_RESUMABLE",
     "FP8_RECIPES",
+    "MARGIN_STANDS_FOR",
     "QAT_RECIPES",
     "BaseTrainingArguments",
     "Batch",
@@ -103,6 +105,7 @@ __all__ = [
     "GradientStatistics",
     "InfoCallback",
     "InitialValues",
+    "LiveBytes",
     "MLflowCallback",
     "MeanLoss",
     "MemorySnapshotCallback",
@@ -133,6 +136,7 @@ __all__ = [
     "WandbCallback",
     "add_up_gradients",
     "arguments_from_dict",
+    "attention_of_gpus",
     "autocast",
     "build_optimizer",
     "checkpoint_activations",
@@ -156,6 +160,7 @@ __all__ = [
     "load_quantized",
     "logits_of_one_rank",
     "loss_of",
+    "margin_of",
     "move_buffers",
     "no_dry_run",
     "ordinary_tensors",

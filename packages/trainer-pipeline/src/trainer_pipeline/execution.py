@@ -53,6 +53,7 @@ class Execution:
         relay: Takes hidden states outside of the schedule.
         clock: Gets the time.
         copies: The ranks with the same stages.
+        boundaries: What is known of the hidden states between stages.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Execution:
         relay: Relay,
         clock: Clock,
         copies: Copies,
+        boundaries: Boundaries,
     ) -> None:
         self._place = place
         self._kind = kind
@@ -78,7 +80,7 @@ class Execution:
         self._feed = feed
         self._relay = relay
         self._clock = clock
-        self._boundaries = Boundaries()
+        self._boundaries = boundaries
         self._schedules: OrderedDict[tuple[object, ...], Schedule] = OrderedDict()
         self._copies = copies
         self._last = True

@@ -41,6 +41,7 @@ from trainer_core import (
 
 from .arguments import PipelineTrainingArguments
 from .blocks import BlockStage
+from .boundaries import Boundaries
 from .buffers import buffers_of_their_stages
 from .building import Built, build_stages
 from .checks import check_layout, check_schedule
@@ -87,6 +88,8 @@ class PipelineParallelism(DataParallel):
         self._relay: Relay | None = None
         self._ties = SharedWeights({}, {}, set())
         self._copies: Copies = NoCopies()
+        self.boundaries = Boundaries()
+        """What is known of the hidden states between stages."""
         self.clock = Clock(env.device)
         """Tells how long this rank computes."""
         self._feed: Feed | None = None
@@ -209,6 +212,7 @@ class PipelineParallelism(DataParallel):
             self._relay,
             self.clock,
             self._copies,
+            self.boundaries,
         )
         if optimizer is not None:
             self._execution.check()

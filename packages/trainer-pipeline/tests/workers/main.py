@@ -27,12 +27,13 @@ def worlds_of_two() -> Worlds:
 def worlds_of_four() -> Worlds:
     """Four ranks; first what measures memory."""
     import memory
+    import planned
     import scoring
     import texts
     import values
 
     scored = scoring.OF_BOTH | scoring.OF_FOUR
-    return {"4": (4, memory.SCENARIOS | values.SCENARIOS | texts.SCENARIOS | scored)}
+    return {"4": (4, memory.SCENARIOS | planned.SCENARIOS | values.SCENARIOS | texts.SCENARIOS | scored)}
 
 
 def worlds_that_fail() -> Worlds:

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from dist_env import StaticDistributedEnvironment
-from trainer_core import ConfigurationError, SingleDevice, TokenLoss, loss_of
+from trainer_core import ConfigurationError, LiveBytes, SingleDevice, TokenLoss, attention_of_gpus, loss_of
 
 from ..arguments import FSDP2TrainingArguments
 from ..policy import precision_policy
 from ..units import units_of
-from .live_bytes import LiveBytes
 from .mesh import Mesh
 from .outline import exchange_tensors, reason
 from .transient import is_sharded
 
 _HOST = torch.device("cpu")
-_DROPOUT = 4
-"""Place of `dropout_p` among the arguments of scaled_dot_product_attention."""
 
 
 class Activations(NamedTuple):
@@ -90,7 +83,7 @@ def _watch(
     live = LiveBytes([*model.parameters(), *model.buffers()])
     for tensor in batch.values():
         live.add(tensor)
-    with live, _attention(args):
+    with live, attention_of_gpus(args):
         total = rank.forward(batch, loss, args).loss
         saved = live.now
         total.backward()  # type: ignore[no-untyped-call]
@@ -100,25 +93,6 @@ def _watch(
 def _loss(model: nn.Module, args: FSDP2TrainingArguments) -> TokenLoss:
     stands_in = args.fused_loss in ("liger", "cut")
     return loss_of(replace(args, fused_loss="chunked") if stands_in else args, model)
-
-
-def _attention(args: FSDP2TrainingArguments) -> AbstractContextManager[object]:
-    """Only the plain implementation keeps matrices of sequence by sequence."""
-    plain = args.sdpa_backend in ("math", ("math",))
-    return sdpa_kernel(SDPBackend.MATH) if plain else _WithoutDropout()
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Leaves dropout out of attention: a GPU's flash kernel keeps a seed for it, and the CPU's has none."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func is functional.scaled_dot_product_attention:
-            named.pop("dropout_p", None)
-            args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :]) if len(args) > _DROPOUT else args
-        return func(*args, **named)
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer_core import MARGIN_STANDS_FOR, margin_of
+
 from .mesh import Mesh
 
 GIB = 2**30
-MARGIN_SHARE, MARGIN_BYTES = 0.05, GIB
-"""What is added for all that the estimate leaves out: a share of the rest, and a fixed part."""
-
-LEFT_OUT = "fragmentation of the allocator, workspaces of kernels, buffers of NCCL, the libraries themselves"
-"""What the margin stands for."""
-
-
-def margin_of(size: int) -> int:
-    """The margin on so many bytes."""
-    return int(MARGIN_SHARE * size) + MARGIN_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +61,7 @@ class MemoryPlan:
 
     @property
     def margin(self) -> int:
-        """5 % of the rest and 1 GiB, for what is left out (see `LEFT_OUT`)."""
+        """5 % of the rest and 1 GiB, for what is left out (see `MARGIN_STANDS_FOR`)."""
         return margin_of(self._without_margin)
 
     @property
@@ -90,7 +82,7 @@ class MemoryPlan:
         return {"mesh": mesh, **own, **listed, "margin": self.margin, "total": self.total}
 
     def __str__(self) -> str:
-        notes = (f"left out: {LEFT_OUT}", *self.notes)
+        notes = (f"left out: {MARGIN_STANDS_FOR}", *self.notes)
         return "\n".join([self._head(), *_aligned(self._rows()), *(f"  {note}" for note in notes)])
 
     def _head(self) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trainer_core import ConfigurationError, ModelInit
+from trainer_core import ConfigurationError, ModelInit, margin_of
 
 from ..arguments import FSDP2TrainingArguments
 from .activations import Activations, estimate_activations
-from .memory_plan import MemoryPlan, margin_of
+from .memory_plan import MemoryPlan
 from .mesh import Mesh, mesh_of
 from .outline import outline
 from .state import OptimizerFactory, ShardedState, sharded_state
