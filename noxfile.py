@@ -32,11 +32,14 @@ PYTHONS = _versions if len(_versions) > 1 else _versions[0]
 # Safe path: nothing is imported by accident from the folder a test happens to run in.
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
-# Tests start hundreds of processes that import torch: without bytecode each would compile all of it anew.
+# Tests start hundreds of processes that import torch, in some thirty environments: its bytecode is compiled
+# once for all of these, see `share_bytecode`.
+BYTECODE = ROOT / ".nox" / ".bytecode"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
 
 # Two tests at a time: most wait for one process, or for ranks that start.
-PYTEST = ("pytest", "-n", "2", "--dist", "worksteal")
+PYTEST = ("pytest", "-n", "2", "--dist", "loadgroup")
 
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
@@ -70,12 +73,26 @@ def extra_tests(package: str) -> dict[str, str]:
     return {name: folder for name, folder in folders.items() if (ROOT / folder).is_dir()}
 
 
+def share_bytecode(home: str | Path) -> None:
+    """Let an environment use the bytecode of all others.
+
+    Python looks for it under the path of the source. A link leads from there to one place; what was compiled
+    of another release of a module has another time or size, and counts for nothing.
+    """
+    (BYTECODE / "shared").mkdir(parents=True, exist_ok=True)
+    place = BYTECODE / Path(home).resolve().relative_to("/")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.is_symlink():
+        place.symlink_to(BYTECODE / "shared")
+
+
 def install_package(session: nox.Session, package: str, extra: str = "") -> None:
     """Install one package of the workspace with its test tools; siblings come in only if it declares them."""
     here = f"packages/{package}"
     target = f"./{here}[{extra}]" if extra in extras(package) else f"./{here}"
     groups = ["test", *({extra} & set(test_groups(package)))]
     chosen = [part for group in groups for part in ("--group", f"{here}/pyproject.toml:{group}")]
+    share_bytecode(session.virtualenv.location)
     # Reinstall: with a reused environment (nox -r) uv would keep yesterday's copy of the package.
     session.install("--reinstall-package", package, target, *chosen)
 
@@ -84,6 +101,7 @@ def install_everything(session: nox.Session, *groups: str) -> None:
     """Install all packages of the workspace with all their extras, and dependency groups."""
     names = {package: ",".join(extras(package)) for package in PACKAGES}
     targets = [f"./packages/{package}" + (f"[{extra}]" if extra else "") for package, extra in names.items()]
+    share_bytecode(session.virtualenv.location)
     editable = [part for target in targets for part in ("-e", target)]
     session.install(*editable, *(part for group in groups for part in ("--group", group)))
 
@@ -189,6 +207,7 @@ def benchmarks(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/, check it, and run the code blocks of the guides."""
+    share_bytecode(session.virtualenv.location)
     session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "docs")
     session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
     session.run(*PYTEST, "tests/docs", env=ENV)
@@ -206,6 +225,7 @@ def wheels(session: nox.Session) -> None:
     built = sorted(map(str, dist.glob("*.whl")))
     if len(built) != len(PACKAGES):
         session.error(f"{len(PACKAGES)} packages gave {len(built)} wheels: {built}")
+    share_bytecode(session.virtualenv.location)
     session.install("--no-sources", *built)
     session.run("python", "-I", "tests/wheels/check_installed.py", *PACKAGES)
     footprints = [install_alone(session, package, dist) for package in PACKAGES]
@@ -222,18 +242,21 @@ def install_alone(session: nox.Session, package: str, dist: Path) -> object:
     # Files, not names: a registry might know something else under the name of a sibling.
     wheels = [str(next(dist.glob(f"{name.replace('-', '_')}-*.whl"))) for name in sorted(siblings(package))]
     session.run_install("uv", "venv", "-q", "--clear", str(home), external=True)
+    share_bytecode(home)
     python = str(home / "bin" / "python")
     session.run_install(
         "uv", "pip", "install", "-q", "--no-sources", "--python", python, *wheels, external=True
     )
     readme = ("tests/wheels/run_readme.py", package)
-    session.run(python, "-I", *readme, external=True)
+    # Isolated, Python does not listen to the variable.
+    alone = (python, "-I", "-X", f"pycache_prefix={BYTECODE}")
+    session.run(*alone, *readme, external=True)
     if package in EXAMPLE_OF_RANKS:
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         session.run(python, *torchrun, *readme, external=True, env=ENV)
     footprint = ("tests/wheels/footprint.py", package)
     # Warnings are not part of the figures.
-    told = session.run(python, "-I", *footprint, external=True, silent=True, stderr=None, env=ENV)
+    told = session.run(*alone, *footprint, external=True, silent=True, stderr=None, env=ENV)
     return json.loads(str(told))
 
 

@@ -18,6 +18,7 @@ from .case import (
 )
 from .ddp_cases import DDP_CASES
 from .fsdp2_cases import FSDP2_CASES
+from .model import Untold
 from .pipeline_cases import PIPELINE_CASES
 
 ONE_DEVICE_CASES = [
@@ -104,6 +105,7 @@ ONE_DEVICE_CASES = [
     ),
     Case(name="garbage by hand", settings={"gc_steps": 5, "gc_freeze": True}),
     Case(name="anomaly mode", settings={"detect_anomaly": True}),
+    Case(name="FLOPs counted", settings={"check_flops": True}, options=lambda: {"model_init": Untold}),
     Case(name="evaluation in between", settings={"eval_strategy": "steps", "eval_steps": 3}),
     Case(
         name="evaluation in between, compiled",

@@ -55,6 +55,7 @@ def serve(connection: Connection, log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
+    gc.freeze()  # collecting garbage then leaves out what was imported
     while True:
         try:
             job: Job = connection.recv()

@@ -62,6 +62,7 @@ def settings_of(recipe: Recipe) -> dict[str, object]:
         "warmup_steps": recipe.warmup,
         "max_grad_norm": recipe.max_grad_norm,
         "logging_steps": 1,
+        "check_flops": False,
         "save_strategy": "no",
     }
 

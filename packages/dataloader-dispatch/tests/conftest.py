@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis.configuration import set_hypothesis_home_dir
+from warm_start import WarmStart
 
 from dist_env import forget_warnings
 
@@ -49,7 +48,15 @@ class Rank:
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Rank]]:
+def warm() -> Iterator[WarmStart]:
+    """Starts the workers."""
+    start = WarmStart(["torch.distributed", "dataloader_dispatch"], _environ())
+    yield start
+    start.close()
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Callable[..., list[Rank]]:
     """`launch("worker.py", 4, "argument")`: one process a rank, with torchrun's variables and ``NOTE``."""
 
     def run(worker: str, ranks: int, *arguments: object, timeout: float = 120) -> list[Rank]:
@@ -57,14 +64,30 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Rank]
         with socket.create_server(("localhost", 0)) as probe:
             port = str(probe.getsockname()[1])
         start = time.monotonic()
-        files = [folder / f"note-{rank}.json" for rank in range(ranks)]
-        running = [_start(worker, rank, ranks, port, file, arguments) for rank, file in enumerate(files)]
+        words = [str(WORKERS / worker), *map(str, arguments)]
+        running = [
+            warm.start(
+                words,
+                _environ(rank, ranks, port, folder / f"note-{rank}.json"),
+                folder / f"out-{rank}",
+                folder / f"err-{rank}",
+            )
+            for rank in range(ranks)
+        ]
         ended = []
         try:
-            for process, file in zip(running, files, strict=True):
-                out, err = process.communicate(timeout=timeout)
-                note = json.loads(file.read_text()) if file.exists() else None
-                ended.append(Rank(process.returncode, out, err, time.monotonic() - start, note))
+            for rank, process in enumerate(running):
+                code = process.wait(timeout)
+                texts = [(folder / f"{name}-{rank}").read_text() for name in ("out", "err")]
+                note = folder / f"note-{rank}.json"
+                ended.append(
+                    Rank(
+                        code,
+                        *texts,
+                        time.monotonic() - start,
+                        json.loads(note.read_text()) if note.exists() else None,
+                    )
+                )
         finally:
             for process in running:
                 process.kill()
@@ -73,9 +96,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Rank]
     return run
 
 
-def _start(
-    worker: str, rank: int, ranks: int, port: str, note: Path, arguments: tuple[object, ...]
-) -> subprocess.Popen[str]:
+def _environ(rank: int = 0, ranks: int = 1, port: str = "", note: Path | None = None) -> dict[str, str]:
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -88,13 +109,7 @@ def _start(
         # A safe path does not hold the script's folder, where some workers have further modules.
         "PYTHONPATH": str(WORKERS),
     }
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(WORKERS / worker), *map(str, arguments)],
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return {**os.environ, **variables}
 
 
 @pytest.fixture

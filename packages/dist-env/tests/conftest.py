@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm_start import WarmStart
 
 WORKERS = Path(__file__).parent / "workers"
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -109,7 +110,15 @@ def torchrun() -> Callable[..., Finished]:
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
+def warm() -> Iterator[WarmStart]:
+    """Starts the workers."""
+    start = WarmStart(["torch.distributed", "dist_env"], clean_environ())
+    yield start
+    start.close()
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Callable[..., Job]:
     """`launch("exchange.py", 4)`: bare processes with the six variables set; a worker may write notes.
 
     `unset` names variables to leave out.
@@ -137,20 +146,25 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
                 "NOTES": str(folder / f"notes-{rank}.json"),
             }
             environ = {k: v for k, v in clean_environ(**variables).items() if k not in unset}
-            command = [sys.executable, str(WORKERS / worker), *arguments]
-            processes.append(
-                subprocess.Popen(
-                    command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-                )
-            )
-        finished = []
+            told = (folder / f"out-{rank}", folder / f"err-{rank}")
+            processes.append(warm.start([str(WORKERS / worker), *arguments], environ, *told))
+        seconds = []
         try:
             for process in processes:
-                out, err = process.communicate(timeout=timeout)
-                finished.append(Finished(process.returncode, out, err, time.monotonic() - start))
+                process.wait(timeout)
+                seconds.append(time.monotonic() - start)
         finally:
             for process in processes:
                 process.kill()
+        finished = [
+            Finished(
+                process.returncode or 0,
+                (folder / f"out-{rank}").read_text(),
+                (folder / f"err-{rank}").read_text(),
+                seconds[rank],
+            )
+            for rank, process in enumerate(processes)
+        ]
         files = [folder / f"notes-{rank}.json" for rank in range(ranks)]
         return Job(finished, [json.loads(f.read_text()) if f.exists() else {} for f in files])
 

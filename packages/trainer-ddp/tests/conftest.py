@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm_start import WarmStart
 
 from dist_env import forget_warnings
 
@@ -77,7 +78,15 @@ def torchrun() -> Callable[..., Finished]:
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
+def warm() -> Iterator[WarmStart]:
+    """Starts the workers."""
+    start = WarmStart(["trainer_ddp", "torch._dynamo"], clean_environ())
+    yield start
+    start.close()
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Callable[..., Job]:
     """`launch("worker.py", 4, "argument")`: bare processes; a worker may write notes."""
 
     def run(worker: str, ranks: int, *arguments: str, timeout: float) -> Job:
@@ -88,9 +97,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
             environ = clean_environ(
                 **dict(zip(LAUNCHER_VARIABLES, place, strict=True)), NOTES=str(folder / f"notes-{rank}.json")
             )
-            command = [sys.executable, str(WORKERS / worker), *arguments]
-            out, err = (folder / f"out-{rank}").open("wb"), (folder / f"err-{rank}").open("wb")
-            processes.append(subprocess.Popen(command, env=environ, stdout=out, stderr=err))
+            told = (folder / f"out-{rank}", folder / f"err-{rank}")
+            processes.append(warm.start([str(WORKERS / worker), *arguments], environ, *told))
         seconds = []
         try:
             for process in processes:
@@ -104,7 +112,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
                 process.kill()
         finished = [
             Finished(
-                process.returncode,
+                process.returncode or 0,
                 (folder / f"out-{rank}").read_text(),
                 (folder / f"err-{rank}").read_text(),
                 seconds[rank],

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.xdist_group("two ranks")
+
 ALL_MATRICES = [
     "convolution.weight",
     "first.weight",

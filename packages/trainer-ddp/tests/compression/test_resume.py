@@ -16,6 +16,8 @@ from trainer_core import Traffic
 from trainer_ddp import CompressionArguments
 from trainer_ddp.compression import GradientCompression, build_compression
 
+pytestmark = pytest.mark.xdist_group("two ranks")
+
 SETTINGS = CompressionArguments(method="powerSGD", matrix_rank=2, start_step=0)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("two ranks")
+
 # A gradient is rounded once on each rank and once in their sum.
 BOUNDS = {"fp16": 2 * 2**-11, "bf16": 2 * 2**-8}
 

@@ -10,6 +10,8 @@ from checkpoint_core import CheckpointError
 from trainer_core import ConfigurationError
 from trainer_ddp import PostLocalSGDArguments
 
+pytestmark = pytest.mark.xdist_group("worlds")
+
 
 def test_diloco_steps_the_anchor_with_nesterov_momentum(jobs):
     job = jobs.Job(jobs.diloco(2, 3, rate=0.5, momentum=0.8))

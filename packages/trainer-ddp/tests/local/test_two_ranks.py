@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("worlds")
+
 FLOAT = 4
 # Linear(4, 6), BatchNorm1d(6), a tied Linear(6, 6) without bias, Linear(6, 2); the frozen layer stays home.
 TRAINED = (4 * 6 + 6) + (6 + 6) + 6 * 6 + (6 * 2 + 2)

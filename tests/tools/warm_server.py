@@ -1,0 +1,97 @@
+"""The process that forks scripts: `warm_server.py SOCKET MODULE...`; see `warm_start.py`."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+
+def main(descriptor: int, modules: list[str]) -> None:
+    """Fork until nobody asks any more, and run a script in each child."""
+    for module in modules:
+        importlib.import_module(module)
+    # A child that looked for garbage in what is there now would copy all of its pages.
+    gc.freeze()
+    job = _serve(socket.socket(fileno=descriptor))
+    if job is not None:
+        _become(job)
+        runpy.run_path(job["words"][0], run_name="__main__")
+
+
+def _serve(connection: socket.socket) -> dict[str, Any] | None:
+    """Fork for each request; return the request in the child, and None in the parent when all is over."""
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    running: set[int] = set()
+    read = b""
+    while True:
+        ready = select.select([connection, ended], [], [])[0]
+        if ended in ready:
+            os.read(ended, 4096)
+            _tell_ended(connection, running)
+        if connection not in ready:
+            continue
+        received = connection.recv(65536)
+        if not received:
+            break
+        *lines, read = (read + received).split(b"\n")
+        for line in lines:
+            process = os.fork()
+            if process == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for descriptor in (ended, wake):
+                    os.close(descriptor)
+                connection.close()
+                request: dict[str, Any] = json.loads(line)
+                return request
+            running.add(process)
+            _tell(connection, {"started": process})
+    for process in running:
+        os.kill(process, signal.SIGKILL)
+    return None
+
+
+def _tell_ended(connection: socket.socket, running: set[int]) -> None:
+    for process in list(running):
+        found, status = os.waitpid(process, os.WNOHANG)
+        if found:
+            running.discard(process)
+            _tell(connection, {"ended": process, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _tell(connection: socket.socket, message: dict[str, int]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _become(job: dict[str, Any]) -> None:
+    """Be the process of a script, as if it had been started with its own words and environment."""
+    os.chdir(job["folder"])
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    for stream, (path, mode) in enumerate(
+        ((os.devnull, os.O_RDONLY), (job["out"], flags), (job["err"], flags))
+    ):
+        opened = os.open(path, mode, 0o644)
+        os.dup2(opened, stream)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(job["env"])
+    sys.argv = list(job["words"])
+    sys.path[:0] = [path for path in job["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
