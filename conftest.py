@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import gc
+import functools
+import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -12,25 +14,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """Leave out what was imported, torch above all, whenever garbage is collected from here on."""
-    gc.collect()
-    gc.freeze()
+@functools.cache
+def _launch_of(path: str) -> str | None:
+    """The launch that the tests of a file share, if they do.
 
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one launch go to one process of those that test side by side, so that it is launched once.
-
-    A fixture of module scope is such a launch. One of session scope may as well be a function that launches,
-    so files that share a launch by it say so themselves, with `pytest.mark.xdist_group`.
+    A fixture of module scope is one. One of session scope may as well be a function that launches, so files
+    that share a launch by it say so, with `pytest.mark.xdist_group`.
     """
-    for item in items:
-        if isinstance(item, pytest.Function) and _has_launch(item):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    text = Path(path).read_text() if path.endswith(".py") else ""
+    if found := re.search(r'pytest\.mark\.xdist_group\("([^"]+)"\)', text):
+        return f"{Path(path).parent}: {found[1]}"
+    return path if 'scope="module"' in text else None
 
 
-def _has_launch(item: pytest.Function) -> bool:
-    found = item._fixtureinfo.name2fixturedefs
-    own = item.nodeid.partition("::")[0]
-    return any(each.scope == "module" and each.baseid == own for defs in found.values() for each in defs)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Send tests of one launch to one process of those that test side by side, so that it is launched once.
+
+    This is what `--dist loadgroup` is for, which does nothing with pytest 9.2 and xdist 3.8: the name of a
+    test cannot be changed any more.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByLaunch(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _launch_of(nodeid.partition("::")[0]) or nodeid
+
+    return ByLaunch(config, log)

@@ -38,8 +38,9 @@ BYTECODE = ROOT / ".nox" / ".bytecode"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
 
-# Two tests at a time: most wait for one process, or for ranks that start.
-PYTEST = ("pytest", "-n", "2", "--dist", "loadgroup")
+# Two tests at a time, or four where most of them wait for ranks that are lost, or late.
+PYTEST = ("pytest", "-n", "2")
+PATIENT = {"dist-env": ("pytest", "-n", "4")}
 
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
@@ -115,7 +116,8 @@ def add_package_sessions(package: str) -> None:
         if package in TORCH_FREE:
             session.run("python", "-c", NO_TORCH)
         ignored = [f"--ignore={folder}" for folder in with_extra.values()]
-        session.run(*PYTEST, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
+        pytest = PATIENT.get(package, PYTEST)
+        session.run(*pytest, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
 
     tests.__doc__ = f"Test {package} with nothing but what it declares."
     nox.session(name=f"tests-{package}", python=PYTHONS)(tests)

@@ -63,6 +63,8 @@ class WarmStart:
 
     def close(self) -> None:
         """End what still runs, and the process that forks."""
+        # Processes that a test has forked may have the socket too: closing it here would not end it.
+        self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._server.wait()
 
