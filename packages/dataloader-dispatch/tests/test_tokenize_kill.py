@@ -55,6 +55,27 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
+def test_ended_before_the_manifest_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = write_corpus(tmp_path / "a.jsonl", 50)
+    options = ["--tokenizer", "bytes", "--workers", "0"]
+    rename = Path.replace
+
+    def end(path: Path, target: Path) -> Path:
+        if target.name == "manifest.json":
+            os._exit(7)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", end)
+    process = os.fork()
+    if process == 0:
+        os._exit(main(["tokenize", str(corpus), str(tmp_path / "out"), *options]))
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
+    monkeypatch.undo()
+    for name in ("out", "whole"):
+        assert main(["tokenize", str(corpus), str(tmp_path / name), *options]) == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[[int], subprocess.Popen[str]]:
     """Start the command in processes of its own; the argument is the number of workers."""

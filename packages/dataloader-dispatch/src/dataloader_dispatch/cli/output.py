@@ -164,7 +164,7 @@ class Output:
         Raises:
             OSError: It cannot be written.
         """
-        write_durably(self.path / MANIFEST, manifest.to_json())
+        write_durably(self.path / MANIFEST, manifest.to_json(), scratch=self.scratch)
         self.remove_scratch()
 
     def remove_scratch(self) -> None:

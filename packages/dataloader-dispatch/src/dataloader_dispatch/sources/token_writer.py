@@ -95,13 +95,18 @@ class PartWriter:
             path.unlink(missing_ok=True)
 
 
-def write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str, *, scratch: Path | None = None) -> None:
     """Replace a file in one step; the new content is on the disk then.
+
+    Args:
+        path: The file.
+        text: What it is to hold.
+        scratch: Where it is written first, and a kill may leave it; beside the file by default.
 
     Raises:
         OSError: The file cannot be written.
     """
-    temporary = path.with_name(f"{path.name}-{os.getpid()}")
+    temporary = (scratch or path.parent) / f"{path.name}-{os.getpid()}"
     with temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
