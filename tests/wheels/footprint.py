@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 _MIB = 2**20
-_IMPORTS = 3
+_IMPORTS = 2
 # What torch asks for under `extra` conditions is not installed for it.
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -38,17 +38,27 @@ def installed_bytes(name: str) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def import_seconds(module: str) -> float:
-    """Return how long a new interpreter takes to import a module, the shortest of some times."""
-    code = f"import time; began = time.perf_counter(); import {module}; print(time.perf_counter() - began)"
-    command = [sys.executable, "-c", code]
-    return min(float(subprocess.check_output(command, text=True)) for _ in range(_IMPORTS))
+def import_seconds(module: str) -> tuple[float, float | None]:
+    """Return how long a new interpreter takes to import a module, and how much of it is for torch.
+
+    Both are the shortest of several times; the second is None where torch is not imported.
+    """
+    alone, _, loads_torch = _imported("time", module)
+    if not loads_torch:
+        return min(alone, *(_imported("time", module)[0] for _ in range(_IMPORTS - 1))), None
+    whole, of_torch, _ = zip(*(_imported("torch", module) for _ in range(_IMPORTS)), strict=True)
+    return min(alone, *whole), min(of_torch)
 
 
-def imports_torch(module: str) -> bool:
-    """Return whether importing a module imports torch."""
-    code = f"import sys, {module}; print('torch' in sys.modules)"
-    return subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "True"
+def _imported(first: str, module: str) -> tuple[float, float, bool]:
+    """Seconds for both of two modules and for the first, and whether torch is there then."""
+    code = (
+        f"import sys, time; began = time.perf_counter(); import {first}; between = time.perf_counter(); "
+        f"import {module}; ended = time.perf_counter(); "
+        "print(ended - began, between - began, int('torch' in sys.modules))"
+    )
+    told = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    return float(told[0]), float(told[1]), told[2] == "1"
 
 
 def main(name: str) -> None:
@@ -56,13 +66,14 @@ def main(name: str) -> None:
     own = requirements(name)
     of_torch = requirements("torch")
     module = name.replace("-", "_")
+    seconds, of_torch_seconds = import_seconds(module)
     figures = {
         "package": name,
         "own_mib": installed_bytes(name) / _MIB,
         "without_torch_mib": sum(map(installed_bytes, own - of_torch)) / _MIB,
         "needs": sorted(own - of_torch - {name}),
-        "import_s": import_seconds(module),
-        "import_torch_s": import_seconds("torch") if imports_torch(module) else None,
+        "import_s": seconds,
+        "import_torch_s": of_torch_seconds,
     }
     print(json.dumps(figures))
 
