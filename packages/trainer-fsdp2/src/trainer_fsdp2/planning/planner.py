@@ -93,6 +93,7 @@ class Planner:
         self._sequence_length = sequence_length
         self._batch = batch
         self._optimizer_factory = optimizer_factory
+        self._model: nn.Module | None = None
         self._states: dict[tuple[int, int | None], ShardedState] = {}
         self._activations: dict[tuple[object, ...], Activations] = {}
 
@@ -104,12 +105,12 @@ class Planner:
             mesh: The ranks.
             ranks: How many of one copy go into `per_rank`; all by default.
         """
-        model = outline(self._model_init, args)
+        model = self._weights(args)
         size = sum(parameter.numel() for parameter in model.parameters())
         travels = transient(model, args, mesh)
-        state = self._state(model, args, mesh.shards, ranks)
+        state = self._state(args, mesh.shards, ranks)
         batch = self._batch_of(args)
-        found = self._activations_of(model, args, mesh, batch)
+        found = self._activations_of(args, mesh, batch)
         fullest = max(state.ranks, key=lambda rank: rank.total)
         offloaded = found.saved if args.enable_activation_offloading else 0
         host = args.fsdp2.cpu_offload
@@ -135,23 +136,27 @@ class Planner:
 
     def least(self, args: FSDP2TrainingArguments, mesh: Mesh) -> int:
         """Bytes of the device that a layout needs before any activation; takes no time."""
-        model = outline(self._model_init, args)
-        state = self._state(model, args, mesh.shards, 1).ranks[0].total
-        size = sum(transient(model, args, mesh)) + (0 if args.fsdp2.cpu_offload else state)
+        state = self._state(args, mesh.shards, 1).ranks[0].total
+        size = sum(transient(self._weights(args), args, mesh)) + (0 if args.fsdp2.cpu_offload else state)
         return size + margin_of(size)
 
-    def _state(
-        self, model: nn.Module, args: FSDP2TrainingArguments, shards: int, ranks: int | None
-    ) -> ShardedState:
+    def _weights(self, args: FSDP2TrainingArguments) -> nn.Module:
+        """The model as one outline of it says, whatever it recomputes: that changes no weight."""
+        if self._model is None:
+            self._model = outline(self._model_init, args)
+        return self._model
+
+    def _state(self, args: FSDP2TrainingArguments, shards: int, ranks: int | None) -> ShardedState:
         key = (shards, ranks)
         if key not in self._states:
-            self._states[key] = sharded_state(model, args, shards, self._optimizer_factory, ranks=ranks)
+            self._states[key] = sharded_state(
+                self._weights(args), args, shards, self._optimizer_factory, ranks=ranks
+            )
         return self._states[key]
 
     def _activations_of(
-        self, model: nn.Module, args: FSDP2TrainingArguments, mesh: Mesh, batch: Mapping[str, Tensor]
+        self, args: FSDP2TrainingArguments, mesh: Mesh, batch: Mapping[str, Tensor]
     ) -> Activations:
-        """Uses the model up."""
         key = (
             is_sharded(args, mesh),
             args.fsdp2.param_dtype,
@@ -163,7 +168,8 @@ class Planner:
             tuple((name, tuple(value.shape)) for name, value in batch.items()),
         )
         if key not in self._activations:
-            self._activations[key] = estimate_activations(model, args, mesh, batch)
+            # A model of its own: it is used up.
+            self._activations[key] = estimate_activations(outline(self._model_init, args), args, mesh, batch)
         return self._activations[key]
 
     def _batch_of(self, args: FSDP2TrainingArguments) -> Mapping[str, Tensor]:
