@@ -2,6 +2,10 @@
 
 Each session has an environment of its own. A `tests-<package>` session holds that package and what it
 declares, and nothing else, so an import of something undeclared fails there.
+
+Two sessions run at a time, and each tells what it has to say when it has ended: one after another they leave a
+core idle for a quarter of the time, as they install, wait for ranks that are lost, or have one test left.
+`uv run nox -j 1` runs them one after another.
 """
 
 from __future__ import annotations
@@ -15,9 +19,11 @@ from typing import Any
 
 import nox
 
-nox.needs_version = ">=2025.5"
+nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
+nox.options.parallel = 2
+nox.options.allow_parallel = True
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -38,9 +44,8 @@ BYTECODE = ROOT / ".nox" / ".bytecode"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
 
-# Two tests at a time, or four where most of them wait for ranks that are lost, or late.
+# Two tests at a time, for most start several ranks.
 PYTEST = ("pytest", "-n", "2")
-PATIENT = {"dist-env": ("pytest", "-n", "4")}
 
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
@@ -116,8 +121,7 @@ def add_package_sessions(package: str) -> None:
         if package in TORCH_FREE:
             session.run("python", "-c", NO_TORCH)
         ignored = [f"--ignore={folder}" for folder in with_extra.values()]
-        pytest = PATIENT.get(package, PYTEST)
-        session.run(*pytest, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
+        session.run(*PYTEST, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
 
     tests.__doc__ = f"Test {package} with nothing but what it declares."
     nox.session(name=f"tests-{package}", python=PYTHONS)(tests)

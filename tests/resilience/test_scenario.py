@@ -8,7 +8,7 @@ from resilience.plan import make_plan
 from resilience.scenario import Outcome, print_outcome, run_scenario
 
 SEED = 3
-EPISODES = len(FAULTS) + 1
+EPISODES = len(FAULTS)
 
 
 @pytest.fixture(scope="module")
