@@ -42,7 +42,7 @@ from .loss import (
     loss_of,
     predict,
 )
-from .memory import MARGIN_STANDS_FOR, LiveBytes, attention_of_gpus, margin_of
+from .memory import MARGIN_STANDS_FOR, LiveBytes, PlannedBatch, attention_of_gpus, margin_of
 from .model import (
     InitialValues,
     ModelInit,
@@ -117,6 +117,7 @@ __all__ = [
     "NonFiniteGradientError",
     "OutputMeanLoss",
     "Parallelism",
+    "PlannedBatch",
     "ProfilerCallback",
     "Sampling",
     "Scored",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trainer_core import ConfigurationError, ModelInit, margin_of
+from trainer_core import ModelInit, PlannedBatch, margin_of
 
 from ..arguments import FSDP2TrainingArguments
 from .activations import Activations, estimate_activations
@@ -69,7 +69,7 @@ class Planner:
         optimizer_factory: As the trainer is given it.
 
     Raises:
-        ConfigurationError: If neither batch nor sequence length is given, or both are.
+        ConfigurationError: If neither batch nor sequence length is given, or both are, or they make no sense.
     """
 
     def __init__(
@@ -80,18 +80,8 @@ class Planner:
         batch: Mapping[str, Tensor] | None = None,
         optimizer_factory: OptimizerFactory | None = None,
     ) -> None:
-        if (sequence_length is None) == (batch is None):
-            raise ConfigurationError(
-                "sequence_length",
-                sequence_length,
-                "is needed to know the activations, unless a batch is given",
-                "give one of sequence_length and batch",
-            )
-        if sequence_length is not None and sequence_length < 2:
-            raise ConfigurationError("sequence_length", sequence_length, "must be at least 2", "raise it")
+        self._batch = PlannedBatch(sequence_length, batch)
         self._model_init = model_init
-        self._sequence_length = sequence_length
-        self._batch = batch
         self._optimizer_factory = optimizer_factory
         self._model: nn.Module | None = None
         self._states: dict[tuple[int, int | None], ShardedState] = {}
@@ -109,7 +99,7 @@ class Planner:
         size = sum(parameter.numel() for parameter in model.parameters())
         travels = transient(model, args, mesh)
         state = self._state(args, mesh.shards, ranks)
-        batch = self._batch_of(args)
+        batch = self._batch.of(args.per_device_train_batch_size, torch.device("meta"))
         found = self._activations_of(args, mesh, batch)
         fullest = max(state.ranks, key=lambda rank: rank.total)
         offloaded = found.saved if args.enable_activation_offloading else 0
@@ -171,17 +161,6 @@ class Planner:
             # A model of its own: it is used up.
             self._activations[key] = estimate_activations(outline(self._model_init, args), args, mesh, batch)
         return self._activations[key]
-
-    def _batch_of(self, args: FSDP2TrainingArguments) -> Mapping[str, Tensor]:
-        if self._batch is not None:
-            if not isinstance(self._batch.get("labels"), Tensor):
-                raise ConfigurationError(
-                    "batch", sorted(self._batch), "has no tensor 'labels'", "give it, of any values"
-                )
-            return self._batch
-        shape = (args.per_device_train_batch_size, self._sequence_length or 0)
-        ids = torch.empty(shape, dtype=torch.int64, device="meta")
-        return {"input_ids": ids, "labels": ids.clone()}
 
 
 def _notes(args: FSDP2TrainingArguments, mesh: Mesh) -> tuple[str, ...]:

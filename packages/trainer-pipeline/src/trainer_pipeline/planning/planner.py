@@ -17,6 +17,7 @@ from trainer_core import (
     DryRun,
     LiveBytes,
     ModelInit,
+    PlannedBatch,
     TokenLoss,
     TrainingArguments,
     attention_of_gpus,
@@ -76,7 +77,8 @@ def plan(
     if world_size < 2:
         raise ConfigurationError("world_size", world_size, "is no pipeline", "give at least 2")
     replicas = args.pipeline.replicas
-    rows = _Rows(_batch(args, sequence_length, batch))
+    planned = PlannedBatch(sequence_length, batch)
+    rows = _Rows(planned.of(args.per_device_train_batch_size, torch.device("cpu")))
     known = Boundaries()
     ranks = []
     # Neighbouring ranks have the same stages, so that one of them stands for all.
@@ -163,28 +165,6 @@ class _Rows:
     def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
         while True:
             yield self._batch
-
-
-def _batch(
-    args: PipelineTrainingArguments, sequence_length: int | None, batch: Mapping[str, Tensor] | None
-) -> Mapping[str, Tensor]:
-    if (sequence_length is None) == (batch is None):
-        raise ConfigurationError(
-            "sequence_length",
-            sequence_length,
-            "is needed to know the activations, unless a batch is given",
-            "give one of sequence_length and batch",
-        )
-    if batch is not None:
-        if not isinstance(batch.get("labels"), Tensor):
-            raise ConfigurationError(
-                "batch", sorted(batch), "has no tensor 'labels'", "give it, of any values"
-            )
-        return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in batch.items()}
-    if sequence_length is not None and sequence_length < 2:
-        raise ConfigurationError("sequence_length", sequence_length, "must be at least 2", "raise it")
-    ids = torch.zeros((args.per_device_train_batch_size, sequence_length or 0), dtype=torch.int64)
-    return {"input_ids": ids, "labels": ids.clone()}
 
 
 def _to_plan(args: PipelineTrainingArguments, batch_size: int) -> PipelineTrainingArguments:
