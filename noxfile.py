@@ -3,9 +3,9 @@
 Each session has an environment of its own. A `tests-<package>` session holds that package and what it
 declares, and nothing else, so an import of something undeclared fails there.
 
-Two sessions run at a time, and each tells what it has to say when it has ended: one after another they leave a
-core idle for a quarter of the time, as they install, wait for ranks that are lost, or have one test left.
-`uv run nox -j 1` runs them one after another.
+Two sessions run at a time, and what one of them says comes when it has ended. One after another (`-j 1`) they
+leave a core idle for a quarter of the time, as they install, wait for ranks that are lost, or have one test
+left.
 """
 
 from __future__ import annotations
@@ -112,6 +112,88 @@ def install_everything(session: nox.Session, *groups: str) -> None:
     session.install(*editable, *(part for group in groups for part in ("--group", group)))
 
 
+def install_alone(session: nox.Session, package: str, dist: Path) -> object:
+    """Install one package's wheel, with nothing but what it declares, and run the example of its README.
+
+    Returns:
+        What it weighs; see `footprint.py`.
+    """
+    home = Path(session.create_tmp()) / "alone"
+    # Files, not names: a registry might know something else under the name of a sibling.
+    wheels = [str(next(dist.glob(f"{name.replace('-', '_')}-*.whl"))) for name in sorted(siblings(package))]
+    session.run_install("uv", "venv", "-q", "--clear", str(home), external=True)
+    share_bytecode(home)
+    python = str(home / "bin" / "python")
+    session.run_install(
+        "uv", "pip", "install", "-q", "--no-sources", "--python", python, *wheels, external=True
+    )
+    readme = ("tests/wheels/run_readme.py", package)
+    # Isolated, Python does not listen to the variable.
+    alone = (python, "-I", "-X", f"pycache_prefix={BYTECODE}")
+    session.run(*alone, *readme, external=True)
+    if package in EXAMPLE_OF_RANKS:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        session.run(python, *torchrun, *readme, external=True, env=ENV)
+    footprint = ("tests/wheels/footprint.py", package)
+    # Warnings are not part of the figures.
+    told = session.run(*alone, *footprint, external=True, silent=True, stderr=None, env=ENV)
+    return json.loads(str(told))
+
+
+def siblings(package: str) -> set[str]:
+    """Return a package and the packages of this workspace that it needs, directly or not."""
+    names = {requirement.split("==")[0] for requirement in project_table(package).get("dependencies", [])}
+    found = {package}
+    for name in names & set(PACKAGES):
+        found |= siblings(name)
+    return found
+
+
+# Sessions start in the order of this file: what takes long first, or a core would wait for it in the end.
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/, check it, and run the code blocks of the guides."""
+    share_bytecode(session.virtualenv.location)
+    session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "docs")
+    session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run(*PYTEST, "tests/docs", env=ENV)
+    # This spelling of a block's options, `{.python continuation}`, is the one that MkDocs shows as code.
+    session.run(*PYTEST, "--markdown-docs", "--markdown-docs-syntax=superfences", "docs", env=ENV)
+
+
+@nox.session
+def equivalence(session: nox.Session) -> None:
+    """Hold every way to train against a hand-written loop, and print the table."""
+    install_everything(session, "test")
+    session.run(*PYTEST, "tests/equivalence", *session.posargs, env=ENV)
+
+
+@nox.session
+def resilience(session: nox.Session) -> None:
+    """Kill, stop, starve and damage one run again and again, and show that nothing of it is lost."""
+    install_everything(session, "test")
+    session.run(*PYTEST, "tests/resilience", *session.posargs, env=ENV)
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build all packages, install the wheels, and use them as a stranger would."""
+    dist = Path(session.create_tmp()) / "dist"
+    session.run_install(
+        "uv", "build", "-q", "--all-packages", "--no-sources", "--clear", "-o", str(dist), external=True
+    )
+    built = sorted(map(str, dist.glob("*.whl")))
+    if len(built) != len(PACKAGES):
+        session.error(f"{len(PACKAGES)} packages gave {len(built)} wheels: {built}")
+    share_bytecode(session.virtualenv.location)
+    session.install("--no-sources", *built)
+    session.run("python", "-I", "tests/wheels/check_installed.py", *PACKAGES)
+    footprints = [install_alone(session, package, dist) for package in PACKAGES]
+    session.run("python", "tests/wheels/footprint_table.py", json.dumps(footprints), log=False)
+
+
 def add_package_sessions(package: str) -> None:
     """Define `tests-<package>`, and one `tests-<package>-<name>` for each extra or group that has tests."""
     with_extra = extra_tests(package)
@@ -150,20 +232,6 @@ def workspace(session: nox.Session) -> None:
     """Test what holds for the repository as a whole."""
     session.install("--group", "test")
     session.run("pytest", "tests/workspace", *session.posargs, env=ENV)
-
-
-@nox.session
-def equivalence(session: nox.Session) -> None:
-    """Hold every way to train against a hand-written loop, and print the table."""
-    install_everything(session, "test")
-    session.run(*PYTEST, "tests/equivalence", *session.posargs, env=ENV)
-
-
-@nox.session
-def resilience(session: nox.Session) -> None:
-    """Kill, stop, starve and damage one run again and again, and show that nothing of it is lost."""
-    install_everything(session, "test")
-    session.run(*PYTEST, "tests/resilience", *session.posargs, env=ENV)
 
 
 @nox.session
@@ -208,68 +276,3 @@ def benchmarks(session: nox.Session) -> None:
     install_everything(session, "benchmarks")
     name, *options = session.posargs
     session.run("python", f"tests/benchmarks/{name}.py", *options, env=ENV)
-
-
-@nox.session
-def docs(session: nox.Session) -> None:
-    """Build the documentation into site/, check it, and run the code blocks of the guides."""
-    share_bytecode(session.virtualenv.location)
-    session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "docs")
-    session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
-    session.run(*PYTEST, "tests/docs", env=ENV)
-    # This spelling of a block's options, `{.python continuation}`, is the one that MkDocs shows as code.
-    session.run(*PYTEST, "--markdown-docs", "--markdown-docs-syntax=superfences", "docs", env=ENV)
-
-
-@nox.session
-def wheels(session: nox.Session) -> None:
-    """Build all packages, install the wheels, and use them as a stranger would."""
-    dist = Path(session.create_tmp()) / "dist"
-    session.run_install(
-        "uv", "build", "-q", "--all-packages", "--no-sources", "--clear", "-o", str(dist), external=True
-    )
-    built = sorted(map(str, dist.glob("*.whl")))
-    if len(built) != len(PACKAGES):
-        session.error(f"{len(PACKAGES)} packages gave {len(built)} wheels: {built}")
-    share_bytecode(session.virtualenv.location)
-    session.install("--no-sources", *built)
-    session.run("python", "-I", "tests/wheels/check_installed.py", *PACKAGES)
-    footprints = [install_alone(session, package, dist) for package in PACKAGES]
-    session.run("python", "tests/wheels/footprint_table.py", json.dumps(footprints), log=False)
-
-
-def install_alone(session: nox.Session, package: str, dist: Path) -> object:
-    """Install one package's wheel, with nothing but what it declares, and run the example of its README.
-
-    Returns:
-        What it weighs; see `footprint.py`.
-    """
-    home = Path(session.create_tmp()) / "alone"
-    # Files, not names: a registry might know something else under the name of a sibling.
-    wheels = [str(next(dist.glob(f"{name.replace('-', '_')}-*.whl"))) for name in sorted(siblings(package))]
-    session.run_install("uv", "venv", "-q", "--clear", str(home), external=True)
-    share_bytecode(home)
-    python = str(home / "bin" / "python")
-    session.run_install(
-        "uv", "pip", "install", "-q", "--no-sources", "--python", python, *wheels, external=True
-    )
-    readme = ("tests/wheels/run_readme.py", package)
-    # Isolated, Python does not listen to the variable.
-    alone = (python, "-I", "-X", f"pycache_prefix={BYTECODE}")
-    session.run(*alone, *readme, external=True)
-    if package in EXAMPLE_OF_RANKS:
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        session.run(python, *torchrun, *readme, external=True, env=ENV)
-    footprint = ("tests/wheels/footprint.py", package)
-    # Warnings are not part of the figures.
-    told = session.run(*alone, *footprint, external=True, silent=True, stderr=None, env=ENV)
-    return json.loads(str(told))
-
-
-def siblings(package: str) -> set[str]:
-    """Return a package and the packages of this workspace that it needs, directly or not."""
-    names = {requirement.split("==")[0] for requirement in project_table(package).get("dependencies", [])}
-    found = {package}
-    for name in names & set(PACKAGES):
-        found |= siblings(name)
-    return found
