@@ -149,18 +149,7 @@ def siblings(package: str) -> set[str]:
     return found
 
 
-# Sessions start in the order of this file: what takes long first, or a core would wait for it in the end.
-
-
-@nox.session
-def docs(session: nox.Session) -> None:
-    """Build the documentation into site/, check it, and run the code blocks of the guides."""
-    share_bytecode(session.virtualenv.location)
-    session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "docs")
-    session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
-    session.run(*PYTEST, "tests/docs", env=ENV)
-    # This spelling of a block's options, `{.python continuation}`, is the one that MkDocs shows as code.
-    session.run(*PYTEST, "--markdown-docs", "--markdown-docs-syntax=superfences", "docs", env=ENV)
+# Sessions start in this order: what keeps both cores busy beside what does not, and what is short in the end.
 
 
 @nox.session
@@ -194,22 +183,22 @@ def wheels(session: nox.Session) -> None:
     session.run("python", "tests/wheels/footprint_table.py", json.dumps(footprints), log=False)
 
 
-def add_package_sessions(package: str) -> None:
-    """Define `tests-<package>`, and one `tests-<package>-<name>` for each extra or group that has tests."""
-    with_extra = extra_tests(package)
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of all packages, strictly."""
+    install_everything(session, "types")
+    session.run("mypy", "--strict", *(f"packages/{package}/src" for package in PACKAGES))
 
-    def tests(session: nox.Session) -> None:
-        install_package(session, package)
-        if package in TORCH_FREE:
-            session.run("python", "-c", NO_TORCH)
-        ignored = [f"--ignore={folder}" for folder in with_extra.values()]
-        session.run(*PYTEST, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
 
-    tests.__doc__ = f"Test {package} with nothing but what it declares."
-    nox.session(name=f"tests-{package}", python=PYTHONS)(tests)
-
-    for extra, folder in with_extra.items():
-        add_extra_session(package, extra, folder)
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/, check it, and run the code blocks of the guides."""
+    share_bytecode(session.virtualenv.location)
+    session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "docs")
+    session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run(*PYTEST, "tests/docs", env=ENV)
+    # This spelling of a block's options, `{.python continuation}`, is the one that MkDocs shows as code.
+    session.run(*PYTEST, "--markdown-docs", "--markdown-docs-syntax=superfences", "docs", env=ENV)
 
 
 def add_extra_session(package: str, extra: str, folder: str) -> None:
@@ -223,8 +212,26 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
     nox.session(name=f"tests-{package}-{extra}", python=PYTHONS)(tests)
 
 
+def add_package_session(package: str) -> None:
+    """Define `tests-<package>`."""
+
+    def tests(session: nox.Session) -> None:
+        install_package(session, package)
+        if package in TORCH_FREE:
+            session.run("python", "-c", NO_TORCH)
+        ignored = [f"--ignore={folder}" for folder in extra_tests(package).values()]
+        session.run(*PYTEST, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
+
+    tests.__doc__ = f"Test {package} with nothing but what it declares."
+    nox.session(name=f"tests-{package}", python=PYTHONS)(tests)
+
+
 for _package in PACKAGES:
-    add_package_sessions(_package)
+    for _extra, _folder in extra_tests(_package).items():
+        add_extra_session(_package, _extra, _folder)
+
+for _package in PACKAGES:
+    add_package_session(_package)
 
 
 @nox.session
@@ -240,13 +247,6 @@ def lint(session: nox.Session) -> None:
     session.install("--group", "lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-
-
-@nox.session
-def types(session: nox.Session) -> None:
-    """Check the types of all packages, strictly."""
-    install_everything(session, "types")
-    session.run("mypy", "--strict", *(f"packages/{package}/src" for package in PACKAGES))
 
 
 @nox.session
