@@ -13,11 +13,11 @@ import pytest
 from dist_env import imagined_job
 from llama_pretrain import PretrainArguments
 from llama_pretrain.cli import main
+from llama_pretrain.commands.plan_config import show_plan
+from llama_pretrain.commands.recipes import tokens_per_step
+from llama_pretrain.commands.train_command_line import resolve
 from llama_pretrain.mesh import Mesh
-from llama_pretrain.plan_config import show_plan
-from llama_pretrain.recipes_command import tokens_per_step
 from llama_pretrain.train import build_trainer, prepare
-from llama_pretrain.train_command_line import resolve
 from trainer_core import DryRun
 
 

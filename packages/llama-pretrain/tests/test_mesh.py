@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from llama_pretrain import PretrainArguments
+from llama_pretrain.commands.train_command_line import resolve
 from llama_pretrain.mesh import Mesh
-from llama_pretrain.train_command_line import resolve
 from trainer_core import ConfigurationError
 
 

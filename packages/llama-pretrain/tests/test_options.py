@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from llama_pretrain import PretrainArguments
-from llama_pretrain.train_command_line import resolve, train_parser
+from llama_pretrain.commands.train_command_line import resolve, train_parser
 from llama_pretrain.trainers import TRAINERS, trainer_arguments
 from trainer_core import ConfigurationError, field_docs
 from trainer_ddp import CompressionArguments, DDPArguments, PostLocalSGDArguments

@@ -12,10 +12,10 @@ import pytest
 
 from llama_pretrain import Llama, LlamaConfig, PretrainArguments
 from llama_pretrain.cli import main
-from llama_pretrain.plan_command import plan_parser, resolve
-from llama_pretrain.plan_report import Gpus, Planned, overview
-from llama_pretrain.train_command_line import resolve as resolve_train
-from llama_pretrain.train_command_line import train_parser
+from llama_pretrain.commands.plan import plan_parser, resolve
+from llama_pretrain.commands.plan_report import Gpus, Planned, overview
+from llama_pretrain.commands.train_command_line import resolve as resolve_train
+from llama_pretrain.commands.train_command_line import train_parser
 from trainer_fsdp2 import Recommendation, recommend
 
 Ask = Callable[..., tuple[str, Any]]

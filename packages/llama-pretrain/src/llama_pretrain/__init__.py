@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .cache import KVCache
-    from .config import LlamaConfig
-    from .generation import generate
-    from .interchange import load_pretrained, save_pretrained
-    from .model import Llama
+    from .model.cache import KVCache
+    from .model.config import LlamaConfig
+    from .model.generation import generate
+    from .model.interchange import load_pretrained, save_pretrained
+    from .model.llama import Llama
+    from .model.presets import preset, preset_names
     from .options import PretrainArguments
-    from .presets import preset, preset_names
     from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -32,15 +32,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "KVCache": "cache",
-    "LlamaConfig": "config",
-    "generate": "generation",
-    "load_pretrained": "interchange",
-    "save_pretrained": "interchange",
-    "Llama": "model",
+    "KVCache": "model.cache",
+    "LlamaConfig": "model.config",
+    "generate": "model.generation",
+    "load_pretrained": "model.interchange",
+    "save_pretrained": "model.interchange",
+    "Llama": "model.llama",
     "PretrainArguments": "options",
-    "preset": "presets",
-    "preset_names": "presets",
+    "preset": "model.presets",
+    "preset_names": "model.presets",
     "ByteTokenizer": "tokenizer",
     "HuggingFaceTokenizer": "tokenizer",
     "Tokenizer": "tokenizer",

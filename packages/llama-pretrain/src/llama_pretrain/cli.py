@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, words: Sequence[str]) -> int:
     _let_waiting_threads_sleep()
     # Imported late: torch reads the setting above when it is loaded, and the overview needs no torch.
-    from .commands import COMMANDS, RANK_ERRORS, USER_ERRORS
+    from .commands.registry import COMMANDS, RANK_ERRORS, USER_ERRORS
 
     if name not in COMMANDS:
         print(f"{PROG}: error: unknown command {name!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)

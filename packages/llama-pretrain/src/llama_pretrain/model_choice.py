@@ -7,10 +7,10 @@ from pathlib import Path
 
 from trainer_core import ConfigurationError
 
-from .config import CONFIG_FILE, LlamaConfig
-from .interchange import has_weights
+from .model.config import CONFIG_FILE, LlamaConfig
+from .model.interchange import has_weights
+from .model.presets import preset
 from .options import PretrainArguments
-from .presets import preset
 from .tokenizer import Tokenizer
 
 # Sizes that are multiples of this use matrix units well; 32000 is one.

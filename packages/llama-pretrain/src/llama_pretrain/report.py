@@ -13,8 +13,8 @@ from torch import nn
 from checkpoint_core import find_latest_checkpoint
 from dataloader_dispatch import DocumentSource
 
-from .generation import generate
-from .model import Llama
+from .model.generation import generate
+from .model.llama import Llama
 from .options import PretrainArguments
 from .printable import printable
 from .run_directory import CONFIG_NAME, RunDirectory

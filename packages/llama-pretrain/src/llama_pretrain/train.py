@@ -19,9 +19,9 @@ from dist_env import (
 from perf_metrics import JsonLogger
 from trainer_core import ConfigurationError, Trainer
 
-from .config import LlamaConfig
 from .data import evaluation_loader, open_data, split_data, training_loader
-from .model import Llama
+from .model.config import LlamaConfig
+from .model.llama import Llama
 from .model_choice import model_config, starts_from_weights
 from .options import PretrainArguments
 from .report import announce, say_how_to_continue, say_nothing_was_left, show_result, write_sample

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from trainer_core import ConfigurationError
 
-from ..config import CONFIG_FILE, LlamaConfig
-from ..presets import preset
+from ..model.config import CONFIG_FILE, LlamaConfig
+from ..model.presets import preset
 from .options import BenchArguments
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from ..config import LlamaConfig
-from ..model import Llama
+from ..model.config import LlamaConfig
+from ..model.llama import Llama
 from .options import BenchArguments
 
 LEARNING_RATE = 3e-4

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, Recommendation
 
-from .text_table import table
+from ..text_table import table
 
 _GIB = 2**30
 _COLUMNS: Mapping[str, str] = {

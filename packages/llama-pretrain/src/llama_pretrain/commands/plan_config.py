@@ -14,16 +14,16 @@ from trainer_fsdp2 import Mesh as Ranks
 from trainer_pipeline import PipelinePlan, PipelineTrainingArguments
 from trainer_pipeline import plan as plan_pipeline
 
-from .mesh import Mesh
-from .model import Llama
-from .model_choice import model_config
-from .options import PretrainArguments
-from .plan_command import PlanArguments, quiet
+from ..mesh import Mesh
+from ..model.llama import Llama
+from ..model_choice import model_config
+from ..options import PretrainArguments
+from ..targets import check_writable
+from ..tokenizer import load_tokenizer
+from ..trainers import trainer_arguments
+from .plan import PlanArguments, quiet
 from .plan_report import Gpus, changed_options, launcher
-from .targets import check_writable
-from .tokenizer import load_tokenizer
 from .train_command_line import resolve
-from .trainers import trainer_arguments
 
 _OF_THE_GPUS = ("gpus_per_node", "gpu_memory", "json")
 _GIB = 2**30

@@ -7,13 +7,13 @@ from dataclasses import replace
 from dist_env import imagined_job
 from trainer_core import ConfigurationError, DryRun
 
-from .mesh import Mesh
-from .options import PretrainArguments
-from .program import PROG
-from .run_directory import RunDirectory
-from .text_table import table
-from .train import build_trainer, prepare
-from .trainers import launch_command
+from ..mesh import Mesh
+from ..options import PretrainArguments
+from ..program import PROG
+from ..run_directory import RunDirectory
+from ..text_table import table
+from ..train import build_trainer, prepare
+from ..trainers import launch_command
 
 _MIB = 2**20
 _GPUS_OF_A_NODE = 8

@@ -22,7 +22,7 @@ from dist_env import StaticDistributedEnvironment
 from trainer_core import ConfigurationError
 
 from .config import LlamaConfig
-from .model import Llama
+from .llama import Llama
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")

@@ -15,15 +15,15 @@ from dist_env import DistributedEnvironment
 from perf_metrics import format_value, load_logs, plot_logs, summarize_log
 from trainer_core import ConfigurationError
 
-from .generation import generate
+from ..model.generation import generate
+from ..model.interchange import load_pretrained
+from ..options import PretrainArguments
+from ..report import SAMPLE_TEMPERATURE
+from ..run_directory import RunDirectory
+from ..sessions import read_sessions
+from ..targets import check_writable
+from ..tokenizer import load_tokenizer
 from .html_page import page, preformatted, section, table
-from .interchange import load_pretrained
-from .options import PretrainArguments
-from .report import SAMPLE_TEMPERATURE
-from .run_directory import RunDirectory
-from .sessions import read_sessions
-from .targets import check_writable
-from .tokenizer import load_tokenizer
 
 _PANELS = ("loss", "tok_per_sec", "mfu", "ofu", "memory", "learning_rate", "grad_norm")
 _ALWAYS = ("loss", "tok_per_sec", "learning_rate", "grad_norm")

@@ -10,17 +10,17 @@ from dist_env import DistributedEnvironmentError, RankFailedError, RankTimeoutEr
 from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_core import DataError as TrainerDataError
 
+from ..launch import is_launched, launch
+from ..mesh import Mesh
+from ..program import PROG
+from ..train import train
+from ..trainers import refuse_several_processes
 from .command_line import Parser, add_field_options
 from .conversion import ExportArguments, ImportArguments, export, import_model
-from .launch import is_launched, launch
-from .mesh import Mesh
-from .program import PROG
-from .recipes_command import show_recipes
+from .recipes import show_recipes
 from .results import EvalArguments, GenerateArguments, evaluate, generate_text
 from .run_report import ReportArguments, write_report
-from .train import train
 from .train_command_line import resolve, train_parser
-from .trainers import refuse_several_processes
 
 USER_ERRORS = (
     ConfigurationError,
@@ -99,10 +99,10 @@ def _report(words: Sequence[str]) -> int:
 
 
 def _plan(words: Sequence[str]) -> int:
-    from . import plan_command, plan_config  # what plans takes seconds to import
+    from . import plan, plan_config  # what plans takes seconds to import
 
     refuse_several_processes("plan")
-    given = plan_command.plan_parser().parse_args_strictly(words)
+    given = plan.plan_parser().parse_args_strictly(words)
     if "config" in given:
         plan_config.show_plan(given)
     elif "mesh" in given:
@@ -110,7 +110,7 @@ def _plan(words: Sequence[str]) -> int:
             "mesh", given["mesh"], "needs --config, whose layout it changes", "give --gpus instead, or both"
         )
     else:
-        plan_command.show_plans(plan_command.resolve(given))
+        plan.show_plans(plan.resolve(given))
     return 0
 
 
@@ -123,8 +123,8 @@ def _recipes(words: Sequence[str]) -> int:
 
 
 def _bench(words: Sequence[str]) -> int:
-    from .bench.command import bench  # what only this command needs
-    from .bench.options import BenchArguments
+    from ..bench.command import bench  # what only this command needs
+    from ..bench.options import BenchArguments
 
     parser = Parser(
         prog=f"{PROG} bench", description="Time this trainer beside others, on the same model and rows."

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from trainer_core import ConfigurationError
 
-from .config import CONFIG_FILE
-from .interchange import dtype_names, has_weights, load_pretrained, save_pretrained
-from .program import PROG
+from ..model.config import CONFIG_FILE
+from ..model.interchange import dtype_names, has_weights, load_pretrained, save_pretrained
+from ..program import PROG
+from ..tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from .results import ResultArguments, locate
-from .tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,13 @@ from pathlib import Path
 from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments, plan, recommend
 
+from ..model.config import CONFIG_FILE, LlamaConfig
+from ..model.llama import Llama
+from ..model.presets import preset
+from ..program import PROG
+from ..targets import check_writable
 from .command_line import Parser, add_field_options
-from .config import CONFIG_FILE, LlamaConfig
-from .model import Llama
 from .plan_report import OF_THE_TRAINER, Gpus, Planned, as_json, details, overview
-from .presets import preset
-from .program import PROG
-from .targets import check_writable
 
 ALL = ("7b", "13b", "34b", "70b")
 _GROUPS: Mapping[str, Sequence[str]] = {

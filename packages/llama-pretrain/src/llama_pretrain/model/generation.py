@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainer_core import ConfigurationError, Sampling
 
-from .model import Llama
+from .llama import Llama
 
 
 @torch.no_grad()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .mesh import Mesh
-from .options import PretrainArguments
-from .program import PROG
-from .recipes import purpose, recipe_names, recipe_text
-from .text_table import table
+from ..mesh import Mesh
+from ..options import PretrainArguments
+from ..program import PROG
+from ..recipes import purpose, recipe_names, recipe_text
+from ..text_table import table
 from .train_command_line import resolve
 
 _HEAD = ("recipe", "model", "mesh", "processes", "tokens a step", "what it is for")

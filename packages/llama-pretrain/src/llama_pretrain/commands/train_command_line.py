@@ -8,11 +8,11 @@ from typing import cast, get_type_hints
 
 from trainer_core import ConfigurationError, arguments_from_dict
 
+from ..mesh import follow_mesh
+from ..options import GROUP_NAMES, WITHOUT_EFFECT, PretrainArguments
+from ..program import PROG
+from ..recipes import load_config
 from .command_line import Parser, add_field_options
-from .mesh import follow_mesh
-from .options import GROUP_NAMES, WITHOUT_EFFECT, PretrainArguments
-from .program import PROG
-from .recipes import load_config
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "what to train, on what": (

@@ -13,16 +13,16 @@ from dataloader_dispatch import DocumentSource
 from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments
 
-from .config import CONFIG_FILE, LlamaConfig
-from .data import evaluation_loader, open_data
-from .generation import generate
-from .interchange import load_pretrained
-from .options import PretrainArguments
-from .printable import printable
-from .run_directory import RunDirectory
-from .tokenizer import Tokenizer, load_tokenizer, unit_of
-from .train import prepare
-from .trainers import trainer_arguments
+from ..data import evaluation_loader, open_data
+from ..model.config import CONFIG_FILE, LlamaConfig
+from ..model.generation import generate
+from ..model.interchange import load_pretrained
+from ..options import PretrainArguments
+from ..printable import printable
+from ..run_directory import RunDirectory
+from ..tokenizer import Tokenizer, load_tokenizer, unit_of
+from ..train import prepare
+from ..trainers import trainer_arguments
 
 # Longest row that `eval` chooses by itself for a model of no run: scores stay comparable, and memory small.
 _LONGEST_ROW = 1024

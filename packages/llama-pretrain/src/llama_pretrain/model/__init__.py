@@ -1,0 +1,1 @@
+"""The model: configuration, layers, generation, and files in the Hugging Face layout."""
