@@ -40,3 +40,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             return _launch_of(nodeid.partition("::")[0]) or nodeid
 
     return ByLaunch(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run blocks of a page that continue one another once, in the last of them.
+
+    Each would be run with all that it continues, so that the first block of a page ran as often as there are
+    others.
+    """
+    blocks = [item for item in items if item.path.suffix == ".md" and hasattr(item, "code")]
+    again = {
+        earlier
+        for number, earlier in enumerate(blocks)
+        for later in blocks[number + 1 :]
+        if earlier.path == later.path and later.code.startswith(earlier.code)
+    }
+    config.hook.pytest_deselected(items=list(again))
+    items[:] = [item for item in items if item not in again]
