@@ -91,7 +91,11 @@ FSDP2_CASES = [
     _option("optimizer groups by name", options=decay_by_name, only_in_table=True),
     _option("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
     _option("compiled model, aot_eager", settings=BY_EYE, only_in_table=True),
-    _option("compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
+    _option(
+        "compiled blocks, inductor",
+        settings={**COMPILED, "torch_compile_scope": "blocks"},
+        only_in_table=True,
+    ),
     _ranks("compiled blocks, aot_eager, tied", settings=BLOCKS_BY_EYE, recipe=SHORT_TIED, only_in_table=True),
     _option("checkpointing full", settings=FULL, accumulation=4),
     _option(
