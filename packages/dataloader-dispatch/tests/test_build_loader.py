@@ -347,3 +347,27 @@ def test_less_than_a_batch_that_is_left_ends_the_epoch() -> None:
 def test_epoch_is_checked(epoch: int) -> None:
     with pytest.raises(DataError, match="epoch="):
         build_loader(range(10), 3).set_epoch(epoch)
+
+
+class InEpoch:
+    """Items that tell the epoch they were asked for in."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return 10 * self.epoch + index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_dataset_learns_the_epoch_also_in_persistent_workers(workers: int) -> None:
+    loader = build_loader(InEpoch(), 2, num_workers=workers, persistent_workers=workers > 0)
+    loader.set_epoch(0)
+    # The passes after the first are told too: each that reaches its end makes the next epoch current.
+    assert [next(iter(loader)).tolist() for _ in range(2)] == [[0, 1], [10, 11]]

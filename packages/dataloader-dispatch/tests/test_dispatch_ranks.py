@@ -14,7 +14,7 @@ NOTE = "Raised by the data loader of rank 0"
 def two(launch: Callable[..., list[Any]]) -> list[Any]:
     """What both ranks of a job of two tell, having left without closing their last dispatcher."""
     checks = (
-        "contents,independent,order,breaking,together,position,torch_loaders,uneven,dummies,in_step,"
+        "contents,independent,order,breaking,together,position,torch_loaders,epochs_told,uneven,dummies,in_step,"
         "errors,refusals"
     )
     ranks = launch("dispatch_two.py", 2, checks)
@@ -79,6 +79,11 @@ def test_state_counts_what_was_received(two: list[Any]) -> None:
     assert kept == {"epoch": 4, "position": 2}
     assert following == 4002
     assert two[1]["position"] == [{}, True, 8, {}, {}, {}, {}, 4003, False]
+
+
+def test_a_dataset_is_told_each_epoch_once(two: list[Any]) -> None:
+    seen = [[[0, 2], [0, 2, 4], [100], [300, 302, 304]], [[1, 3], [1, 3, 5], [101], [301, 303, 305]]]
+    assert [note["epochs_told"] for note in two] == [[[0, 1, 3], seen[0]], [[], seen[1]]]
 
 
 def test_torch_loaders_begin_anew_or_at_a_loaded_position(two: list[Any]) -> None:

@@ -87,6 +87,12 @@ def test_set_epoch_reaches_a_sampler_and_a_plain_loader_has_no_state(notes: Note
         assert sorted(notes[0]["sampled"][0][epoch] + notes[1]["sampled"][0][epoch]) == list(range(8))
 
 
+def test_a_dataset_is_told_each_epoch_once(notes: Notes) -> None:
+    for rank, note in enumerate(notes):
+        first = [10 * rank + index for index in range(4)]
+        assert note["epochs_told"] == [[0, 1], [first, [100 + item for item in first]]]
+
+
 def test_the_death_of_a_worker_process_is_told_to_all(notes: Notes) -> None:
     for other, own in zip(*(note["worker_death"] for note in notes), strict=True):
         if own[0] == "DataError":  # the second try

@@ -9,6 +9,7 @@ from dataloader_dispatch.documents import (
     split_documents,
 )
 from dataloader_dispatch.dummy import masked_dummy
+from dataloader_dispatch.epochs import set_loader_epoch
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import ResumableDataLoader, build_loader
 from dataloader_dispatch.shuffle import ShuffledIndex
@@ -52,6 +53,7 @@ __all__ = [
     "mix_documents",
     "open_documents",
     "passes_for_shares",
+    "set_loader_epoch",
     "shard_for_evaluation",
     "split_documents",
     "sync_dataset_state_from_dataloader",

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
+from dataloader_dispatch.epochs import epoch_listeners
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.position import below, check_epoch, position_state, saved_counts
 from dataloader_dispatch.sampler import EpochSampler
@@ -46,6 +47,8 @@ class ResumableDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdat
             _ignore_torchdata_warning()
             super().__init__(dataset, sampler=sampler, generator=torch.Generator(), **options)
         self._place = sampler
+        self._listeners: list[Any] | None = None
+        self._told_epoch: int | None = None
         self._loaded = False
         self._passes = 0
 
@@ -56,6 +59,7 @@ class ResumableDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdat
             place.position = 0
         self._loaded = False
         self._passes += 1
+        self._tell_epoch()
         self.generator.manual_seed((place.seed + place.epoch * 0x9E3779B97F4A7C15) % 2**63)
         return self._deliver(super().__iter__(), self._passes, place.epoch, place.position)
 
@@ -67,12 +71,16 @@ class ResumableDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdat
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, or do nothing when the position is in that epoch already.
 
+        From the first call on, a dataset with ``set_epoch`` is told each epoch, when its first pass begins.
+
         Raises:
             DataError: ``epoch`` is negative.
         """
         check_epoch(epoch)
         if epoch != self._place.epoch:
             self._move(epoch, 0)
+        if self._listeners is None:
+            self._listeners = epoch_listeners(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last batch received, and what it has a meaning for. Fit for JSON."""
@@ -102,6 +110,18 @@ class ResumableDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdat
         # Less than a batch was left when the state was loaded, and drop_last leaves it out.
         if number == self._passes and place.epoch == epoch:
             place.epoch, place.position = epoch + 1, 0
+
+    def _tell_epoch(self) -> None:
+        """Tell the dataset the epoch, before worker processes copy it; not in advance: it may never come."""
+        epoch = self._place.epoch
+        if not self._listeners or self._told_epoch == epoch:
+            return
+        for listener in self._listeners:
+            listener.set_epoch(epoch)
+        self._told_epoch = epoch
+        # Persistent workers hold copies of the dataset, which nobody can tell. Letting go of torch's iterator
+        # ends them, and the next one starts others.
+        self._iterator = None
 
     def _move(self, epoch: int, position: int) -> None:
         self._passes += 1  # an iterator that is still alive no longer moves the position

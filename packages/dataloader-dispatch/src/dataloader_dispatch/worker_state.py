@@ -7,9 +7,8 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
+from dataloader_dispatch.epochs import WRAPPED_LOADERS
 from dataloader_dispatch.errors import DataError
-
-_INNER = ("loader", "dataloader", "base_dataloader")
 
 
 def sync_dataset_state_from_dataloader(loader: object) -> bool:
@@ -55,7 +54,7 @@ def sync_dataset_state_from_dataloader(loader: object) -> bool:
 
 def _innermost(loader: object) -> object:
     while not isinstance(loader, StatefulDataLoader):
-        inner = next((getattr(loader, name) for name in _INNER if hasattr(loader, name)), None)
+        inner = next((getattr(loader, name) for name in WRAPPED_LOADERS if hasattr(loader, name)), None)
         if inner is None:
             break
         loader = inner

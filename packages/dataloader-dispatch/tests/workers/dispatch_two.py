@@ -171,6 +171,34 @@ def torch_loaders() -> object:
     return [first, state.get("position"), epoch, anew, resumed, loader.epoch]
 
 
+class Told:
+    """Rows that remember which epochs they were told of."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"x": 100 * self.epochs[-1] + index}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def epochs_told() -> object:
+    """The dataset behind a loader learns each epoch once, also when passes break off that were read ahead."""
+    data = Told()
+    loader = dispatcher(build_loader(data, 1), prefetch=8)
+    seen = []
+    for epoch, most in ((0, 2), (0, 3), (1, 1), (3, 3)):
+        loader.set_epoch(epoch)
+        seen.append([int(batch["x"]) for batch in islice(iter(loader), most)])
+    loader.close()
+    return [data.epochs, seen]
+
+
 def lengths(uneven: str, length: int) -> list[Any]:
     loader = dispatcher(build_loader([{"labels": i, "w": 1.0} for i in range(length)], 1), uneven=uneven)
     received: list[Any] = [len(loader)]

@@ -128,6 +128,33 @@ def sampled() -> Any:
     return [got, absent, wrapped.batch_size, wrapped.dataset == data, type(wrapped.sampler).__name__]
 
 
+class Told(Dataset[int]):
+    """More items on rank 1; remembers which epochs it was told of."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return 4 + 2 * RANK
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epochs[-1] + 10 * RANK + index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def epochs_told() -> Any:
+    """Each epoch once, though rank 1 leaves a surplus and goes on to the next epoch by itself."""
+    data = Told()
+    loader = SynchronizedDataLoader(build_loader(data, 2), "cpu")
+    seen = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        seen.append(torch.cat(list(loader)).tolist())
+    return [data.epochs, seen]
+
+
 class Deadly(Dataset[int]):
     """On rank 1 an item kills the process that reads it; rank 0 is slow to begin."""
 
@@ -176,7 +203,7 @@ def main() -> None:
         for make in (counted, plain, stream)
         for uneven in ("stop", "pad")
     }
-    for scenario in (epochs, broken_off, side_by_side, sampled, worker_death, iterable_guess):
+    for scenario in (epochs, broken_off, side_by_side, sampled, epochs_told, worker_death, iterable_guess):
         note[scenario.__name__] = scenario()
     lose(1, 3, SizedBatches(6), note)
 

@@ -99,6 +99,7 @@ def load(run: Run, path: str | None) -> Path | None:
         return None
     run.progress.settle(run.schedule)
     run.saved_step = run.state.global_step
+    run.announced_epoch = None
     run.update_epoch()
     note_best(run)
     if run.loader is not None and not keeps_position(run.loader):

@@ -8,7 +8,13 @@ from typing import cast
 
 from torch.utils.data import Dataset, IterableDataset
 
-from dataloader_dispatch import DataloaderDispatcher, DocumentStream, StreamLoader, build_loader
+from dataloader_dispatch import (
+    DataloaderDispatcher,
+    DocumentStream,
+    StreamLoader,
+    SynchronizedDataLoader,
+    build_loader,
+)
 
 from .arguments import TrainingArguments
 from .batch import Batch
@@ -73,6 +79,8 @@ def is_loader(data: object) -> bool:
 
 def keeps_position(loader: object) -> bool:
     """Whether a loader has a state that can be saved."""
+    if isinstance(loader, SynchronizedDataLoader):
+        return keeps_position(loader.loader)
     if isinstance(loader, DataloaderDispatcher):
         return loader.has_state
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -84,14 +92,6 @@ def position_of(loader: object) -> object | None:
         return None
     position: object = loader.state_dict()  # type: ignore[attr-defined]
     return copy.deepcopy(position)
-
-
-def enter_epoch(loader: object, epoch: int) -> None:
-    """Tell the loader, or else its dataset or sampler, which epoch comes; nothing if none of them asks."""
-    for target in (loader, getattr(loader, "dataset", None), getattr(loader, "sampler", None)):
-        if callable(announce := getattr(target, "set_epoch", None)):
-            announce(epoch)
-            return
 
 
 def epoch_of(loader: object) -> int | None:

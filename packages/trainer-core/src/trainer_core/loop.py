@@ -8,12 +8,13 @@ from typing import cast
 import torch
 
 from checkpoint_core import RNGState, Stateful
+from dataloader_dispatch import set_loader_epoch
 from dist_env import get_logger
 
 from .actions import Actions
 from .batch import Batch, Window, next_window
 from .errors import DataError
-from .loaders import enter_epoch, epoch_of, keeps_position
+from .loaders import epoch_of, keeps_position
 from .run import Run
 from .state import StopCause, TrainOutput
 from .stop_requests import StopRequests
@@ -151,8 +152,11 @@ class TrainingLoop:
         run.garbage.after_step(run.state.global_step)
 
     def _announce_epoch(self) -> None:
-        if self.run.args.set_dataset_epoch:
-            enter_epoch(self.run.loader, self.run.state.raw_epoch)
+        """Tell the data which epoch begins, or goes on after a resume; once, and none that does not come."""
+        run, epoch = self.run, self.run.state.raw_epoch
+        if run.args.set_dataset_epoch and run.announced_epoch != epoch:
+            set_loader_epoch(run.loader, epoch)
+            run.announced_epoch = epoch
 
     def _close_epoch(self) -> None:
         """Count the epoch; one that gave nothing may be the rest of a finished one, but not twice."""
@@ -164,10 +168,9 @@ class TrainingLoop:
             return
         self._saw_empty_epoch = False
         self._note_a_short_epoch()
-        # Counters and loader move first, so that a checkpoint made here begins with the next epoch.
+        # The counters move first, so that a checkpoint made here begins with the next epoch.
         state.raw_epoch += 1
         state.epoch_start_step = state.global_step
-        self._announce_epoch()
         run.update_epoch()
         self.actions.after_epoch()
 

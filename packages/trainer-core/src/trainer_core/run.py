@@ -55,6 +55,8 @@ class Run:
     garbage: GarbagePolicy
     recompiles: RecompileCounter
     eval_metrics: Mapping[str, EvalMetric]
+    announced_epoch: int | None = None
+    """The epoch that the training data was last told of, if it stands there."""
     has_trained: bool = False
     """Whether a loop has run in this process."""
     evaluated: tuple[int, dict[str, float]] | None = None
@@ -75,7 +77,8 @@ class Run:
         state.epoch = float(state.raw_epoch)
         if state.epoch_train_steps:
             state.epoch += self.steps_in_epoch / state.epoch_train_steps
-        elif epoch is not None:
+        elif epoch is not None and epoch >= state.raw_epoch:
+            # A loader whose epoch was left early learns of the next one only when that begins.
             state.epoch = epoch + epoch_progress_of(self.loader)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from torch.utils.data import DataLoader
 
 from dataloader_dispatch.dummy import masked_dummy
+from dataloader_dispatch.epochs import set_loader_epoch
 from dataloader_dispatch.errors import DataError
 
 Uneven = Literal["stop", "pad", "error"]
@@ -59,12 +60,12 @@ class Position:
         self._epoch = 0
         self.has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self.has_resharding = self.has_state and hasattr(loader, "load_resharded")
-        self._has_epoch = isinstance(getattr(loader, "epoch", None), int)
+        self.counts_epochs = isinstance(getattr(loader, "epoch", None), int)
 
     @property
     def epoch(self) -> int:
         """Epoch of the next batch: the loader's, or the number of passes that reached the end."""
-        return int(self._loader.epoch) if self._has_epoch else self._epoch
+        return int(self._loader.epoch) if self.counts_epochs else self._epoch
 
     @property
     def progress(self) -> float | None:
@@ -79,16 +80,12 @@ class Position:
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, or else its samplers and its dataset, the epoch."""
         self._epoch = epoch
-        for part in _parts(self._loader):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-                if part is self._loader:
-                    return
+        set_loader_epoch(self._loader, epoch)
 
     def go_back(self, epoch: int) -> None:
         """Return to an epoch that reading ahead has left. Other parts than the loader are not told."""
         self._epoch = epoch
-        if self._has_epoch and self._loader.epoch != epoch:
+        if self.counts_epochs and self._loader.epoch != epoch:
             self._loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, object] | None:
@@ -175,7 +172,7 @@ class Reader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, or leave the position alone if the loader does so."""
         with self._lock:
-            self._rewind()
+            self._rewind(epoch)
             self.position.set_epoch(epoch)
             self._ahead = self._ahead and self.position.epoch == self._consumed.epoch
             self._rounds = 0
@@ -206,10 +203,15 @@ class Reader:
         self._consumed, self._ahead = self._look(), True
         self._begun = generation
 
-    def _rewind(self) -> None:
-        """Undo what was read and not received, as far as the next pass would not begin anew by itself."""
+    def _rewind(self, epoch: int | None = None) -> None:
+        """Undo what was read and not received, as far as the next pass would not begin anew by itself.
+
+        Args:
+            epoch: The epoch that comes next. Where the loader counts epochs and this is another one than the
+                caller's, there is nothing to go back for.
+        """
         self._iterator = None
-        if not self._ahead:
+        if not self._ahead or (self.position.counts_epochs and epoch not in (None, self._consumed.epoch)):
             return
         # A DataLoader begins each pass anew, but reading to the end may have begun the next epoch.
         if self._consumed.state is not None and not isinstance(self.loader, DataLoader):
@@ -286,11 +288,3 @@ def length_of(loader: object) -> int | None:
         return len(loader)  # type: ignore[arg-type]  # the refusal is the answer
     except TypeError:
         return None
-
-
-def _parts(loader: Any) -> list[Any]:
-    """A loader, and what it has that may want to know the epoch."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = [loader, getattr(loader, "sampler", None), batch_sampler]
-    parts += [getattr(batch_sampler, "sampler", None), getattr(loader, "dataset", None)]
-    return [part for number, part in enumerate(parts) if not any(part is other for other in parts[:number])]

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar, cast
 
 from torch.utils.data import DataLoader
 
+from dataloader_dispatch.epochs import set_loader_epoch
 from dataloader_dispatch.synchronized.epoch import Epoch
 
 Batch = TypeVar("Batch")
@@ -76,8 +77,7 @@ class Standpoint(Generic[Batch]):
             if place.epoch == epoch:
                 return
             self.leave()
-        for set_epoch in _epoch_setters(self._loader):
-            set_epoch(epoch)
+        set_loader_epoch(self._loader, epoch)
 
     def leave(self) -> Epoch[Batch] | None:
         """Forget the latest pass; returned if it was broken off."""
@@ -112,15 +112,3 @@ class Standpoint(Generic[Batch]):
         if place.state is not None:
             cast(Callable[[object], None], self.inner("load_state_dict"))(place.state)
         return False
-
-
-def _epoch_setters(loader: object) -> list[Callable[[int], None]]:
-    """``set_epoch`` of a loader, or else of its dataset and samplers."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = [getattr(loader, name, None) for name in ("dataset", "sampler")]
-    parts += [batch_sampler, getattr(batch_sampler, "sampler", None)]
-    for candidates in ([loader], parts):
-        found = {id(part): getattr(part, "set_epoch", None) for part in candidates}
-        if setters := [setter for setter in found.values() if callable(setter)]:
-            return setters
-    return []

@@ -1,0 +1,50 @@
+"""Tell the parts of a loader which epoch begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+WRAPPED_LOADERS = ("loader", "dataloader", "base_dataloader")
+"""Attributes under which loaders tell the loader that they wrap."""
+_PARTS = (*WRAPPED_LOADERS, "batch_sampler", "sampler", "dataset", "datasets")
+"""Also where `Subset`, `ConcatDataset`, `ChainDataset` and `StackDataset` keep what they are made of."""
+
+
+def set_loader_epoch(loader: object, epoch: int) -> None:
+    """Tell a loader which epoch begins, or, where it has no ``set_epoch``, its parts that have one.
+
+    Parts are dataset, batch sampler and samplers, those of a loader that this one wraps, and what a dataset
+    such as `torch.utils.data.Subset` is made of. Each object is told once. An object that has ``set_epoch``
+    passes the epoch on itself, so nothing behind it is told.
+
+    Worker processes have copies of the dataset: call this before ``iter(loader)``. Persistent workers keep
+    the copies of the first pass; only the loaders of this package begin them anew.
+
+    Args:
+        loader: Any iterable.
+        epoch: The epoch, from 0.
+    """
+    for listener in epoch_listeners(loader):
+        listener.set_epoch(epoch)
+
+
+def epoch_listeners(loader: object) -> list[Any]:
+    """What `set_loader_epoch` tells: of a loader, or of a dataset; each object once."""
+    found: list[Any] = []
+    _collect(loader, found, set())
+    return found
+
+
+def _collect(part: object, found: list[Any], seen: set[int]) -> None:
+    if part is None or id(part) in seen:
+        return
+    seen.add(id(part))
+    if callable(getattr(part, "set_epoch", None)):
+        found.append(part)
+        return
+    for name in _PARTS:
+        inner = getattr(part, name, None)
+        several = inner.values() if isinstance(inner, Mapping) else inner
+        for one in several if name == "datasets" and isinstance(several, Iterable) else (inner,):
+            _collect(one, found, seen)
