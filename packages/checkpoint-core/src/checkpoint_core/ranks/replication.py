@@ -31,6 +31,7 @@ from checkpoint_core.ranks.replica_report import (
 )
 from checkpoint_core.state.encoding import EncodedState
 from checkpoint_core.storage.layout import DTYPE_CODES
+from checkpoint_core.storage.memory import in_order
 
 PIECE_BYTES = 4 * 1024 * 1024
 """Largest piece of a tensor that is checksummed, copied from a device or sent at once, in bytes."""
@@ -220,7 +221,7 @@ def _piece_length(tensor: torch.Tensor) -> int:
 
 
 def _to_bytes(piece: torch.Tensor) -> torch.Tensor:
-    return piece.resolve_conj().resolve_neg().cpu().view(torch.uint8)
+    return in_order(piece.cpu()).view(torch.uint8)
 
 
 def _first_elements(

@@ -13,6 +13,7 @@ from checkpoint_core.ranks.agreement import RankAgreement
 from checkpoint_core.state.capture import CapturedState
 from checkpoint_core.storage.checksum import digest
 from checkpoint_core.storage.layout import DTYPE_CODES, DTYPES, TensorSpec, spec_of
+from checkpoint_core.storage.memory import in_order
 from checkpoint_core.storage.sharding import LocalPart, is_sharded, local_part, mesh_ranks, parts_among
 
 _logger = logging.getLogger(__name__)
@@ -222,10 +223,8 @@ def _sample(tensor: torch.Tensor) -> str:
     """A digest of the ends of a plain tensor: enough to notice different tensors under one name."""
     if is_sharded(tensor):
         return ""
-    flat = tensor.resolve_conj().resolve_neg()
-    flat = flat.flatten() if flat.numel() <= 2 * _SAMPLE else flat
-    ends = (flat,) if flat.numel() <= 2 * _SAMPLE else _ends(flat)
-    hosts = (end.cpu().contiguous().view(torch.uint8) for end in ends if end.numel())
+    ends = (tensor,) if tensor.numel() <= 2 * _SAMPLE else _ends(tensor)
+    hosts = (in_order(end.cpu()).view(torch.uint8) for end in ends)
     return digest(b"".join(bytes(host.tolist()) for host in hosts))
 
 

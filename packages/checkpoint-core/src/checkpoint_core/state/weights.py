@@ -11,6 +11,8 @@ from checkpoint_core.errors import CheckpointError
 from checkpoint_core.state.encoding import check_storable, tensor_identity
 from checkpoint_core.state.names import CanonicalNames, unwrap
 from checkpoint_core.storage.layout import TensorSpec, spec_of
+from checkpoint_core.storage.memory import copy_values, same_bits
+from checkpoint_core.storage.sharding import is_sharded
 
 _logger = logging.getLogger(__name__)
 _SHOWN = 10
@@ -75,17 +77,21 @@ class ModelState:
             state: Tensors by canonical name.
 
         Raises:
-            CheckpointError: Tensors are missing, unexpected or of another shape; each is named.
+            CheckpointError: Tensors are missing, unexpected or of another shape, or of elements that share
+                memory but would get different values; each is named.
         """
         stored = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         match = self.match({name: spec_of(value) for name, value in stored.items()}, {})
         check_nothing_left(match.unexpected)
-        targets = self.tensors()
-        with torch.no_grad():
-            for name, source in match.sources.items():
-                targets[name].copy_(stored[source])
         for name, other in match.repeated:
             check_tie(name, stored[match.sources[name]], other, stored[other])
+        targets = self.tensors()
+        for name, source in match.sources.items():
+            if is_sharded(targets[name]):
+                with torch.no_grad():
+                    targets[name].copy_(stored[source])
+            else:
+                copy_values(targets[name].detach(), stored[source], name)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live tensors by canonical name, parameters as the objects the model holds."""
@@ -161,7 +167,8 @@ def check_tie(name: str, value: torch.Tensor, other: str, other_value: torch.Ten
         CheckpointError: The values differ.
     """
     same = other_value is value or (other_value.dtype == value.dtype and torch.equal(other_value, value))
-    if not same:
+    # Equal NaNs are one value here.
+    if not same and (is_sharded(value) or not same_bits(value, other_value)):
         raise CheckpointError(
             f"the model ties {name} and {other}, but the file holds different values for them; build the "
             "model without tied weights"

@@ -19,6 +19,7 @@ from checkpoint_core.errors import CheckpointError
 from checkpoint_core.storage.checksum import PartialDigest, combine
 from checkpoint_core.storage.files import FileRecord, create_file, sync_descriptor, write_at
 from checkpoint_core.storage.layout import FileLayout, Place, plan_file, read_layout, spec_of
+from checkpoint_core.storage.memory import copy_values, in_order
 from checkpoint_core.storage.parallel import in_threads
 from checkpoint_core.storage.sharding import LocalPart, local_part
 
@@ -35,13 +36,9 @@ class _Piece:
     begin: int
     count: int
 
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.tensor.element_size()
-
-    def on_host(self) -> torch.Tensor:
-        flat = self.tensor.resolve_conj().resolve_neg().reshape(-1)
-        return flat[self.begin : self.begin + self.count].cpu()
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """These elements, of all elements of the tensor in one dimension."""
+        return flat[self.begin : self.begin + self.count]
 
 
 def create_tensor_file(path: Path, layout: FileLayout) -> int:
@@ -178,7 +175,8 @@ class TensorFileReader:
             threads: How many threads read.
 
         Raises:
-            CheckpointError: The file ends early.
+            CheckpointError: The file ends early, or holds different values for elements of a target that
+                share memory.
             OSError: The file cannot be read.
         """
         work = [(name, target) for name, target in targets if target.numel()]
@@ -197,14 +195,14 @@ class TensorFileReader:
             return self._read_part(place, part)
         buffer = torch.empty(part.data.shape, dtype=place.spec.dtype)
         count = self._read_part(place, LocalPart(part.shape, part.offsets, buffer, None))
-        with torch.no_grad():
-            part.data.copy_(buffer)
+        copy_values(part.data, buffer, name)
         return count
 
     def _read_part(self, place: Place, part: LocalPart) -> int:
         total = 0
+        flat = part.data.reshape(-1)
         for piece in _pieces(place, part):
-            offset, rest = piece.offset, _memory(piece.on_host())
+            offset, rest = piece.offset, _memory(piece.of(flat))
             total += len(rest)
             while rest:
                 count = os.preadv(self._descriptor, [rest], offset)
@@ -217,8 +215,7 @@ class TensorFileReader:
 
 def _pieces(place: Place, part: LocalPart) -> Iterator[_Piece]:
     width = part.data.element_size()
-    # A tensor whose memory is not in order is brought into order once, so it stays in one piece.
-    longest = _PIECE_BYTES // width if part.data.is_contiguous() else max(part.data.numel(), 1)
+    longest = _PIECE_BYTES // width
     done = 0
     for start, length in part.runs():
         for begin in range(0, length, longest):
@@ -229,8 +226,12 @@ def _pieces(place: Place, part: LocalPart) -> Iterator[_Piece]:
 
 def _write_pieces(descriptor: int, pieces: Sequence[_Piece], path: Path) -> PartialDigest:
     digest = PartialDigest()
+    source: torch.Tensor | None = None
     for piece in pieces:
-        host = piece.on_host()
+        # Once for all pieces of a tensor, because it may copy the whole of it.
+        if piece.tensor is not source:
+            source, flat = piece.tensor, in_order(piece.tensor)
+        host = piece.of(flat).cpu()
         write_at(descriptor, _memory(host), piece.offset, path, digest)
     return digest
 

@@ -1,0 +1,70 @@
+"""Values of tensors as they lie in memory, which strides, expansion and pending signs make another thing."""
+
+import torch
+
+from checkpoint_core.errors import CheckpointError
+
+
+def in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a tensor in one dimension, one behind the other in memory, as the tensor shows them.
+
+    Args:
+        tensor: A plain dense tensor of any strides.
+
+    Returns:
+        A tensor of stride 1, whose bytes can be taken from ``data_ptr``; a copy only where it must be one.
+    """
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    # reshape(-1) keeps any stride of a single element, with which it has no view as bytes.
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two plain tensors of one shape hold the same bits of the same dtype, also in NaNs."""
+    first, second = (in_order(side.detach().cpu()).view(torch.uint8) for side in (left, right))
+    return left.dtype == right.dtype and torch.equal(first, second)
+
+
+def copy_values(target: torch.Tensor, values: torch.Tensor, where: str) -> None:
+    """Copy values into a tensor whose elements may share memory with one another, as after ``expand``.
+
+    Args:
+        target: A plain tensor of any strides, dtype and device.
+        values: A plain tensor of its shape.
+        where: The name of the target, for messages.
+
+    Raises:
+        CheckpointError: Elements that share memory would get different values.
+    """
+    with torch.no_grad():
+        if _may_overlap(target):
+            extent = 1 + sum((n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True))
+            trial = torch.empty(extent, dtype=values.dtype).as_strided(target.shape, target.stride())
+            _once(trial, target).copy_(_once(values, target))
+            if not same_bits(trial, values):
+                raise CheckpointError(
+                    f"{where} is a view whose elements share memory (shape {list(target.shape)}, strides "
+                    f"{list(target.stride())}), but other values are stored for some of them; build the "
+                    "object as it was when it was saved, or give it a contiguous() tensor"
+                )
+        _once(target, target).copy_(_once(values, target))
+
+
+def _once(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A tensor without what the target repeats: PyTorch refuses to write along a dimension of stride 0."""
+    for dim, step in enumerate(target.stride()):
+        if step == 0 and tensor.shape[dim]:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory; False is certain."""
+    if not tensor.numel():
+        return False
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
