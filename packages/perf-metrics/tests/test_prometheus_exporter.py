@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from perf_metrics import PrometheusExporter
+from perf_metrics.callbacks.prometheus_endpoint import MOST_CONNECTIONS, MetricsEndpoint
 
 RECORD = {
     "loss": 2.5,
@@ -268,3 +271,52 @@ def test_the_import_of_the_package_does_not_load_the_library() -> None:
     script = "import sys, perf_metrics; print('prometheus_client' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the other side ends this connection within five seconds."""
+    connection.settimeout(5)
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def dribble(connection: socket.socket, seconds: float) -> None:
+    """Send a header letter by letter."""
+    connection.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            connection.sendall(b"a")
+            time.sleep(0.05)
+    except ConnectionError:
+        return
+
+
+def test_silent_and_slow_connections_are_dropped_in_time() -> None:
+    endpoint = MetricsEndpoint("127.0.0.1", 0, {}, patience_s=0.4)
+    address = ("127.0.0.1", endpoint.port)
+    with socket.create_connection(address) as silent, socket.create_connection(address) as slow:
+        dribble(slow, 1.0)
+        assert ended(slow)
+        assert ended(silent)
+    endpoint.close()
+
+
+def test_a_crowd_of_silent_connections_keeps_neither_a_scrape_nor_threads(run, exporter) -> None:
+    run.fire("on_train_begin", exporter)
+    before = threading.active_count()
+    crowd = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(4 * MOST_CONNECTIONS)]
+    assert scrape(exporter)["training_step"] == run.state.global_step
+    assert threading.active_count() - before <= MOST_CONNECTIONS
+    # The oldest were dropped, and none waits for another one's time to run out.
+    assert all(ended(connection) for connection in crowd[: 3 * MOST_CONNECTIONS])
+    run.fire("on_train_end", exporter)
+    assert all(ended(connection) for connection in crowd)
+    for connection in crowd:
+        connection.close()
