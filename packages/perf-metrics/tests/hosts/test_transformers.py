@@ -247,3 +247,18 @@ def test_there_is_a_handler_for_each_event_of_the_trainer(make: Callable[[], obj
 def test_flops_per_token_is_a_positive_number() -> None:
     with pytest.raises(ValueError, match=r"flops_per_token=0: must be a positive number"):
         IntervalCounts(0)
+
+
+def test_default_metrics_alone_says_what_is_missing(
+    tmp_path: Path, llama, rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings(*callbacks: object) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="perf_metrics"):
+            train(tmp_path, llama, rows(80), [*callbacks])
+        return [record.message for record in caplog.records if record.name == "perf_metrics"]
+
+    (warning,) = warnings(DefaultMetrics(PEAK))
+    assert "DefaultMetrics adds nothing to the log" in warning
+    assert "Put IntervalCounts() before it" in warning
+    assert warnings(IntervalCounts(), DefaultMetrics(PEAK)) == []

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, MutableMapping
 
+from ..records import is_training
 from ..utilization import check_peak, model_flops_utilization
 from .events import EventHandlers
+
+_logger = logging.getLogger("perf_metrics")
+_NO_COUNTS = (
+    "DefaultMetrics adds nothing to the log: the records of this trainer have no interval_seconds. Put "
+    "IntervalCounts() before it, with FLOPs per token for mfu: callbacks=[IntervalCounts("
+    "model_flops_per_token(model, sequence_length)), PeakMemory(), DefaultMetrics(), ...], and set "
+    "TrainingArguments(include_num_input_tokens_seen='non_padding') for tok_per_sec"
+)
 
 
 class DefaultMetrics(EventHandlers):
@@ -23,7 +33,8 @@ class DefaultMetrics(EventHandlers):
     and saving. Put this callback before those that show or store records, and after those that count.
 
     It acts in `on_log_step`, before any other callback sees the record, where the trainer has that event, and
-    in `on_log` otherwise. Both give the same entries.
+    in `on_log` otherwise. Both give the same entries. `transformers.Trainer` puts no counts into its records:
+    there it needs `IntervalCounts` before it, and warns once where that is missing.
 
     Args:
         peak_hardware_flops: Peak FLOP/s summed over every device of the job, for the type that the matrix
@@ -37,6 +48,7 @@ class DefaultMetrics(EventHandlers):
         if peak_hardware_flops is not None:
             check_peak("peak_hardware_flops", peak_hardware_flops)
         self.peak_hardware_flops = peak_hardware_flops
+        self._has_warned = False
 
     def on_log_step(
         self, args: object, state: object, control: object, *, logs: MutableMapping[str, object], **_: object
@@ -52,7 +64,11 @@ class DefaultMetrics(EventHandlers):
     def on_log(
         self, args: object, state: object, control: object, *, logs: MutableMapping[str, object], **_: object
     ) -> None:
-        """Add the derived entries to `logs`, if `on_log_step` has not done so."""
+        """Add the derived entries to `logs`, if `on_log_step` has not done so; say what that lacks."""
+        speaks = not self._has_warned and getattr(state, "is_world_process_zero", True)
+        if speaks and is_training(logs) and "interval_seconds" not in logs:
+            self._has_warned = True
+            _logger.warning(_NO_COUNTS)
         self.on_log_step(args, state, control, logs=logs)
 
     def _add_rates(self, logs: MutableMapping[str, object]) -> None:
