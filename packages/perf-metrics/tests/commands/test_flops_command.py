@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from perf_metrics.commands.flops import _read
 from perf_metrics.commands.main import main
 
 LLAMA = {
@@ -58,3 +59,23 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(tmp_path, LLAMA | {"limit": [{"__float__": "Infinity"}]}, "--seq", "8") == 0
+    read = _read(tmp_path / "config.json")
+    assert read["limit"] == [float("inf")]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"hidden_size": ' + "9" * 5000 + "}", '{"a": "\xff"}'.encode("latin-1")]
+)
+def test_a_file_that_no_parser_reads_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | bytes
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["flops", "--hf-config", str(path), "--seq", "8"]) == 2
+    assert f"--hf-config={path}: not a JSON file" in capsys.readouterr().err

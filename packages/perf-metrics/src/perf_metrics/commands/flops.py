@@ -83,12 +83,18 @@ def _report(options: argparse.Namespace) -> str:
 
 def _read(path: Path) -> Mapping[str, object]:
     try:
-        config = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        config = json.loads(path.read_text(encoding="utf-8-sig"), object_hook=_float_or_object)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets as deep
         raise ValueError(f"--hf-config={path}: not a JSON file ({error})") from None
     if not isinstance(config, dict):
         raise ValueError(f"--hf-config={path}: must be a JSON object, as in a model's config.json")
     return config
+
+
+def _float_or_object(found: dict[str, object]) -> object:
+    """Read what transformers 5 writes for a number that JSON lacks, such as {"__float__": "Infinity"}."""
+    text = found.get("__float__")
+    return float(text) if len(found) == 1 and text in ("Infinity", "-Infinity", "NaN") else found
 
 
 def _build(config: Mapping[str, object]) -> nn.Module:
@@ -109,9 +115,9 @@ def _build(config: Mapping[str, object]) -> nn.Module:
         known = AutoConfig.for_model(str(settings.pop("model_type", None)), **settings)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(known)  # type: ignore[no-untyped-call]
-    except (ValueError, TypeError, KeyError) as error:
-        reason = str(error).partition("\n")[0][:200]
-        raise FlopsUnknownError(f"transformers cannot build model_type={family!r}: {reason}") from None
+    except Exception as error:  # each family checks its settings in its own way
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise FlopsUnknownError(f"transformers cannot build model_type={family!r}: {reason}") from error
     return model
 
 
