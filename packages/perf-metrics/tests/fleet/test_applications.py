@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from perf_metrics import Application, JobFacts, read_applications
+from perf_metrics import Application, Device, FleetSamples, JobFacts, fleet_report, read_applications
 
 
 def test_a_table_and_a_list_of_objects_say_the_same(tmp_path: Path) -> None:
@@ -33,7 +33,6 @@ def test_a_table_and_a_list_of_objects_say_the_same(tmp_path: Path) -> None:
         ("job,mfu\na\n", "line 2: has not as many fields"),
         ("job,mfu,gpus\na,0.4,7.5\n", "gpus=7.5: must be a whole number"),
         ("job,mfu,hybrid\na,0.4,maybe\n", "hybrid='maybe': must be true or false"),
-        ("job,mfu,compute_dtype\na,0.4,int4\n", "compute_dtype='int4': must be one of fp8"),
         ("job,mfu,mfu_percent\na,0.4,40\n", "give mfu or mfu_percent, not both"),
     ],
 )
@@ -49,5 +48,29 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path.write_text('{"a": 0.4}')
     with pytest.raises(ValueError, match="must be a list of objects"):
         read_applications(path)
+    for hostile in ("[" * 100_000, "[" + "9" * 5000 + "]"):
+        path.write_text(hostile)
+        with pytest.raises(ValueError, match="is not JSON"):
+            read_applications(path)
+    table = tmp_path / "mfu.csv"
+    table.write_text("job,mfu\n" + "a" * 200_000 + ",0.4\n")
+    with pytest.raises(ValueError, match="is not a table"):
+        read_applications(table)
     with pytest.raises(ValueError, match=r"must be a \.csv or a \.json file"):
         read_applications(tmp_path / "mfu.txt")
+
+
+def test_a_type_without_a_known_rate_in_one_row_does_not_stop_the_report(tmp_path: Path) -> None:
+    path = tmp_path / "mfu.csv"
+    path.write_text("job,mfu,compute_dtype,peak_dtype\na,0.5,fp4,bf16\nb,0.4,int4,bf16\n")
+    applications = read_applications(path)
+    assert applications["a"].facts == JobFacts(compute_dtype="fp4", peak_dtype="bf16")
+    assert applications["b"].facts == JobFacts(peak_dtype="bf16")
+    fleet = FleetSamples(start=0, end=3600, step_s=30, tensor_mhz=1000)
+    for step in range(120):
+        fleet.add("a", Device("node", "0"), 30.0 * step, 0.125, 1000)
+    report = fleet_report(fleet, applications)
+    # FP4 runs at four times the rate of BF16.
+    assert report.jobs[0].candidates[0].name == "fp4 work held against the bf16 peak"
+    (note,) = (one for one in report.notes if "int4" in one)
+    assert note.startswith("job b: compute_dtype='int4' is none of fp4, fp8, bf16")

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 
-from ..ofu.job_facts import JobFacts
+from ..ofu.job_facts import RATES, JobFacts
 
 _MOST_MFU = 3.0
 """A wrong count gives two or three times too much; more than that is taken for percent."""
 _FACTS = {one.name: str(one.type) for one in fields(JobFacts) if one.name not in ("findings", "usual_ofu")}
 _COLUMNS = ("job", "mfu", "mfu_percent", "run", "gpus", *_FACTS)
+_DTYPES = ("compute_dtype", "peak_dtype")
 _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -29,6 +30,7 @@ class Application:
         gpus: Number of GPUs of the job.
         facts: What sharpens a diagnosis.
         times: Unix times at which it told MFU, in seconds, to the millisecond; None: it holds for all of it.
+        notes: What it says that is not used, in sentences.
 
     Raises:
         ValueError: `mfu` is no share.
@@ -39,6 +41,7 @@ class Application:
     gpus: int | None = None
     facts: JobFacts = field(default_factory=JobFacts)
     times: frozenset[float] | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_mfu(self.mfu)
@@ -59,6 +62,8 @@ def read_applications(path: Path) -> dict[str, Application]:
         rows = list(_rows(path))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8: {error}") from None
+    except csv.Error as error:
+        raise ValueError(f"{path} is not a table: {error}") from None
     if not rows:
         raise ValueError(f"{path} has no job; give one row a job below the header")
     for where, row in rows:
@@ -90,7 +95,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
         raise ValueError(f"mfu={str(path)!r}: must be a .csv or a .json file")
     try:
         entries = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets, by thousands
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{path}: must be a list of objects, one for each job")
@@ -108,6 +113,12 @@ def _check_columns(row: Mapping[str, object], where: str) -> None:
 
 def _application(row: Mapping[str, object]) -> Application:
     facts = {name: value for name in _FACTS if (value := _fact(name, row.get(name))) is not None}
+    # A type without a rate takes nothing from the report but a sharper diagnosis of this one job.
+    strange = [name for name in _DTYPES if name in facts and facts[name] not in RATES]
+    notes = tuple(
+        f"{name}={facts.pop(name)!r} is none of {', '.join(RATES)} and is taken as unknown"
+        for name in strange
+    )
     gpus = _number("gpus", row.get("gpus"))
     if gpus is not None and (gpus < 1 or gpus != int(gpus)):
         raise ValueError(f"gpus={gpus:g}: must be a whole number of 1 or more")
@@ -116,6 +127,7 @@ def _application(row: Mapping[str, object]) -> Application:
         _text(row.get("run")),
         None if gpus is None else int(gpus),
         JobFacts(**facts),  # type: ignore[arg-type]  # each of its field's kind
+        notes=notes,
     )
 
 

@@ -195,6 +195,8 @@ def _notes(jobs: Sequence[JobReport], applications: Mapping[str, Application]) -
         yield f"OFU of {len(above)} jobs is above 100 %: {_some(above)}; is the tensor clock theirs?"
     if not applications:
         return
+    for name, application in applications.items():
+        yield from (f"job {name}: {note}" for note in application.notes)
     seen = {job.figures.job for job in jobs}
     unseen = [name for name in applications if name not in seen]
     if unseen:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from .process_checks import Finding
 
-RATES = {"fp8": 2.0, "bf16": 1.0, "fp16": 1.0, "tf32": 0.5}
-"""Dense tensor peaks of an H100 relative to BF16."""
+RATES = {"fp4": 4.0, "fp8": 2.0, "bf16": 1.0, "fp16": 1.0, "tf32": 0.5}
+"""Dense tensor peaks relative to BF16: of an H100, and for FP4 of a B200 (of a B300 it is 6)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class JobFacts:
         width: Heads x head size of attention.
         n_layers: Number of layers with attention.
         matmul_parameters: Weights of matrix products, head included. Without it, 12 x width^2 a layer.
-        compute_dtype: Type that the matrix products run in: fp8, bf16, fp16 or tf32.
+        compute_dtype: Type that the matrix products run in: fp4, fp8, bf16, fp16 or tf32.
         peak_dtype: Type whose peak MFU is held against.
         tile_overhead: Work that tiles add to the shapes, as a share; about 0.02 to 0.09 when unknown.
         tensor_mhz: Clock in MHz of the tensor peak; the default is that of H100 SXM.
