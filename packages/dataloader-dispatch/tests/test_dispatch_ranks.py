@@ -15,7 +15,7 @@ def two(launch: Callable[..., list[Any]]) -> list[Any]:
     """What both ranks of a job of two tell, having left without closing their last dispatcher."""
     checks = (
         "contents,independent,order,breaking,together,position,torch_loaders,epochs_told,uneven,dummies,in_step,"
-        "errors,refusals"
+        "collected,errors,refusals"
     )
     ranks = launch("dispatch_two.py", 2, checks)
     assert [rank.code for rank in ranks] == [0, 0], ranks
@@ -46,6 +46,10 @@ def test_order_length_and_epochs(two: list[Any]) -> None:
     for rank, note in enumerate(two):
         first = [3, 1, 0, [rank, 2 + rank, 4 + rank], 1]
         assert note["order"] == [first, [5, [5000 + rank, 5002 + rank, 5004 + rank], 6]]
+
+
+def test_collecting_a_dispatcher_does_not_wait_for_other_ranks(two: list[Any]) -> None:
+    assert [note["collected"] for note in two] == [["True", list(range(rank, 20, 2))] for rank in (0, 1)]
 
 
 def test_giving_up_a_pass_loses_nothing_and_leaves_nothing_stale(two: list[Any]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from itertools import islice
 from typing import Any
 
@@ -291,6 +294,26 @@ def in_step() -> object:
             steps += 1
     loader.close()
     return steps
+
+
+def collected() -> object:
+    """A rank whose garbage is collected waits for no other, and what it has sent still arrives."""
+    store = torch.distributed.group.WORLD.get_group_store()
+    loader = dispatcher(Numbers(20), prefetch=12)
+    passes = iter(loader)
+    received = [int(next(passes)["x"])]
+    if RANK == 0:
+        received += numbers(passes)
+        ended = weakref.ref(loader)
+        del loader, passes
+        gc.collect()
+        store.set("rank 0 has collected its dispatcher", str(ended() is None))
+    else:
+        # Less than the first rank waits for others in closing.
+        store.wait(["rank 0 has collected its dispatcher"], timedelta(seconds=15))
+        received += numbers(passes)
+        loader.close()
+    return [store.get("rank 0 has collected its dispatcher").decode(), received]
 
 
 def errors() -> object:

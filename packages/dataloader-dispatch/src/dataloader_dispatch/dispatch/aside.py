@@ -16,7 +16,8 @@ def run_aside(action: Callable[[], None], *, wait: bool = True) -> None:
         action: What to run.
         wait: Until it has ended.
     """
-    thread = threading.Thread(target=action, name="dataloader-dispatch-close")
+    # The garbage collector may run on a daemon thread, for which Python would not wait.
+    thread = threading.Thread(target=action, name="dataloader-dispatch-close", daemon=False)
     try:
         thread.start()
     except RuntimeError:

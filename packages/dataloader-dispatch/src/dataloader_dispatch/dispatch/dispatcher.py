@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dataloader_dispatch.dispatch.agreement import Facts, agree
+from dataloader_dispatch.dispatch.aside import run_aside
 from dataloader_dispatch.dispatch.inbox import Inbox
 from dataloader_dispatch.dispatch.outbox import Outbox
 from dataloader_dispatch.dispatch.placement import Placement
@@ -92,15 +95,15 @@ class DataloaderDispatcher(Generic[Batch]):
         self._uneven = uneven
         placement = Placement.of(mesh, dp_mesh_dim)
         self._width = placement.width
-        group = RankGroup(placement.ranks, timeout_seconds)
+        self._group = group = RankGroup(placement.ranks, timeout_seconds)
         options = _Options(placement, torch.device(device), prefetch, timeout_seconds, uneven, make_dummy)
         try:
             self._facts, self._side = _open(loader, group, options)
         except BaseException:
             group.close()
             raise
-        # Threads and connections must have ended before Python does, or they wake up in its ruins.
-        self._end = weakref.finalize(self, _close, self._side, group)
+        # At exit too: a thread that outlived the interpreter would run in what is left of it.
+        self._finalizer = weakref.finalize(self, _close_unused, self._side, group)
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin a pass. All ranks do so equally often; iterators made before give no more batches.
@@ -212,7 +215,8 @@ class DataloaderDispatcher(Generic[Batch]):
 
         The first rank waits up to 30 seconds for others that are behind, 5 in the middle of a pass.
         """
-        self._end()
+        if self._finalizer.detach() is not None:
+            _close(self._side, self._group)
 
     def _check_state(self) -> None:
         if not self._facts.has_state:
@@ -273,6 +277,16 @@ def _close(side: Side, group: RankGroup) -> None:
         side.close()
     finally:
         group.close()
+
+
+def _close_unused(side: Side, group: RankGroup) -> None:
+    """Close what the garbage collector found, or what is left when Python ends.
+
+    Ranks collect garbage at different moments. The first rank waits for the others in closing, while they may
+    wait for this very thread in a collective: so a collected dispatcher closes in a thread of its own, which
+    Python joins before it ends. When it is ending, nothing would join the thread, and closing is done here.
+    """
+    run_aside(partial(_close, side, group), wait=not threading.main_thread().is_alive())
 
 
 def _facts(loader: object) -> tuple[Facts | None, Exception | None]:
