@@ -1,16 +1,21 @@
 """What becomes of answers that a healthy server never gives, from a server that is told what to answer."""
 
+import gzip
 import json
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs
 
 import pytest
 
-from perf_metrics import PrometheusAPI, PrometheusError, collect_fleet
+from perf_metrics import PrometheusAPI, PrometheusError, collect_fleet, fleet_report
 from perf_metrics.fleet.chunks import read_in_chunks
 from perf_metrics.fleet.prometheus_api import QueryTooLargeError
+from perf_metrics.ofu.dcgm_exporter import CLOCK_NAME
 
 WHOLE = {
     "status": "success",
@@ -29,6 +34,7 @@ class Server(ThreadingHTTPServer):
         self.answers: list[tuple[int, bytes, int]] = []
         self.asked: list[dict[str, list[str]]] = []
         self.headers_seen: list[dict[str, str]] = []
+        self.headers: dict[str, str] = {}
 
     def answer(self, body: object, status: int = 200, cut: int = 0) -> None:
         """Prepare an answer that lacks its last bytes."""
@@ -50,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         status, body, cut = answers.pop(0) if len(answers) > 1 else answers[0]
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
+        for header in self.server.headers.items():
+            self.send_header(*header)
         self.end_headers()
         self.wfile.write(body[: len(body) - cut])
 
@@ -203,3 +211,147 @@ def test_a_fleet_without_the_series_says_what_to_look_at(server: Server, api: Pr
     fleet = collect_fleet(api, 0, 60)
     assert not fleet.jobs
     assert "with the label hpc_job: does dcgm-exporter export it" in fleet.notes[0]
+
+
+@contextmanager
+def line(speak: Callable[[socket.socket, threading.Event], None]) -> Iterator[str]:
+    """A server that does with each connection what it is told; yields its address."""
+    done = threading.Event()
+
+    def serve(listening: socket.socket) -> None:
+        while not done.is_set():
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(65536)
+                with suppress(OSError):
+                    speak(connection, done)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            done.set()
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"HTTP/1.1 200 ",
+        b"HTTP/1.1 200 OK\r\nX-Slow: ",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps(WHOLE).encode(),
+    ],
+    ids=["in the status", "in the header", "in the body", "after the body"],
+)
+def test_one_byte_after_another_holds_nobody_longer_than_the_deadline(start: bytes, said: list[str]) -> None:
+    def dribble(connection: socket.socket, done: threading.Event) -> None:
+        connection.sendall(start)
+        while not done.wait(0.02):
+            connection.sendall(b" ")
+
+    with line(dribble) as url:
+        api = PrometheusAPI(url, patience_s=0.2, timeout_s=0.4, say=said.append)
+        began = time.monotonic()
+        with pytest.raises(PrometheusError, match=r"the answer was not whole after 0\.4 s"):
+            api.query_range("up", 0, 60, 30)
+        assert time.monotonic() - began < 3
+        api.close()
+
+
+def test_an_answer_without_an_end_is_cut_at_its_limit() -> None:
+    sent = 0
+
+    def pour(connection: socket.socket, done: threading.Event) -> None:
+        nonlocal sent
+        sent = 0
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        while not done.is_set():
+            sent += connection.send(b"[" * 65536)
+
+    with line(pour) as url:
+        api = PrometheusAPI(url, patience_s=0, most_bytes=1_000_000)
+        with pytest.raises(QueryTooLargeError, match=r"more than 1,000,000 bytes.*--selector"):
+            api.query_range("up", 0, 60, 30)
+        # What lies in buffers of the system in between is not read.
+        assert sent < 20_000_000
+        api.close()
+
+
+def test_a_packed_answer_counts_as_what_it_unpacks_to(server: Server) -> None:
+    api = PrometheusAPI(server.url, patience_s=0, most_bytes=1_000_000)
+    server.headers = {"Content-Encoding": "gzip"}
+    server.answer(gzip.compress(json.dumps(WHOLE).encode()))
+    assert len(api.query_range("up", 0, 60, 30)) == 1
+    server.answers = []
+    server.answer(gzip.compress(b" " * 2_000_000))
+    with pytest.raises(QueryTooLargeError):
+        api.query_range("up", 0, 60, 30)
+    server.headers = {"Content-Encoding": "br"}
+    with pytest.raises(PrometheusError, match="in the encoding 'br', and gzip was asked for"):
+        api.query_range("up", 0, 60, 30)
+    api.close()
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": "\xff"}'], ids=["deep", "huge", "bytes"]
+)
+def test_what_no_parser_reads_is_named(server: Server, api: PrometheusAPI, body: bytes) -> None:
+    server.answer(body)
+    with pytest.raises(PrometheusError, match="status 200 and no JSON"):
+        api.query_range("up", 0, 60, 30)
+
+
+NAME = "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"
+GPU = {"UUID": "GPU-1", "gpu": "0", "Hostname": "node", "modelName": "NVIDIA H100 80GB HBM3", "hpc_job": "a"}
+
+
+@pytest.mark.parametrize(
+    ("series", "wrong"),
+    [
+        ("x", "a series is no object"),
+        ({"metric": {"hpc_job": 7}, "values": []}, "its labels are no texts"),
+        ({"metric": ["a"], "values": []}, "its labels are no texts"),
+        ({"metric": {}, "histograms": []}, "it has no list of values"),
+        ({"metric": {}, "values": [[0]]}, "a point is no pair of time and value"),
+        ({"metric": {}, "values": [0, "1"]}, "a point is no pair of time and value"),
+        ({"metric": {}, "values": [[True, "1"]]}, "a time is not within"),
+        ({"metric": {}, "values": [[10**400, "1"]]}, "a time is not within"),
+        ({"metric": {}, "values": [[1e9, "1"]]}, "a time is not within"),
+        ({"metric": {}, "values": [[float("nan"), "1"]]}, "a time is not within"),
+        ({"metric": {}, "values": [["0", "1"]]}, "a time is not within"),
+        ({"metric": {}, "values": [[0, 1.0]]}, "a value is not the text of a number"),
+        ({"metric": {}, "values": [[0, "much"]]}, "a value is not the text of a number"),
+        ({"metric": {}, "values": [[0, "1_0"]]}, "a value is not the text of a number"),
+        ({"metric": {}, "values": [[30, "1"], [0, "1"]]}, "its times do not ascend"),
+        ({"metric": {}, "values": [[30, "1"], [30, "1"]]}, "its times do not ascend"),
+        ({"metric": {**GPU, "__name__": "up"}, "values": [[0, "0.5"]]}, "not the name or the labels"),
+        ({"metric": GPU, "values": [[0, "0.5"]]}, "not the name or the labels"),
+        ({"metric": {**GPU, "__name__": NAME, "hpc_job": ""}, "values": []}, "not the name or the labels"),
+    ],
+)
+def test_a_malformed_series_is_refused_and_counted(
+    server: Server, api: PrometheusAPI, series: object, wrong: str
+) -> None:
+    def result(*many: object) -> dict[str, object]:
+        return {"status": "success", "data": {"resultType": "matrix", "result": [*many]}}
+
+    whole = [
+        {"metric": {**GPU, "__name__": name}, "values": [[0, value], [30, "NaN"]]}
+        for name, value in ((NAME, "0.5"), (CLOCK_NAME, "1830"))
+    ]
+    server.answer(result(whole[0], series))
+    server.answer(result(whole[1]))
+    fleet = collect_fleet(api, 0, 60)
+    (note,) = [one for one in fleet.notes if "malformed" in one]
+    assert note.startswith("1 series of the server's answers are malformed and left out: ")
+    assert wrong in note
+    report = fleet_report(fleet)
+    assert [(job.figures.job, job.figures.samples) for job in report.jobs] == [("a", 1)]
+    assert report.ofu_mean == 0.5

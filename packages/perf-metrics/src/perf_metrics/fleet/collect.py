@@ -83,6 +83,10 @@ def collect_fleet(
 
     read_in_chunks(read, start, end, step_s, progress)
     fleet.notes.extend(tally.notes(labels))
+    fleet.notes.extend(
+        f"{count} series of the server's answers are malformed and left out: {wrong}"
+        for wrong, count in sorted((server.malformed + tally.strange).items())
+    )
     for model, count in sorted(fleet.unknown_models.items()):
         fleet.notes.append(f"{count} samples of {model}: its tensor clock is not known; give --tensor-mhz")
     return fleet
@@ -96,8 +100,8 @@ def _read_activity(
     chunk: _Chunk, answer: Sequence[RangeSeries], job_labels: Sequence[str], tally: _Tally
 ) -> None:
     # The preferred name last, so that its values stay.
-    by_name = sorted(answer, key=lambda one: TENSOR_NAMES.index(one.labels["__name__"]), reverse=True)
-    for series in by_name:
+    named = _named(answer, TENSOR_NAMES, job_labels, tally)
+    for series in sorted(named, key=lambda one: TENSOR_NAMES.index(one.labels["__name__"]), reverse=True):
         labels = present_labels(series.labels)
         job = "/".join(series.labels[label] for label in job_labels)
         values = chunk.activity[job, device_of(labels)]
@@ -108,11 +112,24 @@ def _read_activity(
 
 
 def _read_clocks(chunk: _Chunk, answer: Sequence[RangeSeries], tally: _Tally) -> None:
-    for series in answer:
+    for series in _named(answer, (CLOCK_NAME,), (), tally):
         values = chunk.clocks[device_of(present_labels(series.labels))]
         for time_s, value in _values(series, tally, usual_most=10_000.0):
             if value is not None:
                 values[time_s] = value
+
+
+def _named(
+    answer: Sequence[RangeSeries], names: Sequence[str], labels: Sequence[str], tally: _Tally
+) -> list[RangeSeries]:
+    """Return the series that are what was asked for; a server may answer as it likes."""
+    found = []
+    for series in answer:
+        if series.labels.get("__name__") in names and all(series.labels.get(label) for label in labels):
+            found.append(series)
+        else:
+            tally.strange["it has not the name or the labels that were asked for"] += 1
+    return found
 
 
 def _values(series: RangeSeries, tally: _Tally, *, usual_most: float) -> Iterator[tuple[float, float | None]]:
@@ -157,6 +174,7 @@ def _whole(device: Device) -> Device:
 class _Tally:
     points: Counter[str] = field(default_factory=Counter)
     blanks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    strange: Counter[str] = field(default_factory=Counter)
     samples: int = 0
     without_clock: int = 0
 

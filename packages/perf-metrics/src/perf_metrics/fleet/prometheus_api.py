@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +20,10 @@ if TYPE_CHECKING:
 
 MOST_POINTS = 11_000
 """Points of a series that Prometheus gives in one answer (`maxPoints` of its API)."""
+
+MOST_BYTES = 64 << 20
+"""Bytes of an answer. One of the usual length has some megabytes; lists and texts in memory take ten times as
+many."""
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
@@ -55,7 +64,8 @@ class PrometheusAPI:
         url: Address of the server, with the path that it is served under, if any.
         headers: Sent with every query, such as an authorization.
         patience_s: How long to repeat a query that has no answer, in seconds.
-        timeout_s: How long to wait for one answer, in seconds.
+        timeout_s: How long to wait for the last byte of one answer, in seconds, however its bytes come.
+        most_bytes: Size of an answer, unpacked, from which on a shorter time is asked for.
         say: Gets a line when the server stops answering, and one when it is back; by default to stderr.
 
     Raises:
@@ -70,6 +80,7 @@ class PrometheusAPI:
         headers: Mapping[str, str] | None = None,
         patience_s: float = 60.0,
         timeout_s: float = 120.0,
+        most_bytes: int = MOST_BYTES,
         say: Callable[[str], None] | None = None,
     ) -> None:
         if not 0 <= patience_s < math.inf or not 0 < timeout_s < math.inf:
@@ -77,7 +88,11 @@ class PrometheusAPI:
         self._client = _client(headers or {}, timeout_s)
         self._address, self.url = _address(url)
         self._patience_s = patience_s
+        self._timeout_s, self._most_bytes = timeout_s, most_bytes
         self._say = say or _say_on_stderr
+        self._line = _Line()
+        self.malformed: Counter[str] = Counter()
+        """Series of the answers so far that were left out, by what is wrong with them."""
 
     def query_range(self, query: str, start: float, end: float, step_s: float) -> list[RangeSeries]:
         """Return the series of an expression from `start` to `end`, both included.
@@ -93,13 +108,19 @@ class PrometheusAPI:
             PrometheusError: There is no answer, the server refuses the query, or its answer is not whole.
         """
         form = {"query": query, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step_s:g}"}
-        return self._ask("/api/v1/query_range", form)
+        found = []
+        for one in self._ask("/api/v1/query_range", form):
+            if (wrong := _what_is_wrong(one, start - step_s, end + step_s)) is None:
+                found.append(RangeSeries(one["metric"], one["values"]))  # type: ignore[index]
+            else:
+                self.malformed[wrong] += 1
+        return found
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
-    def _ask(self, path: str, form: Mapping[str, str]) -> list[RangeSeries]:
+    def _ask(self, path: str, form: Mapping[str, str]) -> list[object]:
         began = time.monotonic()
         pause, silent = _FIRST_PAUSE_S, False
         while True:
@@ -120,24 +141,53 @@ class PrometheusAPI:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _try(self, path: str, form: Mapping[str, str]) -> tuple[list[RangeSeries] | None, str]:
+    def _try(self, path: str, form: Mapping[str, str]) -> tuple[list[object] | None, str]:
         """Return the answer, or why there is none yet."""
         import httpx
 
         try:
-            response = self._client.post(self._address + path, data=dict(form))
-            self._check_address(response)
-            body = response.json()
+            with (
+                self._line.cut_after(self._timeout_s) as is_late,
+                self._client.stream(
+                    "POST", self._address + path, data=dict(form), extensions={"trace": self._line.trace}
+                ) as response,
+            ):
+                self._check_address(response)
+                text = self._read(response)
+                if is_late():  # an answer without a length ends where it is cut
+                    raise httpx.ReadTimeout("")
         except (httpx.TransportError, httpx.DecodingError) as error:
+            if is_late():
+                return None, f"the answer was not whole after {self._timeout_s:g} s"
             return None, f"{type(error).__name__}: {error}".rstrip(": ")
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            return None, self._not_json(response)
+        try:
+            body = json.loads(text)
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # too many digits; brackets within brackets, by thousands
+            return None, self._not_json(response, error)
         if response.status_code in _REFUSED or _ran_out_of_time(body):
             raise self._refusal(body, form["query"])
         if response.status_code != httpx.codes.OK:
             self._check_allowed(response)
             return None, f"status {response.status_code}"
-        return _whole(body, self.url), ""
+        return _whole(body, self.url, text), ""
+
+    def _read(self, response: httpx.Response) -> bytes:
+        packed = response.headers.get("content-encoding", "identity").strip().lower()
+        if packed not in ("identity", "gzip", ""):
+            # What other packings grow to is without a bound.
+            raise PrometheusError(f"{self.url} answers in the encoding {packed!r}, and gzip was asked for")
+        text = bytearray()
+        for piece in response.iter_bytes():
+            text += piece
+            if len(text) > self._most_bytes:
+                raise QueryTooLargeError(
+                    f"{self.url} answers with more than {self._most_bytes:,} bytes, also for one point of "
+                    "each series: name fewer of them by --selector"
+                )
+        return bytes(text)
 
     def _check_address(self, response: httpx.Response) -> None:
         # Following would make a GET of a POST, without its form.
@@ -145,14 +195,14 @@ class PrometheusAPI:
             target = response.headers.get("location", "another address")
             raise PrometheusError(f"{self.url} redirects to {target}: give the address that answers itself")
 
-    def _not_json(self, response: httpx.Response) -> str:
+    def _not_json(self, response: httpx.Response, why: Exception) -> str:
         self._check_allowed(response)
         if response.status_code == _TOO_LARGE:
             raise QueryTooLargeError(f"{self.url} answers with status {_TOO_LARGE}")
         if response.status_code < 500 and response.status_code != _BUSY:
             raise PrometheusError(
                 f"{self.url} answers with status {response.status_code} and no JSON: is it a Prometheus "
-                "server, and is the path right?"
+                f"server, and is the path right? ({str(why)[:100]})"
             )
         return f"status {response.status_code}"
 
@@ -163,7 +213,7 @@ class PrometheusAPI:
             )
 
     def _refusal(self, body: object, query: str) -> PrometheusError:
-        message = str(body.get("error") or "") if isinstance(body, dict) else ""
+        message = str(body.get("error") or "")[:500] if isinstance(body, dict) else ""
         if _ran_out_of_time(body) or any(words in message for words in _TOO_MUCH):
             return QueryTooLargeError(message)
         return PrometheusError(f"{self.url} refuses the query {query!r}: {message or 'it says no more'}")
@@ -176,7 +226,41 @@ def _client(headers: Mapping[str, str], timeout_s: float) -> httpx.Client:
         raise ModuleNotFoundError(
             "asking Prometheus needs httpx: pip install 'perf-metrics[prometheus]'"
         ) from error
-    return httpx.Client(headers=dict(headers), timeout=timeout_s)
+    return httpx.Client(headers={"Accept-Encoding": "gzip", **headers}, timeout=timeout_s)
+
+
+class _Line:
+    """The connection that answers come by, to be cut when one takes too long.
+
+    httpx only bounds the time between two bytes, so that a byte a second would hold it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+
+    def trace(self, event: str, found: Mapping[str, object]) -> None:
+        """Keep the socket of a new connection; for the extension "trace" of httpx."""
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            self._socket = found["return_value"].get_extra_info("socket")  # type: ignore[attr-defined]
+
+    @contextmanager
+    def cut_after(self, seconds: float) -> Iterator[Callable[[], bool]]:
+        """Cut the connection after so many seconds; yields what tells whether that has been done."""
+        late = threading.Event()
+
+        def cut() -> None:
+            late.set()
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes up who waits for a byte of it
+
+        timer = threading.Timer(seconds, cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield late.is_set
+        finally:
+            timer.cancel()
 
 
 def _address(url: str) -> tuple[str, str]:
@@ -196,18 +280,52 @@ def _ran_out_of_time(body: object) -> bool:
     return isinstance(body, dict) and body.get("errorType") == "timeout"
 
 
-def _whole(body: object, url: str) -> list[RangeSeries]:
+def _whole(body: object, url: str, text: bytes) -> list[object]:
     answer = body if isinstance(body, dict) else {}
     if answer.get("warnings") or answer.get("isPartial"):
-        said = answer.get("warnings") or "isPartial"
+        said = str(answer.get("warnings") or "isPartial")[:500]
         raise PrometheusError(f"{url} says that its answer may not be whole: {said}")
     data = answer.get("data")
     try:
         if answer["status"] != "success" or data["resultType"] != "matrix":  # type: ignore[index]
             raise ValueError("not a range of values")
-        return [RangeSeries(one["metric"], one["values"]) for one in data["result"]]  # type: ignore[index]
+        if not isinstance(series := data["result"], list):  # type: ignore[index]
+            raise ValueError("not a list of series")
+        return series
     except (KeyError, TypeError, ValueError) as error:
-        raise PrometheusError(f"{url} did not answer as Prometheus does: {str(body)[:200]}") from error
+        shown = text[:200].decode(errors="replace")
+        raise PrometheusError(f"{url} did not answer as Prometheus does: {shown}") from error
+
+
+def _what_is_wrong(series: object, first: float, last: float) -> str | None:
+    """Return what is wrong with a series of an answer about some time, or None."""
+    if not isinstance(series, dict):
+        return "a series is no object"
+    labels, points = series.get("metric"), series.get("values")
+    if not isinstance(labels, dict) or not all(isinstance(value, str) for value in labels.values()):
+        return "its labels are no texts"
+    if not isinstance(points, list):
+        return "it has no list of values"
+    for point in points:
+        if not isinstance(point, list) or len(point) != 2:
+            return "a point is no pair of time and value"
+        time_s, text = point
+        # Neither a number that is none nor one of a thousand digits lies between two times.
+        if isinstance(time_s, bool) or not isinstance(time_s, int | float) or not first <= time_s <= last:
+            return "a time is not within the time that was asked for"
+        if not isinstance(text, str) or not _is_number(text):
+            return "a value is not the text of a number"
+    if any(earlier[0] >= later[0] for earlier, later in pairwise(points)):
+        return "its times do not ascend"
+    return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return "_" not in text  # Python's own way to write a million
 
 
 def _say_on_stderr(text: str) -> None:
