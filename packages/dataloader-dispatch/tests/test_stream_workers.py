@@ -259,7 +259,7 @@ def test_shards_that_have_ended_do_not_delay_workers() -> None:
 
     ended = {**build(0, 2).state_dict(), "epoch": 1}
     far = build(1, 2).state_dict()
-    far["places"] = [[document, 180_000, 90_000] for document, _, _ in far["places"]]  # type: ignore[attr-defined]
+    far["places"] = [[place[0], 180_000, 90_000] for place in far["places"]]  # type: ignore[attr-defined]
     stream = build(0, 1)
     stream.load_resharded([ended, far], rank=0, world_size=1)
     began = time.monotonic()

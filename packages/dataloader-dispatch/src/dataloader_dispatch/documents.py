@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -15,6 +15,7 @@ Document: TypeAlias = str | Sequence[int] | torch.Tensor
 """A text, or its token ids (a sequence of ints or a 1-D integer tensor)."""
 
 _SAMPLED_DOCUMENTS = 16
+_PART = 1 << 20
 
 
 @runtime_checkable
@@ -172,6 +173,13 @@ def data_fingerprint(source: DocumentSource) -> str:
 
 def token_tensor(tokens: Sequence[int] | torch.Tensor, name: str) -> torch.Tensor:
     """Token ids as an int64 tensor of shape [n]; `DataError` names ``name`` when they are not token ids."""
+    if not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0 or isinstance(tokens, Mapping):
+        entries = f" with the entries {sorted(map(str, tokens))}" if isinstance(tokens, Mapping) else ""
+        hint = "; return its input_ids" if "input_ids" in entries else ""
+        raise DataError(
+            f"{name} does not hold token ids: expected a one-dimensional sequence of integers, got a "
+            f"{type(tokens).__name__}{entries}{hint}"
+        )
     if len(tokens) == 0:
         return torch.empty(0, dtype=torch.int64)
     if isinstance(tokens, bytes | bytearray):
@@ -204,9 +212,17 @@ def _add_samples(digest: hashlib._Hash, source: DocumentSource) -> None:
         {total * part // _SAMPLED_DOCUMENTS for part in range(_SAMPLED_DOCUMENTS)} if total else ()
     ):
         document = source[index]
-        if isinstance(document, str):
-            kind, content = "text", document.encode("utf-8", "surrogatepass")
-        else:
-            kind, content = "tokens", repr(token_tensor(document, f"document {index}").tolist()).encode()
+        kind = "text" if isinstance(document, str) else "tokens"
         # With its length, so that no two lists of documents read the same end to end.
-        digest.update(f"{kind} {len(content)} ".encode() + content)
+        digest.update(f"{kind} {sum(map(len, _as_bytes(document, index)))} ".encode())
+        for part in _as_bytes(document, index):
+            digest.update(part)
+
+
+def _as_bytes(document: Document, index: int) -> Iterator[bytes]:
+    """The content of a document, part by part: no copy is made of a large one."""
+    if not isinstance(document, str):
+        yield repr(token_tensor(document, f"document {index}").tolist()).encode()
+        return
+    for start in range(0, len(document), _PART):
+        yield document[start : start + _PART].encode("utf-8", "surrogatepass")

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from dataloader_dispatch.errors import DataError
 
-VERSION = 3
+VERSION = 4
+_READABLE = (3, 4)
+"""Version 3 has places of three numbers and another fingerprint of encoders; see `DocumentStream`."""
 
 
 def position_state(counts: Mapping[str, object], identity: Mapping[str, object]) -> dict[str, object]:
@@ -37,10 +39,9 @@ def saved_counts(
             f"data position: expected what state_dict() returned, got a {type(state).__name__}; the state is "
             "damaged, or a list of states is needed"
         )
-    if not _same(state.get("version"), VERSION):
-        raise DataError(
-            f"data position: version {state.get('version')!r} cannot be read; this release reads {VERSION}"
-        )
+    version = state.get("version")
+    if not any(_same(version, readable) for readable in _READABLE):
+        raise DataError(f"data position: version {version!r} cannot be read; this release reads {_READABLE}")
     for name, ours in identity.items():
         theirs = state.get(name)
         if name not in state or not _same(theirs, ours):

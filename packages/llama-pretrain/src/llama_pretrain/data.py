@@ -17,7 +17,7 @@ from dataloader_dispatch import (
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
 from .options import PretrainArguments
-from .tokenizer import Tokenizer
+from .tokenizer import ByteTokenizer, Tokenizer
 
 # Some distributions leave the tests out, and installed packages may lie inside. Without them the corpus is
 # much the same everywhere. The last two are generated: help texts and tables of character codes.
@@ -126,4 +126,5 @@ def _rows(
         shards=shards,
         rank=reader.rank,
         world_size=reader.world_size,
+        text_unit="character" if isinstance(tokenizer, ByteTokenizer) else None,
     )

@@ -145,6 +145,11 @@ class HuggingFaceTokenizer:
             )
 
     @property
+    def backend_tokenizer(self) -> object:
+        """What a `DocumentStream` looks at to see whether texts can be cut; None for a slow tokenizer."""
+        return getattr(self._tokenizer, "backend_tokenizer", None)
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids, special ones included."""
         return len(self._tokenizer)

@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         block: Number of these rounds.
-        keys: int64 [rows, 5]: row, shard, and the place behind.
+        keys: int64 [rows, 7]: row, shard, and the place behind.
         examples: Each [rows, sequence length].
         left_out: Documents without tokens that the worker met since its last chunk.
     """
@@ -87,7 +87,8 @@ class ChunkedRows(IterableDataset[Chunk]):
         return (row.row - self._first) // self._rounds
 
     def _chunk(self, block: int, rows: list[ShardRow]) -> Chunk:
-        keys = torch.tensor([[row.row, row.shard, *row.behind] for row in rows]).reshape(-1, 5)
+        keys = torch.tensor([[row.row, row.shard, *row.behind] for row in rows])
+        keys = keys.reshape(-1, 2 + len(Place._fields))
         examples = [self._stream.example(row) for row in rows]
         names = examples[0] if examples else {}
         stacked = {name: torch.stack([example[name] for example in examples]) for name in names}

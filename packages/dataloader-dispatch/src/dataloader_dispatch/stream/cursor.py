@@ -17,11 +17,16 @@ class Place(NamedTuple):
         document: Position of its document in the epoch's order; at or beyond the end when nothing is left.
         token: Number of its tokens that were delivered already.
         row: Number of rows that the shard has given in this epoch.
+        start: First character of the piece of the document's text that holds the last delivered token; 0 if
+            the document is encoded at once.
+        before: Number of its tokens before that piece.
     """
 
     document: int
     token: int = 0
     row: int = 0
+    start: int = 0
+    before: int = 0
 
 
 class Owner(NamedTuple):
@@ -149,9 +154,11 @@ def merge_cursors(
 
 
 def _place(entry: object, number: int, shards: int, documents: int) -> Place:
-    if isinstance(entry, list | tuple) and len(entry) == 3 and all(is_count(value) for value in entry):
+    # Releases up to 0.1 cut no documents, and saved three numbers.
+    if isinstance(entry, list | tuple) and len(entry) in (3, 5) and all(is_count(value) for value in entry):
         place = Place(*entry)
-        if place.document < documents + shards and place.document % shards == number:
+        inside = place.document < documents + shards and place.document % shards == number
+        if inside and place.before <= place.token and bool(place.start) == bool(place.before):
             return place
     raise DataError(
         f"data position: {entry!r} is no place of shard {number} among {documents} documents; it is damaged"

@@ -15,6 +15,7 @@ from dataloader_dispatch.stream.cursor import Cursor
 from dataloader_dispatch.stream.encoding import DocumentEncoder
 from dataloader_dispatch.stream.order import epoch_order
 from dataloader_dispatch.stream.packing import ShardPacker, ShardRow, finished_row, rows_in_turn
+from dataloader_dispatch.stream.pieces import TextUnit
 from dataloader_dispatch.stream.position import StreamPosition
 from dataloader_dispatch.stream.settings import check_settings, check_source, check_takers, logical_shards
 from dataloader_dispatch.stream.skipping import RowSpan, checked_spans
@@ -86,6 +87,14 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         boundaries: Add ``position_ids`` and ``document_ids``.
         skip: Rows to leave out, where training went wrong on them. May change from one start to the next.
 
+        text_unit: The most text that ``encode`` looks at as a whole: a ``"character"``, a ``"word"`` (with
+            the white space before it), or the ``"document"``. Large texts are encoded in pieces of 262,144
+            characters, cut between units, so that memory does not grow with them and a resume begins with
+            a piece. The tokens are the same: a cut is made only where those of the text around it
+            are, and without one the text stays whole. None: ``"character"`` for ``str.encode``, ``"word"``
+            for the ``encode`` of a Hugging Face tokenizer that divides texts into words, else
+            ``"document"``; then a warning names the first text of more than 16 million characters.
+
     Raises:
         DataError: A setting is out of range, there is no document, or there are more ranks than shards.
     """
@@ -106,6 +115,7 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         world_size: int = 1,
         boundaries: bool = False,
         skip: Sequence[RowSpan] = (),
+        text_unit: TextUnit | None = None,
     ) -> None:
         check_settings(sequence_length, eos_token_id, pad_token_id, seed)
         check_source(source)
@@ -120,8 +130,9 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         self.skip = checked_spans(skip)
         documents = len(epoch_order(source, seed, 0, shuffle))
         self.shards = logical_shards(shards, documents, rank, world_size)
-        self.encoder = DocumentEncoder(source, encode, eos_token_id)
-        self.position = StreamPosition(self.shards, documents, rank, world_size, self._identity(documents))
+        self.encoder = DocumentEncoder(source, encode, eos_token_id, text_unit)
+        identity, accepts = self._identity(documents), self.encoder.accepts
+        self.position = StreamPosition(self.shards, documents, rank, world_size, identity, accepts)
 
     @property
     def rank(self) -> int:

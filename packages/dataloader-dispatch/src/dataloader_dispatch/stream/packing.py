@@ -10,6 +10,7 @@ import torch
 
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.stream.cursor import Place
+from dataloader_dispatch.stream.encoding import Piece
 
 IGNORE_INDEX = -100
 
@@ -37,14 +38,15 @@ class ShardPacker:
     """Cuts a shard into rows.
 
     Args:
-        tokens: Token ids of a document, its separator included, by its number.
+        pieces: Token ids of a document, its separator included, by its number, from a piece on; see
+            `DocumentEncoder`.
         order: Numbers of all documents in the epoch's order.
         shards: Number of shards; shard k has the positions k, k + shards, ... of the order.
         sequence_length: Tokens in a row.
         drop_last: Leave out the last row if it is not full.
     """
 
-    tokens: Callable[[int], torch.Tensor]
+    pieces: Callable[[int, int, int], Iterator[Piece]]
     order: Sequence[int]
     shards: int
     sequence_length: int
@@ -56,36 +58,40 @@ class ShardPacker:
         Raises:
             DataError: The place is beyond the end of its document.
         """
-        pieces: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         starts: list[int] = []
-        filled = 0
-        position, used, row = start
-        while position < len(self.order):
-            tokens = self._document(position, used)
-            length = tokens.numel()
-            while used < length:
-                taken = min(length - used, self.sequence_length - filled)
-                pieces.append(tokens[used : used + taken])
-                starts.append(filled)
-                used += taken
-                filled += taken
-                if filled == self.sequence_length:
-                    behind = Place(position, used, row + 1)
-                    yield ShardRow(shard, row, _joined(pieces), tuple(starts), behind)
-                    pieces, starts, filled, row = [], [], 0, row + 1
-            used = 0
-            position += self.shards
-        if pieces and not self.drop_last:
-            yield ShardRow(shard, row, _joined(pieces), tuple(starts), Place(position, 0, row + 1))
+        filled, row, at = 0, start.row, start
+        while at.document < len(self.order):
+            opened = False  # whether the row has tokens of this document
+            for piece in self._pieces(at):
+                length, used = piece.tokens.numel(), max(at.token - piece.before, 0)
+                while used < length:
+                    taken = min(length - used, self.sequence_length - filled)
+                    if not opened:
+                        starts.append(filled)
+                        opened = True
+                    parts.append(piece.tokens[used : used + taken])
+                    used += taken
+                    filled += taken
+                    if filled == self.sequence_length:
+                        behind = Place(at.document, piece.before + used, row + 1, piece.start, piece.before)
+                        yield ShardRow(shard, row, _joined(parts), tuple(starts), behind)
+                        parts, starts, filled, row, opened = [], [], 0, row + 1, False
+            at = Place(at.document + self.shards)
+        if parts and not self.drop_last:
+            yield ShardRow(shard, row, _joined(parts), tuple(starts), Place(at.document, 0, row + 1))
 
-    def _document(self, position: int, used: int) -> torch.Tensor:
-        tokens = self.tokens(self.order[position])
-        if used > tokens.numel():
+    def _pieces(self, at: Place) -> Iterator[Piece]:
+        """The pieces of a document, from the one in which a place is on, or from its first one."""
+        number, seen = self.order[at.document], 0
+        for piece in self.pieces(number, at.start, at.before):
+            seen = piece.before + piece.tokens.numel()
+            yield piece
+        if at.token > seen:
             raise DataError(
-                f"data position: token={used} is beyond the {tokens.numel()} tokens of document "
-                f"{self.order[position]}; was the position saved with another tokenizer or other data?"
+                f"data position: token={at.token} is beyond the {seen} tokens of document {number}; was the "
+                "position saved with another tokenizer or other data?"
             )
-        return tokens
 
 
 def rows_in_turn(packer: ShardPacker, shards: Sequence[int], places: Sequence[Place]) -> Iterator[ShardRow]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.position import check_epoch, position_state
@@ -18,14 +18,22 @@ class StreamPosition:
         rank: Rank among those that share the documents.
         world_size: Number of these ranks.
         identity: The data and settings that the position has a meaning for.
+        accepts_encoding: Whether another "encoding" than that in the identity has the same meaning.
     """
 
     def __init__(
-        self, shards: int, documents: int, rank: int, world_size: int, identity: Mapping[str, object]
+        self,
+        shards: int,
+        documents: int,
+        rank: int,
+        world_size: int,
+        identity: Mapping[str, object],
+        accepts_encoding: Callable[[object], bool],
     ) -> None:
         self._shards = shards
         self._documents = documents
         self._identity = identity
+        self._accepts_encoding = accepts_encoding
         self.owner = Owner(rank, world_size)
         self.cursor = Cursor.start(0, shards)
         self._iteration = 0
@@ -33,7 +41,12 @@ class StreamPosition:
     def copy(self) -> StreamPosition:
         """A position of its own at the same place."""
         other = StreamPosition(
-            self._shards, self._documents, self.owner.rank, self.owner.world_size, self._identity
+            self._shards,
+            self._documents,
+            self.owner.rank,
+            self.owner.world_size,
+            self._identity,
+            self._accepts_encoding,
         )
         other.cursor = self.cursor.copy()
         return other
@@ -161,7 +174,10 @@ class StreamPosition:
         self.move(merge_cursors(parts, self.own_shards, self._shards, self._documents))
 
     def _read(self, state: Mapping[str, object]) -> tuple[Cursor, Owner]:
-        return read_cursor(state, self._shards, self._documents, self._identity)
+        identity = self._identity
+        if isinstance(state, Mapping) and "encoding" in state and self._accepts_encoding(state["encoding"]):
+            identity = {**identity, "encoding": state["encoding"]}
+        return read_cursor(state, self._shards, self._documents, identity)
 
     def _next_epoch(self) -> None:
         self.cursor = Cursor.start(self.cursor.epoch + 1, self._shards)
