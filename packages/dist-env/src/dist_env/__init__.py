@@ -9,7 +9,10 @@ from dist_env.imagined import imagined_job
 from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment, is_alone
 from dist_env.logging import forget_warnings, get_logger
 from dist_env.lost_ranks import naming_lost_ranks
+from dist_env.orphans import die_with_parent, die_with_parent_command
+from dist_env.orphans import die_with_torchrun as _die_with_torchrun
 from dist_env.stall import RankStatus, StallReport
+from dist_env.worker_processes import die_with_parent_context, tie_loader_workers
 
 __all__ = [
     "DistributedEnvInterface",
@@ -24,6 +27,9 @@ __all__ = [
     "StaticDistributedEnvironment",
     "barrier",
     "broadcast_object",
+    "die_with_parent",
+    "die_with_parent_command",
+    "die_with_parent_context",
     "forget_warnings",
     "gather_objects",
     "get_logger",
@@ -31,4 +37,7 @@ __all__ = [
     "is_alone",
     "main_process_first",
     "naming_lost_ranks",
+    "tie_loader_workers",
 ]
+
+_die_with_torchrun()
