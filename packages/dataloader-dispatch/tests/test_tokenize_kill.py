@@ -109,10 +109,37 @@ def writing(out: Path, finished: int, workers: int) -> list[int]:
     raise AssertionError(f"no {workers} workers are writing {out}")
 
 
+def test_workers_that_are_still_starting_die_with_the_command(
+    run: Callable[[int], subprocess.Popen[str]],
+) -> None:
+    command = run(2)
+    while len(workers := children(command.pid)) < 2:
+        assert command.poll() is None
+        time.sleep(0.001)
+    time.sleep(0.1)
+    command.kill()
+    command.wait()
+    wait_for_the_end_of(workers)
+
+
+def children(process: int) -> list[int]:
+    """Process ids of spawned workers."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    pids = [int(word) for task in tasks for word in task.read_text().split()]
+    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def wait_for_the_end_of(processes: list[int]) -> None:
+    """Wait no longer than it may take."""
+    deadline = time.monotonic() + 2
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_alive, processes))
+
+
 def is_alive(process: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, 0)
-        return True
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
@@ -136,10 +163,7 @@ def test_kills_and_ctrl_c_with_workers(run: Callable[[int], subprocess.Popen[str
     workers = writing(out, done + 2, 1)
     command.kill()
     command.communicate(timeout=60)
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(is_alive, workers))
+    wait_for_the_end_of(workers)
     done = len(list((out / ".unfinished").glob("part-*.json")))
 
     # Ctrl-C reaches all processes of a terminal.

@@ -16,6 +16,7 @@ from dataloader_dispatch.position import below, check_epoch, position_state, sav
 from dataloader_dispatch.sampler import EpochSampler
 from dataloader_dispatch.stream.document_stream import DocumentStream
 from dataloader_dispatch.stream.loader import positive_batch_size
+from dist_env import tie_loader_workers
 
 Item_co = TypeVar("Item_co", covariant=True)
 Item = TypeVar("Item")
@@ -149,7 +150,8 @@ def build_loader(
 
     A map-style dataset gets a `ResumableDataLoader`: its order is computed as it goes, and its state has
     constant size. An iterable dataset keeps its own order and, if it has ``state_dict``, its own position;
-    the loader is torchdata's as it is. Neither draws from the global random numbers of torch.
+    the loader is torchdata's as it is. Neither draws from the global random numbers of torch. Workers die
+    with the process that iterates the loader (`dist_env.tie_loader_workers`).
 
     Args:
         dataset: Map-style (length and integer index; a list will do) or `torch.utils.data.IterableDataset`.
@@ -190,16 +192,15 @@ def build_loader(
         "persistent_workers": persistent_workers,
     }
     if not isinstance(dataset, IterableDataset):
-        return ResumableDataLoader(
-            dataset, _sampler(dataset, batch_size, drop_last, shuffle, seed), **options
-        )
+        sampler = _sampler(dataset, batch_size, drop_last, shuffle, seed)
+        return tie_loader_workers(ResumableDataLoader(dataset, sampler, **options))
     if shuffle:
         raise DataError(
             "shuffle=True needs random access, which an iterable dataset has not; shuffle inside it"
         )
     with warnings.catch_warnings():
         _ignore_torchdata_warning()
-        return StatefulDataLoader(dataset, generator=_generator(seed), **options)
+        return tie_loader_workers(StatefulDataLoader(dataset, generator=_generator(seed), **options))
 
 
 def _generator(seed: int) -> torch.Generator:

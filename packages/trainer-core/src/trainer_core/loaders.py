@@ -15,6 +15,7 @@ from dataloader_dispatch import (
     SynchronizedDataLoader,
     build_loader,
 )
+from dist_env import tie_loader_workers
 
 from .arguments import TrainingArguments
 from .batch import Batch
@@ -31,7 +32,7 @@ def train_loader(
     if isinstance(data, DocumentStream):
         data = _stream_loader(data, args.per_device_train_batch_size, args, parallel)
     if is_loader(data):
-        return parallel.wrap_loader(data)
+        return parallel.wrap_loader(tie_loader_workers(data))
     loader = build_loader(
         cast("Dataset[object]", data),
         args.per_device_train_batch_size,
@@ -68,7 +69,7 @@ def evaluation_data(
     if isinstance(data, IterableDataset):
         # Asking such a loader for its state would start its workers.
         return EvaluationData(lambda: parallel.wrap_evaluation_loader(build()))
-    loader = parallel.wrap_evaluation_loader(data if is_loader(data) else build())
+    loader = parallel.wrap_evaluation_loader(tie_loader_workers(data) if is_loader(data) else build())
     return EvaluationData(lambda: loader, beginning=position_of(loader))
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 
 from dataloader_dispatch.cli.output import FinishedPart
 from dataloader_dispatch.cli.stopped import StoppedError
 from dataloader_dispatch.cli.work import Job, make_part, part_name
 from dataloader_dispatch.errors import DataError
+from dist_env import die_with_parent_context
 
 _JOIN_SECONDS = 5.0
 
@@ -41,7 +40,7 @@ class _Failure:
 @dataclass(slots=True)
 class _Worker:
     number: int
-    process: SpawnProcess
+    process: BaseProcess
     connection: Connection
     part: int | None = None
 
@@ -140,11 +139,12 @@ def _give(worker: _Worker, waiting: list[int]) -> bool:
 
 
 def _start(job: Job, number: int) -> _Worker:
-    context = multiprocessing.get_context("spawn")
+    # A worker whose parent is killed must not write on beside a later run.
+    context = die_with_parent_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, job), name=f"tokenize-{number}", daemon=True)
+    process = context.Process(target=_work, args=(theirs, job), name=f"tokenize-{number}", daemon=True)  # type: ignore[attr-defined]
     # Ctrl-C reaches the processes of a terminal all at once; this one alone is to say so. Workers
-    # inherit that they do not hear it.
+    # inherit that they do not hear it, also while they start.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
@@ -169,7 +169,6 @@ def _end(pool: Sequence[_Worker]) -> None:
 
 def _work(connection: Connection, job: Job) -> None:
     """What a worker process does."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
     # The processes are as many as the user wants processors to be busy.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logger = logging.getLogger("dataloader_dispatch")
@@ -187,14 +186,6 @@ def _work(connection: Connection, job: Job) -> None:
         return  # given up before there was a part
     except (DataError, StoppedError) as error:
         connection.send(_Failure(str(error), isinstance(error, DataError)))
-
-
-def _die_with_parent() -> None:
-    """End this process when its parent is killed, so that it does not write on beside a later run."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
 
 
 class _ToConnection(logging.Handler):

@@ -22,6 +22,7 @@ from dataloader_dispatch.dispatch.sides import Alone, Follower, Root, Side
 from dataloader_dispatch.dispatch.unpack import pins
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.rank_group import RankGroup
+from dist_env import tie_loader_workers
 
 Batch = TypeVar("Batch")
 
@@ -91,7 +92,7 @@ class DataloaderDispatcher(Generic[Batch]):
         timeout_seconds: float = 600.0,
         make_dummy: Callable[[Batch], Batch] | None = None,
     ) -> None:
-        self.loader = loader
+        self.loader = tie_loader_workers(loader)
         self._uneven = uneven
         placement = Placement.of(mesh, dp_mesh_dim)
         self._width = placement.width

@@ -15,6 +15,7 @@ from dataloader_dispatch.stream.cursor import Place
 from dataloader_dispatch.stream.document_stream import DocumentStream
 from dataloader_dispatch.stream.packing import ShardRow
 from dataloader_dispatch.stream.position import StreamPosition
+from dist_env import tie_loader_workers
 
 _CHUNK_ROWS = 16  # sending costs as much for one row as for several
 
@@ -145,7 +146,7 @@ def _start(stream: DocumentStream, workers: int, prefetch_factor: int | None) ->
         prefetch_factor=prefetch_factor,
         generator=torch.Generator(),
     )
-    chunks = iter(loader)
+    chunks = iter(tie_loader_workers(loader))
     rows.forget()
     return chunks
 

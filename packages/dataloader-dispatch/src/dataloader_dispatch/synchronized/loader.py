@@ -19,7 +19,7 @@ from dataloader_dispatch.synchronized.move import to_device
 from dataloader_dispatch.synchronized.notices import Notices
 from dataloader_dispatch.synchronized.opening import Uneven, common_length, length_of
 from dataloader_dispatch.synchronized.standpoint import Standpoint
-from dist_env import get_logger
+from dist_env import get_logger, tie_loader_workers
 
 Batch = TypeVar("Batch")
 
@@ -79,7 +79,7 @@ class SynchronizedDataLoader(Generic[Batch]):
         make_dummy: Callable[[Batch], Batch] = masked_dummy,
         timeout_seconds: float = 600.0,
     ) -> None:
-        self.loader = loader
+        self.loader = tie_loader_workers(loader)
         self.device = torch.device(device)
         group = RankGroup(_ranks_of(process_group), timeout_seconds)
         self._group = group
