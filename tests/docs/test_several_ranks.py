@@ -33,7 +33,7 @@ def losses(script: Path, *launcher: str) -> set[str]:
     return set(re.findall(r"losses (\[[^\]]*\]) \[", done.stdout))
 
 
-@pytest.mark.parametrize("page", ["data-parallel.md", "sharded.md", "pipeline.md"])
+@pytest.mark.parametrize("page", ["data-parallel.md", "sharded.md", "pipeline.md", "classification.md"])
 def test_the_page_runs_under_torchrun(page: str, tmp_path: Path) -> None:
     text = (GUIDES / page).read_text()
     first, *others = re.findall(r"```(?:python|\{\.python continuation\})\n(.*?)```", text, re.DOTALL)

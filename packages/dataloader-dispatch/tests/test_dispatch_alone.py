@@ -184,6 +184,7 @@ def test_a_masked_dummy_counts_for_nothing_and_shares_nothing() -> None:
     logits = torch.randn(6, 10, requires_grad=True)
     loss = torch.nn.functional.cross_entropy(logits, dummy["labels"].view(-1), reduction="sum")
     assert loss.item() == 0
+    assert masked_dummy({"labels": torch.ones(2)})["labels"].isnan().all()
     kept = masked_dummy(UserDict(labels=torch.ones(2).long()))
     assert isinstance(kept, UserDict)
 
@@ -193,7 +194,7 @@ def test_a_masked_dummy_counts_for_nothing_and_shares_nothing() -> None:
     [
         ([torch.ones(2)], "type list, which is not a mapping"),
         ({"x": torch.ones(2)}, r"keys \['x'\], without 'labels'"),
-        ({"labels": torch.ones(2)}, "torch.float32, which cannot hold -100"),
+        ({"labels": torch.ones(2, dtype=torch.bool)}, "torch.bool, which cannot hold -100"),
         ({"labels": torch.ones(2, dtype=torch.uint8)}, "torch.uint8"),
         ({"labels": "positive"}, "type str, which is not a tensor"),
     ],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_core import CausalLMLoss
+from trainer_core import CausalLMLoss, DataError
 from trainer_pipeline.microbatches import IGNORED, cut
 
 
@@ -84,3 +84,15 @@ def test_whole_batches_are_not_copied() -> None:
     batch = batch_of(4)
     pieces = cut(batch, 2)
     assert tensor(pieces[0].inputs["input_ids"]).data_ptr() == tensor(batch["input_ids"]).data_ptr()
+
+
+def test_rows_that_fill_up_do_not_count_whatever_the_labels() -> None:
+    batch = {"x": torch.ones(3, 2), "labels": torch.tensor([1.0, 2.0, 3.0])}
+    labels = torch.cat([piece.labels for piece in cut(batch, 2)])
+    assert labels[:3].tolist() == [1.0, 2.0, 3.0]
+    assert labels[3].isnan()
+    for unsigned in (torch.uint8, torch.bool):
+        with pytest.raises(DataError, match=r"labels\.long\(\)"):
+            cut(batch | {"labels": batch["labels"].to(unsigned)}, 2)
+    with pytest.raises(DataError, match="single number"):
+        cut(batch | {"labels": torch.tensor(1)}, 2)

@@ -20,19 +20,19 @@ _WEIGHTS = ("weight", "weights")
 def masked_dummy(batch: Batch) -> Batch:
     """A copy of a batch that a model can take but no loss counts.
 
-    Every tensor under the key ``labels`` is filled with -100, and every floating-point tensor under the key
-    ``weight`` or ``weights`` with zero; all else is kept, so that a forward pass stays valid. The copy has
-    the types and shapes of the batch and shares no tensor with it.
+    Every tensor under the key ``labels`` is filled with -100, or with "not a number" if it is floating, and
+    every floating-point tensor under the key ``weight`` or ``weights`` with zero; all else is kept, so that a
+    forward pass stays valid. The copy has the types and shapes of the batch and shares no tensor with it.
 
     Args:
-        batch: A mapping with the key ``labels``: a tensor, or a structure of tensors, of a signed integer
-            type. Values may be nested mappings, lists, tuples and named tuples.
+        batch: A mapping with the key ``labels``: a tensor, or a structure of tensors, of a signed integer or
+            a floating type. Values may be nested mappings, lists, tuples and named tuples.
 
     Returns:
         The dummy.
 
     Raises:
-        DataError: The batch is no mapping, has no ``labels``, or they cannot hold -100.
+        DataError: The batch is no mapping, has no ``labels``, or they can hold neither.
     """
     if not isinstance(batch, Mapping):
         raise DataError(_refusal(f"a batch of type {type(batch).__name__}, which is not a mapping"))
@@ -71,7 +71,9 @@ def _masked_mapping(value: Mapping[object, object], key: object) -> object:
 
 def _masked_tensor(value: torch.Tensor, key: object) -> torch.Tensor:
     if key == "labels":
-        if value.is_floating_point() or value.is_complex() or not value.dtype.is_signed:
+        if value.is_floating_point():
+            return torch.full_like(value, torch.nan)
+        if value.is_complex() or not value.dtype.is_signed:
             raise DataError(_refusal(f"labels of type {value.dtype}, which cannot hold {IGNORED_LABEL}"))
         return torch.full_like(value, IGNORED_LABEL)
     if key in _WEIGHTS and value.is_floating_point():
@@ -82,6 +84,6 @@ def _masked_tensor(value: torch.Tensor, key: object) -> torch.Tensor:
 def _refusal(what: str) -> str:
     return (
         f"uneven='pad' replaces missing batches by masked dummies, and cannot mask {what}; give mappings "
-        f"with 'labels' of a signed integer type (masked with {IGNORED_LABEL}), or a make_dummy function of "
-        "your own, or choose uneven='stop'"
+        f"with 'labels' of a signed integer type (masked with {IGNORED_LABEL}), as of labels.long(), or "
+        "of a floating type (masked with nan), or a make_dummy function of your own, or choose uneven='stop'"
     )

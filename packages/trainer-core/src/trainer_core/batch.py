@@ -13,7 +13,8 @@ from .errors import DataError
 from .loss import TokenLoss
 
 Batch = Mapping[str, object]
-"""`labels` int64 [batch, sequence] and the model's keyword arguments, usually `input_ids`."""
+"""`labels`, for a language model int64 [batch, sequence], and the model's keyword arguments, usually
+`input_ids`."""
 
 
 class Window(NamedTuple):
@@ -23,7 +24,8 @@ class Window(NamedTuple):
     """
 
     batches: list[Batch]
-    labels: list[Tensor]
+    positions: list[Tensor]
+    """What the model works on, position by position: of each microbatch `input_ids`, or else the labels."""
     target_tokens: Tensor
     """Positions that count in the loss."""
     input_tokens: list[Tensor | int]
@@ -44,12 +46,18 @@ def next_window(batches: Iterator[Batch], size: int, loss: TokenLoss) -> Window 
         return None
     labels = [labels_of(batch) for batch in taken]
     counts = [loss.count(part) for part in labels]
+    positions = [_positions(batch, part) for batch, part in zip(taken, labels, strict=True)]
     return Window(
         batches=taken,
-        labels=labels,
+        positions=positions,
         target_tokens=counts[0] if len(counts) == 1 else torch.stack(counts).sum(),
-        input_tokens=[_input_tokens(batch, part) for batch, part in zip(taken, labels, strict=True)],
+        input_tokens=[_input_tokens(batch, part) for batch, part in zip(taken, positions, strict=True)],
     )
+
+
+def row_length(positions: Tensor) -> int:
+    """Length of the rows; 1 where each has a single position, as the examples of a classifier."""
+    return positions.shape[-1] if positions.ndim > 1 else 1
 
 
 def labels_of(batch: Batch) -> Tensor:
@@ -81,8 +89,13 @@ def to_device(batch: Batch, device: torch.device) -> dict[str, object]:
     }
 
 
-def _input_tokens(batch: Batch, labels: Tensor) -> Tensor | int:
+def _positions(batch: Batch, labels: Tensor) -> Tensor:
+    ids = batch.get("input_ids")
+    return ids if isinstance(ids, Tensor) else labels
+
+
+def _input_tokens(batch: Batch, positions: Tensor) -> Tensor | int:
     mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+    if isinstance(mask, Tensor) and mask.shape == positions.shape:
         return mask.sum(dtype=torch.int64)
-    return labels.numel()
+    return positions.numel()

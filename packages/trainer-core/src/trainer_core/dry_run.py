@@ -15,7 +15,7 @@ from dist_env import StaticDistributedEnvironment
 
 from .arguments import TrainingArguments
 from .assembly import build_model, build_optimizer_of, build_scheduler, samples_per_step
-from .batch import Batch, Window, next_window
+from .batch import Batch, Window, next_window, row_length
 from .collectives import Collective, CollectiveWatch
 from .errors import ConfigurationError, DataError
 from .flops_account import FlopsAccount
@@ -97,7 +97,7 @@ def dry_run(args: TrainingArguments, parallel: Parallelism, parts: Ingredients) 
         if scheduler is not None:
             scheduler.step()
         held = _held(parallel, optimizer)
-    length = window.labels[0].shape[-1]
+    length = row_length(window.positions[0])
     rows = samples_per_step(args, parallel)
     flops, executed = _flops(parallel, args, length, rows * length)
     return DryRun(

@@ -51,7 +51,8 @@ def evaluate(run: Run, loader: object, *, stop_requested: Callable[[], bool]) ->
     batches, total, tokens, *metrics = parallel.sum(sums).tolist()
     if tokens == 0:
         raise DataError(_nothing_to_score(run, int(batches)))
-    result: dict[str, float] = {"eval_loss": total / tokens, "eval_tokens": int(tokens)}
+    whole = int(tokens) if tokens.is_integer() else tokens
+    result: dict[str, float] = {"eval_loss": total / tokens, "eval_tokens": whole}
     for name, part, count in zip(run.eval_metrics, metrics[::2], metrics[1::2], strict=True):
         result[f"eval_{name}"] = part / count if count else float("nan")
     return result

@@ -62,7 +62,7 @@ class FlopsAccount:
         """
         if not self._is_counted and self._known:
             self._is_counted = True
-            if self._args.check_flops:
+            if self._args.check_flops and self._flops is not None:
                 length = next(reversed(self._known))
                 self._counted = warn_of_disagreement(self._parallel.whole_model(), length, flops=self._flops)
         # What a memory budget recomputes is up to the compiler.
@@ -85,8 +85,17 @@ class FlopsAccount:
         return self._peak
 
     def _per_token(self, length: int) -> FlopsPerToken | None:
+        model = self._parallel.whole_model()
+        if length == 1 and not callable(getattr(model, "flops_per_token", None)):
+            logger.warning(
+                "the FLOPs of %s are not known: its batches have one label for each example and no input_ids "
+                "that would tell how much it reads; give it a method flops_per_token(1) that returns the "
+                "training FLOPs of an example",
+                type(model).__name__,
+            )
+            return None
         if self._flops is None:
-            self._flops = ModelFlops(self._parallel.whole_model(), length)
+            self._flops = ModelFlops(model, length)
         try:
             return self._flops.per_token(length)
         except FlopsUnknownError as reason:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from perf_metrics import ThroughputMeter
 
-from .batch import Window
+from .batch import Window, row_length
 from .flops_account import FlopsAccount
 from .parallelism import Parallelism
 from .speed import RunSpeed
@@ -37,8 +37,8 @@ class Totals:
     """Optimizer steps that were applied."""
     skipped: int = 0
     """Optimizer steps that were not, because the gradient was not finite."""
-    applied_tokens: int = 0
-    """`target_tokens` of the applied steps."""
+    applied_tokens: float = 0
+    """What counts in the loss of the applied steps; a sum of weights need not be whole."""
     grad_norm_square_sum: float = 0.0
     grad_norm_max: float = 0.0
     learning_rate: float = 0.0
@@ -147,10 +147,10 @@ class Interval:
         """Add one optimizer step; waits for nothing."""
         self.totals.learning_rate = learning_rate
         flos = 0.0
-        for labels in window.labels:
-            positions = labels.numel()
-            self._sums.tokens_by_length[labels.shape[-1]] += positions
-            flos += positions * self._flops_per_token(labels.shape[-1])
+        for positions in window.positions:
+            length = row_length(positions)
+            self._sums.tokens_by_length[length] += positions.numel()
+            flos += positions.numel() * self._flops_per_token(length)
         self._sums.add(window, loss_sum, grad_norm, flos)
 
     def flush(self) -> None:
@@ -177,7 +177,7 @@ class Interval:
         inputs = masked_inputs + known_inputs
         totals, state = self.totals, self._state
         totals.loss_sum += loss_sum
-        totals.applied_tokens += int(applied_tokens)
+        totals.applied_tokens += applied_tokens
         totals.target_tokens += int(target)
         totals.input_tokens += int(inputs)
         totals.compute_tokens += int(compute)
@@ -248,7 +248,7 @@ def record_of(totals: Totals, state: TrainerState) -> dict[str, object]:
     """
     record: dict[str, object] = {
         "epoch": state.epoch,
-        "loss": totals.loss_sum / max(1, totals.applied_tokens) if totals.updates else math.nan,
+        "loss": totals.loss_sum / (totals.applied_tokens or 1) if totals.updates else math.nan,
         "grad_norm": math.sqrt(totals.grad_norm_square_sum / totals.updates) if totals.updates else math.nan,
         "grad_norm_max": totals.grad_norm_max,
         "learning_rate": totals.learning_rate,

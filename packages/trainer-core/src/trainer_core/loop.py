@@ -15,6 +15,7 @@ from .actions import Actions
 from .batch import Batch, Window, next_window
 from .errors import DataError
 from .loaders import epoch_of, keeps_position
+from .loss import loss_denominator
 from .run import Run
 from .state import StopCause, TrainOutput
 from .stop_requests import StopRequests
@@ -121,7 +122,7 @@ class TrainingLoop:
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._step_optimizer()
         if events.listens("on_train_metrics"):
-            loss = loss_sum / window.target_tokens.clamp(min=1)
+            loss = loss_sum / loss_denominator(window.target_tokens)
             events.fire("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=window.target_tokens)
         run.interval.add(window, loss_sum, grad_norm, learning_rate)
         run.state.global_step += 1

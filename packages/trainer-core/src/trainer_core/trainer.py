@@ -69,7 +69,8 @@ class Trainer:
         data_collator: Turns a list of examples into a batch dict; torch's default otherwise.
         processing_class: Tokenizer or similar; its `save_pretrained` is called beside saved weights.
         callbacks: Replaces the default callbacks (`Trainer.default_callbacks`).
-        compute_loss_func: A sum-and-count loss; next-token cross-entropy otherwise.
+        compute_loss_func: A sum-and-count loss, such as `ClassificationLoss()`, `RegressionLoss()` or
+            `MeanLoss(function, count)`; cross-entropy of the next token otherwise.
         fused_loss_factory: Called with the model's output layer; gives a loss of hidden states that never
             makes whole logits. For the built-in ones set `fused_loss`.
         eval_metrics: Further metrics of an evaluation by name, each `(predictions, labels) -> (sum, count)`.

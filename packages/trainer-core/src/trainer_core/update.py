@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .arguments import TrainingArguments
+from .loss import loss_denominator
 from .optimization import (
     NonFiniteGradientError,
     NonFiniteGuard,
@@ -55,8 +56,8 @@ class PlainUpdate:
         self._guard = _guard(args, parallel, optimizer)
 
     def divisor(self, tokens: Tensor) -> Tensor:
-        """The tokens, at least 1."""
-        return tokens.clamp(min=1)
+        """The tokens; 1 if there are none."""
+        return loss_denominator(tokens)
 
     def measure(self) -> Tensor:
         """Clip the gradient; its norm before that."""
@@ -92,8 +93,8 @@ class ScaledUpdate:
         self._one = torch.ones((), device=parallel.device)
 
     def divisor(self, tokens: Tensor) -> Tensor:
-        """The tokens, at least 1, over the scale: dividing by it averages and scales at once."""
-        return tokens.clamp(min=1) / self._scaler.scale(self._one)
+        """The tokens, 1 if there are none, over the scale: dividing by it averages and scales at once."""
+        return loss_denominator(tokens) / self._scaler.scale(self._one)
 
     def measure(self) -> Tensor:
         """Unscale and clip the gradient; its norm between the two."""
@@ -137,8 +138,8 @@ class UpdateInBackward:
         self._guard = _guard(args, parallel, optimizer)
 
     def divisor(self, tokens: Tensor) -> Tensor:
-        """The tokens, at least 1."""
-        return tokens.clamp(min=1)
+        """The tokens; 1 if there are none."""
+        return loss_denominator(tokens)
 
     def measure(self) -> Tensor:
         """The norm of the gradients that were applied."""

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from trainer_core.loss import CausalLMLoss, FusedLinearCrossEntropy, ModelLoss, count_next_tokens, predict
+from trainer_core import ClassificationLoss, ConfigurationError, TrainingArguments
+from trainer_core.loss import (
+    CausalLMLoss,
+    FusedLinearCrossEntropy,
+    ModelLoss,
+    count_next_tokens,
+    loss_of,
+    predict,
+)
 from trainer_core.loss.head import output_head
 
 
@@ -72,3 +94,40 @@ def test_loss_of_the_model(name: str) -> None:
     torch.testing.assert_close(
         step(ModelLoss(count=count_next_tokens), model), step(CausalLMLoss(), model), rtol=1e-5, atol=1e-6
     )
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+BERT = BertConfig(vocab_size=61, max_position_embeddings=16, **SMALL)
+T5 = T5Config(vocab_size=61, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: BertForMaskedLM(BERT),
+        lambda: BertForTokenClassification(BERT),
+        lambda: BertForSequenceClassification(BERT),
+        lambda: T5ForConditionalGeneration(T5),
+    ],
+    ids=["masked words", "classes of tokens", "classes", "translation"],
+)
+def test_a_model_that_does_not_predict_the_next_token_needs_another_loss(
+    build: Callable[[], PreTrainedModel],
+) -> None:
+    """Their labels would be shifted by one, where shapes are the same."""
+    model = build()
+    with pytest.raises(ConfigurationError, match=rf"{type(model).__name__} does not.*ClassificationLoss"):
+        loss_of(TrainingArguments(output_dir="unused"), model)
+
+
+@pytest.mark.parametrize("build", [gpt2, lambda: llama(tied=False)])
+def test_models_that_predict_the_next_token_do_not(build: Callable[[], PreTrainedModel]) -> None:
+    assert isinstance(loss_of(TrainingArguments(output_dir="unused"), build()), CausalLMLoss)
+
+
+def test_masked_words_are_classes() -> None:
+    model = BertForMaskedLM(BERT).eval()
+    ids, labels = batch()
+    loss = ClassificationLoss()
+    ours = loss(predict(loss, model, {"input_ids": ids}, labels), labels) / loss.count(labels)
+    torch.testing.assert_close(ours, model(input_ids=ids, labels=labels).loss)

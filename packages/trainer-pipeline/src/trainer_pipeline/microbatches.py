@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer_core import Batch, labels_of
+from trainer_core import Batch, DataError, labels_of
 
 IGNORED = -100
-"""A label that no loss counts."""
+"""A label that no loss counts; a floating one is not a number instead."""
 
 
 class Microbatch(NamedTuple):
@@ -20,7 +21,7 @@ class Microbatch(NamedTuple):
     inputs: Mapping[str, object]
     """Keyword arguments of the model."""
     labels: Tensor
-    """int64 [rows, sequence]."""
+    """[rows, ...]."""
 
 
 def cut(batch: Batch, count: int) -> list[Microbatch]:
@@ -35,14 +36,19 @@ def cut(batch: Batch, count: int) -> list[Microbatch]:
 
     Returns:
         Microbatches with equally many rows.
+
+    Raises:
+        DataError: If the labels have no rows, or are filled up and cannot say that they do not count.
     """
     labels = labels_of(batch)
+    if not labels.ndim:
+        raise DataError("the labels of a batch are a single number; a pipeline cuts batches along their rows")
     rows = labels.shape[0]
     missing = -rows % count
     cuts: dict[str, tuple[Tensor, ...]] = {}
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows:
-            filled = _filled(value, missing, IGNORED if name == "labels" else None)
+            filled = _filled(value, missing, _ignored_of(value) if name == "labels" else None)
             cuts[name] = filled.chunk(count)
     whole = {name: value for name, value in batch.items() if name not in cuts}
     pieces = [{**whole, **{name: cuts[name][place] for name in cuts}} for place in range(count)]
@@ -66,7 +72,19 @@ def join(predictions: Sequence[object], rows: int) -> object:
     return make(**joined)
 
 
-def _filled(value: Tensor, missing: int, content: int | None) -> Tensor:
+def _ignored_of(labels: Tensor) -> float:
+    """The label that does not count among these; asked for also where none is missing."""
+    if labels.is_floating_point():
+        return math.nan
+    if not labels.dtype.is_signed:
+        raise DataError(
+            f"labels of {labels.dtype} cannot hold {IGNORED} for rows that only fill up a batch; convert "
+            "them by labels.long() or labels.float() in the dataset or the data_collator"
+        )
+    return IGNORED
+
+
+def _filled(value: Tensor, missing: int, content: float | None) -> Tensor:
     if not missing:
         return value
     rows = value[-1:].expand(missing, *value.shape[1:])

@@ -7,11 +7,13 @@ from .hidden_states import FusedLossFactory, HiddenStatesLoss
 from .mean import MeanLoss, OutputMeanLoss
 from .model_loss import ModelLoss
 from .predictions import logits_of, predict
-from .token_loss import IGNORE_INDEX, TokenLoss, count_next_tokens
+from .supervised import ClassificationLoss, RegressionLoss
+from .token_loss import IGNORE_INDEX, TokenLoss, count_next_tokens, loss_denominator
 
 __all__ = [
     "IGNORE_INDEX",
     "CausalLMLoss",
+    "ClassificationLoss",
     "FusedLinearCrossEntropy",
     "FusedLossFactory",
     "HiddenStates",
@@ -20,10 +22,12 @@ __all__ = [
     "MeanLoss",
     "ModelLoss",
     "OutputMeanLoss",
+    "RegressionLoss",
     "TokenLoss",
     "check_loss",
     "count_next_tokens",
     "logits_of",
+    "loss_denominator",
     "loss_of",
     "predict",
 ]

@@ -7,7 +7,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from .predictions import logits_of
-from .token_loss import IGNORE_INDEX, count_next_tokens, next_tokens
+from .token_loss import (
+    IGNORE_INDEX,
+    check_next_token_labels,
+    check_next_token_logits,
+    count_next_tokens,
+    next_tokens,
+)
 
 
 class CausalLMLoss:
@@ -29,11 +35,15 @@ class CausalLMLoss:
         """Number of predicted positions.
 
         Args:
-            labels: int64 [batch, sequence].
+            labels: Integers [batch, sequence].
 
         Returns:
             int64 scalar.
+
+        Raises:
+            ConfigurationError: If the labels are something else.
         """
+        check_next_token_labels(labels)
         return count_next_tokens(labels)
 
     def __call__(self, predictions: object, labels: Tensor) -> Tensor:
@@ -41,15 +51,16 @@ class CausalLMLoss:
 
         Args:
             predictions: Logits, floating [batch, sequence, vocabulary], or a model output that has them.
-            labels: int64 [batch, sequence], not shifted.
+            labels: Integers [batch, sequence], not shifted.
 
         Returns:
             float32 scalar.
 
         Raises:
-            ConfigurationError: If there are no logits.
+            ConfigurationError: If there are no logits, or not one prediction for each label.
         """
         logits = logits_of(predictions)
+        check_next_token_logits(logits, labels)
         logits = logits.view(-1, logits.shape[-1]) if logits.is_contiguous() else logits.flatten(0, -2)
         if logits.dtype is not torch.float32:
             logits = logits.float()

@@ -9,7 +9,7 @@ from torch import nn
 from ..errors import ConfigurationError
 from .causal import CausalLMLoss
 from .fused import FusedLinearCrossEntropy
-from .head import output_head
+from .head import bare, output_head
 from .hidden_states import FusedLossFactory, HiddenStatesLoss
 from .token_loss import TokenLoss
 
@@ -57,8 +57,8 @@ def check_loss(args: LossSettings, given: object, fused_factory: object = None) 
             "compute_loss_func",
             given,
             "must return a sum and tell how many positions count",
-            "wrap a loss that returns a mean: MeanLoss(function, count) or, for one of the model's whole "
-            "output, OutputMeanLoss(function, count)",
+            "give ClassificationLoss() or RegressionLoss(), or wrap a loss that returns a mean: "
+            "MeanLoss(function, count), or OutputMeanLoss(function, count) for the model's whole output",
         )
     _refuse_settings(args, "compute_loss_func")
 
@@ -100,6 +100,7 @@ def loss_of(
         return given
     if fused_factory is not None:
         return HiddenStatesLoss(output_head(model), fused_factory)
+    _refuse_other_tasks(bare(model))
     if args.fused_loss == "no":
         return CausalLMLoss(label_smoothing=args.label_smoothing, z_loss=args.z_loss)
     return FusedLinearCrossEntropy(
@@ -108,3 +109,24 @@ def loss_of(
         label_smoothing=args.label_smoothing,
         z_loss=args.z_loss,
     )
+
+
+def _refuse_other_tasks(model: nn.Module) -> None:
+    """Refuse the default loss for a model of Hugging Face whose own loss does not predict the next token.
+
+    Those for masked words or for classes of tokens have logits and labels of the same shapes, and would be
+    trained on labels that are shifted by one.
+    """
+    kind = getattr(model, "loss_type", None)  # set by transformers 4.46 and later, from the name of the class
+    translates = getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
+    other = isinstance(kind, str) and kind not in ("ForCausalLM", "ForConditionalGeneration")
+    if other or translates:
+        raise ConfigurationError(
+            "compute_loss_func",
+            None,
+            f"the default loss predicts the next token, and {type(model).__name__} does not: its labels are "
+            "not shifted",
+            "give ClassificationLoss() if each label is the class of the logits at its place, as for masked "
+            "words, RegressionLoss() for numbers, or ModelLoss(count=lambda labels: (labels != -100).sum()) "
+            "for the loss of the model itself",
+        )

@@ -15,7 +15,7 @@ from .backends import BACKENDS, check_backend, choose
 from .chunked import ChunkedOptions
 from .head import HeadBypass, checked_head
 from .sharded import is_sharded, whole
-from .token_loss import count_next_tokens, next_tokens
+from .token_loss import check_next_token_labels, count_next_tokens, next_tokens
 
 _LOGGER = get_logger(__name__)
 
@@ -90,11 +90,15 @@ class FusedLinearCrossEntropy:
         """Number of predicted positions.
 
         Args:
-            labels: int64 [batch, sequence].
+            labels: Integers [batch, sequence].
 
         Returns:
             int64 scalar.
+
+        Raises:
+            ConfigurationError: If the labels are something else.
         """
+        check_next_token_labels(labels)
         return count_next_tokens(labels)
 
     def predict(self, model: nn.Module, inputs: Mapping[str, object], labels: Tensor) -> HiddenStates:
@@ -138,6 +142,7 @@ class FusedLinearCrossEntropy:
             hidden = whole(hidden, None)  # a DTensor here is data that all ranks of its mesh share
         else:
             same_data = self.same_data
+        check_next_token_labels(labels)
         self._check_shapes(hidden, labels)
         head, options = self.head, self._options_for(predictions.autocast_dtype or hidden.dtype)
         return BACKENDS[self._backend_for(options)](

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .predictions import logits_of
+from .token_loss import ignored
 
 
 class MeanLoss:
@@ -16,7 +17,8 @@ class MeanLoss:
 
     Args:
         function: `(logits, labels) -> mean` over the positions that `count` counts.
-        count: `labels -> int64 scalar`, the denominator that `function` divided by.
+        count: `labels -> scalar`, the denominator that `function` divided by: a number of positions, or the
+            sum of their weights. Labels of -100, and floating ones that are not a number, must not be in it.
     """
 
     def __init__(
@@ -26,8 +28,8 @@ class MeanLoss:
         self._count = count
 
     def count(self, labels: Tensor) -> Tensor:
-        """Number of positions in the mean: int64 scalar."""
-        return self._count(labels)
+        """What the mean is over: scalar; 0 for labels of which none counts, as of a batch that fills up."""
+        return counted_of(self._count, labels)
 
     def __call__(self, predictions: object, labels: Tensor) -> Tensor:
         """Mean times count; 0 with a gradient of 0 where nothing counts, as such a mean is not a number.
@@ -42,12 +44,12 @@ class MeanLoss:
         Raises:
             ConfigurationError: If there are no logits.
         """
-        counted = self._count(labels)
+        counted = self.count(labels)
         logits = logits_of(predictions)
         # A tensor of its own, so that the hook below does not stay with the caller's.
         logits = logits.view_as(logits)
         _guard(logits, counted)
-        return _total(self.function(logits, labels), counted)
+        return _total(self.function(logits, countable(labels, counted)), counted)
 
 
 class OutputMeanLoss:
@@ -56,7 +58,8 @@ class OutputMeanLoss:
     Args:
         function: `(outputs, labels) -> mean` over the positions that `count` counts; `outputs` is what the
             model returned.
-        count: `labels -> int64 scalar`, the denominator that `function` divided by.
+        count: `labels -> scalar`, the denominator that `function` divided by: a number of positions, or the
+            sum of their weights. Labels of -100, and floating ones that are not a number, must not be in it.
     """
 
     def __init__(
@@ -66,8 +69,8 @@ class OutputMeanLoss:
         self._count = count
 
     def count(self, labels: Tensor) -> Tensor:
-        """Number of positions in the mean: int64 scalar."""
-        return self._count(labels)
+        """What the mean is over: scalar; 0 for labels of which none counts, as of a batch that fills up."""
+        return counted_of(self._count, labels)
 
     def predict(self, model: nn.Module, inputs: Mapping[str, object], labels: Tensor) -> object:
         """Run the model; everything it returns goes to the function."""
@@ -83,9 +86,20 @@ class OutputMeanLoss:
         Returns:
             float32 scalar.
         """
-        counted = self._count(labels)
+        counted = self.count(labels)
         _guard(predictions, counted)
-        return _total(self.function(predictions, labels), counted)
+        return _total(self.function(predictions, countable(labels, counted)), counted)
+
+
+def counted_of(count: Callable[[Tensor], Tensor], labels: Tensor) -> Tensor:
+    """What `count` says, and 0 where no label counts, whatever it says of those."""
+    counted = torch.as_tensor(count(labels), device=labels.device)
+    return torch.where(ignored(labels).all(), 0, counted)
+
+
+def countable(labels: Tensor, counted: Tensor) -> Tensor:
+    """The labels, or zeros if none counts: -100 is no index, and a mean over nothing is not a number."""
+    return torch.where(counted > 0, labels, 0)
 
 
 def _total(mean: Tensor, counted: Tensor) -> Tensor:

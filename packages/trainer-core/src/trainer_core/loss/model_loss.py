@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..errors import ConfigurationError
 from .convention import Returns, find_convention
 from .head import bare
+from .mean import countable, counted_of
 from .predictions import loss_in
 
 
@@ -33,8 +34,8 @@ class ModelLoss:
         self._one: dict[torch.device, Tensor] = {}
 
     def count(self, labels: Tensor) -> Tensor:
-        """Number of positions that count: int64 scalar."""
-        return self._count(labels)
+        """Number of positions that count: int64 scalar; 0 for labels of which none does."""
+        return counted_of(self._count, labels)
 
     def predict(self, model: nn.Module, inputs: Mapping[str, object], labels: Tensor) -> object:
         """Run the model with its labels.
@@ -58,8 +59,7 @@ class ModelLoss:
         if self._returns is Returns.SUM:
             return model(**inputs, labels=labels, num_items_in_batch=self._one_on(labels.device))
         # The mean over nothing is not a number, nor is its gradient; `__call__` takes this one times 0.
-        some = torch.where(self._count(labels) > 0, labels, 0)
-        return model(**inputs, labels=some)
+        return model(**inputs, labels=countable(labels, self.count(labels)))
 
     def __call__(self, predictions: object, labels: Tensor) -> Tensor:
         """Sum of the losses.
@@ -75,7 +75,7 @@ class ModelLoss:
             ConfigurationError: If the model returned no scalar loss.
         """
         value = loss_in(predictions).float()
-        return value if self._returns is Returns.SUM else value * self._count(labels)
+        return value if self._returns is Returns.SUM else value * self.count(labels)
 
     def _one_on(self, device: torch.device) -> Tensor:
         """1 on a device, made once: a new one each step would have to be copied there."""

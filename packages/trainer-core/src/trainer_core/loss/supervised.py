@@ -1,0 +1,232 @@
+"""Losses of models that classify, and of models that predict numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import ConfigurationError
+from .predictions import logits_of
+from .token_loss import IGNORE_INDEX, ignored
+
+
+class ElementLoss(Protocol):
+    """A loss of torch.nn.functional that can be had for each element, such as `mse_loss`."""
+
+    def __call__(self, predictions: Tensor, labels: Tensor, /, *, reduction: str) -> Tensor:
+        """With `reduction="none"`: one loss for each label, in their shape."""
+
+
+class ClassificationLoss:
+    """Cross-entropy of classes, in natural units (nats), for examples or for each position of them.
+
+    Labels are held against the logits as they stand, nothing is shifted. Labels of -100 do not count. The
+    mean is that of `torch.nn.functional.cross_entropy` with the same options, over the whole batch of an
+    optimizer step.
+
+    Args:
+        weight: A weight for each class. The mean is over the weights of the labels then, as in torch.
+        label_smoothing: Share of the target mass spread evenly over the classes, 0 to 1.
+        class_dim: Which dimension of the logits the classes are: the last, or 1 for images [batch, classes,
+            height, width], as torch's own loss has them.
+
+    Raises:
+        ConfigurationError: If the weights are not one row of finite numbers of 0 or more, or the smoothing is
+            out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        weight: Tensor | Sequence[float] | None = None,
+        label_smoothing: float = 0.0,
+        class_dim: int = -1,
+    ) -> None:
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ConfigurationError("label_smoothing", label_smoothing, "must be from 0 to 1", "change it")
+        self.weight = None if weight is None else _weights(weight)
+        self.label_smoothing = label_smoothing
+        self.class_dim = class_dim
+
+    def count(self, labels: Tensor) -> Tensor:
+        """What the mean is over.
+
+        Args:
+            labels: Signed integers of any shape.
+
+        Returns:
+            The number of labels that count: int64 scalar; with class weights the sum of theirs: float32.
+
+        Raises:
+            ConfigurationError: If the labels are not signed integers, or too large for the class weights.
+        """
+        _check_classes(labels)
+        counts = ~ignored(labels)
+        weight = self._weight_on(labels.device)
+        if weight is None:
+            return counts.sum()
+        return weight[labels.where(counts, 0).long()].where(counts, 0).sum()
+
+    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+        """Sum of the losses.
+
+        Args:
+            predictions: Logits, floating [*labels, classes], or a model output that has them.
+            labels: Signed integers of any shape, classes from 0.
+
+        Returns:
+            float32 scalar.
+
+        Raises:
+            ConfigurationError: If there are no logits, or they do not fit labels or weights.
+        """
+        logits = logits_of(predictions)
+        _check_classes(labels)
+        self._check_logits(logits, labels)
+        logits = logits.movedim(self.class_dim, -1).flatten(0, -2) if logits.ndim > 1 else logits[None]
+        logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        weight = self._weight_on(logits.device)
+        return functional.cross_entropy(
+            logits,
+            labels.flatten().long(),
+            weight=None if weight is None else weight.to(logits.dtype),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        ).float()
+
+    def _check_logits(self, logits: Tensor, labels: Tensor) -> None:
+        shape = list(logits.shape)
+        dim = self.class_dim + (logits.ndim if self.class_dim < 0 else 0)
+        classes = shape.pop(dim) if 0 <= dim < len(shape) else 0
+        if shape != list(labels.shape) or classes == 0:
+            raise ConfigurationError(
+                "compute_loss_func",
+                "ClassificationLoss",
+                f"needs logits of the shape of the labels and one more dimension for the classes (class_dim="
+                f"{self.class_dim}), but the logits are {list(logits.shape)} and the labels "
+                f"{list(labels.shape)}",
+                "reshape one of them in the model or the data_collator, or set class_dim",
+            )
+        if classes == 1:
+            raise ConfigurationError(
+                "compute_loss_func",
+                "ClassificationLoss",
+                f"needs two classes or more, but the logits are {list(logits.shape)}: the loss of a single "
+                "class is always 0",
+                "give the model two outputs, or use floating labels of 0 and 1 with "
+                "RegressionLoss(torch.nn.functional.binary_cross_entropy_with_logits)",
+            )
+        if self.weight is not None and len(self.weight) != classes:
+            raise ConfigurationError(
+                "weight", self.weight.tolist(), f"must be one for each of the {classes} classes", "change it"
+            )
+
+    def _weight_on(self, device: torch.device) -> Tensor | None:
+        """The class weights on a device, copied there once."""
+        if self.weight is not None and self.weight.device != device:
+            self.weight = self.weight.to(device)
+        return self.weight
+
+
+class RegressionLoss:
+    """Mean of a loss of each number, the squared error by default.
+
+    Labels that are not a number do not count, so that targets may be missing. The mean is that of `function`
+    over the whole batch of an optimizer step.
+
+    Args:
+        function: Called with `(predictions, labels, reduction="none")`, gives a loss for each label:
+            `torch.nn.functional.mse_loss`, `l1_loss`, `huber_loss`; `binary_cross_entropy_with_logits` for
+            examples of several classes at once; `functools.partial` sets further options.
+    """
+
+    def __init__(self, function: ElementLoss = functional.mse_loss) -> None:
+        self.function = function
+
+    def count(self, labels: Tensor) -> Tensor:
+        """Number of labels that count: int64 scalar.
+
+        Args:
+            labels: Floating, of any shape.
+
+        Raises:
+            ConfigurationError: If the labels are not floating.
+        """
+        _check_numbers(labels)
+        return (~ignored(labels)).sum()
+
+    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+        """Sum of the losses.
+
+        Args:
+            predictions: Floating, in the shape of the labels or with one more dimension of 1 at the end, or a
+                model output that has such `logits`.
+            labels: Floating, of any shape.
+
+        Returns:
+            float32 scalar.
+
+        Raises:
+            ConfigurationError: If shapes differ, which torch would broadcast, or there are no predictions.
+        """
+        _check_numbers(labels)
+        values = logits_of(predictions)
+        if values.shape == (*labels.shape, 1):
+            values = values.squeeze(-1)
+        if values.shape != labels.shape:
+            raise ConfigurationError(
+                "compute_loss_func",
+                "RegressionLoss",
+                f"needs predictions of the shape of the labels, but these are {list(values.shape)} and the "
+                f"labels {list(labels.shape)}, which torch would broadcast",
+                "reshape one of them in the model or the data_collator",
+            )
+        dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
+        counts = ~ignored(labels)
+        losses = self.function(values.to(dtype), labels.where(counts, 0).to(dtype), reduction="none")
+        if losses.shape != labels.shape:
+            raise ConfigurationError(
+                "function",
+                self.function,
+                f"gave a tensor of shape {list(losses.shape)} for labels of shape {list(labels.shape)}",
+                "give one that returns a loss for each label when it is called with reduction='none'",
+            )
+        return losses.where(counts, 0).sum().float()
+
+
+def _weights(given: Tensor | Sequence[float]) -> Tensor:
+    weight = torch.as_tensor(given, dtype=torch.float32).detach()
+    if weight.ndim != 1 or not bool((weight.isfinite() & (weight >= 0)).all()):
+        raise ConfigurationError(
+            "weight", given, "must be one row of finite numbers of 0 or more", "give one for each class"
+        )
+    return weight
+
+
+def _check_classes(labels: Tensor) -> None:
+    if labels.is_floating_point() or labels.is_complex() or not labels.dtype.is_signed:
+        raise ConfigurationError(
+            "compute_loss_func",
+            "ClassificationLoss",
+            f"needs labels of a signed integer type, which can hold {IGNORE_INDEX} for one that does not "
+            f"count, and these are {labels.dtype}",
+            "convert numbers of classes by labels.long(); for several classes at once use "
+            "RegressionLoss(torch.nn.functional.binary_cross_entropy_with_logits), for probabilities "
+            "MeanLoss(function, count)",
+        )
+
+
+def _check_numbers(labels: Tensor) -> None:
+    if not labels.is_floating_point():
+        raise ConfigurationError(
+            "compute_loss_func",
+            "RegressionLoss",
+            f"needs floating labels, which can be 'not a number' where one does not count, and these are "
+            f"{labels.dtype}",
+            "convert them by labels.float(); for classes use ClassificationLoss()",
+        )
