@@ -197,9 +197,9 @@ def test_a_file_that_has_changed_since_it_was_opened(write: Callable[[pyarrow.Ta
     source = open_documents(path)
     path.unlink()
     write(pyarrow.table({"text": ROWS[:3]}))
-    assert source[1] == ROWS[1]
-    with pytest.raises(DataError, match=r"fewer row.*than when it was opened"):
-        source[59]
+    for index in (1, 59):
+        with pytest.raises(DataError, match=r"has \d+ bytes and had \d+ when it was opened"):
+            source[index]
     path.unlink()
     with pytest.raises(DataError, match=rf"{path.name}.*No such file"):
         open_documents_copy(source)[0]

@@ -38,6 +38,7 @@ class ArrowReader(ColumnReader):
 
     def _mapped(self) -> _Mapped:
         pyarrow = import_pyarrow(self._path, self.kind)
+        self._refuse_changed()
         with pyarrow.memory_map(self._path) as file:
             # The content outlives the file object, and a closed file does not count as an open one.
             content = file.read_buffer()

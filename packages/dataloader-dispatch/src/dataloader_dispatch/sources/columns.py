@@ -17,7 +17,7 @@ import torch
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.cache import RecentlyUsed
 from dataloader_dispatch.sources.readers import ReadSettings, decode
-from dataloader_dispatch.sources.unreadable import UnreadableError, os_failure, refuse_large
+from dataloader_dispatch.sources.unreadable import UnreadableError, os_failure, refuse_changed, refuse_large
 
 _LISTS = ("is_list", "is_large_list", "is_fixed_size_list")
 
@@ -61,7 +61,7 @@ class ColumnReader(ABC):
         recent: The blocks loaded last, of all files of a source.
     """
 
-    __slots__ = ("_path", "_recent", "_settings", "_starts")
+    __slots__ = ("_path", "_recent", "_settings", "_size", "_starts")
     kind: str
 
     def __init__(self, path: str, settings: ReadSettings, recent: RecentColumns) -> None:
@@ -69,6 +69,7 @@ class ColumnReader(ABC):
         self._settings = settings
         self._recent = recent
         with arrow_errors(path, self.kind):
+            self._size = os.stat(path).st_size  # noqa: PTH116  (thousands of files)
             self._starts = array("Q", accumulate(self._block_rows(), initial=0))
 
     @abstractmethod
@@ -108,6 +109,9 @@ class ColumnReader(ABC):
     def where(self, index: int) -> str:
         """File and row."""
         return f"{self._path} row {index}"
+
+    def _refuse_changed(self) -> None:
+        refuse_changed(self._path, os.stat(self._path).st_size, self._size)  # noqa: PTH116
 
     def _field(self, schema: Any) -> int:
         """Number of the column in the table; refuses what is not there, or no text and no token ids."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import glob
 import itertools
+import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -17,7 +18,10 @@ from dataloader_dispatch.errors import DataError
 Parts: TypeAlias = tuple[str, ...]
 """A relative path, or a glob, at its slashes."""
 
+logger = logging.getLogger("dataloader_dispatch")
+
 SUFFIXES = (".arrow", ".jsonl", ".md", ".parquet", ".py", ".txt")
+_PACKED = tuple(f"{one}{packed}" for one in SUFFIXES for packed in (".gz", ".bz2", ".xz", ".zst", ".zip"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +51,16 @@ def find_data_files(
         exclude: Glob patterns of files and directories to leave out; see `open_documents`.
 
     Raises:
-        DataError: A path does not exist, holds no data file, or a directory that cannot be read; or a file is
-            named twice.
+        DataError: A path does not exist, holds no data file, or a directory that cannot be read; it is no
+            path at all; or a file is named twice.
     """
-    paths = [data] if isinstance(data, str | os.PathLike) else list(data)
+    paths = checked_paths(data)
     if not paths:
         raise DataError("no data: the list of paths is empty; name a directory, a glob or a file")
     patterns = [_split_pattern(one) for one in ([exclude] if isinstance(exclude, str) else exclude)]
     found: dict[str, str] = {}
     files: list[DataFile] = []
-    for path in paths:
-        text = os.fspath(path)
+    for text in paths:
         for file in _files_of(text, patterns):
             # One path never lists a file twice, and resolving thousands of names takes its time.
             key = os.path.realpath(file.path) if len(paths) > 1 else file.path
@@ -71,21 +74,63 @@ def find_data_files(
     return files
 
 
+def checked_paths(
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> list[str]:
+    """The paths of a setting.
+
+    Raises:
+        DataError: It holds something that is no path, or one that no file can have.
+    """
+    if isinstance(data, str | os.PathLike):
+        data = [data]
+    if not isinstance(data, Iterable) or isinstance(data, bytes):
+        raise DataError(
+            f"data={data!r:.60} is not a path; name a directory, a glob or a file, or a list of these"
+        )
+    paths = []
+    for path in data:
+        text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+        if not isinstance(text, str):
+            raise DataError(
+                f"data path {path!r:.60} is not a string or a path; name a directory, a glob or a file"
+            )
+        if "\0" in text:
+            raise DataError(f"data path {text!r:.60} holds a NUL character, which no name of a file has")
+        paths.append(text)
+    return paths
+
+
 def _files_of(path: str, exclude: list[Parts]) -> list[DataFile]:
     if not path.strip():
         raise DataError("data path '' is empty; name a directory, a glob or a file")
-    place = Path(path).expanduser()
-    if place.is_dir():
-        found = list(_walk(str(place), (), ("**",), exclude))
+    try:
+        place = Path(path).expanduser()
+        is_directory, exists = place.is_dir(), place.exists() or place.is_symlink()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a user without a home
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise DataError(f"data path {path:.200} cannot be looked up: {reason}") from error
+    passed: list[str] = []
+    if is_directory:
+        found = list(_walk(str(place), (), ("**",), exclude, passed))
         where = f"directory {path}"
-    elif place.exists() or place.is_symlink():
+    elif exists:
         return [_explicit_file(str(place))]
     elif glob.has_magic(path):
         fixed = PurePath(*itertools.takewhile(lambda part: not glob.has_magic(part), place.parts))
-        found = list(_walk(str(fixed), (), place.parts[len(fixed.parts) :], exclude))
+        found = list(_walk(str(fixed), (), place.parts[len(fixed.parts) :], exclude, passed))
         where = f"glob {path}"
     else:
         raise DataError(f"data path {path} does not exist; name a directory, a glob or a file")
+    if passed:
+        logger.warning(
+            "%s holds %d link(s) to directories or compressed file(s), which are passed over (first: %s). "
+            "If they hold data, name them or unpack them; else exclude them",
+            where,
+            len(passed),
+            min(passed),
+        )
+    _say_repeated(found)
     if not found:
         left_out = f" and is not excluded by {['/'.join(pattern) for pattern in exclude]}" if exclude else ""
         raise DataError(f"{where} holds no file that ends in {', '.join(SUFFIXES)}{left_out}")
@@ -98,10 +143,29 @@ def _explicit_file(path: str) -> DataFile:
     return _data_file(path, PurePath(path).name)
 
 
-def _walk(directory: str, above: Parts, pattern: Parts, exclude: list[Parts]) -> Iterator[DataFile]:
+def _say_repeated(files: list[DataFile]) -> None:
+    """Warn of a file that a link names once more."""
+    if not any(os.path.islink(file.path) for file in files):  # noqa: PTH114  (thousands of files)
+        return
+    names: dict[str, str] = {}
+    for file in files:
+        first = names.setdefault(os.path.realpath(file.path), file.path)
+        if first != file.path:
+            logger.warning(
+                "%s and %s are one file, by a link: its documents come twice an epoch; exclude one of them",
+                first,
+                file.path,
+            )
+            return
+
+
+def _walk(
+    directory: str, above: Parts, pattern: Parts, exclude: list[Parts], passed: list[str]
+) -> Iterator[DataFile]:
     """Data files below a directory whose path from the first directory on matches a pattern.
 
-    Links to directories are not followed: they may form a circle.
+    Links to directories are not followed: they may form a circle. They are added to ``passed``, as is what
+    looks like a compressed data file.
     """
     try:
         with os.scandir(directory) as entries:
@@ -114,9 +178,21 @@ def _walk(directory: str, above: Parts, pattern: Parts, exclude: list[Parts]) ->
             continue
         if entry.is_dir(follow_symlinks=False):
             if _leads_to(parts, pattern):
-                yield from _walk(entry.path, parts, pattern, exclude)
-        elif _is_data(entry.name) and _matches(parts, pattern) and not entry.is_dir():
+                yield from _walk(entry.path, parts, pattern, exclude, passed)
+        elif _leads_to_directory(entry):
+            if _leads_to(parts, pattern):
+                passed.append(entry.path)
+        elif _is_data(entry.name) and _matches(parts, pattern):
             yield _data_file(entry.path, "/".join(parts))
+        elif entry.name.lower().endswith(_PACKED) and pattern == ("**",):
+            passed.append(entry.path)
+
+
+def _leads_to_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False  # a circle of links, which reading it as a file reports
 
 
 def _data_file(path: str, name: str) -> DataFile:

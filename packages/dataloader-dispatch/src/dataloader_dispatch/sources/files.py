@@ -17,7 +17,7 @@ from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.arrow import ArrowReader
 from dataloader_dispatch.sources.cache import RecentlyUsed
 from dataloader_dispatch.sources.columns import RecentColumns
-from dataloader_dispatch.sources.discovery import DataFile, find_data_files
+from dataloader_dispatch.sources.discovery import DataFile, checked_paths, find_data_files
 from dataloader_dispatch.sources.parquet import ParquetReader
 from dataloader_dispatch.sources.readers import (
     JsonLinesReader,
@@ -96,8 +96,8 @@ def open_documents(
 
     Args:
         data: A directory (read with its subdirectories; names with a leading dot, links to directories and
-            files with other endings are passed over), a glob (``**`` stands for any directories; it
-            selects files), a file, or a sequence of these.
+            files with other endings are passed over; a warning tells of links and compressed files), a glob
+            (``**`` stands for any directories; it selects files), a file, or a sequence of these.
         exclude: Globs of what to leave out, matched with the path below the directory that was given. ``**``
             stands for any number of directories; a pattern without a slash matches a file or
             directory of that name anywhere. With a directory goes all it holds. Files that ``data`` names
@@ -120,7 +120,7 @@ def open_documents(
         The documents.
 
     Raises:
-        DataError: A path does not exist, cannot be read, or holds no data file; a file is named
+        DataError: A path does not exist, cannot be read, is no path, or holds no data file; a file is named
             twice; there are only empty files; a first line is malformed; a column is missing or holds neither
             text nor token ids; pyarrow is needed but not installed; a setting is out of range; a directory
             of token ids is damaged, not finished, or one of several paths.
@@ -135,13 +135,13 @@ def open_documents(
         raise DataError(
             f"max_document_bytes={max_document_bytes!r} is out of range; it must be an integer of at least 1"
         )
-    paths = [data] if isinstance(data, str | os.PathLike) else list(data)
+    paths = checked_paths(data)
     for path in paths:
         if is_token_directory(path):
             if len(paths) == 1:
                 return TokenBinary(path)
             raise DataError(
-                f"data path {os.fspath(path)} holds token ids, and cannot be opened together with other "
+                f"data path {path} holds token ids, and cannot be opened together with other "
                 "paths; open each by itself and mix them with mix_documents"
             )
     files = find_data_files(paths, exclude)
@@ -256,7 +256,7 @@ class FileDocuments:
         try:
             if file.problem:
                 raise UnreadableError(file.problem)
-            return _reader(file.path, self._settings, columns, lines)
+            return _reader(file, self._settings, columns, lines)
         except UnreadableError as error:
             if not self._settings.skip:
                 raise
@@ -295,12 +295,12 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise DataError(f"{name}={value!r} is unknown; choose one of {choices}")
 
 
-def _reader(path: str, settings: ReadSettings, columns: RecentColumns, lines: RecentFiles) -> Reader:
-    name = path.lower()
+def _reader(file: DataFile, settings: ReadSettings, columns: RecentColumns, lines: RecentFiles) -> Reader:
+    path, name = file.path, file.path.lower()
     if name.endswith(".jsonl"):
         return JsonLinesReader(path, settings, lines)
     if name.endswith(".parquet"):
         return ParquetReader(path, settings, columns)
     if name.endswith(".arrow"):
         return ArrowReader(path, settings, columns)
-    return TextReader(path, settings)
+    return TextReader(path, file.size, settings)

@@ -33,13 +33,17 @@ class ParquetReader(ColumnReader):
                 raise UnreadableError(
                     f"{self._path} has fewer row groups than when it was opened; open the data again"
                 )
-            rows = file.read_row_group(block, columns=[self._settings.text_column]).column(0)
+            name = self._settings.text_column
+            table = file.read_row_group(block, columns=[name])
+            # With a dot in it, the name may be that of a field of another column as well.
+            rows = table.column(table.schema.names.index(name))
             return Column(rows.chunks), rows.nbytes
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         """A ``pyarrow.parquet.ParquetFile``."""
         import_pyarrow(self._path, self.kind)
+        self._refuse_changed()
         import pyarrow.parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
         with pyarrow.parquet.ParquetFile(self._path, page_checksum_verification=True) as file:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -14,11 +14,12 @@ import torch
 
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.cache import RecentlyUsed
-from dataloader_dispatch.sources.unreadable import UnreadableError, os_failure, refuse_large
+from dataloader_dispatch.sources.unreadable import UnreadableError, os_failure, refuse_changed, refuse_large
 
 _CHUNK = 1 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PROBED_LINES = 100
+_NAMED_KEYS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,12 @@ class NoDocuments:
 class TextReader:
     """A file that is one document."""
 
-    __slots__ = ("_path", "_settings")
+    __slots__ = ("_path", "_settings", "_size")
     count = 1
 
-    def __init__(self, path: str, settings: ReadSettings) -> None:
+    def __init__(self, path: str, size: int, settings: ReadSettings) -> None:
         self._path = path
+        self._size = size
         self._settings = settings
 
     def read(self, index: int, errors: str) -> str:
@@ -86,6 +88,7 @@ class TextReader:
                 raw = stream.read()
         except OSError as error:
             raise os_failure(self._path, error) from error
+        refuse_changed(self._path, len(raw), self._size)
         return decode(raw, errors)
 
     def where(self, index: int) -> str:
@@ -99,6 +102,11 @@ class OpenFile:
 
     def __init__(self, path: str) -> None:
         self._handle = os.open(path, os.O_RDONLY)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file now."""
+        return os.fstat(self._handle).st_size
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes from ``start`` up to, not including, ``stop``; fewer at the end of the file."""
@@ -149,6 +157,7 @@ class JsonLinesReader:
         try:
             file = self._recent.get(self._path, lambda: (OpenFile(self._path), 0))
             line = file.read(start, stop)
+            refuse_changed(self._path, file.size, self._starts[-1])  # it may be written to in place
         except OSError as error:
             raise os_failure(self._path, error) from error
         return self._text_of(decode(line, errors), index, errors)
@@ -184,6 +193,9 @@ class JsonLinesReader:
         column = self._settings.text_column
         try:
             record = json.loads(line)
+            # Of equal keys the last one would win. Few lines need a second look.
+            again = line.count(f'"{column}"') > 1 or "\\u" in line
+            twice = again and _outermost_keys(line).count(column) > 1
         except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
             reason = str(error)
             if isinstance(error, json.JSONDecodeError):
@@ -192,10 +204,15 @@ class JsonLinesReader:
                 f"{self.where(index)}: not valid JSON ({reason}); a .jsonl file holds one JSON object a line"
             ) from error
         if not isinstance(record, dict) or column not in record:
-            found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+            found = f"the keys {_some(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
             raise UnreadableError(
                 f"{self.where(index)}: no key {column!r}; the line holds {found}; name the key of "
                 "the text with text_column"
+            )
+        if twice:
+            raise UnreadableError(
+                f"{self.where(index)}: the key {column!r} comes twice, and which one is the text cannot be "
+                "known; leave one of them out"
             )
         text = record[column]
         if not isinstance(text, str):
@@ -204,6 +221,23 @@ class JsonLinesReader:
             )
         # Only an escape such as \ud800 can give half of a surrogate pair.
         return _without_surrogates(text, errors) if "\\u" in line else text
+
+
+def _outermost_keys(line: str) -> list[str]:
+    """The keys of a JSON object, equal ones included."""
+    found: list[str] = []
+
+    def keep(pairs: list[tuple[str, object]]) -> None:
+        found[:] = [key for key, _ in pairs]  # the outermost object comes last
+
+    json.loads(line, object_pairs_hook=keep)
+    return found
+
+
+def _some(keys: Iterable[str]) -> str:
+    """Keys for a message, the first of them if they are many."""
+    names = sorted(keys)
+    return str(names) if len(names) <= _NAMED_KEYS else f"{names[:_NAMED_KEYS]} and more, {len(names)} in all"
 
 
 def decode(raw: bytes, errors: str) -> str:

@@ -92,16 +92,16 @@ def is_token_directory(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a directory of token ids, finished or not."""
     if not os.fspath(path):
         return False  # not the directory we are in
-    place = Path(path).expanduser()
     try:
+        place = Path(path).expanduser()
         if (place / UNFINISHED / "plan.json").is_file():
             return True
         if (place / MANIFEST).is_file() and _claims_tokens(place / MANIFEST):
             return True
         with os.scandir(place) as entries:
             return any(entry.name.endswith(".idx") and PART.fullmatch(entry.name) for entry in entries)
-    except OSError:
-        return False  # not a directory, or one that cannot be read, which others say better
+    except (OSError, RuntimeError):
+        return False  # not a directory, or one that cannot be read or found, which others say better
 
 
 def read_manifest(directory: Path) -> TokenManifest:

@@ -28,6 +28,19 @@ def os_failure(path: str, error: OSError) -> DataError:
     return DataError(f"{text}; {remedy}") if remedy else UnreadableError(text)
 
 
+def refuse_changed(path: str, size: int, expected: int) -> None:
+    """Refuse a file whose size is another than when it was opened: its documents are not those of then.
+
+    Raises:
+        UnreadableError: The sizes differ.
+    """
+    if size != expected:
+        raise UnreadableError(
+            f"{path} has {size} bytes and had {expected} when it was opened; it was changed in the meantime: "
+            "open the data again, or put the file back as it was"
+        )
+
+
 def refuse_large(place: str, size: int, limit: int) -> None:
     """Refuse a document that is larger than ``max_document_bytes``.
 
