@@ -371,3 +371,12 @@ def test_the_dataset_learns_the_epoch_also_in_persistent_workers(workers: int) -
     loader.set_epoch(0)
     # The passes after the first are told too: each that reaches its end makes the next epoch current.
     assert [next(iter(loader)).tolist() for _ in range(2)] == [[0, 1], [10, 11]]
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefetch_factor": 0}, {"prefetch_factor": 2.0}, {"num_workers": -1}, {"num_workers": True}]
+)
+@pytest.mark.parametrize("dataset", [range(4), Stream(4)])
+def test_worker_options_that_make_no_sense_are_named(dataset: object, options: dict[str, object]) -> None:
+    with pytest.raises(DataError, match=f"{next(iter(options))}=.* is out of range"):
+        build_loader(dataset, 2, **{"num_workers": 1, **options})  # type: ignore[arg-type]

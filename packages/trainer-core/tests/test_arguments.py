@@ -188,12 +188,22 @@ def test_files_give_the_same_arguments(tmp_path: Path, name: str, text: str) -> 
         ("run.yaml", "- a\n- b\n", "must hold names with values"),
         ("run.yaml", "a: [1\n", "is malformed"),
         ("run.toml", "a = \n", "is malformed"),
+        ("run.yaml", "a: 1\nb: 2026-13-45\n", "month must be in 1..12.*line 2"),
+        ("run.toml", "a = 1\nb = 2026-02-30\n", "is malformed: Invalid date.*line 2"),
+        ("run.yaml", f"a: 1\nb: {'9' * 5000}\n", r"is malformed: .*4300.*line 2"),
+        ("run.toml", f"a = 1\nb = {'9' * 5000}\n", r"is malformed in line 2: .*4300"),
+        ("run.yaml", "seed: 1\nmax_steps: 2\nseed: 3\n", "'seed' is given twice.*line 3"),
+        ("run.yaml", "ddp: {a: 1, a: 2}\n", "'a' is given twice.*line 1"),
+        ("run.toml", "a = 1\na = 2\n", "is malformed: Cannot overwrite a value.*line 2"),
+        ("run.yaml", "a: " + "[" * 20_000, "more than 32 levels of nesting.*line 1"),
+        ("run.yaml", "a:\n" + "".join(" " * n + "- \n" for n in range(1, 99)), "more than 32 levels"),
+        ("run.toml", "a = " + "[" * 20_000, "is nested too deeply"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
     path = tmp_path / name
     path.write_text(content)
-    with pytest.raises(ConfigurationError, match=message) as caught:
+    with pytest.raises(ConfigurationError, match=f"(?s){message}") as caught:
         load_config_file(path)
     assert name in str(caught.value)
 
@@ -255,3 +265,20 @@ def test_every_classified_argument_exists() -> None:
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert names >= WARNED | REFUSED
     assert not WARNED & REFUSED
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("seed", 2**64, "must be below"),
+        ("output_dir", "a\0b", "NUL"),
+        ("logging_dir", "\0", "NUL"),
+        ("resume_from_checkpoint", "runs/\0", "NUL"),
+        ("learning_rate", 10**400, "must be a number from 0"),
+    ],
+)
+def test_values_that_would_fail_later_are_refused(name: str, value: object, rule: str) -> None:
+    with pytest.raises(ConfigurationError, match=rule):
+        TrainingArguments(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=rule):
+        arguments_from_dict(TrainingArguments, {name: value})

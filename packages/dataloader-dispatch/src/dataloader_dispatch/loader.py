@@ -16,6 +16,7 @@ from dataloader_dispatch.position import below, check_epoch, position_state, sav
 from dataloader_dispatch.sampler import EpochSampler
 from dataloader_dispatch.stream.document_stream import DocumentStream
 from dataloader_dispatch.stream.loader import positive_batch_size
+from dataloader_dispatch.stream.settings import check_workers
 from dist_env import tie_loader_workers
 
 Item_co = TypeVar("Item_co", covariant=True)
@@ -170,13 +171,14 @@ def build_loader(
         The loader.
 
     Raises:
-        DataError: ``batch_size`` is not positive, the dataset is empty or has no full batch under
-            ``drop_last``, ``shuffle`` is asked of an iterable dataset, or the dataset is a `DocumentStream`,
-            which `StreamLoader` loads.
+        DataError: ``batch_size``, ``num_workers`` or ``prefetch_factor`` is out of range, the dataset is
+            empty or has no full batch under ``drop_last``, ``shuffle`` is asked of an iterable dataset, or
+            the dataset is a `DocumentStream`, which `StreamLoader` loads.
         TypeError: The dataset has no length, or ``seed`` is not an integer.
         ValueError: torch refuses a combination of worker options.
     """
     positive_batch_size(batch_size)
+    check_workers(num_workers, prefetch_factor)
     if isinstance(dataset, DocumentStream):
         raise DataError(
             "build_loader does not load a DocumentStream, whose rows a position of its own orders; use "

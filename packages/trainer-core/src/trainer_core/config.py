@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import math
 import re
 import textwrap
 import tomllib
@@ -69,7 +70,8 @@ def load_config_file(path: str | Path) -> dict[str, object]:
         Its top-level table.
 
     Raises:
-        ConfigurationError: If it is missing, unreadable, malformed, or holds no table at the top.
+        ConfigurationError: If it is missing, unreadable, malformed, nested too deeply, gives a name twice, or
+            has a number or date that does not exist (with the line), or holds no table at the top.
     """
     path = Path(path)
     if path.suffix not in (".toml", ".yaml", ".yml"):
@@ -84,8 +86,15 @@ def load_config_file(path: str | Path) -> dict[str, object]:
         ) from error
     try:
         content = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, Loader=_YamlLoader)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        raise ConfigurationError("config", str(path), f"is malformed: {error}", "mend that line") from error
+    except RecursionError as error:
+        # Only of TOML: the loader below counts levels itself, as this would take it very long to notice.
+        raise ConfigurationError("config", str(path), "is nested too deeply", "flatten it") from error
+    # ValueError: a date that does not exist, or a whole number of more digits than Python converts.
+    except (yaml.YAMLError, ValueError) as error:
+        place = _line_of_long_number(text) if type(error) is ValueError else ""
+        raise ConfigurationError(
+            "config", str(path), f"is malformed{place}: {error}", "mend that line"
+        ) from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -152,7 +161,19 @@ def _refuse_unknown_keys(cls: type, mapping: Mapping[str, object], prefix: str) 
 
 def _float_from_int(value: object) -> object:
     """Let `1` stand for `1.0`, but not `True`."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf  # which is out of every range
+
+
+def _line_of_long_number(text: str) -> str:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if re.search(r"[\d_]{4301,}", line):  # as many digits as Python converts, and one more
+            return f" in line {number}"
+    return ""
 
 
 def _tuple_from_list(value: object) -> object:
@@ -164,13 +185,47 @@ def _type_name(kind: object) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
 
 
+_DEEPEST = 32
+"""Levels of nesting in a file; settings have two."""
+
+
 class _YamlLoader(yaml.SafeLoader):
-    """Reads `3e-4` as a number and `no` as text, as YAML 1.2 does."""
+    """Reads `3e-4` as a number and `no` as text, as YAML 1.2 does; refuses a name that is given twice."""
+
+    _depth = 0
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # The text is read as far as it is asked for, so that this stops before the rest costs time.
+        if self._depth > _DEEPEST:
+            where = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels of nesting", problem_mark=where)
+        self._depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"{key.value!r} is given twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except ValueError as error:
+            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from error
 
 
 _YamlLoader.add_implicit_resolver(

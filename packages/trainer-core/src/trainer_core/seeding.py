@@ -13,7 +13,7 @@ from .arguments import TrainingArguments
 def seed_rank(args: TrainingArguments, rank: int) -> None:
     """Give each rank generators of its own, once all ranks have built the same model, if asked for."""
     if args.seed_per_rank:
-        seed_everything(args.seed + rank)
+        seed_everything((args.seed + rank) % 2**64)
 
 
 def seed_everything(seed: int) -> None:

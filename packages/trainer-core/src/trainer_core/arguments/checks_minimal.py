@@ -47,6 +47,10 @@ def _check_counts(args: MinimalTrainingArguments) -> None:
         rules.one_of(name, getattr(args, name), STRATEGIES)
     rules.at_least_or("max_steps", args.max_steps, 0, off=-1)
     rules.at_least_or("seed", args.seed, 0, off=-1)
+    if args.seed >= 2**64:
+        raise ConfigurationError(
+            "seed", args.seed, "must be below 2**64, which is what torch takes", "choose a smaller one"
+        )
     rules.at_least("warmup_steps", args.warmup_steps, 0)
     rules.at_least("dataloader_num_workers", args.dataloader_num_workers, 0)
     rules.within("eval_delay", args.eval_delay, 0, 1e12)
@@ -80,6 +84,12 @@ def _check_optimizer(args: MinimalTrainingArguments) -> None:
 def _check_files(args: MinimalTrainingArguments) -> None:
     if not args.output_dir:
         raise ConfigurationError("output_dir", args.output_dir, "must not be empty", "name a directory")
+    for name in ("output_dir", "logging_dir", "resume_from_checkpoint"):
+        value = getattr(args, name)
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigurationError(
+                name, value, "contains a NUL character, which no path may", "take it out of the name"
+            )
     if not args.save_safetensors:
         raise ConfigurationError(
             "save_safetensors",
