@@ -18,6 +18,7 @@ from .arguments.changes import Changes
 from .errors import ConfigurationError
 from .loaders import keeps_position
 from .parallelism import Parallelism
+from .previous_runs import PREVIOUS, starts_over
 from .run import Run
 from .run_state import RunComponents
 
@@ -62,11 +63,14 @@ def resume(run: Run) -> Path | None:
     """
     wanted = run.args.resume_from_checkpoint
     loaded = None if wanted is False else load(run, None if wanted is True else wanted)
-    output_dir = Path(run.args.output_dir).absolute()
     if loaded is not None:
         say_changes(run.progress.changes)
-    continues = loaded is not None and loaded.parent == output_dir
-    if run.args.save_strategy == "no" or continues:
+    if run.args.save_strategy == "no" or starts_over(run):
+        return loaded
+    output_dir = Path(run.args.output_dir).absolute()
+    if loaded is not None and loaded.parent.resolve() == output_dir.resolve():
+        if not run.progress.loaded:
+            raise _without_counters(run, loaded)
         return loaded
     other = find_latest_checkpoint(output_dir)
     if other is not None:
@@ -74,9 +78,22 @@ def resume(run: Run) -> Path | None:
             "resume_from_checkpoint",
             wanted,
             f"starts another run beside {other}, whose place its own checkpoints would need",
-            "choose another output_dir, or remove the checkpoints there",
+            "choose another output_dir, or set resume_from_checkpoint=False and overwrite_output_dir=True, "
+            f"which moves what is there to {PREVIOUS}<time>/",
         )
     return loaded
+
+
+def _without_counters(run: Run, loaded: Path) -> ConfigurationError:
+    """The error for a checkpoint from which the run would begin at step 0, in the same directory."""
+    return ConfigurationError(
+        "resume_from_checkpoint",
+        run.args.resume_from_checkpoint,
+        f"{loaded} lacks trainer.json, so the run would begin at step 0, and replace checkpoints beside it "
+        "or be passed over for them",
+        f"to begin at step 0 with its weights and states, set resume_from_checkpoint={str(loaded)!r} and "
+        "another output_dir; to go on from an older checkpoint, name that one",
+    )
 
 
 def load(run: Run, path: str | None) -> Path | None:
@@ -90,6 +107,7 @@ def load(run: Run, path: str | None) -> Path | None:
         checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it, or its
             state does not fit this run.
     """
+    run.progress.loaded = False
     try:
         loaded = run.manager.load_checkpoint(path)
     except CheckpointError as error:
@@ -98,6 +116,7 @@ def load(run: Run, path: str | None) -> Path | None:
     if loaded is None:
         return None
     run.progress.settle(run.schedule)
+    run.loaded, run.went_back = loaded.path, path is not None
     run.saved_step = run.state.global_step
     run.announced_epoch = None
     run.update_epoch()

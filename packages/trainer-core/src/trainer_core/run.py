@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -57,6 +58,10 @@ class Run:
     eval_metrics: Mapping[str, EvalMetric]
     announced_epoch: int | None = None
     """The epoch that the training data was last told of, if it stands there."""
+    loaded: Path | None = None
+    """The checkpoint that was loaded last in this process."""
+    went_back: bool = False
+    """Whether that one was named, so that there may be newer ones."""
     has_trained: bool = False
     """Whether a loop has run in this process."""
     evaluated: tuple[int, dict[str, float]] | None = None

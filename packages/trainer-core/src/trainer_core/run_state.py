@@ -59,6 +59,8 @@ class RunProgress:
     ) -> None:
         self.changes = Changes((), (), ())
         """How the arguments differ from those of the checkpoint that was loaded."""
+        self.loaded = False
+        """Whether the counters came from a checkpoint."""
         self.refusal: ConfigurationError | None = None
         """Why the checkpoint was refused, if it was."""
         self._options = options
@@ -99,6 +101,7 @@ class RunProgress:
             raise self.refusal
         for name in _COUNTERS:
             setattr(self._state, name, state[name])
+        self.loaded = True
         interval = state["interval"]
         if isinstance(interval, Mapping):
             self._interval.load_state_dict(interval)

@@ -42,6 +42,7 @@ from .loss import FusedLossFactory, TokenLoss
 from .model import ModelInit, run_settings, verify_initialised
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .parallelism import Parallelism, SingleDevice
+from .previous_runs import make_room
 from .run import Run, training_switches
 from .seeding import seed_everything
 from .state import StopCause, TrainOutput, fresh_state
@@ -141,6 +142,7 @@ class Trainer:
         self._events = CallbackHandler(callbacks, self.args, self.state)
         self._prepared: Run | None = None
         self._resumed = False
+        self._has_room = False
 
     def make_parallelism(self, env: DistributedEnvInterface) -> Parallelism:
         """How this class uses the devices."""
@@ -172,6 +174,9 @@ class Trainer:
         with StopRequests(self.args.max_train_seconds) as stops, self.parallel.guarded("training"):
             run = self._prepare()
             self._resume(run)
+            if not self._has_room:
+                make_room(run)
+                self._has_room = True
             actions = Actions(run, lambda: stops.cause is not None)
             with training_switches(run):
                 return TrainingLoop(run, actions, stops).train()
@@ -246,6 +251,7 @@ class Trainer:
         """
         with self.parallel.guarded("loading a checkpoint"):
             self._resumed = load(self._prepare(), path) is not None
+            self._has_room = False
         return self._resumed
 
     def load_best_model(self) -> bool:

@@ -38,6 +38,11 @@ class JsonLogger(EventHandlers):
         self._place = ""
         self._file = Path(filename)
 
+    @property
+    def filename(self) -> str:
+        """Name of the file in the log directory."""
+        return self._filename
+
     def on_train_begin(
         self, args: LoggingArguments, state: ProgressState, control: object, **_: object
     ) -> None:

@@ -22,7 +22,8 @@ class MinimalTrainingArguments:
     logging_dir: str | None = None
     """Directory of logs; the output directory when not given."""
     overwrite_output_dir: bool = False
-    """Let save_model replace weights that are already there."""
+    """Let save_model replace weights that are already there, and a start with resume_from_checkpoint=False
+    move the checkpoints of an earlier run to previous-<time>/ in output_dir."""
 
     device: str | None = None
     """Device of a run without a distributed environment, such as cuda:0; none: the accelerator if any."""
@@ -79,7 +80,7 @@ class MinimalTrainingArguments:
     """Write checkpoints on every node, for storage that nodes do not share."""
     resume_from_checkpoint: bool | str = True
     """True: go on from the newest checkpoint in the output directory, if any; a path: from that one;
-    false: start anew."""
+    false: start anew, which needs a directory without checkpoints or overwrite_output_dir."""
 
     load_best_model_at_end: bool = False
     """After the last step, put the weights of the best checkpoint into the model; tracks the best one."""
