@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -146,3 +147,32 @@ def test_callbacks_are_added_and_taken_out_by_class_and_identity(
     assert trainer.pop_callback(recorder) is recorder
     assert isinstance(trainer.pop_callback(Recorder), Recorder)
     assert trainer.pop_callback(Recorder) is None
+
+
+@pytest.mark.parametrize(("event", "served"), [("on_epoch_end", [6, 12]), ("on_evaluate", [3, 6, 9, 12])])
+def test_what_a_callback_asks_for_is_served_before_the_next_step(
+    make_trainer: Callable[..., Trainer],
+    ragged_loader: Callable[..., object],
+    tmp_path: Path,
+    event: str,
+    served: list[int],
+) -> None:
+    class Asks:
+        def ask(self, args: object, state: object, control: TrainerControl, **kw: object) -> None:
+            control.should_save = control.should_log = True
+
+    setattr(Asks, event, Asks.ask)
+    trainer = make_trainer(
+        eval_loader=ragged_loader(rows=4),
+        num_train_epochs=2,
+        save_strategy="steps",
+        save_total_limit=None,
+        logging_steps=100,
+        eval_strategy="steps",
+        eval_steps=3,
+        callbacks=[Asks()],
+    )
+    trainer.train()
+    found = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert found == served
+    assert [entry["global_step"] for entry in trainer.state.log_history if "loss" in entry] == served

@@ -47,6 +47,8 @@ def test_stop_leaves_the_weights_of_the_last_good_step_and_no_checkpoint_after_i
     assert trainer.stop_cause is not None
     assert trainer.stop_cause[:] == ("nonfinite_policy", "gradient of step 5", True)
     assert trainer.exit_code == 1
+    (record,) = [entry for entry in trainer.state.log_history if "nonfinite_step" in entry]
+    assert (record["nonfinite_step"], record["global_step"], record["skipped_steps"]) == (5, 6, 2)
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
         "checkpoint-2",
         "checkpoint-4",

@@ -172,3 +172,46 @@ def test_saved_model_is_a_hugging_face_directory(
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_the_final_record_of_a_run_too_short_to_be_timed(make_trainer: Callable[..., Trainer]) -> None:
+    trainer = make_trainer(max_steps=2, speed_metrics_start_step=5)
+    metrics = trainer.train().metrics
+    final = trainer.state.log_history[-1]
+    assert final["total_tokens"] == metrics["total_tokens"] > 0
+    assert final["timed_steps"] == 0
+    assert final["train_runtime"] >= 0
+    assert "tokens_per_second" not in final
+
+
+def test_tokens_and_their_rate_count_the_same_positions(make_trainer: Callable[..., Trainer]) -> None:
+    trainer = make_trainer(max_steps=4, speed_metrics_start_step=0)
+    final = trainer.train().metrics
+    for total, rate in (
+        ("total_tokens", "tokens_per_second"),
+        ("total_input_tokens", "input_tokens_per_second"),
+    ):
+        assert final[rate] * final["train_runtime"] == pytest.approx(final[total], rel=0.05)
+    assert final["total_tokens"] < final["total_input_tokens"]
+    # A second call times its own steps only.
+    trainer.state.max_steps = 0
+    assert trainer.train().metrics["timed_steps"] == 0
+
+
+def test_the_cause_of_a_stop_and_the_best_checkpoints_are_logged(
+    make_trainer: Callable[..., Trainer],
+    ragged_loader: Callable[..., object],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Impatient:
+        def on_step_end(self, args: object, state: object, control: object, **kw: object) -> None:
+            control.should_training_stop |= state.global_step == 4  # type: ignore[attr-defined]
+
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(
+        callbacks=[Impatient()], eval_loader=ragged_loader(rows=4), preserve_best_model=True, **settings
+    )
+    trainer.train()
+    assert "the run stops after step 4: Impatient, in on_step_end" in caplog.text
+    assert "Best checkpoints by eval_loss (lower is better):" in caplog.text
+    assert str(trainer.state.best_model_checkpoint) in caplog.text

@@ -22,7 +22,7 @@ SPARE = ("spare.weight", "spare.bias")
 @pytest.fixture(scope="module")
 def notes(launch: Callable[..., Any]) -> list[dict[str, dict[str, str]]]:
     """What each of two ranks met in the scenarios that end alike on both."""
-    job = launch("replicas.py", 2, *ALIKE, *REFUSED, "flipped", "unused", timeout=240)
+    job = launch("replicas.py", 2, "stop cause", *ALIKE, *REFUSED, "flipped", "unused", timeout=240)
     assert all("unused" in each for each in job.notes), job.told
     found: list[dict[str, dict[str, str]]] = job.notes
     return found
@@ -33,6 +33,13 @@ def test_ranks_train_one_model(notes: list[dict[str, dict[str, str]]], name: str
     weights = [each[name].get("result") for each in notes]
     assert weights[0] is not None, notes
     assert weights[0] == weights[1]
+
+
+def test_every_rank_knows_which_callback_of_whichever_rank_stopped_the_run(
+    notes: list[dict[str, dict[str, str]]],
+) -> None:
+    for each in notes:
+        assert each["stop cause"].get("result") == "('stops on one rank', 'on_step_end', False)"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -58,6 +58,10 @@ class Actions:
             save=save,
         )
 
+    def serve_requests(self) -> bool:
+        """Serve what callbacks have asked for, and nothing else; says whether they have."""
+        return self._serve(log=False, evaluate=False, save=False)
+
     def after_run(self) -> None:
         """Log what is left and save, unless that was done at this step or somebody aborted.
 
@@ -154,8 +158,8 @@ class Actions:
         unranked = run.args.tracks_best and self._has_result() and run.ranked_step != step
         return not aborted and (run.saved_step != step or unranked)
 
-    def _log_interval(self) -> None:
-        """End the log interval and log it; nothing if no step was done in it."""
+    def _log_interval(self, **further: object) -> None:
+        """End the log interval and log it with further entries; nothing if no step was done in it."""
         run = self.run
         totals = run.interval.close()
         if totals is None:
@@ -169,6 +173,7 @@ class Actions:
         if memory is not None:
             record["peak_mem_allocated"] = memory
         record |= run.parallel.figures()
+        record |= further
         run.events.fire("on_log_step", logs=record)
         self.log(record)
 
@@ -210,6 +215,8 @@ class Actions:
         if run.args.nonfinite_policy == "raise":
             raise NonFiniteGradientError(message)
         if not run.events.control.should_abort_without_save:
+            left_out = 0 if run.args.fuse_optim_with_backward else run.state.global_step - int(first) + 1
+            self._log_interval(nonfinite_step=report.first_step, skipped_steps=left_out)
             logger.error("%s; the run stops without another checkpoint (nonfinite_policy='stop')", message)
             run.events.stop(
                 StopCause("nonfinite_policy", f"gradient of step {report.first_step}", aborted=True)

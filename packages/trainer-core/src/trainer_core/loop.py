@@ -9,7 +9,7 @@ import torch
 
 from checkpoint_core import RNGState, Stateful
 from dataloader_dispatch import set_loader_epoch
-from dist_env import get_logger
+from dist_env import gather_objects, get_logger
 
 from .actions import Actions
 from .batch import Batch, Window, next_window
@@ -41,6 +41,7 @@ class TrainingLoop:
         self.actions = actions
         self.stops = stops
         self._saw_empty_epoch = False
+        self._told_abort: bool | None = None
         self._continues = run.has_trained
         run.has_trained = True
 
@@ -65,9 +66,10 @@ class TrainingLoop:
         self.actions.after_run()
         self._agree()
         metrics = run.speed.summary(run.state)
-        if "train_runtime" in metrics:
-            self.actions.log({**metrics, "peak_flops": run.flops.peak()})
+        self.actions.log({**metrics, "peak_flops": run.flops.peak()})
         self.actions.restore_best()
+        if run.args.tracks_best:
+            logger.info("%s", run.manager.best_summary())
         run.events.fire("on_train_end")
         return TrainOutput(run.state.global_step, metrics)
 
@@ -88,11 +90,21 @@ class TrainingLoop:
                 self._agree()
                 if self.actions.after_step():
                     self._agree()
+                    self._serve_requests()
             ended = window is None or control.should_epoch_stop
         if ended or (self._epoch_is_complete() and not control.ends_run):
             self._close_epoch()
         run.events.fire("on_epoch_end")
         self._agree()
+        self._serve_requests()
+
+    def _serve_requests(self) -> None:
+        """Serve what handlers have asked for since the last turn, while it still is about this step.
+
+        It comes to an end: a step is logged, evaluated and saved once, and only that calls handlers again.
+        """
+        while self.actions.serve_requests():
+            self._agree()
 
     def _batches(self) -> Iterator[Batch]:
         """The rest of the epoch; in mid-epoch the random generators stay where the checkpoint has them."""
@@ -207,7 +219,22 @@ class TrainingLoop:
             setattr(control, name, raised)
         if stop and not control.should_training_stop:
             event = "time limit" if cause == "max_train_seconds" else "signal"
-            run.events.stop(StopCause(cause or "a signal on another rank", event, aborted=False))
-        elif control.ends_run and run.events.stop_cause is None:
-            aborted = control.should_abort_without_save
-            run.events.stop(StopCause("a callback on another rank", "another rank", aborted=aborted))
+            run.events.stop(StopCause(cause or "a signal", event, aborted=False))
+        self._tell_stop_cause()
+
+    def _tell_stop_cause(self) -> None:
+        """Let every rank know who ends the run, and log it: callbacks may have asked on one rank only."""
+        run, control = self.run, self.run.events.control
+        if not control.ends_run or self._told_abort is control.should_abort_without_save:
+            return
+        self._told_abort = control.should_abort_without_save
+        own = run.events.stop_cause
+        told = None if own is None else own._asdict()
+        causes = [StopCause(**found) for found in gather_objects(told, run.parallel.env) if found is not None]
+        # The one that aborts, if any does; of several the lowest rank's. "a signal" was got by another rank.
+        causes.sort(key=lambda found: (not found.aborted, found.name == "a signal"))
+        if causes:
+            run.events.stop_cause = causes[0]
+            name, event, aborted = causes[0]
+            manner = "is aborted without a checkpoint" if aborted else "stops"
+            logger.info("the run %s after step %d: %s, in %s", manner, run.state.global_step, name, event)

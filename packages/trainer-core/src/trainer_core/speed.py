@@ -10,6 +10,7 @@ from .state import TrainerState
 @dataclass(frozen=True)
 class _Mark:
     step: int
+    target_tokens: int
     input_tokens: int
     flos: float
 
@@ -31,11 +32,16 @@ class RunSpeed:
         self.gross_seconds = 0.0
         self.hardware_flos = 0.0
         self._session_step = 0
+        self._session_net = 0.0
+        self._session_gross = 0.0
         self._mark: _Mark | None = None
 
     def begin(self, state: TrainerState) -> None:
         """Note where the session begins."""
         self._session_step = state.global_step
+        self._session_net = self._session_gross = 0.0
+        self.net_seconds = self.gross_seconds = self.hardware_flos = 0.0
+        self._mark = None
         if self.start_step == 0:
             self.mark(state)
 
@@ -45,10 +51,14 @@ class RunSpeed:
 
     def mark(self, state: TrainerState) -> None:
         """Start timing; the state's totals must be up to date."""
-        self._mark = _Mark(state.global_step, state.num_input_tokens_seen, state.total_flos)
+        self._mark = _Mark(
+            state.global_step, state.num_target_tokens_seen, state.num_input_tokens_seen, state.total_flos
+        )
 
     def add(self, net_seconds: float, gross_seconds: float) -> None:
-        """Add time, if timing has started."""
+        """Add time; it counts for the speed if timing has started."""
+        self._session_net += net_seconds
+        self._session_gross += gross_seconds
         if self._mark is not None:
             self.net_seconds += net_seconds
             self.gross_seconds += gross_seconds
@@ -59,18 +69,32 @@ class RunSpeed:
             self.hardware_flos += flos
 
     def summary(self, state: TrainerState) -> dict[str, float]:
-        """Final metrics; speeds are left out when nothing was timed."""
+        """Final metrics.
+
+        A session that ended before timing began has no speeds, and its time is that of all its steps. Tokens
+        are the counted ones, as in `total_tokens`; where that is meant the name says `input`.
+        """
         metrics: dict[str, float] = {
             "epoch": state.epoch,
             "effective_batch_size": self.samples_per_step,
             "total_tokens": state.num_target_tokens_seen,
+            "total_input_tokens": state.num_input_tokens_seen,
         }
         if state.total_flos > 0:
             metrics["total_flops"] = state.total_flos
-        steps = 0 if self._mark is None else state.global_step - self._mark.step
-        if self._mark is None or steps <= 0 or self.net_seconds <= 0:
-            return metrics
-        flos = state.total_flos - self._mark.flos
+        mark = self._mark
+        steps = 0 if mark is None else state.global_step - mark.step
+        if mark is None or steps <= 0 or self.net_seconds <= 0:
+            return metrics | {
+                "train_runtime": round(self._session_net, 3),
+                "train_runtime_gross": round(self._session_gross, 3),
+                "timed_steps": 0,
+            }
+        flos = state.total_flos - mark.flos
+        rates = {
+            "tokens_per_second": state.num_target_tokens_seen - mark.target_tokens,
+            "input_tokens_per_second": state.num_input_tokens_seen - mark.input_tokens,
+        }
         metrics |= {
             "train_runtime": round(self.net_seconds, 3),
             "train_runtime_gross": round(self.gross_seconds, 3),
@@ -78,9 +102,7 @@ class RunSpeed:
             "train_samples": steps * self.samples_per_step,
             "train_samples_per_second": round(steps * self.samples_per_step / self.net_seconds, 3),
             "train_steps_per_second": round(steps / self.net_seconds, 3),
-            "tokens_per_second": round(
-                (state.num_input_tokens_seen - self._mark.input_tokens) / self.net_seconds, 2
-            ),
+            **{name: round(tokens / self.net_seconds, 2) for name, tokens in rates.items()},
         }
         if flos > 0:
             metrics["flops_per_second"] = round(flos / self.net_seconds, 2)

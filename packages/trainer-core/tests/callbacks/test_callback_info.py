@@ -38,7 +38,10 @@ def test_the_block_says_what_runs_and_the_line_why_it_ended(make_trainer: Callab
     assert "8 examples = 4 per device x 2 accumulated x 1 data-parallel" in first
     assert "6 steps, epochs without limit" in first
     assert "weights float32; matrix products bf16" in first
-    assert "mixed_precision=bf16, seed=7" in first
+    assert "logging_steps=1" in first
+    assert "learning_rate=0.01" in first
+    assert "mixed_precision=bf16" in first
+    assert "max_steps=" not in first
     assert torch.__version__ in first
     assert "at step 0" in first
     assert "ended at step 2: stopped by somebody in on_step_end\n" in first

@@ -27,6 +27,15 @@ class Flip:
                 kw["model"].layers[0].weight[3, 5].neg_()  # type: ignore[attr-defined]
 
 
+class Stop:
+    """Asks for the end of the run after the second optimizer step."""
+
+    name = "stops on one rank"
+
+    def on_step_end(self, args: object, state: object, control: object, **kw: object) -> None:
+        control.should_training_stop |= state.global_step == 2  # type: ignore[attr-defined]
+
+
 class WithSpare(nn.Module):
     """Has a layer that only some forward passes in training use.
 
@@ -93,11 +102,26 @@ def train(
     return trainer.unwrapped_model()
 
 
+def stop_cause(env: DistributedEnvInterface) -> str:
+    """What both ranks know about a stop that a callback of rank 1 asked for."""
+    folder = broadcast_object(tempfile.mkdtemp() if env.rank == 0 else None, env)
+    trainer = DDPTrainer(
+        DDPTrainingArguments(**settings(str(folder))),  # type: ignore[arg-type]
+        model=same_model(),
+        train_dataset=RaggedLoader(),
+        distributed_env=env,
+        callbacks=[Stop()] if env.rank == 1 else [],
+    )
+    trainer.train()
+    return str(tuple(trainer.stop_cause or ()))
+
+
 def of_rank_1(env: DistributedEnvInterface, usual: object, other: object) -> object:
     return other if env.rank == 1 else usual
 
 
 SCENARIOS: Mapping[str, Callable[[DistributedEnvInterface], object]] = {
+    "stop cause": stop_cause,
     "nothing": lambda env: digest(train(env, save_strategy="steps", save_steps=2)),
     "flipped": lambda env: train(
         env, callback=of_rank_1(env, None, Flip()), save_strategy="steps", save_steps=2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, TextIO
 
 import torch
@@ -16,39 +16,24 @@ if TYPE_CHECKING:
     from ..state import TrainerControl, TrainerState
     from ..trainer import Trainer
 
-SETTINGS = (
-    "mixed_precision",
-    "default_dtype",
-    "float32_matmul_precision",
-    "fp8_recipe",
-    "qat_recipe",
-    "gradient_checkpointing",
-    "activation_checkpointing",
-    "activation_checkpointing_every",
-    "activation_checkpointing_share",
-    "activation_checkpointing_operators",
-    "activation_memory_budget",
-    "enable_activation_offloading",
-    "torch_compile",
-    "torch_compile_scope",
-    "torch_compile_backend",
-    "torch_compile_mode",
-    "fused_loss",
-    "fuse_optim_with_backward",
-    "construct_model_on",
-    "sdpa_backend",
-    "detect_anomaly",
-    "seed",
+SHOWN_ELSEWHERE = frozenset(
+    {
+        "output_dir",
+        "max_steps",
+        "num_train_epochs",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    }
 )
-"""Arguments that are shown when they are not at their defaults."""
+"""Arguments that other rows of the block tell."""
 
 
 class InfoCallback:
     """Prints one block on what is about to run, and one line on why it ended.
 
     Acts at on_train_begin and on_train_end, on rank 0: size of the model, examples per step, length of the
-    run, device, precision, settings that are on, version of torch, folder of the checkpoints, and the step at
-    which the run goes on.
+    run, device, precision, settings that are not at their defaults, version of torch, folder of the
+    checkpoints, and the step at which the run goes on.
 
     Args:
         stream: Where to print; standard error when not given.
@@ -145,15 +130,16 @@ def _precision_text(args: TrainingArguments, model: nn.Module) -> str:
     return f"weights {', '.join(kinds)}; matrix products {args.matmul_dtype}"
 
 
-def _changed_settings(args: TrainingArguments) -> Iterator[str]:
-    known = {field.name: field for field in fields(args)}
-    for name in SETTINGS:
-        if name in known and getattr(args, name) != _default_of(known[name]):
-            yield f"{name}={getattr(args, name)}"
-
-
-def _default_of(field: Field[object]) -> object:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+def _changed_settings(args: object, prefix: str = "") -> Iterator[str]:
+    for field in fields(args):  # type: ignore[arg-type]
+        value = getattr(args, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if value == default or field.name in SHOWN_ELSEWHERE:
+            continue
+        if is_dataclass(value):
+            yield from _changed_settings(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}={value}"
 
 
 def _end_text(state: TrainerState, trainer: Trainer) -> str:
