@@ -59,11 +59,13 @@ def test_with_half_the_step_late_scrapes_are_all_seen(
 ) -> None:
     """No two of them fall into 15 s. Of jobs that the start cuts, it sees one sample less."""
     report = report_of(small_fleet.command("--step", "15"), tmp_path)
-    means = {job["job"]: job["ofu"]["mean"] for job in report["jobs"]}
+    means = {job["job"]: (job["samples"], job["ofu"]["mean"]) for job in report["jobs"]}
     whole = [job for job in truth.jobs.values() if job.first_s > truth.start_s]
     assert any(not job.exact for job in whole)
     for job in whole:
-        assert means[job.name] == pytest.approx(job.mean, rel=SAME), job.name
+        # A sample stands for the time around it, which is uneven where scrapes are late.
+        mean = pytest.approx(job.mean, rel=SAME if job.exact else 5e-3)
+        assert means[job.name] == (len(job.ofu), mean), job.name
 
 
 def test_every_job_has_its_devices_and_times(truth: Truth, jobs: dict[str, Report]) -> None:
@@ -85,8 +87,9 @@ def test_the_fleet_is_all_devices_with_a_job_each_counted_once(truth: Truth, rep
     assert truth.samples - late / 2 < report["fleet"]["samples"] < truth.samples
     # Late ones are fewer, so that they have less weight.
     assert report["fleet"]["ofu_mean"] == pytest.approx(truth.ofu_mean, rel=0.01)
-    weighted = sum(job["samples"] * job["ofu"]["mean"] for job in report["jobs"])
-    assert report["fleet"]["ofu_mean"] == pytest.approx(weighted / report["fleet"]["samples"], rel=SAME)
+    # Two jobs share two devices for 20 minutes, which are 40 minutes of devices and not 80.
+    hours = sum(job["device_hours"] for job in report["jobs"])
+    assert report["fleet"]["device_hours"] == pytest.approx(hours - 40 / 60, abs=0.05)
 
 
 def test_agreement_is_that_of_the_truth(truth: Truth, report: Report, jobs: dict[str, Report]) -> None:

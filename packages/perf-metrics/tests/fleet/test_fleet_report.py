@@ -63,6 +63,7 @@ def test_the_json_is_plain_and_the_text_has_the_findings(report: FleetReport) ->
     assert data["fleet"] == {
         "jobs": 4,
         "devices": 8,
+        "device_hours": pytest.approx(4 * 2 * 80 * 30 / 3600),
         "samples": 4 * 2 * 80,
         "ofu_mean": pytest.approx((0.4 + 0.4 + 0.2558 + 0.3) / 4),
     }
@@ -114,12 +115,15 @@ def test_restarts_that_crash_and_their_first_minutes_are_no_past() -> None:
     assert found == ["slow"]
 
 
-def test_a_clock_that_cannot_be_right_is_a_note_and_no_diagnosis() -> None:
+def test_a_clock_that_cannot_be_right_is_refused_and_counted() -> None:
     hot = FleetSamples(start=0, end=60, step_s=30, tensor_mhz=500)
     hot.add("job", Device("node", "0"), 30, 1.0, 1000)
     report = fleet_report(hot, {"job": Application(0.4)})
-    assert "OFU of 1 jobs is above 100 %: job; is the tensor clock theirs?" in report.notes
-    assert report.jobs[0].candidates == ()
+    assert report.notes[0] == (
+        "1 samples of 1 jobs have an OFU above 100 %; is the tensor clock theirs (--tensor-mhz)? They are "
+        "left out, such as 200.0%, of job"
+    )
+    assert (report.ofu_mean, report.jobs[0].figures.left_out, report.jobs[0].candidates) == (None, 1, ())
 
 
 def test_names_cannot_take_over_the_terminal() -> None:

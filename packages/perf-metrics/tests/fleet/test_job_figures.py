@@ -1,7 +1,9 @@
 import pytest
 
-from perf_metrics import FleetSamples
+from perf_metrics import Application, FleetSamples, fleet_report
+from perf_metrics.fleet.gpu_time import cells, seconds_of, weighted_percentiles
 from perf_metrics.fleet.job_figures import DeviceFigures, JobFigures, job_figures, odd_devices, spread
+from perf_metrics.fleet.job_samples import RunLabels
 from perf_metrics.fleet.regressions import JobLevel, slower_than_earlier_jobs
 from perf_metrics.ofu.samples import Device
 
@@ -19,10 +21,12 @@ def test_activity_and_clock_are_multiplied_for_each_sample() -> None:
     assert figures.ofu.mean == pytest.approx((0.5 + 0.2 + 0.4) / 3)
     assert figures.times == (600, 630)
     assert figures.series == pytest.approx((0.45, 0.2))
-    assert figures.counts == (2, 1)
+    assert figures.gpu_seconds == pytest.approx((60, 30))
     first, second = figures.devices
     assert (first.device, first.tensor_activity, first.sm_mhz) == (Device("node", "0"), 0.6, 750)
-    assert figures.imbalance == pytest.approx((0.4 - 0.35) / 0.375)
+    # Held against the job at the same times: 0.45 while both had it, 0.2 after, 1.1 / 3 over all.
+    alike = 0.35 * (1.1 / 3) / 0.325, 0.4 * (1.1 / 3) / 0.45
+    assert figures.imbalance == pytest.approx((alike[0] - alike[1]) / (sum(alike) / 2))
     assert (first.ofu, second.ofu) == pytest.approx((0.35, 0.4))
     assert not figures.cut
 
@@ -36,7 +40,7 @@ def test_a_device_of_a_few_minutes_is_not_judged_and_hours_are_those_of_samples(
     swapped = [("0", 30.0 * step, 0.01, 1000.0) for step in range(6)]
     rest = [(gpu, 30.0 * step, 0.4, 1000.0) for gpu in "1234" for step in range(120)]
     figures = figures_of([*swapped, *rest])
-    assert (len(figures.devices), figures.usual_devices) == (5, 4)
+    assert (len(figures.devices), figures.gpus) == (5, 4)
     assert figures.odd_devices == ()
     assert figures.imbalance == pytest.approx(0)
     assert figures.interval_s == 30
@@ -60,10 +64,10 @@ def test_a_device_whose_tensor_clock_is_not_known_gives_no_ofu() -> None:
 
 
 def test_percentiles_lie_on_the_line_between_neighbours() -> None:
-    found = spread([0.4, 0.1, 0.2, 0.3, 0.0])
+    found = spread([0.4, 0.1, 0.2, 0.3, 0.0], [30.0] * 5)
     assert found is not None
     assert (found.p10, found.p50, found.p90) == pytest.approx((0.04, 0.2, 0.36))
-    assert spread([]) is None
+    assert spread([], []) is None
 
 
 def test_a_straggler_is_told_from_a_device_with_less_work() -> None:
@@ -93,3 +97,206 @@ def test_a_job_is_held_against_earlier_ones_of_its_run_and_size() -> None:
     assert not list(slower_than_earlier_jobs([*past, level("d", 0.38, 4)]))
     uneven = [level("a", 0.30, 1), level("b", 0.40, 2), level("c", 0.50, 3), level("d", 0.32, 4)]
     assert not list(slower_than_earlier_jobs(uneven))
+
+
+def requeued(fleet: FleetSamples, levels: tuple[float, ...], wait_s: float = 600.0) -> None:
+    """A job of 8 GPUs, again and again on another node for an hour each."""
+    for number, level in enumerate(levels):
+        for index in range(8):
+            device = Device(f"node-{number}", str(index), f"GPU-{number}-{index}")
+            for step in range(120):
+                fleet.add("job", device, 30 + number * (3600 + wait_s) + 30 * step, level, 1000)
+
+
+def test_a_job_that_was_queued_again_has_its_gpus_at_a_time_and_its_fall() -> None:
+    fleet = FleetSamples(start=0, end=86400, step_s=30, tensor_mhz=1000)
+    requeued(fleet, (0.40, 0.20))
+    report = fleet_report(fleet)
+    (job,) = report.jobs
+    assert (job.figures.job, job.gpus, len(job.figures.devices), report.devices) == ("job", 8, 16, 16)
+    (fall,) = report.regressions
+    assert (fall.before, fall.after, fall.time_s) == (pytest.approx(0.4), pytest.approx(0.2), 30 + 4200)
+    assert fall.lost_gpus == pytest.approx(8 * 0.2)
+    # The later devices do less than the earlier ones, and no less than the job at that time.
+    assert job.figures.odd_devices == ()
+    assert job.figures.imbalance == pytest.approx(0)
+    assert job.figures.device_hours == pytest.approx(16)
+
+
+def test_a_name_that_is_used_again_is_another_job() -> None:
+    fleet = FleetSamples(start=0, end=86400, step_s=30, tensor_mhz=1000)
+    requeued(fleet, (0.40, 0.20), wait_s=3700)
+    report = fleet_report(fleet, {"job": Application(0.4), "job#2": Application(0.2)})
+    assert [job.figures.job for job in report.jobs] == ["job#1", "job#2"]
+    assert [job.figures.ofu.mean for job in report.jobs if job.figures.ofu] == pytest.approx([0.4, 0.2])
+    assert report.regressions == ()
+    assert [job.application.mfu for job in report.jobs] == [None, 0.2]
+    assert "1 names stand for several jobs, told apart by gaps of more than 60 minutes" in report.notes[0]
+    assert "MFU of 1 names is not used, as each stands for several jobs: job; name the job" in report.notes[1]
+    longer = FleetSamples(start=0, end=86400, step_s=30, tensor_mhz=1000, run_gap_s=7200)
+    requeued(longer, (0.40, 0.20), wait_s=3700)
+    assert [job.figures.job for job in fleet_report(longer).jobs] == ["job"]
+    with pytest.raises(ValueError, match="run_gap_s=0: must be a positive number of seconds"):
+        FleetSamples(start=0, end=60, step_s=30, run_gap_s=0)
+
+
+def labelled(*runs: tuple[RunLabels, str, range]) -> list[tuple[int, int]]:
+    """Number of samples and of devices of each run of one name, by labels, GPU and steps of 30 s."""
+    fleet = FleetSamples(start=0, end=86400, step_s=30, tensor_mhz=1000)
+    for labels, uuid, steps in runs:
+        for step in steps:
+            fleet.add("job", Device(uuid=uuid), 30.0 * step, 0.5, 1000, labels)
+    jobs = fleet_report(fleet).jobs
+    return [(job.figures.samples, len(job.figures.devices)) for job in jobs]
+
+
+def test_labels_part_runs_of_one_name() -> None:
+    here, there, spaced = (("cluster", "a"),), (("cluster", "b"),), (("namespace", "x"),)
+    other = (("namespace", "y"),)
+    assert labelled((here, "1", range(100)), (there, "2", range(50, 110))) == [(100, 1), (60, 1)]
+    # A label that comes with a new configuration is no other run.
+    assert labelled(((), "1", range(50)), (here, "1", range(50, 100))) == [(100, 1)]
+    assert labelled((here, "1", range(50)), ((*here, *spaced), "2", range(50, 100))) == [(100, 2)]
+    # A GPU is in one cluster; two pods of one name may share it.
+    assert labelled((here, "1", range(60)), (there, "1", range(40, 100))) == [(100, 1)]
+    assert labelled((here, "1", range(40)), (there, "1", range(60, 100))) == [(40, 1), (40, 1)]
+    assert labelled((spaced, "1", range(60)), (other, "1", range(40, 100))) == [(60, 1), (60, 1)]
+
+
+def test_a_gpu_is_its_uuid_and_a_sample_of_a_time_counts_once() -> None:
+    fleet = FleetSamples(start=0, end=3600, step_s=30, tensor_mhz=1000)
+    for step in range(100):
+        for host in ("node", "node.cluster") if step < 60 else ("node.cluster",):
+            fleet.add("job", Device(host, "0", "GPU-1"), 30.0 * step, None if host == "node" else 0.5, 1000)
+    report = fleet_report(fleet)
+    (device,) = report.jobs[0].figures.devices
+    assert (device.device.host, device.samples, device.ofu) == ("node.cluster", 100, 0.5)
+    assert (report.jobs[0].gpus, report.jobs[0].figures.left_out) == (1, 0)
+    # Out of order, and without a UUID.
+    late = FleetSamples(start=0, end=3600, step_s=30, tensor_mhz=1000)
+    for time_s, activity in (
+        (60, 0.5),
+        (30, 0.25),
+        (60, 0.75),
+        (30, None),
+        (90, None),
+        (45, None),
+        (90, None),
+    ):
+        late.add("job", Device("node", "0"), time_s, activity, 1000)
+    (kept,) = late.jobs["job"].devices.values()
+    assert (list(kept.times), list(kept.activity), list(kept.unused)) == ([30, 60], [0.25, 0.5], [45, 90])
+
+
+def test_a_gpu_without_a_figure_counts_in_the_size_of_its_job() -> None:
+    fleet = FleetSamples(start=0, end=3600, step_s=30, tensor_mhz=1000)
+    for step in range(60):
+        for index in range(8):
+            fleet.add("job", Device("node", str(index)), 30.0 * step, 0.5, None if index == 3 else 1000)
+    (job,) = fleet_report(fleet).jobs
+    assert (job.gpus, len(job.figures.devices), job.figures.left_out) == (8, 7, 60)
+
+
+def test_a_mean_is_over_gpu_time_and_not_over_samples() -> None:
+    """Scraped every 30 s at 20 %, and every 2 minutes at 60 %: 40 %, where samples say 28 %."""
+    fleet = FleetSamples(start=0, end=7200, step_s=30, tensor_mhz=1000)
+    for step in range(1, 121):
+        fleet.add("fast", Device("node", "0"), 30.0 * step, 0.2, 1000)
+        fleet.add("both", Device("node", "1"), 30.0 * step, 0.2, 1000)
+        if step % 4 == 0:
+            fleet.add("slow", Device("node", "2"), 30.0 * step, 0.6, 1000)
+            fleet.add("both", Device("node", "3"), 30.0 * step, 0.6, 1000)
+    report = fleet_report(fleet)
+    assert report.ofu_mean == pytest.approx(0.4)
+    assert report.device_hours == pytest.approx(4)
+    (both,) = (job.figures for job in report.jobs if job.figures.job == "both")
+    assert both.ofu is not None
+    assert (both.ofu.mean, both.gpus) == (pytest.approx(0.4), 2)
+    assert (both.ofu.p10, both.ofu.p90) == pytest.approx((0.2, 0.6))
+    # Between two scrapes of the slow one it is still there.
+    assert both.series == pytest.approx([0.4] * 120)
+    assert both.gpu_seconds == pytest.approx([60] * 120)
+
+
+def test_what_jobs_share_of_a_gpu_counts_once_for_the_fleet() -> None:
+    fleet = FleetSamples(start=0, end=7200, step_s=30, tensor_mhz=1000)
+    for job, steps in (("a", range(1, 81)), ("b", range(61, 121))):
+        for step in steps:
+            fleet.add(job, Device("node", "0"), 30.0 * step, 0.2 if step <= 80 else 0.6, 1000)
+    report = fleet_report(fleet)
+    assert (report.devices, report.device_hours) == (1, pytest.approx(1))
+    assert report.ofu_mean == pytest.approx((80 * 0.2 + 40 * 0.6) / 120)
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("model", "mhz", "activity", "wrong"),
+    [
+        (H100, 1980, 0.5, None),
+        (H100, 2010, 0.5, "above the 2000 MHz that NVIDIA H100 80GB HBM3 reaches"),
+        (H100, 1_830_000, 0.0001, "above the 2000 MHz that NVIDIA H100 80GB HBM3 reaches"),
+        (None, 4999, 0.1, None),
+        (None, 1_830_000, 0.0001, "above 5000 MHz; is it in MHz?"),
+        ("NVIDIA GeForce RTX 4090", 3105, 0.5, None),
+        (H100, 1.83, 0.5, "below 30 MHz while the GPU works"),
+        (H100, 0, 0, None),
+        (H100, 30, 0.5, None),
+        (H100, 1830, 1.0, None),
+        (H100, 1831, 1.0, "an OFU above 100 %"),
+        (H100, 1000, 1.005, None),
+        (H100, 1000, 45.0, "a tensor activity above 1; is it a share?"),
+    ],
+)
+def test_what_cannot_be_true_is_refused_and_counted(
+    model: str | None, mhz: float, activity: float, wrong: str | None
+) -> None:
+    fleet = FleetSamples(start=0, end=60, step_s=30, tensor_mhz=None if model else 1830)
+    fleet.add("job", Device("node", "0", model=model), 30, 0.5, 915)
+    for uuid in ("x", "y"):
+        fleet.add("job", Device("node", uuid=uuid, model=model), 30, activity, mhz)
+    (kept,) = (device for device in fleet.jobs["job"].devices.values() if device.device.uuid == "x")
+    assert (len(kept.times), len(kept.unused)) == ((1, 0) if wrong is None else (0, 1))
+    assert [(one.samples, list(one.jobs)) for one in fleet.refused.values()] == [(2, ["job"])] * bool(wrong)
+    notes = fleet_report(fleet).notes
+    assert [wrong in note for note in notes] == [True] * (wrong is not None)
+    assert fleet.jobs["job"].left_out == 2 * (wrong is not None)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "expected"),
+    [
+        ([], [7]),
+        ([50], [7, 7]),
+        ([5, 5, 5], [7, 5, 5, 5]),
+        ([30] * 6, [30] * 7),
+        ([30, 30, 60, 30, 30, 30], [30] * 7),
+        ([60] * 6 + [900] + [30] * 6, [60] * 7 + [30] * 7),
+        ([30] * 6 + [900] + [60] * 6, [30] * 7 + [60] * 7),
+        ([30] * 6 + [120] * 6, [30] * 7 + [120] * 6),
+        ([15, 45, 30, 30, 15, 45, 30], [30] * 8),
+        ([30] * 5 + [900], [30] * 7),
+    ],
+)
+def test_seconds_that_samples_stand_for(gaps: list[float], expected: list[float]) -> None:
+    times = [100.0, *(100.0 + sum(gaps[: place + 1]) for place in range(len(gaps)))]
+    assert list(seconds_of(times, 7)) == expected
+
+
+def test_what_a_sample_stands_for_is_cut_at_steps() -> None:
+    assert list(cells([60.0], [30.0], 0, 30)) == [(2, 0, 30)]
+    assert list(cells([60.0, 90.0], [60.0, 10.0], 0, 30)) == [(1, 0, 30), (2, 0, 30), (3, 1, 10)]
+    parts = list(cells([75.0], [40.0], 0, 30))
+    assert [row[:2] for row in parts] == [(2, 0), (3, 0)]
+    assert [row[2] for row in parts] == pytest.approx([25, 15])
+    assert [step for step, _, _ in cells([60.001, 89.999], [30.0, 30.0], 0, 30)] == [2, 3]
+
+
+def test_percentiles_go_by_weight() -> None:
+    assert weighted_percentiles([3, 1, 2], [1, 1, 1], (0, 0.25, 0.5, 1)) == [1, 1.5, 2, 3]
+    assert weighted_percentiles([7], [3], (0.1, 0.9)) == [7, 7]
+    # As often as it weighs, but for the ends.
+    assert weighted_percentiles([0, 1], [1, 3], (0.5,)) == [0.5]
+    assert weighted_percentiles([0, 1, 2], [1, 8, 1], (0.1, 0.5, 0.9)) == pytest.approx([0.2, 1, 1.8])
+    assert weighted_percentiles([1, 1, 1], [0, 0, 0], (0.5,)) == [1]

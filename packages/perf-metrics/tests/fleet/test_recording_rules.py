@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from perf_metrics import tensor_clock
+from perf_metrics.fleet.job_samples import MOST_MHZ
 from perf_metrics.monitoring.recorded_series import FleetLabels
-from perf_metrics.monitoring.recording_rules import FIRST_BLANK, known_tensor_clocks, recording_rules
+from perf_metrics.monitoring.recording_rules import known_tensor_clocks, recording_rules
 from perf_metrics.monitoring.rules import recording_and_alert_rules
 from perf_metrics.ofu.dcgm_exporter import CLOCK_NAME, blank_reason
 
@@ -90,9 +91,57 @@ def test_blanks_of_the_clock_are_left_out(fleet: RuleTest, blank: float) -> None
     fleet.expect(15, "gpu:ofu:ratio")
 
 
-def test_the_first_blank_is_that_of_the_reader() -> None:
-    assert blank_reason(CLOCK_NAME, FIRST_BLANK) is not None
-    assert blank_reason(CLOCK_NAME, FIRST_BLANK - 1) is None
+def test_no_blank_passes_for_a_clock() -> None:
+    first = 0x7FFFFFF0
+    assert blank_reason(CLOCK_NAME, first) is not None
+    assert blank_reason(CLOCK_NAME, first - 1) is None
+    assert first > MOST_MHZ
+
+
+@pytest.mark.parametrize("names", [(OLD,), (NEW,), (OLD, NEW)])
+def test_a_gpu_counts_once_while_series_of_it_live_under_two_names(
+    fleet: RuleTest, names: tuple[str, ...]
+) -> None:
+    """An exporter is renamed, or a second one runs beside it: the host, the index and the metric differ."""
+    fleet.gpu(0, "0.5x9", "1830x9")
+    fleet.gpu(1, "0.25x9", "1830x9")
+    for index, activity in ((0, "0.5x9"), (1, "0.25x9")):
+        renamed = {"UUID": f"GPU-node1-{index}", "gpu": str(7 - index), "instance": "new:9400"}
+        renamed |= {"modelName": H100, "hostname": "node1.cluster.local", **JOB_A}
+        for name in names:
+            fleet.add(name, renamed, activity)
+        fleet.add(CLOCK, renamed, "1830x9")
+    fleet.gpu(2, "0.75x9", "1830x9", job="b")
+    for query, expected in (
+        (
+            "job:gpus:count",
+            [({"__name__": "job:gpus:count", **JOB_A}, 2), ({"__name__": "job:gpus:count", **JOB_B}, 1)],
+        ),
+        (
+            "job:ofu:ratio",
+            [({"__name__": "job:ofu:ratio", **JOB_A}, 0.375), ({"__name__": "job:ofu:ratio", **JOB_B}, 0.75)],
+        ),
+        ("fleet:ofu:ratio", [({"__name__": "fleet:ofu:ratio"}, 0.5)]),
+        ("fleet:ofu_in_jobs:ratio", [({"__name__": "fleet:ofu_in_jobs:ratio"}, 0.5)]),
+        ("count({__name__=~'(job_)?gpu:(ofu|tensor_activity|device|sm_clock).*'}) by (__name__) != 3", []),
+    ):
+        fleet.expect(5, query, *expected)
+
+
+def test_the_names_of_a_gpu_do_not_change_to_and_fro(fleet: RuleTest) -> None:
+    """Which of two series is higher changes all the time; an alert of 15 minutes would never fire."""
+    fleet.gpu(0, "0.25 0.5 " * 30, "1830x60")
+    fleet.gpu(0, "0.5 0.25 " * 30, "1830x60", host="other", UUID="GPU-node1-0")
+    fleet.expect(50, "count(count_over_time(gpu:ofu:ratio[40m]))", ({}, 1))
+
+
+@pytest.mark.parametrize("mhz", [1_830_000, 1_830_000_000, 4000])
+def test_a_clock_that_cannot_be_true_gives_no_ofu(fleet: RuleTest, mhz: int) -> None:
+    fleet.gpu(0, "0.5x30", f"{mhz}x30")
+    fleet.gpu(1, "0.25x30", "1830x30", job="b")
+    fleet.expect(5, "job:ofu:ratio", ({"__name__": "job:ofu:ratio", **JOB_B}, 0.25))
+    fleet.expect(5, "fleet:ofu:ratio", ({"__name__": "fleet:ofu:ratio"}, 0.25))
+    fleet.expect_firing({20: [{"alertname": "GPUWithoutOFU", "modelName": H100}]})
 
 
 def test_hosts_have_one_label_whatever_the_exporters_version(fleet: RuleTest) -> None:

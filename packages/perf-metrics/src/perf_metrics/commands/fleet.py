@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..fleet.applications import Application, read_applications
 from ..fleet.collect import collect_fleet
-from ..fleet.job_samples import FleetSamples
+from ..fleet.job_samples import RUN_GAP_S, FleetSamples
 from ..fleet.mfu_series import mfu_from_series
 from ..fleet.prometheus_api import PrometheusAPI
 from ..fleet.report import OutlierRule, fleet_report
@@ -51,6 +51,20 @@ def add_fleet(subparsers: Subparsers) -> None:
         default=("hpc_job",),
         metavar="LABEL,...",
         help="label that names a job, such as pod; several are joined by / [hpc_job]",
+    )
+    source.add_argument(
+        "--run-label",
+        type=_labels,
+        default=(),
+        metavar="LABEL,...",
+        help="labels that part jobs of one name, beside cluster and a pod's namespace and UID",
+    )
+    source.add_argument(
+        "--run-gap",
+        type=float,
+        default=RUN_GAP_S / 60,
+        metavar="MINUTES",
+        help="time without a sample after which a job's name stands for another job [%(default)g]",
     )
     source.add_argument("--selector", default="", metavar="MATCHERS", help="such as 'cluster=\"a\"'")
     source.add_argument(
@@ -137,6 +151,8 @@ def _collect(server: PrometheusAPI, options: argparse.Namespace, start: float, e
             selector=options.selector,
             step_s=options.step,
             tensor_mhz=_clocks(options.tensor_mhz),
+            run_labels=options.run_label,
+            run_gap_s=60 * options.run_gap,
             progress=progress,
         )
 

@@ -11,20 +11,31 @@ from typing import TypeAlias
 from ..ofu.dcgm_exporter import CLOCK_NAME, TENSOR_NAMES, blank_reason, device_of, present_labels
 from ..ofu.samples import Device
 from .chunks import Progress, read_in_chunks
-from .job_samples import FleetSamples
+from .job_samples import RUN_GAP_S, FleetSamples, RunLabels
 from .prometheus_api import PrometheusAPI, RangeSeries
 from .queries import activity_query, check_labels, clock_query
 
 _Values: TypeAlias = dict[float, float | None]
 """By Unix time in seconds; None for a blank."""
+_Identity: TypeAlias = tuple[str | None, ...]
+
+_RUN_LABELS = {
+    "pod": ("namespace", "pod_uid"),
+    "exported_pod": ("exported_namespace", "exported_pod_uid"),
+}
+"""Labels that part jobs of one name, where that name is one of a pod. Other jobs have several pods, and with
+them these labels may be those of the exporter's own."""
 
 
 @dataclass
 class _Chunk:
     """What two answers about the same hours say."""
 
-    activity: defaultdict[tuple[str, Device], _Values] = field(default_factory=lambda: defaultdict(dict))
-    clocks: defaultdict[Device, _Values] = field(default_factory=lambda: defaultdict(dict))
+    activity: defaultdict[tuple[str, RunLabels, _Identity], _Values] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    clocks: defaultdict[_Identity, _Values] = field(default_factory=lambda: defaultdict(dict))
+    devices: dict[_Identity, tuple[float, Device]] = field(default_factory=dict)
     points: int = 0
 
 
@@ -37,13 +48,16 @@ def collect_fleet(
     selector: str = "",
     step_s: float = 30.0,
     tensor_mhz: float | Mapping[str, float] | None = None,
+    run_labels: Sequence[str] = (),
+    run_gap_s: float = RUN_GAP_S,
     progress: Progress = lambda seconds: None,
 ) -> FleetSamples:
     """Return the samples of all devices that had a job between two times, by job.
 
     Activity and clock are multiplied for each point, so `step_s` should be the scrape interval: with a longer
     one, points are left out, which costs little accuracy up to 30 s (0.22 points at most, in "Instant GPU
-    Efficiency Visibility at Fleet Scale"). On a device that jobs share, each gets the device's figure.
+    Efficiency Visibility at Fleet Scale"). On a device that jobs share, each gets the device's figure. A GPU
+    is its UUID: series of it under several hosts, exporters or names of the metric are one.
 
     Args:
         server: Where dcgm-exporter's series are.
@@ -54,6 +68,9 @@ def collect_fleet(
         step_s: Seconds between points.
         tensor_mhz: Clock in MHz at which the tensor peak is specified, or clocks by the device's name;
             otherwise that of hardware-table.
+        run_labels: Further labels that part runs of one name; `cluster` and, of a pod, its namespace and UID
+            do in any case. A series without one belongs to any run.
+        run_gap_s: Seconds without a sample after which the name of a job stands for another run.
         progress: Called with the seconds of the range that have been read more.
 
     Raises:
@@ -65,8 +82,9 @@ def collect_fleet(
         raise ValueError(f"start={_iso(start)}, end={_iso(end)}: the end must be after the start")
     if not 1 <= step_s <= 3600:
         raise ValueError(f"step_s={step_s!r}: must be 1 to 3600 seconds; the scrape interval is best")
-    fleet = FleetSamples(start, end, step_s, tensor_mhz)
+    fleet = FleetSamples(start, end, step_s, tensor_mhz, run_gap_s)
     labels = tuple(job_labels)
+    parting = labels_of_runs(labels, run_labels)
     activity, clock = (
         activity_query(labels, selector, step_s),
         clock_query(labels, selector, step_s),
@@ -76,7 +94,7 @@ def collect_fleet(
     def read(first: float, last: float) -> int:
         chunk = _Chunk()
         answers = [server.query_range(query, first, last, step_s) for query in (activity, clock)]
-        _read_activity(chunk, answers[0], labels, tally)
+        _read_activity(chunk, answers[0], labels, parting, tally)
         _read_clocks(chunk, answers[1], tally)
         _add_chunk(fleet, chunk, tally)
         return chunk.points
@@ -92,19 +110,47 @@ def collect_fleet(
     return fleet
 
 
+def labels_of_runs(job_labels: Sequence[str], further: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the labels that part runs of a job with this name.
+
+    Raises:
+        ValueError: One of them is not the name of a label.
+    """
+    if further:
+        check_labels(further)
+    of_pods = (name for label in job_labels for name in _RUN_LABELS.get(label, ()))
+    return tuple(name for name in dict.fromkeys(("cluster", *of_pods, *further)) if name not in job_labels)
+
+
+def run_labels_of(labels: Mapping[str, str], parting: Sequence[str]) -> RunLabels:
+    """Return what a series has of the labels that part runs."""
+    return tuple((name, labels[name]) for name in parting if labels.get(name))
+
+
 def _iso(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds")
 
 
 def _read_activity(
-    chunk: _Chunk, answer: Sequence[RangeSeries], job_labels: Sequence[str], tally: _Tally
+    chunk: _Chunk,
+    answer: Sequence[RangeSeries],
+    job_labels: Sequence[str],
+    parting: Sequence[str],
+    tally: _Tally,
 ) -> None:
     # The preferred name last, so that its values stay.
-    named = _named(answer, TENSOR_NAMES, job_labels, tally)
-    for series in sorted(named, key=lambda one: TENSOR_NAMES.index(one.labels["__name__"]), reverse=True):
+    found = _named(answer, TENSOR_NAMES, job_labels, tally)
+    for series in sorted(found, key=lambda one: TENSOR_NAMES.index(one.labels["__name__"]), reverse=True):
         labels = present_labels(series.labels)
         job = "/".join(series.labels[label] for label in job_labels)
-        values = chunk.activity[job, device_of(labels)]
+        device = device_of(labels)
+        values = chunk.activity[job, run_labels_of(series.labels, parting), device.identity]
+        if series.points:
+            # What it is called last.
+            named = series.points[-1][0], device
+            chunk.devices[device.identity] = max(
+                named, chunk.devices.get(device.identity, named), key=lambda one: one[0]
+            )
         for time_s, value in _values(series, tally, usual_most=1.0):
             if value is not None or time_s not in values:
                 values[time_s] = value
@@ -113,7 +159,7 @@ def _read_activity(
 
 def _read_clocks(chunk: _Chunk, answer: Sequence[RangeSeries], tally: _Tally) -> None:
     for series in _named(answer, (CLOCK_NAME,), (), tally):
-        values = chunk.clocks[device_of(present_labels(series.labels))]
+        values = chunk.clocks[device_of(present_labels(series.labels)).identity]
         for time_s, value in _values(series, tally, usual_most=10_000.0):
             if value is not None:
                 values[time_s] = value
@@ -148,26 +194,31 @@ def _values(series: RangeSeries, tally: _Tally, *, usual_most: float) -> Iterato
 
 def _add_chunk(fleet: FleetSamples, chunk: _Chunk, tally: _Tally) -> None:
     # The work of slices is in the series of their GPU too: of a job that has both, the slices count.
-    sliced = {(job, _whole(device)) for job, device in chunk.activity if device.is_slice}
-    for (job, device), values in chunk.activity.items():
-        if not device.is_slice and (job, device) in sliced:
+    devices = {identity: device for identity, (_, device) in chunk.devices.items()}
+    sliced = {
+        (job, _whole(devices[identity]))
+        for job, _, identity in chunk.activity
+        if identity in devices and devices[identity].is_slice
+    }
+    for (job, labels, identity), values in chunk.activity.items():
+        if not values or (not (device := devices[identity]).is_slice and (job, identity) in sliced):
             continue
-        own = chunk.clocks.get(device, {})
+        own = chunk.clocks.get(identity, {})
         whole: _Values = {}
         if device.is_slice:
             whole = chunk.clocks.get(_whole(device), {})
         tally.samples += len(values)
-        for time_s, activity in values.items():
+        for time_s, activity in sorted(values.items()):
             mhz = own.get(time_s)
             if mhz is None and whole:
                 mhz = whole.get(time_s)
             if mhz is None:
                 tally.without_clock += 1
-            fleet.add(job, device, time_s, activity, mhz)
+            fleet.add(job, device, time_s, activity, mhz, labels)
 
 
-def _whole(device: Device) -> Device:
-    return Device(device.host, device.index, device.uuid, device.model)
+def _whole(device: Device) -> _Identity:
+    return Device(device.host, device.index, device.uuid, device.model).identity
 
 
 @dataclass

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal, TypeAlias
 
 from ..ofu.samples import Device
 from .changes import Drop, find_drops
+from .gpu_time import Span, cells, seconds_of, usual_gap, weighted_mean, weighted_percentiles
 from .job_samples import DeviceSamples, JobSamples
 
 OddKind: TypeAlias = Literal["slow clock", "less work"]
@@ -21,11 +22,13 @@ within a few percent (H100 under load: mean 1352 MHz, standard deviation 32; sam
 LESS_WORK = 0.80
 """Share of the median OFU of the job below which a device does less than the others."""
 _FEWEST_TO_COMPARE = 3
+_ALL_ITS_TIME = 0.9
+"""Share of the time of a job over which devices are compared as they are."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """OFU over the samples of all devices of a job, as shares: mean and percentiles."""
+    """OFU over the time of all devices of a job, as shares: mean and percentiles."""
 
     mean: float
     p10: float
@@ -39,7 +42,7 @@ class DeviceFigures:
 
     Attributes:
         device: Which one.
-        ofu: Mean, as a share.
+        ofu: Mean over its time, as a share.
         tensor_activity: Mean, as a share.
         sm_mhz: Mean SM clock in MHz.
         samples: Number of samples.
@@ -80,18 +83,20 @@ class JobFigures:
         cut: Whether it reaches an end of the range that was asked for, so that it may be longer.
         samples: Number of samples in the figures.
         left_out: Number of samples without activity or clock.
-        devices: Of each device.
+        devices: Of each device that it had at any time.
+        spans: Samples of each of them, in the same order.
         interval_s: Seconds between the samples of a device; NaN without two of one.
-        usual_devices: Number of devices that had the job for half of its time or more.
+        gpus: Number of devices that it had at a time, also of those without a figure: the median over time.
         ofu: None when there is no sample.
-        imbalance: (highest - lowest) / mean of the usual devices' OFU; None for fewer than two, or without
-            work.
-        odd_devices: Usual ones that are unlike the others of the same model; none where there are fewer than
-            three.
+        imbalance: (highest - lowest) / mean of the OFU of the devices that had the job for half as long as
+            any other, or longer; each is held against the others at the same times. None for fewer than two,
+            or without work.
+        odd_devices: Those that are unlike the others of the same model at the same times; none where there
+            are fewer than three.
         drops: Where OFU fell and stayed low.
-        times: Unix times of the series in seconds.
-        series: Mean OFU of the devices at these times.
-        counts: Number of devices at these times.
+        times: Unix times of the series in seconds, a step apart where there is no gap.
+        series: Mean OFU of the devices in the step before.
+        gpu_seconds: Their time in that step, all of them together.
     """
 
     job: str
@@ -101,15 +106,16 @@ class JobFigures:
     samples: int
     left_out: int
     devices: tuple[DeviceFigures, ...]
+    spans: tuple[Span, ...]
     interval_s: float
-    usual_devices: int
+    gpus: int
     ofu: Spread | None
     imbalance: float | None
     odd_devices: tuple[OddDevice, ...]
     drops: tuple[Drop, ...]
     times: tuple[float, ...]
     series: tuple[float, ...]
-    counts: tuple[int, ...]
+    gpu_seconds: tuple[float, ...]
 
     @property
     def device_hours(self) -> float:
@@ -127,57 +133,141 @@ def job_figures(job: str, seen: JobSamples, start: float, end: float, step_s: fl
         end: End of that range.
         step_s: Seconds between samples.
     """
-    interval_s = _interval(seen)
-    spacing = interval_s if math.isfinite(interval_s) else step_s
-    devices = tuple(_device(device, kept, spacing) for device, kept in seen.devices.items())
-    longest = max((device.samples for device in devices), default=0)
-    # A node that was swapped out after minutes tells little of the job.
-    usual = [device for device in devices if 2 * device.samples >= longest]
-    times = tuple(sorted(seen.by_time))
-    series = tuple(seen.by_time[time][0] / seen.by_time[time][1] for time in times)
-    first, last = (times[0], times[-1]) if times else (math.nan, math.nan)
+    used = [kept for kept in seen.devices.values() if kept.times]
+    gaps = [gap for kept in used if math.isfinite(gap := usual_gap(kept.times))]
+    interval_s = median(gaps) if gaps else math.nan
+    spacing = interval_s if gaps else step_s
+    spans = tuple(Span(kept.times, kept.ofu, seconds_of(kept.times, spacing)) for kept in used)
+    devices = tuple(_device(kept, span) for kept, span in zip(used, spans, strict=True))
+    sums = _by_step(spans, start, step_s)
+    steps = sorted(sums)
+    times = tuple(start + step * step_s for step in steps)
+    series = tuple(sums[step][1] / sums[step][0] for step in steps)
+    first, last = seen.window() or (math.nan, math.nan)
+    alike = _at_the_same_times(devices, used, spans, start, step_s)
     return JobFigures(
         job=job,
         start=first,
         end=last,
         cut=bool(times) and (first - start < step_s or end - last < step_s),
-        samples=sum(len(kept.ofu) for kept in seen.devices.values()),
+        samples=sum(device.samples for device in devices),
         left_out=seen.left_out,
         devices=devices,
+        spans=spans,
         interval_s=interval_s,
-        usual_devices=len(usual),
-        ofu=spread([value for kept in seen.devices.values() for value in kept.ofu]),
-        imbalance=_imbalance([device.ofu for device in usual]),
-        odd_devices=tuple(odd_devices(usual)),
+        gpus=_devices_at_a_time(seen, spacing, start, step_s),
+        ofu=spread(
+            [value for span in spans for value in span.ofu],
+            [value for span in spans for value in span.seconds],
+        ),
+        imbalance=_imbalance([device.ofu for device, _ in alike]),
+        odd_devices=tuple(
+            OddDevice(odd.kind, of)
+            for odd in odd_devices([device for device, _ in alike])
+            for device, of in alike
+            if device is odd.figures
+        ),
         drops=find_drops(times, series),
         times=times,
         series=series,
-        counts=tuple(seen.by_time[time][1] for time in times),
+        gpu_seconds=tuple(sums[step][0] for step in steps),
     )
 
 
-def spread(values: Sequence[float]) -> Spread | None:
-    """Return mean and percentiles; None of nothing."""
+def spread(values: Sequence[float], seconds: Sequence[float]) -> Spread | None:
+    """Return mean and percentiles of what each stands for so many seconds; None of nothing."""
     if not values:
         return None
-    ordered = sorted(values)
-    low, middle, high = (percentile(ordered, share) for share in (0.1, 0.5, 0.9))
-    return Spread(math.fsum(ordered) / len(ordered), low, middle, high)
+    low, middle, high = weighted_percentiles(values, seconds, (0.1, 0.5, 0.9))
+    return Spread(weighted_mean(values, seconds), low, middle, high)
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return a percentile of ascending values, on the line between neighbours."""
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+def _by_step(spans: Sequence[Span], start: float, step_s: float) -> dict[int, tuple[float, float]]:
+    """Return the seconds of all devices in each step, and the sum of OFU x seconds."""
+    sums: dict[int, tuple[float, float]] = {}
+    for span in spans:
+        for step, place, second in cells(span.times, span.seconds, start, step_s):
+            length, work = sums.get(step, (0.0, 0.0))
+            sums[step] = length + second, work + span.ofu[place] * second
+    return sums
+
+
+def _devices_at_a_time(seen: JobSamples, spacing: float, start: float, step_s: float) -> int:
+    counts: Counter[int] = Counter()
+    for kept in seen.devices.values():
+        times = kept.seen
+        counts.update({step for step, _, _ in cells(times, seconds_of(times, spacing), start, step_s)})
+    ordered = sorted(counts.values())
+    return ordered[len(ordered) // 2] if ordered else 0
+
+
+def _at_the_same_times(
+    devices: Sequence[DeviceFigures],
+    used: Sequence[DeviceSamples],
+    spans: Sequence[Span],
+    start: float,
+    step_s: float,
+) -> list[tuple[DeviceFigures, DeviceFigures]]:
+    """Return the devices that are compared, each as if it had had all of the job's time, and as it is.
+
+    Of a job that fell when it went on elsewhere, the later devices do less than the earlier ones, and no
+    less than their job.
+    """
+    longest = max((device.seconds for device in devices), default=0.0)
+    # A node that was swapped out after minutes tells little of the job.
+    usual = [place for place, device in enumerate(devices) if 2 * device.seconds >= longest]
+    times = [spans[place].times for place in usual]
+    lasts = max((of[-1] for of in times), default=0.0) - min((of[0] for of in times), default=0.0)
+    if all(of[-1] - of[0] >= _ALL_ITS_TIME * lasts for of in times):
+        return [(devices[place], devices[place]) for place in usual]
+    models: defaultdict[tuple[str | None, str | None], list[int]] = defaultdict(list)
+    for place in usual:
+        models[_model(devices[place])].append(place)
+    found = {}
+    for places in models.values():
+        columns = [(spans[place].ofu, used[place].activity, used[place].mhz) for place in places]
+        for number in range(3):
+            of_group = [
+                Span(spans[place].times, column[number], spans[place].seconds)
+                for place, column in zip(places, columns, strict=True)
+            ]
+            sums = _by_step(of_group, start, step_s)
+            mean = math.fsum(work for _, work in sums.values()) / math.fsum(
+                length for length, _ in sums.values()
+            )
+            for place, span in zip(places, of_group, strict=True):
+                found[place, number] = _scaled(span, sums, mean, start, step_s)
+    return [
+        (
+            replace(
+                devices[place],
+                ofu=devices[place].ofu * found[place, 0],
+                tensor_activity=devices[place].tensor_activity * found[place, 1],
+                sm_mhz=devices[place].sm_mhz * found[place, 2],
+            ),
+            devices[place],
+        )
+        for place in usual
+    ]
+
+
+def _scaled(
+    span: Span, sums: Mapping[int, tuple[float, float]], mean: float, start: float, step_s: float
+) -> float:
+    """Return the mean over all times, over that at the times of one device; 1 where there was no work."""
+    rows = [
+        (second, sums[step][1] / sums[step][0])
+        for step, _, second in cells(span.times, span.seconds, start, step_s)
+    ]
+    there = weighted_mean([value for _, value in rows], [second for second, _ in rows])
+    return mean / there if there > 0 else 1.0
 
 
 def odd_devices(devices: Sequence[DeviceFigures]) -> list[OddDevice]:
     """Return the devices that are unlike the others of their model in their job."""
     models: defaultdict[tuple[str | None, str | None], list[DeviceFigures]] = defaultdict(list)
     for device in devices:
-        models[device.device.model, device.device.mig_profile].append(device)
+        models[_model(device)].append(device)
     return [odd for alike in models.values() for odd in _odd_among(alike)]
 
 
@@ -196,18 +286,14 @@ def _odd_among(devices: Sequence[DeviceFigures]) -> list[OddDevice]:
     return found
 
 
-def _device(device: Device, kept: DeviceSamples, interval_s: float) -> DeviceFigures:
-    count = len(kept.ofu)
-    means = math.fsum(kept.ofu) / count, kept.activity_sum / count, kept.mhz_sum / count
-    return DeviceFigures(device, *means, samples=count, seconds=count * interval_s)
+def _device(kept: DeviceSamples, span: Span) -> DeviceFigures:
+    columns = (span.ofu, kept.activity, kept.mhz)
+    ofu, activity, mhz = (weighted_mean(column, span.seconds) for column in columns)
+    return DeviceFigures(kept.device, ofu, activity, mhz, len(kept.times), math.fsum(span.seconds))
 
 
-def _interval(seen: JobSamples) -> float:
-    """Return the usual time between samples of a device: longer than a step where scrapes are rarer."""
-    found = [
-        (kept.last - kept.first) / (len(kept.ofu) - 1) for kept in seen.devices.values() if len(kept.ofu) > 1
-    ]
-    return median(found) if found else math.nan
+def _model(device: DeviceFigures) -> tuple[str | None, str | None]:
+    return device.device.model, device.device.mig_profile
 
 
 def _imbalance(means: Sequence[float]) -> float | None:

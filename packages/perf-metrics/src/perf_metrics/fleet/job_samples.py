@@ -1,48 +1,126 @@
-"""What is kept of a fleet's samples: OFU of each sample of each device of each job."""
+"""What is kept of a fleet's samples: activity and clock of each GPU of each job, and what is refused."""
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import merge
+from itertools import pairwise
+from typing import TypeAlias
 
 from ..ofu.clocks import check_tensor_mhz, ofu_from_activity, tensor_clock
-from ..ofu.samples import Device
+from ..ofu.samples import MAX_ACTIVITY, Device
+
+RUN_GAP_S = 3600.0
+"""Seconds without any sample of a job after which its name stands for another run: what is queued again after
+a failure starts within it as a rule."""
+MOST_MHZ, LEAST_MHZ = 5000.0, 30.0
+"""No GPU works outside of them; what says so is in another unit than MHz."""
+_RATED = 1.01
+"""A clock passes the limit of a device by rounding only."""
+
+RunLabels: TypeAlias = tuple[tuple[str, str], ...]
+"""Labels that part runs of one name, such as cluster, with their values."""
 
 
 @dataclass
 class DeviceSamples:
-    """The samples of one device in one job.
+    """The samples of one GPU in one job, in the order of their times.
 
     Attributes:
-        ofu: Of each sample, as a share.
-        first: Unix time of the first sample in seconds.
-        last: Unix time of the last one.
-        activity_sum: Of tensor activity over the same samples.
-        mhz_sum: Of the SM clock in MHz over the same samples.
+        device: As the last sample names it: a host or an exporter may be renamed.
+        tensor_mhz: Clock of its tensor peak in MHz; None when unknown.
+        times: Unix times in seconds of the samples with a figure.
+        activity: Tensor activity at these times, as a share.
+        mhz: SM clock at these times in MHz.
+        unused: Unix times of samples that OFU could not be told of.
     """
 
-    first: float
-    last: float
-    ofu: array[float] = field(default_factory=lambda: array("d"))
-    activity_sum: float = 0.0
-    mhz_sum: float = 0.0
+    device: Device
+    tensor_mhz: float | None = None
+    times: array[float] = field(default_factory=lambda: array("d"))
+    activity: array[float] = field(default_factory=lambda: array("d"))
+    mhz: array[float] = field(default_factory=lambda: array("d"))
+    unused: array[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def ofu(self) -> list[float]:
+        """OFU of each sample with a figure, as a share."""
+        if self.tensor_mhz is None:
+            return []
+        clock = self.tensor_mhz
+        return [
+            ofu_from_activity(share, mhz, clock) for share, mhz in zip(self.activity, self.mhz, strict=True)
+        ]
+
+    @property
+    def seen(self) -> Sequence[float]:
+        """Unix times of all samples in seconds, ascending."""
+        return list(merge(self.times, self.unused)) if self.unused else self.times
+
+    def add(self, time_s: float, activity: float, mhz: float) -> None:
+        """Keep a sample, unless there is one of that time: two exporters may show one GPU."""
+        if (place := _place(self.times, time_s)) is None:
+            return
+        if (blank := bisect_left(self.unused, time_s)) < len(self.unused) and self.unused[blank] == time_s:
+            del self.unused[blank]
+        for values, value in ((self.times, time_s), (self.activity, activity), (self.mhz, mhz)):
+            values.insert(place, value)
+
+    def skip(self, time_s: float) -> None:
+        """Keep that there was a sample without a figure."""
+        if _place(self.times, time_s) is not None and (place := _place(self.unused, time_s)) is not None:
+            self.unused.insert(place, time_s)
+
+    def part(self, first: float, last: float) -> DeviceSamples:
+        """Return the samples from one time to another, both included."""
+        low, high = bisect_left(self.times, first), bisect_right(self.times, last)
+        blanks = slice(bisect_left(self.unused, first), bisect_right(self.unused, last))
+        columns = (self.times[low:high], self.activity[low:high], self.mhz[low:high], self.unused[blanks])
+        return DeviceSamples(self.device, self.tensor_mhz, *columns)
+
+    def join(self, other: DeviceSamples) -> None:
+        """Take over the samples of the same GPU."""
+        self.tensor_mhz = self.tensor_mhz if self.tensor_mhz is not None else other.tensor_mhz
+        for row in zip(other.times, other.activity, other.mhz, strict=True):
+            self.add(*row)
+        for time_s in other.unused:
+            self.skip(time_s)
 
 
 @dataclass
 class JobSamples:
-    """The samples of one job.
+    """The samples of one job, or of all that had its name.
 
     Attributes:
-        devices: By device, in the order in which they came.
-        by_time: Sum of OFU over the devices and their number, by Unix time in seconds.
-        left_out: Samples without tensor activity, SM clock or a tensor clock to hold it against.
+        devices: By labels that part runs and `Device.identity`, in the order in which they came.
+        labels: Those of a run.
     """
 
-    devices: dict[Device, DeviceSamples] = field(default_factory=dict)
-    by_time: dict[float, tuple[float, int]] = field(default_factory=dict)
-    left_out: int = 0
+    devices: dict[tuple[RunLabels, tuple[str | None, ...]], DeviceSamples] = field(default_factory=dict)
+    labels: RunLabels = ()
+
+    @property
+    def left_out(self) -> int:
+        """Samples without a figure: activity, SM clock or tensor clock is missing, or was refused."""
+        return sum(len(kept.unused) for kept in self.devices.values())
+
+    def window(self) -> tuple[float, float] | None:
+        """Return the Unix times of its first and last sample with a figure; None without one."""
+        used = [kept.times for kept in self.devices.values() if kept.times]
+        return (min(times[0] for times in used), max(times[-1] for times in used)) if used else None
+
+
+@dataclass
+class Refused:
+    """Samples that cannot be true: their number, their jobs and one of the values."""
+
+    samples: int = 0
+    jobs: dict[str, None] = field(default_factory=dict)
+    example: str = ""
 
 
 @dataclass
@@ -55,8 +133,10 @@ class FleetSamples:
         step_s: Seconds between samples.
         tensor_mhz: Clock of the tensor peak in MHz, for all devices or by name; otherwise that of
             hardware-table.
+        run_gap_s: Seconds without a sample after which the name of a job stands for another run.
         jobs: By name.
         unknown_models: Number of samples of devices whose tensor clock is not known, by the device's name.
+        refused: Samples that cannot be true, by what is wrong with them.
         notes: What was missing, in sentences.
     """
 
@@ -64,10 +144,13 @@ class FleetSamples:
     end: float
     step_s: float
     tensor_mhz: float | Mapping[str, float] | None = None
+    run_gap_s: float = RUN_GAP_S
     jobs: defaultdict[str, JobSamples] = field(default_factory=lambda: defaultdict(JobSamples))
     unknown_models: Counter[str] = field(default_factory=Counter)
+    refused: defaultdict[str, Refused] = field(default_factory=lambda: defaultdict(Refused))
     notes: list[str] = field(default_factory=list)
     _clocks: dict[str | None, float | None] = field(default_factory=dict)
+    _limits: dict[str | None, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given = self.tensor_mhz
@@ -75,28 +158,73 @@ class FleetSamples:
             check_tensor_mhz(clock)
         if isinstance(given, Mapping):
             self._clocks.update(given)
+        if not self.run_gap_s > 0:
+            raise ValueError(
+                f"run_gap_s={self.run_gap_s!r}: must be a positive number of seconds, such as 3600"
+            )
 
     def add(
-        self, job_name: str, device: Device, time_s: float, activity: float | None, mhz: float | None
+        self,
+        job_name: str,
+        device: Device,
+        time_s: float,
+        activity: float | None,
+        mhz: float | None,
+        run_labels: RunLabels = (),
     ) -> None:
-        """Take one sample of a job's device; one that OFU cannot be told of is only counted."""
-        job = self.jobs[job_name]
-        tensor_mhz = self._tensor_mhz_of(device.model)
-        if activity is None or mhz is None or tensor_mhz is None:
-            job.left_out += 1
-            if tensor_mhz is None:
-                self.unknown_models[device.model or "a device without a name"] += 1
-            return
-        ofu = ofu_from_activity(activity, mhz, tensor_mhz)
-        kept = job.devices.get(device)
+        """Take one sample of a job's device; one that OFU cannot be told of is only counted.
+
+        A device is its UUID, whatever host it is under. What cannot be true is refused and counted: a clock
+        above the device's own limit, activity above 1, and OFU above 1.
+
+        Args:
+            job_name: Name of the job.
+            device: Which one.
+            time_s: Unix time in seconds.
+            activity: Tensor activity as a share; None for none.
+            mhz: SM clock in MHz; None for none.
+            run_labels: What parts this run from others of the same name.
+
+        Raises:
+            ValueError: Activity or clock is negative or not finite.
+        """
+        seen = self.jobs[job_name].devices
+        key = run_labels, device.identity
+        kept = seen.get(key)
         if kept is None:
-            kept = job.devices[device] = DeviceSamples(time_s, time_s)
-        kept.first, kept.last = min(kept.first, time_s), max(kept.last, time_s)
-        kept.ofu.append(ofu)
-        kept.activity_sum += activity
-        kept.mhz_sum += mhz
-        total, count = job.by_time.get(time_s, (0.0, 0))
-        job.by_time[time_s] = (total + ofu, count + 1)
+            kept = seen[key] = DeviceSamples(device)
+        kept.device = device
+        if kept.tensor_mhz is None:
+            kept.tensor_mhz = self._tensor_mhz_of(device.model)
+        if kept.tensor_mhz is None:
+            self.unknown_models[device.model or "a device without a name"] += 1
+        if activity is None or mhz is None or kept.tensor_mhz is None:
+            kept.skip(time_s)
+            return
+        ofu = ofu_from_activity(activity, mhz, kept.tensor_mhz)
+        wrong = self._what_is_wrong(device.model, activity, mhz, ofu)
+        if wrong is None:
+            kept.add(time_s, activity, mhz)
+            return
+        kept.skip(time_s)
+        refused = self.refused[wrong[0]]
+        refused.samples += 1
+        refused.jobs[job_name] = None
+        refused.example = refused.example or wrong[1]
+
+    def runs(self) -> dict[str, dict[str, JobSamples]]:
+        """Return the samples of each run by the name of the job and that of the run.
+
+        The two are the same, but where a name stands for several runs: those are NAME#1, NAME#2, ...
+        """
+        found = {}
+        for name, seen in self.jobs.items():
+            parts = list(_runs(seen, self.run_gap_s))
+            found[name] = {
+                name if len(parts) == 1 else f"{name}#{number}": part
+                for number, part in enumerate(parts, start=1)
+            }
+        return found
 
     def _tensor_mhz_of(self, model: str | None) -> float | None:
         if isinstance(self.tensor_mhz, float | int):
@@ -104,3 +232,117 @@ class FleetSamples:
         if model not in self._clocks:
             self._clocks[model] = None if model is None else tensor_clock(model).mhz
         return self._clocks[model]
+
+    def _what_is_wrong(
+        self, model: str | None, activity: float, mhz: float, ofu: float
+    ) -> tuple[str, str] | None:
+        """Return why a sample cannot be true, and its value; None if it can."""
+        if model not in self._limits:
+            self._limits[model] = _limit_mhz(model)
+        if mhz > (limit := self._limits[model]):
+            reaches = (
+                f"the {limit:.0f} MHz that {model} reaches" if limit < MOST_MHZ else f"{MOST_MHZ:.0f} MHz"
+            )
+            return f"have an SM clock above {reaches}; is it in MHz?", f"{mhz:g}"
+        if mhz < LEAST_MHZ and activity > 0:
+            return (
+                f"have an SM clock below {LEAST_MHZ:.0f} MHz while the GPU works; is it in MHz?",
+                f"{mhz:g}",
+            )
+        if activity > MAX_ACTIVITY:
+            return "have a tensor activity above 1; is it a share?", f"{activity:g}"
+        if ofu > 1:
+            return "have an OFU above 100 %; is the tensor clock theirs (--tensor-mhz)?", f"{ofu:.1%}"
+        return None
+
+
+def _limit_mhz(model: str | None) -> float:
+    """Return the highest SM clock in MHz of a device, or what no device reaches."""
+    # Imported here: the plain formulas must not need the table.
+    from hardware_table import lookup
+
+    record = None if model is None else lookup(model)
+    if record is None or record.category != "data centre":
+        return MOST_MHZ  # a board for desktops may be sold with a higher clock than its kind
+    boost = record.boost_ghz or (record.clock_ghz if record.clock_kind == "boost" else None)
+    return MOST_MHZ if boost is None else _RATED * 1000 * boost
+
+
+def _place(times: array[float], time_s: float) -> int | None:
+    """Return where a time goes; None if it is there."""
+    if not times or times[-1] < time_s:  # nearly always
+        return len(times)
+    place = bisect_left(times, time_s)
+    return None if times[place] == time_s else place
+
+
+def _runs(seen: JobSamples, gap_s: float) -> Iterator[JobSamples]:
+    """Yield what is of one run, in the order of their starts."""
+    parts = []
+    for labels, devices in _by_labels(seen):
+        ends = sorted(end for kept in devices for end in _stretches(kept.seen, gap_s))
+        joined: list[tuple[float, float]] = []
+        for first, last in ends:
+            if joined and first - joined[-1][1] <= gap_s:
+                joined[-1] = joined[-1][0], max(joined[-1][1], last)
+            else:
+                joined.append((first, last))
+        parts += [(first, last, labels, devices) for first, last in joined]
+    for first, last, labels, devices in sorted(parts, key=lambda part: part[:3]):
+        run = JobSamples(labels=labels)
+        for kept in devices:
+            part = kept.part(first, last)
+            if not part.times and not part.unused:
+                continue
+            key = (), kept.device.identity
+            if key in run.devices:
+                run.devices[key].join(part)
+            else:
+                run.devices[key] = part
+        yield run
+
+
+def _stretches(times: Sequence[float], gap_s: float) -> Iterator[tuple[float, float]]:
+    """Yield first and last time of what no longer gap parts."""
+    if not times:
+        return
+    first = times[0]
+    if times[-1] - first > gap_s:
+        for earlier, later in pairwise(times):
+            if later - earlier > gap_s:
+                yield first, earlier
+                first = later
+    yield first, times[-1]
+
+
+def _by_labels(seen: JobSamples) -> Iterable[tuple[RunLabels, list[DeviceSamples]]]:
+    """Return the devices of each job of this name: those whose labels do not contradict one another."""
+    groups: defaultdict[RunLabels, list[DeviceSamples]] = defaultdict(list)
+    for (labels, _), kept in seen.devices.items():
+        if kept.times or kept.unused:
+            groups[labels].append(kept)
+    if len(groups) < 2:
+        return groups.items()
+    found: list[tuple[dict[str, str], list[DeviceSamples]]] = []
+    begins = {labels: min(kept.seen[0] for kept in devices) for labels, devices in groups.items()}
+    for labels in sorted(groups, key=lambda one: (begins[one], one)):
+        for known, devices in found:
+            differing = {name for name, value in labels if known.get(name, value) != value}
+            # A label may come with a new configuration; and a GPU is never in two clusters at once.
+            if not differing or (differing == {"cluster"} and _share_a_gpu(devices, groups[labels])):
+                known.update(labels)
+                devices += groups[labels]
+                break
+        else:
+            found.append((dict(labels), list(groups[labels])))
+    return [(tuple(known.items()), devices) for known, devices in found]
+
+
+def _share_a_gpu(some: Sequence[DeviceSamples], others: Sequence[DeviceSamples]) -> bool:
+    """Whether a GPU is in both at the same time."""
+    spans = [(kept.device.identity, kept.seen[0], kept.seen[-1]) for kept in some]
+    return any(
+        gpu == kept.device.identity and first <= kept.seen[-1] and kept.seen[0] <= last
+        for gpu, first, last in spans
+        for kept in others
+    )

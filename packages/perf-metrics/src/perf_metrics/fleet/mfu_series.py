@@ -37,31 +37,34 @@ def mfu_from_series(
         ValueError: The series have not the labels, or are not shares.
         PrometheusError: The server did not give all of it.
     """
-    windows = {
-        job: (min(seen.by_time), max(seen.by_time)) for job, seen in fleet.jobs.items() if seen.by_time
-    }
+    runs = fleet.runs()
     told: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    names: dict[str, None] = {}
 
     def read(first: float, last: float) -> int:
         answer = server.query_range(query, first, last, fleet.step_s)
         for series in answer:
-            job = _job(series.labels, job_labels, query)
-            begin, end = windows.get(job, (math.inf, -math.inf))
-            told[job].extend(
-                (time_s, float(text)) for time_s, text in series.points if begin <= time_s <= end
-            )
+            names[job := _job(series.labels, job_labels, query)] = None
+            for name, run in runs.get(job, {}).items():
+                begin, end = run.window() or (math.inf, -math.inf)
+                if all(series.labels.get(label, value) == value for label, value in run.labels):
+                    told[name].extend(
+                        (time_s, float(text)) for time_s, text in series.points if begin <= time_s <= end
+                    )
         return sum(len(series.points) for series in answer)
 
     read_in_chunks(read, fleet.start, fleet.end, fleet.step_s, progress)
-    fleet.notes.append(_note(query, told, windows))
+    fleet.notes.append(_note(query, names, runs))
     finite = {job: [one for one in points if math.isfinite(one[1])] for job, points in told.items()}
     return {job: _application(points, job, query) for job, points in finite.items() if points}
 
 
-def _note(query: str, told: Mapping[str, Sequence[object]], windows: Mapping[str, object]) -> str:
-    strangers = [job for job in told if job not in windows]
+def _note(query: str, names: Mapping[str, object], runs: Mapping[str, object]) -> str:
+    strangers = [job for job in names if job not in runs]
     some = f", such as {strangers[0]}" if strangers else ""
-    return f"{query}: {len(told)} jobs tell MFU; {len(strangers)} of them have no counters in this time{some}"
+    return (
+        f"{query}: {len(names)} jobs tell MFU; {len(strangers)} of them have no counters in this time{some}"
+    )
 
 
 def _application(points: Sequence[tuple[float, float]], job: str, query: str) -> Application:

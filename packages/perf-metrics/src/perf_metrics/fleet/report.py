@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -10,14 +11,13 @@ from statistics import fmean
 from ..ofu.diagnosis import Candidate, diagnose
 from .agreement import Agreement, Pair, agreement, agreement_by_gpus
 from .applications import Application
+from .gpu_time import Span, time_of_one_gpu, weighted_mean
 from .job_figures import JobFigures, job_figures
 from .job_samples import FleetSamples
 from .regressions import SHORTEST_JOB_S, JobLevel, Regression, slower_than_earlier_jobs
 
 _NOTHING_KNOWN = Application(mfu=None)
 _NAMES_IN_NOTE = 5
-MAX_OFU = 1.05
-"""What passes it is held against a wrong clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class JobReport:
     Attributes:
         figures: What the counters say.
         application: What the job says of itself.
-        gpus: Number of its GPUs: what the application says, else its usual devices.
+        gpus: Number of its GPUs: what the application says, else those that it had at a time.
         outlier: Whether MFU and OFU are too far apart.
         candidates: What would explain the difference or the fall, within the error of OFU; best first. For
             outliers and regressions only.
@@ -81,10 +81,9 @@ class JobReport:
         figures, times = self.figures, self.application.times
         if times is None:
             return None if figures.ofu is None else figures.ofu.mean
-        rows = zip(figures.times, figures.series, figures.counts, strict=True)
-        told = [(ofu, count) for time, ofu, count in rows if round(time, 3) in times]
-        devices = sum(count for _, count in told)
-        return math.fsum(ofu * count for ofu, count in told) / devices if devices else None
+        rows = zip(figures.times, figures.series, figures.gpu_seconds, strict=True)
+        told = [(ofu, seconds) for time, ofu, seconds in rows if round(time, 3) in times]
+        return weighted_mean(*zip(*told, strict=True)) if told else None
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,10 @@ class FleetReport:
         start: Unix time in seconds.
         end: Unix time in seconds.
         step_s: Seconds between samples.
-        jobs: Of each job, in the order of their starts.
+        jobs: Of each run of a job, in the order of their starts.
+        devices: Number of GPUs and slices that had a job, each once.
+        device_hours: Their time with a job, each hour of a device once, whatever jobs share it.
+        ofu_mean: Mean OFU over that time, as a share; None without any.
         agreement: Of all jobs with MFU and OFU; None when there are none.
         buckets: The same by number of GPUs.
         regressions: Jobs whose OFU fell, the largest loss first: points times GPUs.
@@ -106,6 +108,9 @@ class FleetReport:
     end: float
     step_s: float
     jobs: tuple[JobReport, ...]
+    devices: int
+    device_hours: float
+    ofu_mean: float | None
     agreement: Agreement | None
     buckets: tuple[Agreement, ...]
     regressions: tuple[Regression, ...]
@@ -116,13 +121,6 @@ class FleetReport:
         """Jobs whose MFU and OFU are too far apart, the farthest first."""
         found = [(abs(job.pair.points), job) for job in self.jobs if job.outlier and job.pair is not None]
         return [job for _, job in sorted(found, key=lambda one: -one[0])]
-
-    @property
-    def ofu_mean(self) -> float | None:
-        """Mean OFU over all samples of all jobs, as a share."""
-        told = [(job.figures.samples, job.figures.ofu.mean) for job in self.jobs if job.figures.ofu]
-        samples = sum(count for count, _ in told)
-        return math.fsum(count * ofu for count, ofu in told) / samples if samples else None
 
 
 def fleet_report(
@@ -139,23 +137,39 @@ def fleet_report(
     """
     applications, rule = applications or {}, rule or OutlierRule()
     jobs = []
-    for name, seen in fleet.jobs.items():
+    runs = fleet.runs()
+    for name, seen in (run for of_name in runs.values() for run in of_name.items()):
         figures = job_figures(name, seen, fleet.start, fleet.end, fleet.step_s)
         application = applications.get(name, _NOTHING_KNOWN)
-        jobs.append(JobReport(figures, application, application.gpus or figures.usual_devices))
+        jobs.append(JobReport(figures, application, application.gpus or figures.gpus))
     jobs.sort(key=lambda job: (math.isnan(job.figures.start), job.figures.start, job.figures.job))
     regressions = sorted(_regressions(jobs), key=lambda one: -one.lost_gpus)
     pairs = [job.pair for job in jobs if job.pair is not None]
+    devices, seconds, ofu_mean = _all_gpus(jobs, fleet)
     return FleetReport(
         fleet.start,
         fleet.end,
         fleet.step_s,
         tuple(_judged(job, rule, regressions) for job in jobs),
+        devices,
+        seconds / 3600,
+        ofu_mean,
         agreement(pairs),
         agreement_by_gpus(pairs),
         tuple(regressions),
-        (*fleet.notes, *_notes(jobs, applications)),
+        (*fleet.notes, *_notes_on_samples(fleet, runs, applications), *_notes(jobs, runs, applications)),
     )
+
+
+def _all_gpus(jobs: Sequence[JobReport], fleet: FleetSamples) -> tuple[int, float, float | None]:
+    """Return the number of devices, their time in seconds, and the mean OFU over it."""
+    spans: defaultdict[tuple[str | None, ...], list[Span]] = defaultdict(list)
+    for job in jobs:
+        for device, span in zip(job.figures.devices, job.figures.spans, strict=True):
+            spans[device.device.identity].append(span)
+    told = [time_of_one_gpu(of_gpu, fleet.start, fleet.step_s) for of_gpu in spans.values()]
+    seconds = math.fsum(length for length, _ in told)
+    return len(spans), seconds, math.fsum(work for _, work in told) / seconds if seconds else None
 
 
 def _regressions(jobs: Sequence[JobReport]) -> Iterator[Regression]:
@@ -178,7 +192,7 @@ def _regressions(jobs: Sequence[JobReport]) -> Iterator[Regression]:
 
 def _judged(job: JobReport, rule: OutlierRule, regressions: Sequence[Regression]) -> JobReport:
     pair = job.pair
-    if pair is None or not (pair.mfu and pair.ofu) or pair.ofu > MAX_OFU:
+    if pair is None or not (pair.mfu and pair.ofu):
         return replace(job, outlier=pair is not None and rule.holds(pair))
     usual = [one.before for one in regressions if one.job == job.figures.job]
     outlier = rule.holds(pair)
@@ -189,16 +203,37 @@ def _judged(job: JobReport, rule: OutlierRule, regressions: Sequence[Regression]
     return replace(job, outlier=outlier, candidates=tuple(one for one in found if one.fits))
 
 
-def _notes(jobs: Sequence[JobReport], applications: Mapping[str, Application]) -> Iterator[str]:
-    above = [job.figures.job for job in jobs if job.figures.ofu and job.figures.ofu.mean > MAX_OFU]
-    if above:
-        yield f"OFU of {len(above)} jobs is above 100 %: {_some(above)}; is the tensor clock theirs?"
+def _notes_on_samples(
+    fleet: FleetSamples, runs: Mapping[str, Mapping[str, object]], applications: Mapping[str, Application]
+) -> Iterator[str]:
+    for wrong, refused in sorted(fleet.refused.items()):
+        yield (
+            f"{refused.samples} samples of {len(refused.jobs)} jobs {wrong} They are left out, such as "
+            f"{refused.example}, of {_some(list(refused.jobs))}"
+        )
+    several = {name: list(of_name) for name, of_name in runs.items() if len(of_name) > 1}
+    if several:
+        yield (
+            f"{len(several)} names stand for several jobs, told apart by gaps of more than "
+            f"{fleet.run_gap_s / 60:g} minutes and by labels: "
+            f"{_some([', '.join(names) for names in several.values()])}"
+        )
+    if unclear := [name for name in several if name in applications]:
+        yield (
+            f"MFU of {len(unclear)} names is not used, as each stands for several jobs: {_some(unclear)}; "
+            f"name the job, such as {several[unclear[0]][0]}"
+        )
+
+
+def _notes(
+    jobs: Sequence[JobReport], runs: Mapping[str, object], applications: Mapping[str, Application]
+) -> Iterator[str]:
     if not applications:
         return
     for name, application in applications.items():
         yield from (f"job {name}: {note}" for note in application.notes)
     seen = {job.figures.job for job in jobs}
-    unseen = [name for name in applications if name not in seen]
+    unseen = [name for name in applications if name not in seen and name not in runs]
     if unseen:
         yield f"{len(unseen)} jobs report MFU and have no counters in this time: {_some(unseen)}"
     silent = [job.figures.job for job in jobs if job.application.mfu is None]

@@ -67,11 +67,10 @@ def _body(report: FleetReport, title: str) -> Iterator[str]:
 
 
 def _key_figures(report: FleetReport) -> str:
-    devices = {device.device for job in report.jobs for device in job.figures.devices}
     told = [
         (f"{len(report.jobs):,}", "jobs"),
-        (f"{len(devices):,}", "devices"),
-        (f"{sum(job.figures.device_hours for job in report.jobs):,.0f}", "device hours"),
+        (f"{report.devices:,}", "devices"),
+        (f"{report.device_hours:,.0f}", "device hours"),
         (f"{share(report.ofu_mean)} %", "mean OFU"),
         (str(len(report.outliers)), "MFU and OFU far apart"),
         (str(len(report.regressions)), "falls of OFU"),

@@ -25,7 +25,8 @@ def report_as_json(report: FleetReport) -> dict[str, Json]:
         "step_s": report.step_s,
         "fleet": {
             "jobs": len(report.jobs),
-            "devices": len({device.device for job in report.jobs for device in job.figures.devices}),
+            "devices": report.devices,
+            "device_hours": report.device_hours,
             "samples": sum(job.figures.samples for job in report.jobs),
             "ofu_mean": report.ofu_mean,
         },

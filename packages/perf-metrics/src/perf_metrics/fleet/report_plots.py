@@ -130,18 +130,15 @@ def _fleet_series(report: FleetReport) -> tuple[list[float], list[float], list[f
     sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for job in report.jobs:
         figures = job.figures
-        # Where scrapes are rarer than steps, a device is in some steps only.
-        spacing = figures.interval_s if math.isfinite(figures.interval_s) else report.step_s
-        weights = (count * max(1.0, spacing / report.step_s) for count in figures.counts)
-        for time, ofu, devices in zip(figures.times, figures.series, weights, strict=True):
+        for time, ofu, seconds in zip(figures.times, figures.series, figures.gpu_seconds, strict=True):
             bucket = sums[int((time - report.start) // width)]
-            bucket[0] += ofu * devices
-            bucket[1] += devices
+            bucket[0] += ofu * seconds
+            bucket[1] += seconds
     count = int((report.end - report.start) // width) + 1
     rows = [sums.get(index, [0.0, 0.0]) for index in range(count)]
     times = _dates([report.start + (index + 0.5) * width for index in range(count)])
-    means = [100 * work / devices if devices else math.nan for work, devices in rows]
-    return times, means, [devices * report.step_s / width for _, devices in rows]
+    means = [100 * work / seconds if seconds else math.nan for work, seconds in rows]
+    return times, means, [seconds / width for _, seconds in rows]
 
 
 def _colour(job: JobReport, fell: set[str]) -> str:

@@ -60,11 +60,10 @@ def agreement_row(one: Agreement) -> tuple[str, ...]:
 
 
 def _summary(report: FleetReport) -> str:
-    devices = {device.device for job in report.jobs for device in job.figures.devices}
     samples = sum(job.figures.samples for job in report.jobs)
     return (
         f"{short_time(report.start)} to {short_time(report.end)} UTC, every {report.step_s:g} s: "
-        f"{len(report.jobs)} jobs on {len(devices)} devices, {samples:,} samples, mean OFU "
+        f"{len(report.jobs)} jobs on {report.devices} devices, {samples:,} samples, mean OFU "
         f"{share(report.ofu_mean)} %"
     )
 

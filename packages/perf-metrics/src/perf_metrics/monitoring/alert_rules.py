@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..fleet.job_samples import MOST_MHZ
+from ..ofu.dcgm_exporter import CLOCK_NAME
 from . import recorded_series as series
 from .recorded_series import FleetLabels
 from .rule_text import AlertRule
@@ -30,6 +32,7 @@ def alert_rules(labels: FleetLabels) -> Iterator[AlertRule]:
     yield _slow_clock(labels, job)
     yield _no_activity(labels, job)
     yield _unknown_clock()
+    yield _without_ofu()
 
 
 def _fell(labels: FleetLabels, job: str) -> AlertRule:
@@ -121,6 +124,21 @@ def _unknown_clock() -> AlertRule:
         "hardware-table has no clock under this name at which the tensor peak is specified. It is peak / "
         "(number of SMs x FLOPs per cycle of one SM). Write these rules again with perf-metrics fleet-files "
         "--tensor-mhz '{{ $labels.modelName }}=MHZ'.",
+    )
+
+
+def _without_ofu() -> AlertRule:
+    return AlertRule(
+        "GPUWithoutOFU",
+        f"count by (modelName) (\n"
+        f"  ({series.ACTIVITY} and on (modelName) {series.TENSOR_CLOCK})\n"
+        f"  unless on (UUID, GPU_I_ID) {series.OFU}\n"
+        ")",
+        15,
+        "info",
+        "{{ $value }} devices of the type {{ $labels.modelName }} have tensor activity and no OFU",
+        f"Either {CLOCK_NAME} is not exported for them, or it cannot be true: above {MOST_MHZ:.0f} MHz, as "
+        "where it is in kHz, or so high that OFU would be above 100 %. These devices are in no mean.",
     )
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..callbacks.training_series import MFU
+from ..fleet.job_samples import MOST_MHZ
 from ..ofu.clocks import check_tensor_mhz, tensor_clock
 from ..ofu.dcgm_exporter import CLOCK_NAME, TENSOR_NAMES
 from ..ofu.samples import MAX_ACTIVITY
 from . import recorded_series as series
 from .recorded_series import FleetLabels
 from .rule_text import RecordingRule
-
-FIRST_BLANK = 0x7FFFFFF0
-"""From here upwards a value of dcgm-exporter is a blank of one of its types."""
 
 
 def recording_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
@@ -54,10 +52,20 @@ def known_tensor_clocks() -> dict[str, float]:
 
 
 def _device_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
-    new, old = (_shares(name, labels.of_device_in_job) for name in TENSOR_NAMES)
+    new, old = (_names(name, labels.of_device) for name in TENSOR_NAMES)
+    yield RecordingRule(
+        series.DEVICE,
+        f"topk by (UUID, GPU_I_ID) (1,\n    {new}\n  or\n    {old}\n)",
+        "What each GPU and MIG slice is called. A GPU is its UUID: while series of it live under two hosts, "
+        "exporters or names of the metric, it has the names of one of them.",
+    )
+    new, old = (
+        f"max by ({labels.job}, UUID, GPU_I_ID) ({name} >= 0 <= {MAX_ACTIVITY:g})" for name in TENSOR_NAMES
+    )
+    names = ", ".join(name for name in labels.of_device.split(", ") if name not in ("UUID", "GPU_I_ID"))
     yield RecordingRule(
         series.ACTIVITY_IN_JOB,
-        f"{new}\nor\n{old}",
+        f"(\n    {new}\n  or\n    {old}\n)\n* on (UUID, GPU_I_ID) group_left ({names}) {series.DEVICE}",
         "Tensor activity by the metric's new name, else by the old one, without blanks. dcgm-exporter "
         "repeats the series of a shared device for each job.",
     )
@@ -66,19 +74,22 @@ def _device_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
     )
     yield RecordingRule(
         series.SM_CLOCK,
-        f"max by (UUID, GPU_I_ID) ({CLOCK_NAME} >= 0 < {FIRST_BLANK})",
-        "SM clock in MHz, without blanks.",
+        f"max by (UUID, GPU_I_ID) ({CLOCK_NAME} >= 0 <= {MOST_MHZ:.0f})",
+        "SM clock in MHz, without blanks and what can only be in kHz or Hz.",
     )
     yield RecordingRule(
         series.OFU,
+        "(\n"
         "(\n"
         f"    {series.ACTIVITY} * on (UUID, GPU_I_ID) group_left () {series.SM_CLOCK}\n"
         "  or\n"
         f'    {series.ACTIVITY} * on (UUID) group_left () {series.SM_CLOCK}{{GPU_I_ID=""}}\n'
         ")\n"
-        f"/ on (modelName) group_left () {series.TENSOR_CLOCK}",
+        f"/ on (modelName) group_left () {series.TENSOR_CLOCK}\n"
+        ") <= 1",
         "OFU of every GPU and MIG slice: tensor activity x SM clock / tensor clock, multiplied for each "
-        "sample. A slice without a clock of its own has that of its GPU.",
+        "sample. A slice without a clock of its own has that of its GPU. What is above 1 cannot be true; "
+        "GPUWithoutOFU counts it.",
     )
     average = f"avg by ({labels.of_fleet})" if labels.of_fleet else "avg"
     yield RecordingRule(series.FLEET_OFU, f"{average} ({series.OFU})")
@@ -129,10 +140,9 @@ def _mfu_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
     yield RecordingRule(series.JOB_MFU_MINUS_OFU_1H, f"{series.JOB_MFU_1H} - {series.JOB_OFU_WITH_MFU_1H}")
 
 
-def _shares(name: str, by: str) -> str:
+def _names(metric: str, by: str) -> str:
     # `Hostname` is the label's name until May 2026.
-    shares = f"{name} >= 0 <= {MAX_ACTIVITY:g}"
-    return f'max by ({by}) (\n  label_replace({shares}, "hostname", "$1", "Hostname", "(.+)")\n)'
+    return f'group by ({by}) (label_replace({metric}, "hostname", "$1", "Hostname", "(.+)"))'
 
 
 def _with_job(labels: FleetLabels) -> str:

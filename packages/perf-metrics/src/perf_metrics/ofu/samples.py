@@ -41,6 +41,16 @@ class Device:
         """Whether this is a MIG slice and not a whole GPU."""
         return self.mig_instance is not None
 
+    @property
+    def identity(self) -> tuple[str | None, ...]:
+        """What stays when its host, its exporter or its number is renamed: UUID and slice.
+
+        Without a UUID it is everything else.
+        """
+        if self.uuid is None:
+            return self.host, self.index, self.model, self.mig_profile, self.mig_instance
+        return self.uuid, self.mig_profile, self.mig_instance
+
     def __str__(self) -> str:
         gpu = f"GPU {self.index}" if self.index is not None else self.uuid
         # Without a host, many devices are GPU 0.
