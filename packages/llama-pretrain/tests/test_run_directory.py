@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from llama_pretrain import PretrainArguments
+from llama_pretrain.commands.train_command_line import resolve
 from llama_pretrain.run_directory import RunDirectory
 from trainer_core import ConfigurationError
 
@@ -81,7 +82,11 @@ def test_a_run_without_checkpoint_may_become_another(tmp_path: Path) -> None:
             {"model": {"hidden_size": 64, "num_hidden_layers": 3}},
             ["model={'num_hidden_layers': 3}", "begun with {'num_hidden_layers': 2}"],
         ),
-        ({"resume_from_checkpoint": False}, {}, ["resume_from_checkpoint=False", "holds checkpoints"]),
+        (
+            {"resume_from_checkpoint": False},
+            {},
+            ["resume_from_checkpoint=False", "holds checkpoints", "--fresh"],
+        ),
     ],
 )
 def test_another_run_is_refused_and_nothing_changes(
@@ -95,6 +100,25 @@ def test_another_run_is_refused_and_nothing_changes(
     for word in [*words, "--output-dir"]:
         assert word in str(caught.value)
     assert {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()} == before
+
+
+def test_a_fresh_start_moves_another_run_aside(tmp_path: Path) -> None:
+    directory, args = _begun(tmp_path)
+    (directory.path / "checkpoint-5").mkdir()
+    (directory.path / "trainer_logs.json").write_text("[]")
+    before = {path.name for path in directory.path.iterdir()}
+    fresh = resolve({"output_dir": args.output_dir, "seed": 2, "fresh": True})
+    assert directory.check(fresh, SUBJECT) == {}
+    assert {path.name for path in directory.path.iterdir()} == before
+    directory.begin(fresh, SUBJECT, {"started": "now"})
+    (folder,) = directory.path.glob("previous-*")
+    assert {path.name for path in folder.iterdir()} == before
+    assert (directory.arguments().seed, directory.arguments().starts_fresh) == (2, False)
+    (directory.path / "checkpoint-3").mkdir()
+    with pytest.raises(ConfigurationError, match="seed=1"):
+        directory.check(args, SUBJECT)
+    with pytest.raises(ConfigurationError, match="fresh=True: excludes resume_from_checkpoint='a'"):
+        resolve({"fresh": True, "resume_from_checkpoint": "a"})
 
 
 def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:

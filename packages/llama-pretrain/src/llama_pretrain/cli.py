@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return leave_exit_code(_run(name, rest))
     except KeyboardInterrupt:
         goes_on = name == "train" and "--dry-run" not in rest
-        saved = "; checkpoints saved so far are whole, the same command goes on" * goes_on
+        command = "the same command without --fresh" if "--fresh" in rest else "the same command"
+        saved = f"; checkpoints saved so far are whole, {command} goes on" * goes_on
         print(f"\n{PROG}: stopped at once{saved}.", file=sys.stderr)
         return leave_exit_code(EXIT_INTERRUPTED)
 

@@ -12,7 +12,8 @@ from trainer_pipeline import PipelineArguments
 from .mesh import check_mesh
 from .trainers import check_trainer
 
-# This application builds its own loader of packed rows and never overwrites: these have no effect on it.
+# This application builds its own loader of packed rows and never overwrites: these have no effect on it. The
+# last one has beside resume_from_checkpoint=False: `--fresh` sets both.
 WITHOUT_EFFECT = (
     "dataloader_num_workers",
     "dataloader_pin_memory",
@@ -137,6 +138,11 @@ class PretrainArguments(DataParallelArguments):
             )
 
     @property
+    def starts_fresh(self) -> bool:
+        """Whether what an earlier run left in `output_dir` moves aside for this one."""
+        return self.resume_from_checkpoint is False and self.overwrite_output_dir
+
+    @property
     def uses_blocks(self) -> bool:
         """Whether a setting works on the blocks that transformer_layers_path leads to."""
         return self.trainer in ("fsdp2", "pipeline") or super().uses_blocks
@@ -144,7 +150,7 @@ class PretrainArguments(DataParallelArguments):
     def _check_unused(self) -> None:
         for name in WITHOUT_EFFECT:
             default = next(f.default for f in fields(TrainingArguments) if f.name == name)
-            if getattr(self, name) != default:
+            if getattr(self, name) != default and not (name == "overwrite_output_dir" and self.starts_fresh):
                 raise ConfigurationError(
                     name,
                     getattr(self, name),

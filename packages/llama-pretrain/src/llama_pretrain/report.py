@@ -71,7 +71,8 @@ def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:
     if newest is None:
         print("No checkpoint was saved; the same command begins again.", flush=True)
     else:
-        print(f"The newest checkpoint is {newest}. The same command continues from there.", flush=True)
+        command = "same command without --fresh" if args.starts_fresh else "same command"
+        print(f"The newest checkpoint is {newest}. The {command} continues from there.", flush=True)
 
 
 def say_nothing_was_left(step: int) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
 
 from perf_metrics import load_logs, plot_logs
-from trainer_core import ConfigurationError, arguments_from_dict, load_config_file
+from trainer_core import (
+    PREVIOUS,
+    ConfigurationError,
+    arguments_from_dict,
+    checkpoints_in,
+    load_config_file,
+    move_aside,
+)
 
 from .options import GROUP_NAMES, PretrainArguments
 from .sessions import SESSIONS_NAME, read_sessions
@@ -69,7 +76,7 @@ class RunDirectory:
         if not self._is_run():
             self._refuse_foreign_files()
             return {}
-        if not self._has_checkpoint():
+        if args.starts_fresh or not self._has_checkpoint():
             return {}
         self.check_identity(args, subject)
         self._refuse_fresh_start(args)
@@ -97,6 +104,11 @@ class RunDirectory:
         """
         changes = self.check(args, subject)
         self.path.mkdir(parents=True, exist_ok=True)
+        if args.starts_fresh:
+            own = [self.path / name for name in (IDENTITY_NAME, CONFIG_NAME, SESSIONS_NAME, CURVE_NAME)]
+            move_aside(self.path, [*checkpoints_in(self.path), *own, self.log_file(args)])
+            # A later start with these settings goes on with this run.
+            args = replace(args, resume_from_checkpoint=True, overwrite_output_dir=False)
         if session is not None:
             sessions = [*read_sessions(self.path), session] if self._has_checkpoint() else [session]
             _write(self.path / SESSIONS_NAME, json.dumps(sessions, indent=2) + "\n")
@@ -162,7 +174,7 @@ class RunDirectory:
                 "output_dir", str(self.path), "is not a directory", "choose another output_dir"
             )
         found = sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
-        foreign = [name for name in found if name not in _PARTIAL_NAMES]
+        foreign = [name for name in found if name not in _PARTIAL_NAMES and not name.startswith(PREVIOUS)]
         if foreign:
             raise ConfigurationError(
                 "output_dir",
@@ -201,7 +213,7 @@ class RunDirectory:
                 "resume_from_checkpoint",
                 False,
                 f"means a fresh start, but {self.path} holds checkpoints",
-                "choose another --output-dir, or remove that directory",
+                f"choose another --output-dir, or add --fresh, which moves that run to {PREVIOUS}<time>/",
             )
 
     def _changes(self, args: PretrainArguments) -> dict[str, tuple[object, object]]:

@@ -75,6 +75,7 @@ from .precision import (
     prepare_qat,
 )
 from .precision.autocast import autocast
+from .previous_runs import PREVIOUS, checkpoints_in, move_aside
 from .replicas import saved_buffers
 from .sampling import Sampling
 from .state import StopCause, TrainerControl, TrainerState, TrainOutput
@@ -88,6 +89,7 @@ __all__ = [
     "EXIT_RESUMABLE",
     "FP8_RECIPES",
     "MARGIN_STANDS_FOR",
+    "PREVIOUS",
     "QAT_RECIPES",
     "BaseTrainingArguments",
     "Batch",
@@ -145,6 +147,7 @@ __all__ = [
     "autocast",
     "build_optimizer",
     "checkpoint_activations",
+    "checkpoints_in",
     "clip_grad_norm",
     "compile_model",
     "construct_without_weights",
@@ -166,6 +169,7 @@ __all__ = [
     "logits_of_one_rank",
     "loss_of",
     "margin_of",
+    "move_aside",
     "move_buffers",
     "no_dry_run",
     "ordinary_tensors",

@@ -101,6 +101,11 @@ def train_parser() -> Parser:
         help="TOML or YAML file with the names below, written with underscores; or the name of a recipe",
     )
     parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="begin anew in a directory that holds a run: its files move to previous-<time>/ there",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="build what one process of the job would build and make a step, without memory, time or other "
@@ -116,13 +121,23 @@ def resolve(given: Mapping[str, object]) -> PretrainArguments:
     The default of `warmup_steps` is left out where it could have no effect: with the schedule `constant`.
 
     Args:
-        given: Values by name; those of a group of settings as `group.name`, or in a table.
+        given: Values by name; those of a group of settings as `group.name`, or in a table. `fresh` stands for
+            `resume_from_checkpoint=False` with `overwrite_output_dir=True`.
 
     Raises:
         ConfigurationError: For an unknown name, a wrong type or a broken rule.
     """
     options = dict(given)
     path = options.pop("config", None)
+    if options.pop("fresh", False):
+        if "resume_from_checkpoint" in options:
+            raise ConfigurationError(
+                "fresh",
+                True,
+                f"excludes resume_from_checkpoint={options['resume_from_checkpoint']!r}",
+                "leave one of them out",
+            )
+        options |= {"resume_from_checkpoint": False, "overwrite_output_dir": True}
     from_file = {} if path is None else load_config(str(path))
     above, below = follow_mesh(
         _in_tables(options, PretrainArguments), _in_tables(from_file, PretrainArguments)
