@@ -34,6 +34,21 @@ def test_objects_reach_every_rank(job: Any) -> None:
     assert all("is not one of the ranks" in note["bad_src"] for note in job.notes)
 
 
+def test_an_object_that_cannot_be_sent_is_refused_on_every_rank(job: Any) -> None:
+    own = "the object['lock'] is a _thread.lock, which cannot be sent. What can: None, bool, int, float"
+    assert [text.startswith(own) for text in job.notes[0]["unfit"]] == [True] * 2
+    told = "the object of rank 0 cannot be sent to other ranks; its own error says why"
+    assert [note["unfit"] for note in job.notes[1:]] == [[told] * 2] * 3
+
+
+def test_hostile_messages_of_a_rank_are_an_error_that_names_it(job: Any) -> None:
+    reasons = ["unknown type", "can't allocate memory", "is said to have -7 bytes", "0 bytes", "malformed"]
+    for note in job.notes[1:]:
+        for text, reason in zip(note["hostile"], reasons, strict=True):
+            assert text.startswith("0 exchanging objects: rank 0 sent a message that cannot be read: ")
+            assert reason in text
+
+
 def test_main_process_goes_first(job: Any) -> None:
     assert [note["first"] for note in job.notes] == [[rank == 0, "main was here"] for rank in range(4)]
     assert [note["first_local"] for note in job.notes] == [True, False, False, False]

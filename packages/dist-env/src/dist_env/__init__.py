@@ -1,6 +1,8 @@
 """Which rank am I, on what device, and is the process group healthy?"""
 
 from dist_env.collectives import barrier, broadcast_object, gather_objects, main_process_first
+from dist_env.decoding import decode_value
+from dist_env.encoding import encode_value
 from dist_env.environment import DistributedEnvironment
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
 from dist_env.heartbeat import Heartbeat
@@ -27,9 +29,11 @@ __all__ = [
     "StaticDistributedEnvironment",
     "barrier",
     "broadcast_object",
+    "decode_value",
     "die_with_parent",
     "die_with_parent_command",
     "die_with_parent_context",
+    "encode_value",
     "forget_warnings",
     "gather_objects",
     "get_logger",

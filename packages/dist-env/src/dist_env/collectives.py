@@ -16,7 +16,7 @@ from dist_env.coordination import Coordinator, shared_coordinator
 from dist_env.environment import DistributedEnvironment
 from dist_env.errors import DistributedEnvironmentError
 from dist_env.interface import DistributedEnvInterface, is_alone
-from dist_env.objects import broadcast_pickled, gather_pickled
+from dist_env.objects import broadcast_encoded, gather_encoded
 from dist_env.roll_call import Lookout, roll_call_of
 
 T = TypeVar("T")
@@ -107,22 +107,25 @@ def broadcast_object(
     """Give every rank the object of rank `src`.
 
     Args:
-        obj: Any object that pickles; only that of `src` counts.
+        obj: What `encode_value` takes: JSON values, bytes, dense tensors, tuples and more; only that of `src`
+            counts. No code of another rank is run.
         env: Environment of this process.
         src: Global rank of the sender.
         process_group: Ranks that take part; None means all.
 
     Returns:
-        On `src` the object itself, elsewhere an equal one.
+        On `src` the object itself, elsewhere an equal one, with tensors detached and on the CPU.
 
     Raises:
+        TypeError: The object has a value of another type; says where. On every rank.
+        RankFailedError: What came from `src` cannot be read.
         DistributedEnvironmentError: `src` is not one of the ranks, or there is no process group.
     """
     if is_alone(env):
         _check_source(src, list(range(env.world_size)))
         return obj
     _check_source(src, _members(env, process_group)[0])
-    return cast(T, broadcast_pickled(obj, src, process_group, env.device))
+    return cast(T, broadcast_encoded(obj, src, process_group, env.device))
 
 
 def gather_objects(
@@ -131,20 +134,23 @@ def gather_objects(
     """Give every rank the objects of all ranks, in the order of the ranks.
 
     Args:
-        obj: Any object that pickles.
+        obj: What `encode_value` takes: JSON values, bytes, dense tensors, tuples and more. No code of another
+            rank is run.
         env: Environment of this process.
         process_group: Ranks that take part; None means all.
 
     Returns:
-        One object per rank.
+        One object per rank, with tensors detached and on the CPU.
 
     Raises:
+        TypeError: The object of some rank has a value of another type. On every rank.
+        RankFailedError: What came from some rank cannot be read.
         DistributedEnvironmentError: There are several ranks but no process group.
     """
     if is_alone(env):
         return [obj] * env.world_size
     _members(env, process_group)
-    return cast(list[T], gather_pickled(obj, process_group, env.device))
+    return cast(list[T], gather_encoded(obj, process_group, env.device))
 
 
 def coordinator_of(env: DistributedEnvInterface) -> Coordinator:

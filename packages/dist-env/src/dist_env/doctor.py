@@ -117,7 +117,7 @@ def _examine(
                 time.sleep(_STALL_SECONDS)
 
         reach("describe")
-        reports = gather_objects(survey(env), env)
+        reports = [RankReport(**told) for told in gather_objects(asdict(survey(env)), env)]
         reach("barrier")
         barrier(env, timeout=options.timeout, tag="doctor")
         results = [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -54,9 +56,43 @@ def meet(env: DistributedEnvironment) -> None:
         broadcast_object(1, env, members[0] ^ 2, process_group=pair)
     except DistributedEnvironmentError as error:
         notes["bad_src"] = str(error)
+    # Whoever does not take part in the exchange of sizes would leave the others waiting.
+    for exchange in (gather_objects, broadcast_object):
+        try:
+            exchange({"lock": threading.Lock()} if env.rank == 0 else {"plain": 1}, env)
+        except TypeError as error:
+            notes.setdefault("unfit", []).append(str(error))
+    notes["hostile"] = [receive_hostile(env, *case) for case in HOSTILE]
     total = torch.tensor([float(env.rank)])
     dist.all_reduce(total)
     notes["sum"] = total.item()
+
+
+class Bomb:
+    """Unpickling it would show."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.abort, ()
+
+
+PICKLE = pickle.dumps(Bomb())
+HOSTILE = [(len(PICKLE), PICKLE), (2**60, PICKLE), (-7, PICKLE), (0, b""), (10, b"l*\x01\x00\x00\x00l*ab")]
+
+
+def receive_hostile(env: DistributedEnvironment, size: int, data: bytes) -> str:
+    """What the other ranks say of rank 0, which sends by hand what no release sends."""
+    if env.rank == 0:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(env.world_size)]
+        dist.all_gather(sizes, torch.tensor([size]))
+        if 0 < size < 2**20:
+            tensor = torch.zeros(max(size, *map(int, sizes)), dtype=torch.uint8)
+            tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            dist.all_gather([torch.empty_like(tensor) for _ in sizes], tensor)
+        return ""
+    try:
+        return f"received {gather_objects(env.rank, env)}"
+    except RankFailedError as error:
+        return f"{error.rank} {error}"
 
 
 def take_turns(env: DistributedEnvironment) -> None:
