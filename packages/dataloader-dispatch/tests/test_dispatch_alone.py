@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from dataloader_dispatch import DataError, build_loader
+from dataloader_dispatch.batch_codec import BatchCodec
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
 from dataloader_dispatch.dispatch.failure import decode, encode
 from dataloader_dispatch.dispatch.layout import ALIGNMENT, Layout, spec_of
 from dataloader_dispatch.dispatch.reader import Reader
-from dataloader_dispatch.dispatch.structure import put_together, take_apart
+from dataloader_dispatch.dispatch.structure import Slot, put_together
 from dataloader_dispatch.dummy import masked_dummy
 from dist_env import RankFailedError, RankTimeoutError
 
@@ -131,7 +132,8 @@ BATCHES = st.recursive(
 
 @given(BATCHES)
 def test_taking_apart_and_putting_together(batch: Any) -> None:
-    skeleton, tensors = take_apart(batch)
+    codec, tensors = BatchCodec(), []
+    skeleton = codec.decode(codec.encode(batch, tensors), [Slot(number) for number in range(len(tensors))])
     assert repr(put_together(skeleton, tensors)) == repr(batch)
     assert "tensor" not in repr(skeleton)
 

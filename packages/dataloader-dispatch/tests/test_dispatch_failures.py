@@ -87,3 +87,16 @@ def test_dropping_it_while_something_is_traced_ends_it_as_ever(
     assert ranks[dropping].note["threads"] == ["MainThread"]
     assert ranks[1 - dropping].note["rank"] == dropping
     assert told in ranks[1 - dropping].note["text"]
+
+
+def test_hostile_messages_are_errors_that_name_the_rank(launch: Callable[..., list[Any]]) -> None:
+    """Nothing that comes over the network runs code or takes memory without end."""
+    ranks = launch("dispatch_hostile.py", 2)
+    assert [(rank.code, rank.err) for rank in ranks] == [(0, "")] * 2
+    told = ranks[1].note["told"]
+    assert len(told) == 18
+    for name, text in told.items():
+        assert text.startswith("RankFailedError: "), (name, text)
+        assert "rank 0 (" in text
+        assert "sent a message that cannot be read" in text
+    assert ranks[1].note["mebibytes"] < 1500

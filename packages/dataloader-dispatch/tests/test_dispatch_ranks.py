@@ -136,21 +136,28 @@ def test_fewer_batches_than_ranks(four: list[Any]) -> None:
 def test_errors_of_the_loader_are_raised_on_every_rank(two: list[Any]) -> None:
     root, other = two[0]["errors"], two[1]["errors"]
     assert [entry[0] for entry in root] == [
-        "KeyError", "TwoArgumentsError", "LockedError", "SystemExit", "DataError"
+        "KeyError", "FileNotFoundError", "SystemExit", "TwoArgumentsError", "LockedError", "NoNumberError",
+        *["DataError"] * 3,
     ]  # fmt: skip
-    # Errors that do not pickle become a RuntimeError with their type and text.
+    # Other errors than Python's own become the nearest of these, with their type and text.
     assert [entry[:2] for entry in other] == [
-        ["KeyError", "'pickled'"],
+        ["KeyError", "'known'"],
+        ["FileNotFoundError", "[Errno 2] No such file: 'a.bin'"],
+        ["SystemExit", "5"],
         ["RuntimeError", "TwoArgumentsError: 3: why"],
         ["RuntimeError", "LockedError: locked"],
-        ["SystemExit", "5"],
-        root[4][:2],
+        ["ValueError", "NoNumberError: ten"],
+        *[entry[:2] for entry in root[6:]],
     ]
-    assert "does not pickle" in root[4][1]
+    lock, pickled, image = (entry[1] for entry in root[6:])
+    assert "batch['x'] is a _thread.lock, which cannot be sent" in lock
+    assert "set unpickle_batches=True" in lock
+    assert "does not pickle" in pickled
+    assert "batch[0]['image'] is a dispatch_loaders.Opaque, which cannot be sent" in image
     for rank, entries in enumerate((root, other)):
         for entry in entries:
             assert entry[2][0].startswith(NOTE)
-        for entry in entries[:4]:
+        for entry in entries[:6]:
             assert entry[3], "the traceback of the loader is part of what is shown"
             assert entry[4] == [rank, 2 + rank, 4 + rank, 6 + rank, 8 + rank]
             assert entry[5] == 10, "the next pass is whole"
@@ -174,7 +181,8 @@ def test_arguments_are_compared_and_refused_everywhere(two: list[Any]) -> None:
         assert "called 'dp'" in texts[5]
         assert "dp_mesh_dim=1" in texts[6]
         assert "timeout_seconds=0" in texts[7]
-        assert [kind for kind, _ in results[8:]] == [
+        assert texts[8].startswith("unpickle_batches must be the same on every rank; it is True on rank 0")
+        assert [kind for kind, _ in results[9:]] == [
             "TypeError", "TypeError", "DataError", "RuntimeError", "RuntimeError"
         ]  # fmt: skip
 

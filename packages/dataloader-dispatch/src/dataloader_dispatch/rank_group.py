@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import pickle
 import socket
 import time
 import weakref
@@ -17,10 +16,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dataloader_dispatch.errors import DataError
-from dist_env import RankFailedError
+from dist_env import RankFailedError, decode_value, encode_value
 
 T = TypeVar("T")
 
+MOST_BYTES = 1 << 24
+"""Of a message about the data; batches may be larger."""
 _ROLL_CALL_SECONDS = 5.0
 """How long the ranks are asked who is still there, after a connection between them broke."""
 _LOOK_SECONDS = 0.2
@@ -105,21 +106,47 @@ class RankGroup:
 
         Args:
             doing: What the ranks are doing, for the message.
-            value: Anything that pickles.
+            value: Something short that `encode_value` takes, of the same type on every rank.
 
         Raises:
-            RankFailedError: A rank is lost.
+            RankFailedError: A rank is lost, or its message cannot be read.
         """
         if self.size == 1:
             return [value]
-        message = pickle.dumps(value)
+        message = encode_value(value)
         sizes = [int(size) for size in self._gather_tensors(doing, torch.tensor([len(message)]))]
+        self.check_sizes(doing, sizes)
         padded = torch.frombuffer(bytearray(message.ljust(max(sizes))), dtype=torch.uint8)
         parts = self._gather_tensors(doing, padded)
-        return [
-            cast(T, pickle.loads(part.numpy().tobytes()[:size]))
-            for part, size in zip(parts, sizes, strict=True)
-        ]
+        messages = [part.numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
+        return self.decode_all(doing, messages, value)
+
+    def check_sizes(self, doing: str, sizes: Sequence[int], limit: int = MOST_BYTES) -> None:
+        """Refuse sizes of messages, as ranks told them, that no such message has.
+
+        Raises:
+            RankFailedError: Names the rank.
+        """
+        for index, size in enumerate(sizes):
+            if not 0 <= size <= limit:
+                raise self.unreadable(doing, index, f"it is said to have {size} bytes")
+
+    def decode_all(self, doing: str, messages: Sequence[bytes], own: T) -> list[T]:
+        """The values in the messages of all ranks, of the type of this rank's value; anyone may have None.
+
+        Raises:
+            RankFailedError: A message cannot be read, or holds something else.
+        """
+        values: list[T] = []
+        for index, message in enumerate(messages):
+            try:
+                value = decode_value(message)
+            except ValueError as error:
+                raise self.unreadable(doing, index, error) from error
+            if type(value) is not type(own) and value is not None and own is not None:
+                raise self.unreadable(doing, index, f"it holds a {type(value).__name__}")
+            values.append(cast(T, value))
+        return values
 
     def wait(self, doing: str, work: dist.Work) -> None:
         """Wait for an exchange of the group to end.
@@ -149,6 +176,14 @@ class RankGroup:
         """The error for one rank that is known to be lost."""
         return RankFailedError(
             f"{doing}: {self.name(index)} is lost: {one_line(reason)}. Look at the log of that rank",
+            self.ranks[index],
+        )
+
+    def unreadable(self, doing: str, index: int, reason: object) -> RankFailedError:
+        """The error for a message of one rank that cannot be read."""
+        return RankFailedError(
+            f"{doing}: {self.name(index)} sent a message that cannot be read: {one_line(reason)}. Run the "
+            "same releases on all ranks, import the same modules, and let nobody else reach their network",
             self.ranks[index],
         )
 

@@ -113,8 +113,8 @@ def mixed_batches() -> list[Any]:
         {"grad": (random.clone().requires_grad_() * 2), "text": ["a", "b"], "n": 3, "flag": True, "f": 0.5},
         {"grad": (random.clone().requires_grad_() * 3), "text": ["a", "c"], "n": 4, "flag": False, "f": -0.5},
         collections.UserDict({"x": random, "inner": collections.OrderedDict(y=random + 1)}),
-        {"opaque": Opaque(5), "set": {1, 2}, "sparse": random.to_sparse(), "array": random.numpy()},
-        {"opaque": Opaque(6), "set": {1, 3}, "sparse": random.to_sparse(), "array": random.numpy() + 1},
+        {"set": {1, 2}, "array": random.numpy(), "scalar": random.numpy()[0, 0], "bytes": b"x"},
+        {"set": {1, 3}, "array": random.numpy() + 1, "complex": 1j, "big": 10**30, "nothing": None},
         torch.arange(300_000),
         torch.arange(1_000_000, dtype=torch.float64),
         torch.arange(12),
@@ -123,6 +123,12 @@ def mixed_batches() -> list[Any]:
         {},
         {0: torch.ones(2), (1, 2): torch.zeros(3)},
     ]
+
+
+def opaque_batches() -> list[Any]:
+    """Batches that only pickles can hold."""
+    sparse = torch.eye(3).to_sparse()
+    return [{"opaque": Opaque(number), "x": torch.ones(2), "sparse": sparse} for number in (5, 6)]
 
 
 def same(left: Any, right: Any) -> bool:

@@ -18,8 +18,10 @@ from dispatch_loaders import (
     RANK,
     Labelled,
     Numbers,
+    Opaque,
     marked_passes,
     mixed_batches,
+    opaque_batches,
     open_group,
     same,
     tell,
@@ -54,10 +56,11 @@ class List:
 
 def contents() -> object:
     """Every kind of batch, three times over, with the memory of each kept until all have come."""
-    every = mixed_batches()
+    every, opaque = mixed_batches(), opaque_batches()
     wrong = []
-    for dim in (0, None):
-        loader = dispatcher(List(every * 3), dp_mesh_dim=dim, prefetch=2)
+    for dim, unpickle in ((0, False), (None, True)):
+        every += opaque * unpickle
+        loader = dispatcher(List(every * 3), dp_mesh_dim=dim, prefetch=2, unpickle_batches=unpickle)
         expected = (every * 3)[RANK::2] if dim == 0 else every * 3
         received = list(loader)
         wrong += [i for i, pair in enumerate(zip(expected, received, strict=True)) if not same(*pair)]
@@ -260,6 +263,10 @@ class LockedError(RuntimeError):
         self.lock = threading.Lock()
 
 
+class NoNumberError(ValueError):
+    """Derived from one of Python's own."""
+
+
 class Failing:
     batch_size = 4
 
@@ -319,17 +326,25 @@ def collected() -> object:
 def errors() -> object:
     """Errors of the loader come to every rank; the dispatcher goes on working."""
     results = []
-    for error in (KeyError("pickled"), TwoArgumentsError(3, "why"), LockedError("locked"), SystemExit(5)):
+    known = [KeyError("known"), OSError(2, "No such file", "a.bin"), SystemExit(5)]
+    for error in (*known, TwoArgumentsError(3, "why"), LockedError("locked"), NoNumberError("ten")):
         loader = dispatcher(Failing(error))
         taken: list[int] = []
         results.append(caught(lambda loader=loader, taken=taken: taken.extend(int(b["x"]) for b in loader)))
         results[-1].append(taken)
         results[-1].append(len(numbers(loader)))
         loader.close()
-    unpicklable = dispatcher(List([{"x": threading.Lock()}] * 4))
-    results.append(caught(lambda: list(unpicklable)))
-    unpicklable.close()
+    results.append(refused({"x": threading.Lock()}))
+    results.append(refused({"x": threading.Lock()}, unpickle_batches=True))
+    results.append(refused([{"image": Opaque(1)}]))
     return results
+
+
+def refused(batch: object, **options: Any) -> list[Any]:
+    loader = dispatcher(List([batch] * 4), **options)
+    result = caught(lambda: list(loader))
+    loader.close()
+    return result
 
 
 def refusals() -> object:
@@ -343,6 +358,7 @@ def refusals() -> object:
         caught(lambda: DataloaderDispatcher(Numbers(4), mesh, "cpu", dp_mesh_dim="tp")),
         caught(lambda: DataloaderDispatcher(Numbers(4), mesh, "cpu", dp_mesh_dim=1)),
         caught(lambda: DataloaderDispatcher(Numbers(4), mesh, "cpu", timeout_seconds=0)),
+        caught(lambda: DataloaderDispatcher(Numbers(4), mesh, "cpu", unpickle_batches=RANK == 0)),
     ]
     plain = dispatcher(List([1, 2]))
     results += [caught(lambda: len(plain)), caught(plain.state_dict), caught(lambda: plain.set_epoch(-1))]

@@ -32,15 +32,17 @@ class Entry(NamedTuple):
     """What one rank says at the start.
 
     Attributes:
-        settings: The values of the settings that must be the same everywhere.
+        settings: The settings that must be the same everywhere, as they are shown.
         facts: Those of the root; None on other ranks.
         problem: What is wrong with this rank's arguments; None if nothing is.
+        is_type: Whether that is a type.
         host: Its host.
     """
 
-    settings: Mapping[str, object]
+    settings: dict[str, str]
     facts: Facts | None
-    problem: Exception | None
+    problem: str | None
+    is_type: bool
     host: str
 
 
@@ -57,23 +59,24 @@ def agree(
         TypeError: An argument of some rank has the wrong type.
         RankFailedError: A rank is lost.
     """
-    mine = Entry(settings, facts, problem, socket.gethostname())
+    told = None if problem is None else str(problem)
+    shown = {name: repr(value) for name, value in settings.items()}
+    mine = Entry(shown, facts, told, isinstance(problem, TypeError), socket.gethostname())
     entries = group.gather("opening the data loader", mine)
     for index, entry in enumerate(entries):
         if entry.problem is not None:
-            raise entry.problem if index == group.index else _elsewhere(group.name(index), entry.problem)
+            kind = TypeError if entry.is_type else DataError
+            if problem is not None and index == group.index:
+                raise problem
+            raise kind(f"on {group.name(index)}: {entry.problem}")
     for name, first in entries[0].settings.items():
         for index, entry in enumerate(entries):
             if entry.settings[name] != first:
                 raise DataError(
-                    f"{name} must be the same on every rank; it is {first!r} on {group.name(0)} and "
-                    f"{entry.settings[name]!r} on {group.name(index)}"
+                    f"{name} must be the same on every rank; it is {first} on {group.name(0)} and "
+                    f"{entry.settings[name]} on {group.name(index)}"
                 )
     root = entries[0].facts
     if root is None:
         raise DataError(f"{group.name(0)} says nothing about its loader; do all ranks run the same release?")
     return root, {group.ranks[index]: entry.host for index, entry in enumerate(entries)}
-
-
-def _elsewhere(name: str, problem: Exception) -> Exception:
-    return type(problem)(f"on {name}: {problem}")

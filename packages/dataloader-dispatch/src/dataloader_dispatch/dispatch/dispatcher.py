@@ -6,11 +6,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, SupportsIndex, TypeVar, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from dataloader_dispatch.batch_codec import BatchCodec
 from dataloader_dispatch.dispatch.agreement import Facts, agree
 from dataloader_dispatch.dispatch.aside import run_aside
 from dataloader_dispatch.dispatch.inbox import Inbox
@@ -43,12 +44,16 @@ class DataloaderDispatcher(Generic[Batch]):
 
     Batches are structures of mappings, lists, tuples and named tuples. Their dense tensors, of any type and
     shape, travel in one packed message to each rank and arrive detached; the tensors of one batch may share
-    one block of memory, none shares it with another batch. All other values are pickled. They should be
-    small. A background thread of the first rank loads, packs and sends ahead; every rank of an accelerator
-    receives into page-locked memory. The first rank sends to every rank itself.
+    one block of memory, none shares it with another batch. Beside them travel None, bool, int, float,
+    complex, str, bytes, NumPy arrays and scalars, sets, and the mappings of tokenizers, without a fast
+    tokenizer's own encodings; all of that should be small. The class of a named tuple must be found in a
+    module that every rank has imported. Other values are refused by the name of their field. A background
+    thread of the first rank loads, packs and sends ahead; every rank of an accelerator receives into
+    page-locked memory. The first rank sends to every rank itself.
 
-    An exception of the loader is raised on every rank as itself, or as a RuntimeError with its text if it
-    does not pickle. A rank that is lost is named on all others that ask for a batch.
+    An exception of the loader is raised on every rank: one of Python's own as itself, another one on the
+    other ranks as the nearest of these that it is derived from, or a RuntimeError, with its text. A rank that
+    is lost is named on all others that ask for a batch.
 
     The state is that of the first rank's loader behind the last batch received, whatever was read ahead, and
     may be loaded into that loader alone; where that loader has `load_resharded`, so has the dispatcher.
@@ -69,6 +74,9 @@ class DataloaderDispatcher(Generic[Batch]):
             waited for. Time between batches, such as that of an evaluation, does not count.
         make_dummy: For ``uneven="pad"``: makes a dummy of the last real batch. By default the batch must be a
             mapping with ``labels``: these become -100, floating-point ``weight`` or ``weights`` zero.
+        unpickle_batches: Let values of all other types travel as pickles, and unpickle what the first rank
+            sends. Then whoever can reach the connections between the ranks can run code in them: only for
+            networks that no stranger can reach.
 
     Attributes:
         loader: The argument ``loader``.
@@ -91,13 +99,22 @@ class DataloaderDispatcher(Generic[Batch]):
         prefetch: int = 4,
         timeout_seconds: float = 600.0,
         make_dummy: Callable[[Batch], Batch] | None = None,
+        unpickle_batches: bool = False,
     ) -> None:
         self.loader = tie_loader_workers(loader)
         self._uneven = uneven
         placement = Placement.of(mesh, dp_mesh_dim)
         self._width = placement.width
         self._group = group = RankGroup(placement.ranks, timeout_seconds)
-        options = _Options(placement, torch.device(device), prefetch, timeout_seconds, uneven, make_dummy)
+        options = _Options(
+            placement,
+            torch.device(device),
+            prefetch,
+            timeout_seconds,
+            uneven,
+            make_dummy,
+            unpickle_batches,
+        )
         try:
             self._facts, self._side = _open(loader, group, options)
         except BaseException:
@@ -128,7 +145,7 @@ class DataloaderDispatcher(Generic[Batch]):
 
     @property
     def batch_size(self) -> int | None:
-        """``batch_size`` of the first rank's loader, on every rank; None if it has none."""
+        """``batch_size`` of the first rank's loader, on every rank; None if it has no whole number."""
         return self._facts.batch_size
 
     @property
@@ -247,6 +264,7 @@ class _Options(NamedTuple):
     timeout_seconds: float
     uneven: Uneven
     make_dummy: Callable[[Any], Any] | None
+    unpickle: bool
 
 
 def _open(loader: Iterable[Any] | None, group: RankGroup, options: _Options) -> tuple[Facts, Side]:
@@ -257,18 +275,20 @@ def _open(loader: Iterable[Any] | None, group: RankGroup, options: _Options) -> 
         "dp_mesh_dim": place.shares,
         "uneven": options.uneven,
         "prefetch": options.prefetch,
-        "timeout_seconds": timeout,
+        "timeout_seconds": float(timeout),
+        "unpickle_batches": options.unpickle,
     }
     facts, problem = _facts(loader) if group.index == 0 else (None, None)
+    codec = BatchCodec(options.unpickle)
     facts, hosts = agree(group, settings, facts, _problem(options) or problem)
     if group.index != 0 or loader is None:
         patience = timeout + min(_GRACE_SECONDS, timeout / 2)
         inbox = Inbox(group, options.prefetch, pins(options.device), patience, hosts[group.ranks[0]])
-        return facts, Follower(inbox, options.device, facts.epoch)
+        return facts, Follower(inbox, options.device, facts.epoch, codec)
     if group.size == 1:
         return facts, Alone(loader, options.device)
     reader = Reader(loader, place.width, options.uneven, options.make_dummy)
-    outbox = Outbox(group, place, options.prefetch)
+    outbox = Outbox(group, place, options.prefetch, codec)
     producer = Producer(reader, outbox, group, options.prefetch, timeout, hosts)
     return facts, Root(reader, producer, place.shares[0], options.device)
 
@@ -296,7 +316,8 @@ def _facts(loader: object) -> tuple[Facts | None, Exception | None]:
     if not isinstance(loader, Iterable):
         return None, TypeError(f"loader is a {type(loader).__name__}, which cannot be iterated")
     position = Position(loader)
-    batch_size = getattr(loader, "batch_size", None)
+    size = getattr(loader, "batch_size", None)
+    batch_size = int(size) if isinstance(size, SupportsIndex) else None
     has_state, has_resharding = position.has_state, position.has_resharding
     return Facts(length_of(loader), batch_size, has_state, has_resharding, position.epoch), None
 
@@ -305,6 +326,8 @@ def _problem(options: _Options) -> Exception | None:
     if options.uneven not in get_args(Uneven):
         choices = ", ".join(map(repr, get_args(Uneven)))
         return DataError(f"uneven={options.uneven!r} is not one of {choices}")
+    if type(options.unpickle) is not bool:
+        return DataError(f"unpickle_batches={options.unpickle!r} must be True or False")
     if type(options.prefetch) is not int or options.prefetch < 1:
         return DataError(
             f"prefetch={options.prefetch!r} is out of range; it must be an integer of at least 1"

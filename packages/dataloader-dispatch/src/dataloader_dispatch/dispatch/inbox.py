@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dataloader_dispatch.dispatch.connection import Connection
-from dataloader_dispatch.dispatch.layout import aligned
+from dataloader_dispatch.dispatch.layout import ALIGNMENT, aligned
 from dataloader_dispatch.dispatch.message import (
     ACKNOWLEDGE_TAG,
     DATA_TAG,
@@ -24,7 +24,7 @@ from dataloader_dispatch.dispatch.message import (
     memory_of,
 )
 from dataloader_dispatch.rank_group import RankGroup
-from dist_env import RankTimeoutError
+from dist_env import RankFailedError, RankTimeoutError
 
 DOING = "waiting for a batch"
 
@@ -33,6 +33,8 @@ _SHORTEST_PAUSE = 2e-5
 _LONGEST_PAUSE = 1e-3
 _ACKNOWLEDGE_SECONDS = 1.0
 _ROOT = 0
+_BEGINNINGS = (Kind.BATCH, Kind.END, Kind.FAILURE)
+_IMPOSSIBLE = 1 << 56
 _SPARE = 2
 """Pinned buffers beyond those that receives are posted for, so that a copy may still read from them."""
 
@@ -65,6 +67,7 @@ class Inbox:
         self._buffers = _Buffers(pinned, prefetch + _SPARE)
         self._posted: deque[tuple[dist.Work, torch.Tensor, memoryview]] = deque()
         self._sequence = 0
+        self._longest = 0
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
         self._broken: RuntimeError | None = None
         for _ in range(prefetch):
@@ -78,13 +81,20 @@ class Inbox:
             RankTimeoutError: Nothing came within the timeout.
         """
         header, buffer = self._next()
-        self._post(header.capacity)
         total = HEADER_BYTES + aligned(header.description) + header.payload
+        self._longest = max(self._longest, total)
+        if header.kind not in _BEGINNINGS or total >= _IMPOSSIBLE:
+            raise self.unreadable(f"it is of the kind {header.kind} and has {total} bytes")
+        self._post_for(header)
         if total > buffer.numel():
             buffer = self._rest_of(buffer, total)
         if header.kind in (Kind.END, Kind.FAILURE):
             self._acknowledge()
         return Received(header, buffer)
+
+    def unreadable(self, reason: object) -> RankFailedError:
+        """The error for a message of the root that cannot be read."""
+        return self._group.unreadable(DOING, _ROOT, reason)
 
     def give_back(self, buffer: torch.Tensor, event: torch.Event | None = None) -> None:
         """Let a buffer be used again, once ``event`` has happened."""
@@ -143,15 +153,31 @@ class Inbox:
 
     def _rest_of(self, buffer: torch.Tensor, total: int) -> torch.Tensor:
         """A message that is longer than one receive, in a buffer of its own."""
-        whole = torch.empty(aligned(total), dtype=torch.uint8)
+        try:
+            whole = torch.empty(aligned(total), dtype=torch.uint8)
+        except RuntimeError as error:
+            raise self.unreadable(error) from error
         whole[: buffer.numel()] = buffer
         filled = buffer.numel()
         while filled < total:
             header, piece = self._next()
-            self._post(header.capacity)
+            longest = min(total - filled, piece.numel() - HEADER_BYTES)
+            if header.kind != Kind.MORE or not 0 < header.payload <= longest:
+                raise self.unreadable(f"{header.payload} bytes of the kind {header.kind} continue it")
+            self._post_for(header)
             whole[filled : filled + header.payload] = piece[HEADER_BYTES : HEADER_BYTES + header.payload]
             filled += header.payload
         return whole
+
+    def _post_for(self, header: Header) -> None:
+        """Post the receive that a message asks for, which is not much longer than messages are."""
+        most = max(FIRST_CAPACITY, 2 * aligned(self._longest))
+        if not FIRST_CAPACITY <= header.capacity <= most or header.capacity % ALIGNMENT:
+            raise self.unreadable(f"it asks for a receive of {header.capacity} bytes")
+        try:
+            self._post(header.capacity)
+        except RuntimeError as error:
+            raise self.unreadable(error) from error
 
     def _post(self, capacity: int) -> None:
         if self._broken is not None:

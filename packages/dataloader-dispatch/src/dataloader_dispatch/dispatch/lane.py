@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -10,18 +9,17 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dataloader_dispatch.dispatch.layout import Layout, aligned, spec_of
+from dataloader_dispatch.batch_codec import BatchCodec
+from dataloader_dispatch.dispatch.layout import Layout, aligned, encode_specs, spec_of
 from dataloader_dispatch.dispatch.message import (
     FIRST_CAPACITY,
     HEADER_BYTES,
+    U32,
     Header,
     Kind,
     memory_of,
     write_standing,
 )
-from dataloader_dispatch.dispatch.structure import take_apart
-from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.rank_group import one_line
 
 UNDER_WAY = 2
 """Messages whose sends need not have ended: one travels while the next is packed."""
@@ -170,16 +168,18 @@ class Parcel:
         self._whole = self.buffer
 
 
-def packed_alike(batches: Sequence[object], stamps: Sequence[Stamp]) -> Iterator[Packed]:
+def packed_alike(batches: Sequence[object], stamps: Sequence[Stamp], codec: BatchCodec) -> Iterator[Packed]:
     """Batches in their order, those together that follow one another and have one description.
 
     Raises:
-        DataError: A value that is no dense tensor does not pickle.
+        DataError: A value in a batch cannot be sent.
     """
     group: Packed | None = None
     for batch, stamp in zip(batches, stamps, strict=True):
-        skeleton, tensors = take_apart(batch)
-        described = _describe(skeleton, tensors)
+        tensors: list[torch.Tensor] = []
+        structure = codec.encode(batch, tensors)
+        specs = encode_specs(spec_of(tensors))
+        described = b"".join((U32.pack(len(specs)), specs, structure))
         if group is not None and group.described == described:
             group.stamps.append(stamp)
             group.tensors.append(tensors)
@@ -189,13 +189,3 @@ def packed_alike(batches: Sequence[object], stamps: Sequence[Stamp]) -> Iterator
         group = Packed(described, [stamp], [tensors])
     if group is not None:
         yield group
-
-
-def _describe(skeleton: object, tensors: Sequence[torch.Tensor]) -> bytes:
-    try:
-        return pickle.dumps((skeleton, spec_of(tensors)), pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        raise DataError(
-            "a batch cannot be sent to other ranks, because a value in it that is no dense tensor does not "
-            f"pickle: {one_line(error)}. Let the collate function leave it out, or make it a tensor"
-        ) from error

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
+
+from dist_env import decode_value, encode_value
 
 ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every element size."""
@@ -18,9 +21,34 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def spec_of(tensors: Sequence[torch.Tensor]) -> list[Spec]:
+@lru_cache
+def encode_specs(specs: tuple[Spec, ...]) -> bytes:
+    """Types and shapes as bytes."""
+    return encode_value([(dtype, *shape) for dtype, shape in specs])
+
+
+def decode_specs(data: bytes) -> list[Spec]:
+    """Types and shapes of tensors that `encode_specs` wrote.
+
+    Raises:
+        ValueError: The bytes say something else, or tensors of impossible sizes.
+    """
+    rows = decode_value(data)
+    if not isinstance(rows, list) or not all(map(_is_spec, rows)):
+        raise ValueError("the message describes no tensors")
+    return [(dtype, tuple(shape)) for dtype, *shape in rows]
+
+
+def _is_spec(row: object) -> bool:
+    if not isinstance(row, tuple) or not row or not isinstance(row[0], torch.dtype):
+        return False
+    sizes = [size for size in row[1:] if type(size) is int and size >= 0]
+    return len(sizes) == len(row) - 1 and math.prod(max(size, 1) for size in sizes) < 2**56
+
+
+def spec_of(tensors: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
     """Type and shape of each tensor."""
-    return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    return tuple([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
 
 
 class Layout:

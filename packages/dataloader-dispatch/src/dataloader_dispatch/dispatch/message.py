@@ -16,6 +16,8 @@ PROBE_TAG = 3
 HEADER_BYTES = ALIGNMENT
 FIRST_CAPACITY = 1 << 16
 """Bytes of the first receives, before anything is known about the batches."""
+U32 = struct.Struct("<I")
+"""In front of a description: how long its first part is, the types and shapes of the tensors."""
 _FORMAT = struct.Struct("<QIIQQQqdI")
 _STANDING = struct.Struct("<qd?")
 _SEQUENCE = struct.Struct("<Q")

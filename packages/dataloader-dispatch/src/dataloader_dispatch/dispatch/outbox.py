@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from dataloader_dispatch.batch_codec import BatchCodec
 from dataloader_dispatch.dispatch.connection import Connection
 from dataloader_dispatch.dispatch.lane import UNDER_WAY, Lane, Parcel, Stamp, Transfer, packed_alike
 from dataloader_dispatch.dispatch.message import ACKNOWLEDGE_TAG, DATA_TAG, Kind
@@ -42,9 +43,11 @@ class Outbox:
         group: The ranks; this one is the root.
         placement: Who gets which batch.
         prefetch: Receives that every destination has posted.
+        codec: Writes the batches.
     """
 
-    def __init__(self, group: RankGroup, placement: Placement, prefetch: int) -> None:
+    def __init__(self, group: RankGroup, placement: Placement, prefetch: int, codec: BatchCodec) -> None:
+        self._codec = codec
         self._connection = Connection(group)
         self._lanes = [
             Lane([i for i, share in enumerate(placement.shares) if share == lane and i], prefetch)
@@ -74,7 +77,9 @@ class Outbox:
             DataError: A batch cannot be sent.
         """
         lanes = [(share, lane) for share, lane in enumerate(self._lanes) if lane.destinations]
-        messages = [list(packed_alike([each[share] for each in rounds], stamps)) for share, _ in lanes]
+        messages = [
+            list(packed_alike([each[share] for each in rounds], stamps, self._codec)) for share, _ in lanes
+        ]
         if any(len(packed) > 1 for packed in messages):
             for stamp, each in zip(stamps, rounds, strict=True):
                 yield from self.send_rounds([stamp], [each])

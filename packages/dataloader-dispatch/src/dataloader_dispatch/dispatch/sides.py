@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dataloader_dispatch.batch_codec import BatchCodec
 from dataloader_dispatch.dispatch.aside import run_aside
 from dataloader_dispatch.dispatch.failure import decode
 from dataloader_dispatch.dispatch.inbox import Inbox
@@ -117,11 +118,12 @@ class Follower:
         inbox: Messages from the root.
         device: Where tensors are to be.
         epoch: The root's at the start.
+        codec: Reads the batches.
     """
 
-    def __init__(self, inbox: Inbox, device: torch.device, epoch: int) -> None:
+    def __init__(self, inbox: Inbox, device: torch.device, epoch: int, codec: BatchCodec) -> None:
         self._inbox: Inbox | None = inbox
-        self._unpacker = Unpacker(inbox, device)
+        self._unpacker = Unpacker(inbox, device, codec)
         self._arrived: Iterator[Arrived] = iter(())
         self._number = 0
         self._active = False
@@ -144,10 +146,17 @@ class Follower:
             raise outdated()
         if self._outcome is not None:
             raise self._outcome
-        while (arrived := next(self._arrived, None)) is None:
+        while (arrived := self._unpacked(inbox)) is None:
             self._receive(inbox, number)
         self._epoch, self._progress, self.is_dummy = arrived.epoch, arrived.progress, arrived.is_dummy
         return arrived.batch
+
+    def _unpacked(self, inbox: Inbox) -> Arrived | None:
+        try:
+            return next(self._arrived, None)
+        except ValueError as error:
+            self._failed = inbox.unreadable(error)
+            raise self._failed from error
 
     def _receive(self, inbox: Inbox, number: int) -> None:
         while (message := inbox.take()).header.generation < number:
@@ -160,7 +169,10 @@ class Follower:
             )
         if header.kind == Kind.FAILURE:
             payload = memory_of(message.buffer)[HEADER_BYTES : HEADER_BYTES + header.payload].tobytes()
-            self._outcome = decode(payload)
+            try:
+                self._outcome = decode(payload)
+            except ValueError as error:
+                self._outcome = inbox.unreadable(error)
             if isinstance(self._outcome, RankFailedError | RankTimeoutError):
                 self._failed = self._outcome
             raise self._outcome

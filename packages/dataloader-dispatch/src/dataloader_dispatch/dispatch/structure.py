@@ -1,10 +1,11 @@
-"""Taking a batch apart into its tensors and the rest, and putting it together again."""
+"""Changing the tensors in a batch, whatever its structure."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -13,29 +14,16 @@ Batch = TypeVar("Batch")
 _IMMUTABLE = (str, bytes, int, float, complex, type(None))
 
 
-class Slot(NamedTuple):
-    """Stands for tensor number ``number`` in what is left of a batch without its tensors."""
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for tensor number ``number`` in a batch without its tensors."""
 
     number: int
 
 
-def take_apart(batch: object) -> tuple[object, list[torch.Tensor]]:
-    """A batch with a `Slot` in place of each dense tensor, and these tensors.
-
-    Looks into mappings, lists, tuples and named tuples, nested as they like. Everything else stays in place:
-    so do sparse, quantized and nested tensors.
-    """
-    tensors: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> Slot:
-        tensors.append(tensor)
-        return Slot(len(tensors) - 1)
-
-    return _map(batch, _is_dense, keep), tensors
-
-
 def put_together(skeleton: object, tensors: Sequence[torch.Tensor]) -> object:
-    """The reverse of `take_apart`. Mappings, lists and tuples are new, other values those of the skeleton."""
+    """A batch with its tensors in place of slots. Mappings, lists and tuples are new, other values those of
+    the skeleton."""
     return _map(skeleton, _is_slot, lambda slot: tensors[slot.number])
 
 

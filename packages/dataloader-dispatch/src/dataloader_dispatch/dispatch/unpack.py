@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+from dataloader_dispatch.batch_codec import BatchCodec
 from dataloader_dispatch.dispatch.inbox import Inbox, Received
-from dataloader_dispatch.dispatch.layout import Layout, Spec, aligned
-from dataloader_dispatch.dispatch.message import HEADER_BYTES, memory_of, read_standing
-from dataloader_dispatch.dispatch.structure import is_immutable, map_tensors, put_together
+from dataloader_dispatch.dispatch.layout import Layout, aligned, decode_specs
+from dataloader_dispatch.dispatch.message import HEADER_BYTES, U32, memory_of, read_standing
+from dataloader_dispatch.dispatch.structure import Slot, is_immutable, map_tensors, put_together
 
 _PINNING = ("cuda", "xpu")
 
@@ -45,23 +45,32 @@ class Unpacker:
     Args:
         inbox: Where the buffers of messages go back to.
         device: Where the tensors are to be.
+        codec: Reads the batches.
     """
 
-    def __init__(self, inbox: Inbox, device: torch.device) -> None:
+    def __init__(self, inbox: Inbox, device: torch.device, codec: BatchCodec) -> None:
         self._inbox = inbox
         self._device = device
-        self._described = b""
+        self._codec = codec
+        self._structure = b""
+        self._slots: list[Slot] = []
         self._skeleton: object = None
         self._immutable = True
         self._layout = Layout([])
 
     def batches(self, message: Received) -> Iterator[Arrived]:
-        """The batches in a message, one at a time; then its buffer is given back."""
+        """The batches in a message, one at a time; then its buffer is given back.
+
+        Raises:
+            ValueError: The message cannot be read.
+        """
         header, buffer = message
         memory = memory_of(buffer)
         if header.description:
             self._learn(memory[HEADER_BYTES : HEADER_BYTES + header.description].tobytes())
         start = HEADER_BYTES + aligned(header.description)
+        if header.rounds * (HEADER_BYTES + self._layout.num_bytes) != header.payload:
+            raise ValueError(f"{header.rounds} batches of {self._layout.num_bytes} bytes in {header.payload}")
         own = header.rounds == 1 and 2 * header.payload >= buffer.numel() and self._device.type == "cpu"
         for _ in range(header.rounds):
             standing = read_standing(memory, start)
@@ -73,19 +82,19 @@ class Unpacker:
             self._inbox.give_back(buffer, self._copied(buffer))
 
     def _learn(self, described: bytes) -> None:
-        self._described = described
-        self._skeleton, specs = self._read()
-        self._layout = Layout(specs)
+        start = U32.size + int.from_bytes(described[: U32.size], "little")
+        specs = decode_specs(described[U32.size : start])
+        self._structure, self._layout = described[start:], Layout(specs)
+        self._slots = [Slot(number) for number in range(len(specs))]
+        self._skeleton = self._read()
         # Values that can be changed are made anew for each batch.
         self._immutable = is_immutable(self._skeleton)
 
-    def _read(self) -> tuple[object, list[Spec]]:
-        skeleton, specs = pickle.loads(self._described)
-        return skeleton, specs
+    def _read(self) -> object:
+        return self._codec.decode(self._structure, self._slots)
 
     def _assembled(self, tensors: list[torch.Tensor]) -> object:
-        skeleton = self._skeleton if self._immutable else self._read()[0]
-        return put_together(skeleton, tensors)
+        return put_together(self._skeleton if self._immutable else self._read(), tensors)
 
     def _tensors(self, buffer: torch.Tensor, start: int, own: bool) -> list[torch.Tensor]:
         """The tensors of one batch: in the buffer itself if the batch may keep it, else in one copy."""

@@ -42,7 +42,7 @@ def place_of(loader: object) -> Place:
 def epoch_of(loader: object) -> int | None:
     """The epoch that a loader says it stands in."""
     epoch = getattr(loader, "epoch", None)
-    return epoch if isinstance(epoch, int) else None
+    return int(epoch) if isinstance(epoch, int) else None
 
 
 class LookAhead(Generic[Batch]):

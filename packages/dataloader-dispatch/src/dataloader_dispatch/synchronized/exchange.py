@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from dataloader_dispatch.batch_codec import BatchCodec
+from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.rank_group import RankGroup
-from dist_env import RankFailedError
+from dist_env import RankFailedError, encode_value
 
 T = TypeVar("T")
 
@@ -57,36 +58,52 @@ class Exchange:
 
         Args:
             doing: What the ranks are doing, for the message.
-            value: Anything that pickles.
+            value: Something short that `encode_value` takes, of the same type on every rank.
 
         Raises:
-            RankFailedError: A rank is lost.
+            RankFailedError: A rank is lost, or its message cannot be read.
         """
-        message = pickle.dumps(value)
+        message = encode_value(value)
         heads = self._gather_bytes(doing, len(message).to_bytes(_HEAD, "big") + message, _SHORT)
         sizes = [int.from_bytes(head[:_HEAD], "big") for head in heads]
+        self.group.check_sizes(doing, sizes)
         messages = [head[_HEAD:] for head in heads]
         if max(sizes) > _SHORT - _HEAD:
             messages = self._gather_bytes(doing, message, max(sizes))
-        pairs = zip(messages, sizes, strict=True)
-        return [cast(T, pickle.loads(message[:size])) for message, size in pairs]
+        own = [message[:size] for message, size in zip(messages, sizes, strict=True)]
+        return self.group.decode_all(doing, own, value)
 
-    def broadcast(self, doing: str, value: T | None, source: int) -> T:
-        """The value of one rank, on every rank.
+    def broadcast(self, doing: str, batch: object, source: int) -> object:
+        """The batch of one rank, on every rank.
 
         Args:
             doing: What the ranks are doing, for the message.
-            value: Anything that pickles; that of the source counts.
+            batch: A batch on the CPU; that of the source counts.
             source: Position of that rank among those of the group.
 
         Raises:
-            RankFailedError: A rank is lost.
+            DataError: The batch cannot be sent; on every rank.
+            RankFailedError: A rank is lost, or its message cannot be read.
         """
-        message = pickle.dumps(value) if self.group.index == source else b""
+        codec, message, problem = BatchCodec(), b"", ""
+        if self.group.index == source:
+            try:
+                message = codec.encode(batch)
+            except DataError as error:
+                problem = str(error)
+        problem = self.gather(doing, problem)[source]
+        if problem:
+            raise DataError(f"{doing}: {problem}")
         size = self.gather(doing, len(message))[source]
-        data = _tensor(message, size)
+        try:
+            data = _tensor(message, size) if message else torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise self.group.unreadable(doing, source, error) from error
         self._finish(doing, self.group.broadcast(data, source))
-        return cast(T, pickle.loads(data.numpy().tobytes()))
+        try:
+            return codec.decode(data.numpy().tobytes())
+        except ValueError as error:
+            raise self.group.unreadable(doing, source, error) from error
 
     def start_flags(self, *, has: bool, failed: bool) -> None:
         """Say whether this rank has another batch, or its loader has failed; `wait_flags` waits for it."""

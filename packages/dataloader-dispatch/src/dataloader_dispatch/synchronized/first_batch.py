@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Mapping, Sequence
 
 import torch
+
+from dist_env import encode_value
 
 
 def digest(batch: object) -> str | None:
     """A fingerprint of a batch: equal batches have equal ones, on any rank and device.
 
     Returns:
-        The fingerprint; None for a batch without an element, or one whose values cannot be written down.
+        The fingerprint; None for a batch without an element, or one with values of types that are not sent.
     """
     seen = hashlib.blake2b(digest_size=16)
     try:
         elements = _feed(seen, batch)
-    except (pickle.PicklingError, TypeError, AttributeError):
+    except TypeError:
         return None
     return seen.hexdigest() if elements else None
 
@@ -54,10 +55,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 def _feed(seen: hashlib.blake2b, value: object) -> int:
     """Feed a value to a hash; the number of elements in it."""
     if isinstance(value, torch.Tensor):
-        seen.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        if value.numel():
-            flat = value.detach().cpu().contiguous().flatten()
-            seen.update(flat.view(torch.uint8).numpy().tobytes())
+        seen.update(encode_value(value))
         return value.numel()
     if isinstance(value, Mapping):
         seen.update(f"mapping {len(value)}".encode())
@@ -65,7 +63,7 @@ def _feed(seen: hashlib.blake2b, value: object) -> int:
     if isinstance(value, (list, tuple)):
         seen.update(f"sequence {len(value)}".encode())
         return sum(_feed(seen, item) for item in value)
-    seen.update(pickle.dumps(value, protocol=5))
+    seen.update(encode_value(value))
     return 1
 
 

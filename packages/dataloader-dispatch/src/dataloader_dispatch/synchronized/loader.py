@@ -211,7 +211,7 @@ class SynchronizedDataLoader(Generic[Batch]):
         """Agree on the settings and on the first lengths. Collective."""
         settings = self._settings
         problem = None if settings.uneven in get_args(Uneven) else "it must be 'stop', 'pad' or 'error'"
-        own = (settings.uneven, problem, length_of(self.loader))
+        own = (str(settings.uneven), problem, length_of(self.loader))
         doing = "opening a SynchronizedDataLoader"
         met = [own] if settings.group.size == 1 else settings.exchange.gather(doing, own)
         self._lengths = tuple(length for _, _, length in met)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -19,8 +19,7 @@ from dataloader_dispatch.synchronized.opening import Plan, Standing, plan, stand
 Batch = TypeVar("Batch")
 
 
-@dataclass(frozen=True)
-class First:
+class First(NamedTuple):
     """What a rank says of its first batch.
 
     Attributes:
@@ -123,7 +122,7 @@ def _share_template(delivery: Delivery[Batch], has: Sequence[bool]) -> None:
     template = to_device(delivery.ahead.first, torch.device("cpu")) if group.index == source else None
     received = settings.exchange.broadcast("sending a batch to ranks without one", template, source)
     if not has[group.index]:
-        delivery.prepare_dummy(to_device(received, settings.device))
+        delivery.prepare_dummy(cast(Batch, to_device(received, settings.device)))
 
 
 def _raise_failures(delivery: Delivery[Batch], errors: Sequence[str | None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -15,8 +15,7 @@ from dataloader_dispatch.synchronized.ahead import epoch_of
 Uneven = Literal["stop", "pad", "error"]
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(NamedTuple):
     """What a rank says of its loader before an epoch.
 
     Attributes:
