@@ -70,5 +70,10 @@ def test_two_ranks_in_the_order_of_ranks() -> None:
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     for rank in "01":
         # A rank without figures leaves all without: a shorter list would not tell whose they are.
-        assert lines[rank].startswith(f"{both} None {{'loss': 1.0")
-        assert ACCELERATOR or lines[rank].endswith("{'loss': 1.0}")
+        memory, rest = lines[rank].split("; ")
+        assert memory.startswith(f"{both} None {{'loss': 1.0")
+        assert ACCELERATOR or memory.endswith("{'loss': 1.0}")
+        assert rest.startswith("[(0.5, None), (None, 'no \u2018NVML\u2019')]")
+        # What a stranger could send in place of a rank is refused by the name of that rank.
+        refused = ["rank 0 tells figures that cannot be read"[:40]] * 3 if rank == "1" else []
+        assert rest.endswith(str(refused))

@@ -27,12 +27,12 @@ def compare_facts(facts: Mapping[str, object], env: DistributedEnvInterface) -> 
     digest = hashlib.sha256(repr(sorted(flat.items())).encode()).hexdigest()
     if len(set(gather_objects(digest, env))) == 1:
         return
-    ranks = gather_objects(flat, env)
+    ranks = gather_objects({name: repr(value) for name, value in flat.items()}, env)
     names = dict.fromkeys(name for each in ranks for name in each)
     for name in names:
-        values = [each.get(name, _ABSENT) for each in ranks]
-        if len({repr(value) for value in values}) > 1:
-            told = ", ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))
+        values = [each.get(name, repr(_ABSENT)) for each in ranks]
+        if len(set(values)) > 1:
+            told = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
             raise ConfigurationError(
                 name, flat.get(name, _ABSENT), f"differs between ranks: {told}", "give all ranks the same"
             )

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from checkpoint_core import RNGState
+from dist_env import DistributedEnvInterface, gather_objects
 from trainer_core import ConfigurationError, has_no_values
 
 from .boundaries import Boundaries, Hidden
@@ -38,6 +38,7 @@ class Place(NamedTuple):
     rank: int
     group: ProcessGroup
     device: torch.device
+    env: DistributedEnvInterface
 
 
 class Execution:
@@ -224,8 +225,7 @@ class Execution:
         with self._evaluating():
             run_forward(self._place.layout, self._place.rank, self._relay, 1, compute)
         generators.load_state_dict(before)
-        told: list[dict[int, Hidden]] = [{} for _ in range(self._place.layout.ranks)]
-        dist.all_gather_object(told, seen, group=self._place.group)
+        told = gather_objects(seen, self._place.env, process_group=self._place.group)
         everything = {stage: hidden for each in told for stage, hidden in each.items()}
         return self._boundaries.learn(microbatch, everything)
 

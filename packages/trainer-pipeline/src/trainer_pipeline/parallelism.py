@@ -201,7 +201,7 @@ class PipelineParallelism(DataParallel):
         if self._built is None or self._relay is None or self.pipeline_group is None:
             return
         self._feed = Feed(self._args, CausalLMLoss())
-        place = Place(self._layout, self.pipeline_rank, self.pipeline_group, self.device)
+        place = Place(self._layout, self.pipeline_rank, self.pipeline_group, self.device, self.env)
         self._execution = Execution(
             place,
             self.kind,

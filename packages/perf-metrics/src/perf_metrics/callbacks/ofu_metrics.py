@@ -6,13 +6,14 @@ import logging
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..ofu.nvml import UnavailableError
 from ..ofu.sampler import OFUSampler
 from ..ofu.windows import mean_of_all
 from ..records import is_training
 from .events import EventHandlers
+from .gathering import gather
 
 _logger = logging.getLogger("perf_metrics")
 
@@ -134,15 +135,12 @@ class OFUMetrics(EventHandlers):
 
 def gather_ofu(local: RankOFU) -> Sequence[RankOFU]:
     """Return the figures of all ranks, in their order; a collective call if there is a process group."""
-    if "torch" not in sys.modules:
-        return [local]
-    import torch.distributed as dist
+    return gather(local, _rank_ofu)
 
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return [local]
-    gathered: list[RankOFU] = [local] * dist.get_world_size()
-    dist.all_gather_object(gathered, local)
-    return gathered
+
+def _rank_ofu(told: Any) -> RankOFU:
+    ofu, problem = told
+    return None if ofu is None else float(ofu), None if problem is None else str(problem)
 
 
 def current_cuda_device() -> str:

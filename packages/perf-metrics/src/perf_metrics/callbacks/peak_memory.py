@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from ..records import is_training
 from .events import EventHandlers
+from .gathering import gather, world_size
 
 _ALLOCATED = "allocated_bytes.all.peak"
 _RESERVED = "reserved_bytes.all.peak"
@@ -50,7 +52,7 @@ class PeakMemory(EventHandlers):
     def on_train_begin(self, args: object, state: object, control: object, **_: object) -> None:
         """Begin the first interval here."""
         # Once for the whole run: to ask torch at each step takes longer than all else that happens here.
-        self._nothing_to_tell = not _has_accelerator() and _world_size() == 1
+        self._nothing_to_tell = not _has_accelerator() and world_size() == 1
         figures = take_memory_figures()
         self._retries_before = figures.retries if figures is not None else 0
 
@@ -111,24 +113,19 @@ def gather_memory_figures(local: MemoryFigures | None) -> Sequence[MemoryFigures
     Returns:
         One entry per rank, or None if any rank has no figures: a shorter list would not tell whose they are.
     """
-    import torch.distributed as dist
-
-    ranks: list[MemoryFigures | None] = [local]
-    if (size := _world_size()) > 1:
-        ranks = [None] * size
-        dist.all_gather_object(ranks, local)
+    ranks = gather(None if local is None else astuple(local), _figures)
     known = [rank for rank in ranks if rank is not None]
     return known if len(known) == len(ranks) else None
+
+
+def _figures(told: Any) -> MemoryFigures | None:
+    if told is None:
+        return None
+    allocated, reserved, retries = told
+    return MemoryFigures(int(allocated), int(reserved), int(retries))
 
 
 def _has_accelerator() -> bool:
     import torch
 
     return torch.accelerator.is_available()
-
-
-def _world_size() -> int:
-    """Ranks of the default process group, 1 without one."""
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
