@@ -156,3 +156,19 @@ def test_a_name_that_is_no_path_is_looked_for_on_the_hub(corpus: Path, tmp_path:
     assert "no such directory here; looking for it on the Hugging Face Hub" in done.stderr
     assert "'nobody/has-this-tokenizer' cannot be loaded" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_code_beside_a_tokenizer_is_not_run(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anybody asked whether to run it: a pipe into the command might answer."""
+    monkeypatch.setattr("builtins.input", lambda text="": "y")
+    directory = save_tokenizer(tmp_path / "tokenizer")
+    ran = tmp_path / "ran"
+    (directory / "own.py").write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n")
+    config = directory / "tokenizer_config.json"
+    named = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **named}))
+    assert tokenize(corpus, tmp_path / "out", directory) == 2
+    assert "contains custom code which must be executed" in capsys.readouterr().err
+    assert not ran.exists()

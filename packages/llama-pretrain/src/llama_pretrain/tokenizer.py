@@ -127,7 +127,10 @@ class HuggingFaceTokenizer:
                 "name a directory with tokenizer files",
             )
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            # False, not None: with code in the directory transformers would ask whether to run it.
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError) as error:
             first_line = str(error).strip().splitlines()[0]
             raise ConfigurationError(

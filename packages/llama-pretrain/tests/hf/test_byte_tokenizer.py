@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama_pretrain import ByteTokenizer, HuggingFaceTokenizer, Llama, LlamaConfig, save_pretrained
+from trainer_core import ConfigurationError
 
 OURS = ByteTokenizer()
 EVERY_CHARACTER = [code for code in range(0x110000) if not 0xD800 <= code <= 0xDFFF]
@@ -47,3 +49,15 @@ def test_what_transformers_saves_again_is_the_same_tokenizer(
     again = HuggingFaceTokenizer(tmp_path)
     assert again.encode(MANY) == list(OURS.encode(MANY))
     assert (again.vocab_size, again.eos_token_id) == (OURS.vocab_size, OURS.eos_token_id)
+
+
+def test_code_beside_a_tokenizer_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anybody asked whether to run it: a pipe into the command might answer."""
+    monkeypatch.setattr("builtins.input", lambda text="": "y")
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n")
+    named = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(ConfigurationError, match="contains custom code"):
+        HuggingFaceTokenizer(tmp_path)
+    assert not ran.exists()

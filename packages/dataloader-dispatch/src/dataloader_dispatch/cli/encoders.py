@@ -136,7 +136,10 @@ def _load(name: str, offline: bool) -> Any:
     if local and not Path(place).is_dir():
         raise DataError(f"tokenizer {name!r} is a file; name the directory that holds the tokenizer's files")
     try:
-        return AutoTokenizer.from_pretrained(place, local_files_only=local or offline)
+        # False, not None: with code beside the tokenizer transformers would ask whether to run it.
+        return AutoTokenizer.from_pretrained(
+            place, local_files_only=local or offline, trust_remote_code=False
+        )
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         where = "in that directory" if local else "on the Hugging Face Hub or in its cache, nor a directory"
         raise DataError(
