@@ -1,6 +1,7 @@
 """Objects that cannot be saved, or not so: state, metrics and preprocessors. Older checkpoints stay."""
 
 import os
+import time
 from collections import UserDict, defaultdict
 from collections.abc import Callable
 from enum import Enum
@@ -204,6 +205,41 @@ def test_preprocessors_that_misbehave(
     run.manager._preprocessor = None
     save()
     assert run.manager.load_checkpoint().step == 2  # type: ignore[union-attr]
+
+
+def broken(_: Path) -> None:
+    raise OSError("no tokenizer today")
+
+
+def test_a_save_or_export_does_its_work_before_it_raises_an_earlier_failure(tmp_path: Path) -> None:
+    model = StateComponent(key="model", stateful=ModelState(Configured(2, 2)), sharing_pattern=P.REPLICATED)
+    run = Run(tmp_path / "run", model, async_save=True)
+    for step, call in {2: run.manager.save_checkpoint, 4: run.manager.save_model}.items():
+        run.manager._preprocessor = Preprocessor(broken)
+        run.manager.save_checkpoint(step)
+        while run.manager._worker.pending:
+            time.sleep(0.001)
+        run.manager._preprocessor = None
+        with pytest.raises(CheckpointError, match=rf"saving checkpoint-{step}: .*no tokenizer today"):
+            call(3 if step == 2 else tmp_path / "export")  # type: ignore[operator]
+        run.manager.wait()
+    assert sorted(path.name for path in run.directory.iterdir()) == ["checkpoint-1", "checkpoint-3"]
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
+def test_when_the_next_save_fails_too_both_failures_are_told(tmp_path: Path) -> None:
+    run = Run(tmp_path, async_save=True)
+    run.manager._preprocessor = Preprocessor(broken)
+    run.manager.save_checkpoint(2)
+    run.held.value = {"a": {1}}
+    with pytest.raises(CheckpointError, match=r"saving checkpoint-2: .*no tokenizer today") as caught:
+        run.manager.save_checkpoint(3)
+    assert "The next call failed as well: saving checkpoint-3" in caught.value.__notes__[-1]
+    run.held.value = {}
+    run.manager._preprocessor = None
+    run.manager.save_checkpoint(4)
+    run.manager.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-4"]
 
 
 def test_a_preprocessor_with_directories_of_its_own(tmp_path: Path) -> None:

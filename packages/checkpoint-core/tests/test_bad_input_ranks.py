@@ -136,11 +136,18 @@ def test_what_is_not_shared_storage(directory: Path) -> None:
         assert seen["separate directories, save"]["left"] == []
 
 
-@pytest.mark.parametrize("call", ["wait", "save", "load", "close"])
+@pytest.mark.parametrize("call", ["wait", "load", "close"])
 def test_a_full_disk_in_the_background_shows_at_the_next_call(directory: Path, call: str) -> None:
     seen = check(directory, "saves", f"background, {call}", ["saving checkpoint-2", "rank 1 (", *FULL])
-    later = ["checkpoint-2", "checkpoint-3"] if call == "close" else []
+    later = [f"checkpoint-{step}" for step in (2, 3, 5)] if call == "close" else []
     assert seen["left"] == ["checkpoint-1", *later]
+
+
+def test_the_next_save_is_made_before_it_raises_what_failed_in_the_background(directory: Path) -> None:
+    check(directory, "saves", "background, save", ["saving checkpoint-4", "rank 1 (", *FULL])
+    for seen in (seen["background, saved"] for seen in ranks(directory, "saves")):
+        assert seen["message"] is None
+        assert seen["left"] == [f"checkpoint-{step}" for step in (1, 2, 3, 5)]
 
 
 def test_training_goes_on_after_that(directory: Path) -> None:

@@ -1,7 +1,8 @@
 """The checkpoint manager: saves and restores declared state for a group of ranks."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from checkpoint_core.background import BackgroundWorker
 from checkpoint_core.components import StateComponent, StatefulProvider, StaticStatefulProvider
 from checkpoint_core.config import CheckpointConfig
 from checkpoint_core.directory.best import BestCheckpoint, best_summary
-from checkpoint_core.errors import CheckpointError
+from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.export import ModelExport
 from checkpoint_core.loading import CheckpointLoad, LoadedCheckpoint
 from checkpoint_core.ranks.agreement import RankAgreement
@@ -116,16 +117,17 @@ class CheckpointManager:
             The committed checkpoint; with ``async_save`` where it will be, see :meth:`wait`.
 
         Raises:
-            CheckpointError: On every rank, when any failed, or when the asynchronous save before failed.
-                Nothing is left behind, and earlier checkpoints are as they were.
+            CheckpointError: On every rank, when any failed. Nothing is left behind, and earlier checkpoints are
+                as they were. Or the asynchronous save before failed: then this one is made or begun all the
+                same, before the error is raised.
         """
-        self.wait()
-        save = self._new_save("saving a checkpoint", step, metrics)
-        save.capture(self._staging if self._config.async_save else None)
-        if self._config.async_save:
-            self._worker.start(f"saving {save.final.name}", lambda: self._finish(save))
-        else:
-            self._finish(save)
+        with self._earlier_failure_last():
+            save = self._new_save("saving a checkpoint", step, metrics)
+            save.capture(self._staging if self._config.async_save else None)
+            if self._config.async_save:
+                self._worker.start(f"saving {save.final.name}", lambda: self._finish(save))
+            else:
+                self._finish(save)
         return save.final
 
     def trial_save(self, first_step: int = 0) -> None:
@@ -208,20 +210,22 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: On every rank: weights are there already, there is no component ``model``, or
-                writing failed.
+                writing failed. Or the asynchronous save before failed: then the model is written all the same,
+                before the error is raised.
         """
-        self.wait()
-        target = Path(output_dir)
-        plan = make_plan("saving the model", self._ranks, self._provider, lambda: f"export to {target.name}")
-        ModelExport(
-            self._ranks,
-            plan,
-            target,
-            overwrite=overwrite_output_dir,
-            max_shard_size=self._config.max_shard_size,
-            preprocessor=self._preprocessor,
-            on_replica_mismatch=self._config.on_replica_mismatch,
-        ).run()
+        with self._earlier_failure_last():
+            target = Path(output_dir)
+            phase = "saving the model"
+            plan = make_plan(phase, self._ranks, self._provider, lambda: f"export to {target.name}")
+            ModelExport(
+                self._ranks,
+                plan,
+                target,
+                overwrite=overwrite_output_dir,
+                max_shard_size=self._config.max_shard_size,
+                preprocessor=self._preprocessor,
+                on_replica_mismatch=self._config.on_replica_mismatch,
+            ).run()
         return target
 
     def best_checkpoints(self) -> tuple[BestCheckpoint, ...]:
@@ -250,6 +254,25 @@ class CheckpointManager:
             CheckpointError: As :meth:`best_checkpoints`.
         """
         return best_summary(self.best_checkpoints(), self._config.best_metric, self._config.greater_is_better)
+
+    @contextmanager
+    def _earlier_failure_last(self) -> Iterator[None]:
+        """Wait for the asynchronous save before, and raise its failure only when this call's work is done."""
+        earlier: Exception | None = None
+        try:
+            self.wait()
+        except Exception as error:
+            earlier = error
+        try:
+            yield
+        except Exception as error:
+            if earlier is None:
+                raise
+            # Both have failed. The first may say why: a rank that is lost, for one.
+            earlier.add_note(f"The next call failed as well: {describe_error(error)}")
+            raise earlier from error
+        if earlier is not None:
+            raise earlier
 
     def _new_save(self, phase: str, step: int, metrics: Mapping[str, float] | None) -> CheckpointSave:
         if self._closed:

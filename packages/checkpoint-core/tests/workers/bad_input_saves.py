@@ -1,6 +1,7 @@
 """Two ranks save to one directory, and something is wrong on one of them, in every phase of a save."""
 
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,7 +80,6 @@ class Saves(Ranks):
         run = self.directory / "background"
         calls: dict[str, Callable[[CheckpointManager], object]] = {
             "wait": lambda manager: manager.wait(),
-            "save": lambda manager: manager.save_checkpoint(3),
             "load": lambda manager: manager.load_checkpoint(),
             "close": lambda manager: manager.close(),
         }
@@ -94,6 +94,15 @@ class Saves(Ranks):
                 if name == "load":
                     # The failure was raised once, and the state is that of step 2 and later, not of step 1.
                     self.attempt("background, goes on", lambda: self.save_both(manager), run)
+                    self.save_after_a_failure(manager, run)
+
+    def save_after_a_failure(self, manager: CheckpointManager, run: Path) -> None:
+        with self.limit_on(1, resource.RLIMIT_FSIZE, SMALL_FILE):
+            manager.save_checkpoint(4)
+            while manager._worker.pending:
+                time.sleep(0.01)
+        self.attempt("background, save", lambda: manager.save_checkpoint(5), run)
+        self.attempt("background, saved", manager.wait, run)
 
     def save_both(self, manager: CheckpointManager) -> None:
         for step in (2, 3):
