@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import time
 from collections import Counter, OrderedDict, defaultdict, deque
 
 import pytest
@@ -99,6 +100,15 @@ def test_names_of_tensors_do_not_collide() -> None:
     encoded = encode_state(state)
     assert len(encoded.tensors) == 4
     assert same(decode_state(encoded.document, encoded.tensors.__getitem__), state)
+
+
+def test_many_tensors_of_one_name_take_no_longer_each_than_a_few() -> None:
+    began = time.process_time()
+    tensors = encode_state({"\x00": [torch.empty(0)] * 50_000}).tensors
+    assert list(tensors)[:3] == ["tensor", "tensor#2", "tensor#3"]
+    assert len(tensors) == 50_000
+    # A second or two; with the square of their number it was some minutes.
+    assert time.process_time() - began < 30
 
 
 class Custom:

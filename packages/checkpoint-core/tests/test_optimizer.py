@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,3 +144,22 @@ def test_nested_state_keeps_its_dtype() -> None:
     loaded = fresh.state[model.weight]["factors"]
     assert torch.equal(loaded[0], factors[0])
     assert torch.equal(loaded[1]["inner"], factors[1]["inner"])
+
+
+def test_the_numbers_of_parameters_are_found_without_a_search() -> None:
+    """PyTorch asks whether each is in the group: of a list, that takes the square of its length."""
+
+    class Watched(torch.optim.SGD):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            seen.extend(group["params"] for group in state_dict["param_groups"])
+            super().load_state_dict(state_dict)
+
+    seen: list[object] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"params": model[1].parameters()}, {"params": []}, {"params": model[0].parameters()}]
+    optimizer = Watched(groups, lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = OptimizerState(optimizer, model)
+    state.load_state_dict(state.state_dict())
+    assert seen == [range(2), range(2, 2), range(2, 4)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoint_core import (
     CheckpointConfig,
@@ -16,10 +17,20 @@ from checkpoint_core import (
     StaticStatefulProvider,
 )
 from checkpoint_core.directory.discovery import verify_checkpoint
+from checkpoint_core.ranks import agreement
 from dist_env import StaticDistributedEnvironment
 
 Worked = subprocess.CompletedProcess[str]
 SHORT_TIMEOUT = 5.0
+
+
+def test_tensors_are_sent_together_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_CHUNK_BYTES", 100)
+    sizes = [40, 0, 40, 20, 1, 101, 0, 100, 60, 40]
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    batches = [[tensor.nbytes for tensor in batch] for batch in agreement._batches(tensors)]
+    assert batches == [[40, 40, 20], [1], [101], [100], [60, 40]]
+    assert list(agreement._batches([torch.empty(0)])) == []
 
 
 @pytest.fixture(scope="module")

@@ -117,9 +117,9 @@ class CheckpointManager:
             The committed checkpoint; with ``async_save`` where it will be, see :meth:`wait`.
 
         Raises:
-            CheckpointError: On every rank, when any failed. Nothing is left behind, and earlier checkpoints are
-                as they were. Or the asynchronous save before failed: then this one is made or begun all the
-                same, before the error is raised.
+            CheckpointError: On every rank, when any failed. Nothing is left behind, and earlier checkpoints
+                are as they were. Or when the asynchronous save before failed: this one is made or begun all
+                the same, before the error is raised.
         """
         with self._earlier_failure_last():
             save = self._new_save("saving a checkpoint", step, metrics)
@@ -210,7 +210,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: On every rank: weights are there already, there is no component ``model``, or
-                writing failed. Or the asynchronous save before failed: then the model is written all the same,
+                writing failed. Or the asynchronous save before failed: the model is written all the same,
                 before the error is raised.
         """
         with self._earlier_failure_last():
@@ -261,7 +261,7 @@ class CheckpointManager:
         earlier: Exception | None = None
         try:
             self.wait()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised below
             earlier = error
         try:
             yield

@@ -3,7 +3,7 @@
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypedDict, TypeVar, cast
 
@@ -206,9 +206,22 @@ class RankAgreement:
         tensors: dict[str, torch.Tensor] = {}
         # A rank without memory for it would otherwise leave the others waiting in the broadcast.
         self.run(phase, lambda: tensors.update(source.tensors if self.rank == 0 else _allocate(layout)))
-        for name in sorted(tensors):
-            self.broadcast(phase, tensors[name], 0)
+        for batch in _batches([tensors[name] for name in sorted(tensors)]):
+            self._broadcast_batch(phase, batch)
         return EncodedState(document, tensors)
+
+    def _broadcast_batch(self, phase: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Broadcast contiguous CPU tensors from rank 0 in one message; a message each takes a millisecond."""
+        if len(tensors) == 1:
+            self.broadcast(phase, tensors[0], 0)
+            return
+        pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        packed = torch.cat(pieces)
+        self.broadcast(phase, packed, 0)
+        if self.rank != 0:
+            received = torch.split(packed, [len(piece) for piece in pieces])
+            for piece, values in zip(pieces, received, strict=True):
+                piece.copy_(values)
 
     def broadcast(self, phase: str, tensor: torch.Tensor, source: int) -> None:
         """Fill a tensor on every rank with the values of one rank. Collective.
@@ -334,6 +347,22 @@ def _summary(phase: str, failed: Mapping[int, _Report], world_size: int) -> str:
 
 def _nothing() -> None:
     return None
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Consecutive tensors with values, of :data:`_CHUNK_BYTES` together; a larger one is by itself."""
+    batch: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        if batch and size + tensor.nbytes > _CHUNK_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += tensor.nbytes
+    if batch:
+        yield batch
 
 
 def _layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[int]]]:

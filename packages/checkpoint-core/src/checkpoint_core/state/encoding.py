@@ -143,6 +143,7 @@ class _Encoder:
         self._tensor_name = tensor_name
         self._sharded = sharded
         self._names: dict[tuple[object, ...], str] = {}
+        self._numbers: dict[str, int] = {}
         self._open: set[int] = set()
 
     def encode(self, value: object, path: Path) -> object:
@@ -206,10 +207,12 @@ class _Encoder:
         base = name = self._tensor_name(path) or "tensor"
         if "\x00" in name or not _is_unicode(name) or name == "__metadata__":
             base = name = "tensor"
-        number = 1
+        number = self._numbers.get(base, 1)
         while name in self.tensors:
             number += 1
             name = f"{base}#{number}"
+        # Where the next one begins, or many of one name would take the square of their number.
+        self._numbers[base] = number
         self.tensors[name] = tensor.detach()
         if identity is not None:
             self._names[identity] = name

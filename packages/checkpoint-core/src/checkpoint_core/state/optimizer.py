@@ -84,6 +84,7 @@ class OptimizerState:
         check_nothing_left(self.match(state))
         position = {name: index for index, name in enumerate(names)}
         groups = []
+        begin = 0
         grouped = zip(self.optimizer.param_groups, self._grouped_names(), strict=True)
         for number, (group, members) in enumerate(grouped):
             values = _hyperparameters(number, members, state["parameters"])
@@ -95,7 +96,10 @@ class OptimizerState:
                     values[key] = value.to(group[key].device)
             # The live group's values come first for the order of its keys, which stays as it is.
             own = {key: kept[key] for key in _IMPLEMENTATION if key in kept}
-            groups.append({**kept, **values, **own, "params": [position[name] for name in members]})
+            # PyTorch 2 looks every parameter up in here, which takes a list the square of its length.
+            numbers = range(begin, begin + len(members))
+            begin += len(members)
+            groups.append({**kept, **values, **own, "params": numbers})
         packed = {position[name]: values for name, values in state["state"].items()}
         self.optimizer.load_state_dict({"state": packed, "param_groups": groups})
         self._restore_dtypes(packed)
