@@ -69,19 +69,61 @@ def test_every_checkpoint_can_have_its_own_evaluation(
     assert sorted(losses_by_step(trainer)) == [5, 10, 12]
 
 
-def test_an_unknown_metric_is_an_error_at_the_first_evaluation(
+def test_an_unknown_metric_is_an_error_before_any_work(
     make_trainer: Callable[..., Trainer], ragged_loader: Callable[..., object]
 ) -> None:
+    with pytest.raises(ConfigurationError, match=r"best_model_metric='eval_accuracy'.*eval_loss"):
+        make_trainer(
+            eval_loader=ragged_loader(seed=5),
+            preserve_best_model=True,
+            best_model_metric="accuracy",
+            best_model_greater_is_better=True,
+            **TRACKED,
+        )
+
+
+def test_several_sets_are_scored_one_by_one_and_one_of_them_ranks(
+    make_trainer: Callable[..., Trainer], ragged_loader: Callable[..., object]
+) -> None:
+    sets = {"one": ragged_loader(seed=5), "two": ragged_loader(rows=7, seed=6)}
+    stopping = EarlyStopping(metric="two_loss", patience=9)
     trainer = make_trainer(
-        eval_loader=ragged_loader(seed=5),
+        eval_loader=sets,
+        callbacks=[stopping],
         preserve_best_model=True,
-        best_model_metric="accuracy",
-        best_model_greater_is_better=True,
+        best_model_metric="eval_two_loss",
+        with_trainer={"eval_metrics": {"accuracy": accuracy}},
         **TRACKED,
     )
-    with pytest.raises(ConfigurationError, match=r"best_model_metric='eval_accuracy'.*eval_loss"):
-        trainer.train()
-    assert trainer.state.global_step == 2
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "eval_one_loss" in entry]
+    assert [entry["global_step"] for entry in entries] == [2, 4, 6, 8, 10, 12]
+    kinds = ("loss", "tokens", "accuracy", "seconds")
+    assert {f"eval_{name}_{kind}" for name in sets for kind in kinds} < set(entries[0])
+    assert not {"eval_loss", "eval_tokens"} & set(entries[0])
+    best = min(float(entry["eval_two_loss"]) for entry in entries)
+    assert trainer.state.best_metric == best
+    assert stopping.best == best
+    found = trainer.evaluate({"other": sets["one"]})
+    alone = trainer.evaluate(sets["one"])
+    assert found["eval_other_loss"] == alone["eval_loss"] == trainer.evaluate()["eval_one_loss"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "settings", "told"),
+    [
+        ({}, {}, "no evaluation set"),
+        ({1: "a"}, {}, "must be a text"),
+        ({"a": 1, "a_b": 2}, {}, "eval_a_b_loss twice"),
+        ({"a": 1}, TRACKED | {"preserve_best_model": True}, "best_model_metric='eval_loss'.*eval_a_loss"),
+    ],
+)
+def test_sets_that_cannot_be_told_apart_or_ranked_are_refused(
+    make_trainer: Callable[..., Trainer], sets: object, settings: dict[str, object], told: str
+) -> None:
+    metrics = {"eval_metrics": {"b_loss": accuracy}}
+    with pytest.raises(ConfigurationError, match=told):
+        make_trainer(eval_loader=sets, with_trainer=metrics, **settings)
 
 
 def accuracy(predictions: object, labels: Tensor) -> tuple[Tensor, Tensor]:

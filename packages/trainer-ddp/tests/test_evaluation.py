@@ -75,3 +75,20 @@ def test_a_set_without_a_batch_is_the_same_error_everywhere(notes: list[dict[str
         assert "per_device_eval_batch_size=" in message
         assert f"dispatch_batches=True, dispatch_eval_batches={setting} (in effect: {dispatched})" in message
         assert f"world size {len(notes)}" in message
+
+
+def test_a_rank_without_an_example_is_the_same_error_everywhere(notes: list[dict[str, Any]]) -> None:
+    assert {each["without"] for each in notes} == {
+        f"of {len(notes)} ranks rank 0 cannot load its eval_dataset (dispatch_batches=True, "
+        "dispatch_eval_batches=False (in effect: False)): dataset is empty; give at least one item"
+    }
+
+
+def test_sets_by_name_have_the_figures_of_each_alone(notes: list[dict[str, Any]]) -> None:
+    for both, one, two in (found for each in notes for found in each["named"]):
+        assert [both["eval_one_loss"], both["eval_two_loss"]] == [one["eval_loss"], two["eval_x_loss"]]
+        assert [both["eval_one_tokens"], both["eval_two_tokens"]] == [
+            one["eval_tokens"],
+            two["eval_x_tokens"],
+        ]
+        assert both["eval_one_loss"] != both["eval_two_loss"]

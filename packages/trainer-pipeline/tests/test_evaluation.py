@@ -38,6 +38,9 @@ def test_evaluations_are_those_of_one_process(ranks: Any) -> None:
                 assert here["eval_hits"] == pytest.approx(alone["eval_hits"], rel=1e-5), way
                 assert here["eval_rows"] == 1, "rows that were filled up are not shown to metrics"
             assert each["scores"][0]["eval_loss"] > each["scores"][1]["eval_loss"], way
+            _, whole, short = each["scores"]
+            named = [each["named"]["eval_whole_loss"], each["named"]["eval_short_loss"]]
+            assert named == [whole["eval_loss"], short["eval_loss"]], way
 
 
 def test_curves_are_those_of_one_process(ranks: Any) -> None:

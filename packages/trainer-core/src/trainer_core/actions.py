@@ -10,8 +10,7 @@ from dataclasses import replace
 from dist_env import get_logger
 
 from .checkpointing import load_best, note_best
-from .errors import ConfigurationError
-from .evaluation import EvaluationData, evaluate
+from .evaluation import EvaluationSets, evaluate, prefix_of
 from .interval import plain_record, record_of
 from .optimization import NonFiniteGradientError
 from .peak_memory import take_peak_memory
@@ -101,17 +100,19 @@ class Actions:
         state.log_history.append({"global_step": state.global_step, **plain_record(record)})
         self.run.events.fire("on_log", logs=record)
 
-    def evaluate(self, data: EvaluationData) -> dict[str, float] | None:
+    def evaluate(self, sets: EvaluationSets) -> dict[str, float] | None:
         """Score evaluation data from its beginning, log the result, and return it; None if asked to stop."""
         run = self.run
-        started = time.perf_counter()
+        metrics: dict[str, float] = {}
         run.garbage.relieve_device()
         with run.meter.exclude("evaluate"):
-            result = evaluate(run, data.fresh(), stop_requested=self._stop_requested)
-        if result is None:
-            return None
-        metrics = {**result, "eval_seconds": time.perf_counter() - started}
-        self._check_best_metric(metrics)
+            for name, data in sets.items():
+                started = time.perf_counter()
+                result = evaluate(run, data.fresh(), name, stop_requested=self._stop_requested)
+                if result is None:
+                    return None
+                metrics |= result
+                metrics[f"{prefix_of(name)}seconds"] = time.perf_counter() - started
         run.events.fire("on_evaluate", metrics=metrics)
         self.log({"epoch": run.state.epoch, **metrics})
         return metrics
@@ -222,13 +223,3 @@ class Actions:
                 StopCause("nonfinite_policy", f"gradient of step {report.first_step}", aborted=True)
             )
         return False
-
-    def _check_best_metric(self, metrics: dict[str, float]) -> None:
-        args = self.run.args
-        if args.tracks_best and args.best_metric not in metrics:
-            raise ConfigurationError(
-                "best_model_metric",
-                args.best_metric,
-                f"is not among the results of an evaluation: {', '.join(sorted(metrics))}",
-                "name one of these",
-            )

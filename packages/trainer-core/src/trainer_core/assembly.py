@@ -10,13 +10,13 @@ from perf_metrics import ThroughputMeter
 
 from .arguments import TrainingArguments
 from .checkpointing import build_manager
-from .evaluation import EvaluationData
+from .evaluation import EvaluationSets
 from .events import CallbackHandler
 from .flops_account import FlopsAccount
 from .given import Ingredients
 from .hyperparameters import Hyperparameters
 from .interval import Interval
-from .loaders import evaluation_data, train_loader
+from .loaders import evaluation_sets, train_loader
 from .loss import TokenLoss
 from .memory import GarbagePolicy
 from .model import RecompileCounter
@@ -128,12 +128,12 @@ def build_model(
 
 def _loaders(
     args: TrainingArguments, parallel: Parallelism, parts: Ingredients
-) -> tuple[object | None, EvaluationData | None]:
+) -> tuple[object | None, EvaluationSets | None]:
     loader = evaluation = None
     if parts.train_data is not None:
         loader = train_loader(parts.train_data, args, parallel, parts.collator)
     if parts.eval_data is not None:
-        evaluation = evaluation_data(parts.eval_data, args, parallel, parts.collator)
+        evaluation = evaluation_sets(parts.eval_data, args, parallel, parts.collator)
     return loader, evaluation
 
 

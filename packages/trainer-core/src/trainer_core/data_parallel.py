@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from checkpoint_core import SharingPattern
 from dataloader_dispatch import DataloaderDispatcher, SynchronizedDataLoader
-from dist_env import DistributedEnvInterface, HostSums, is_alone, naming_lost_ranks
+from dist_env import DistributedEnvInterface, HostSums, gather_objects, is_alone, naming_lost_ranks
 
 from .agreement import compare_facts, model_facts
 from .arguments import DataParallelArguments, TrainingArguments
 from .arguments.changes import plain_arguments
 from .batch import Batch
-from .errors import ConfigurationError
+from .errors import ConfigurationError, DataError
 from .parallelism import Parallelism, check_device_settings
 from .replicas import buffers_of_rank_0, copy_weights_of_rank_0
 
@@ -100,6 +100,16 @@ class DataParallel(Parallelism):
     def buffers_of_rank_0(self) -> AbstractContextManager[None]:
         """A context in which every rank has the saved buffers of the first; collective at entry."""
         return buffers_of_rank_0(self.unwrapped_model(), self.group)
+
+    def fail_together(self, error: Exception | None, what: str) -> None:
+        """Raise on every rank if one of them has failed; collective."""
+        mine = None if error is None else str(error)
+        told = [mine] if self.mesh is None else gather_objects(mine, self.env)
+        if error is not None and len(set(told)) == 1:
+            raise error
+        failed = [f"rank {rank} cannot {what}: {text}" for rank, text in enumerate(told) if text is not None]
+        if failed:
+            raise DataError(f"of {len(told)} ranks {'; '.join(failed)}") from error
 
     def guarded(self, doing: str) -> AbstractContextManager[None]:
         """A context in which the loss of another rank becomes an error that names it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 
 from dataloader_dispatch import DocumentStream
@@ -38,7 +38,8 @@ def check_data(
             f"differs from the batch size of the loader given, {size}",
             "set both to the same number",
         )
-    given = [data for data in (train_data, eval_data) if data is not None]
+    sets = eval_data.values() if isinstance(eval_data, Mapping) else [eval_data]
+    given = [data for data in (train_data, *sets) if data is not None]
     if given and all(is_loader(data) or isinstance(data, DocumentStream) for data in given):
         streamed = any(isinstance(data, DocumentStream) for data in given)
         _refuse_loader_settings(args, collator, _OF_STREAMS if streamed else ())

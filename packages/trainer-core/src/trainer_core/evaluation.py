@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
-from .errors import DataError
+from .errors import ConfigurationError, DataError
 from .undisturbed import undisturbed
 
 if TYPE_CHECKING:
@@ -22,12 +22,15 @@ EvalMetric = Callable[[object, Tensor], tuple[Tensor, Tensor]]
 Sums are kept and predictions dropped, so memory does not grow with the evaluation set."""
 
 
-def evaluate(run: Run, loader: object, *, stop_requested: Callable[[], bool]) -> dict[str, float] | None:
+def evaluate(
+    run: Run, loader: object, name: str = "", *, stop_requested: Callable[[], bool]
+) -> dict[str, float] | None:
     """Score a loader's batches without touching the training state or its random generators.
 
     Args:
         run: Holds model, loss, metrics and settings.
         loader: Batches from the beginning of the evaluation set.
+        name: Of the set, if there are several; the metrics begin with `eval_<name>_` then.
         stop_requested: Asked after every batch whether to leave.
 
     Returns:
@@ -50,11 +53,12 @@ def evaluate(run: Run, loader: object, *, stop_requested: Callable[[], bool]) ->
                 return None
     batches, total, tokens, *metrics = parallel.sum(sums).tolist()
     if tokens == 0:
-        raise DataError(_nothing_to_score(run, int(batches)))
+        raise DataError(_nothing_to_score(run, int(batches), name))
     whole = int(tokens) if tokens.is_integer() else tokens
-    result: dict[str, float] = {"eval_loss": total / tokens, "eval_tokens": whole}
-    for name, part, count in zip(run.eval_metrics, metrics[::2], metrics[1::2], strict=True):
-        result[f"eval_{name}"] = part / count if count else float("nan")
+    prefix = prefix_of(name)
+    result: dict[str, float] = {f"{prefix}loss": total / tokens, f"{prefix}tokens": whole}
+    for metric, part, count in zip(run.eval_metrics, metrics[::2], metrics[1::2], strict=True):
+        result[f"{prefix}{metric}"] = part / count if count else float("nan")
     return result
 
 
@@ -72,7 +76,7 @@ def _score(run: Run, batch: Batch, device: torch.device) -> Tensor:
     return torch.stack([figure.to(device=device, dtype=torch.float64) for figure in figures])
 
 
-def _nothing_to_score(run: Run, batches: int) -> str:
+def _nothing_to_score(run: Run, batches: int, name: str) -> str:
     args = run.args
     cause = (
         "the set is empty, or smaller than what every rank needs"
@@ -80,12 +84,52 @@ def _nothing_to_score(run: Run, batches: int) -> str:
         else "every label is -100, or rows are too short to predict a token from another"
     )
     return (
-        f"the evaluation set gave {batches} batches and no token that counts: {cause} "
+        f"the evaluation set{f' {name!r}' if name else ''} gave {batches} batches and no token that counts: "
+        f"{cause} "
         f"(per_device_eval_batch_size={args.per_device_eval_batch_size}, "
         f"dataloader_drop_last={args.dataloader_drop_last} (training only), "
         f"max_eval_steps={args.max_eval_steps}, world size {run.parallel.env.world_size}"
         f"{run.parallel.evaluation_settings()}); give more evaluation data, or smaller batches"
     )
+
+
+def prefix_of(name: str) -> str:
+    """What the metrics of an evaluation set begin with; the only set of a run has the name ''."""
+    return f"eval_{name}_" if name else "eval_"
+
+
+def names_of_sets(data: object) -> list[str]:
+    """The names of evaluation sets given in a mapping; one empty name for a set that is given alone.
+
+    Raises:
+        ConfigurationError: If the mapping is empty, or a name is not a text that metrics can begin with.
+    """
+    if not isinstance(data, Mapping):
+        return [""]
+    for name in data:
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(
+                "eval_dataset", name, "names an evaluation set and must be a text", "call it 'held_out', say"
+            )
+    if not data:
+        raise ConfigurationError("eval_dataset", data, "has no evaluation set in it", "give one, or None")
+    return list(data)
+
+
+def result_names(data: object, metrics: Iterable[str]) -> list[str]:
+    """The keys of an evaluation's result.
+
+    Raises:
+        ConfigurationError: If two sets would give the same one.
+    """
+    kinds = ("loss", "tokens", "seconds", *metrics)
+    keys = [f"{prefix_of(name)}{kind}" for name in names_of_sets(data) for kind in kinds]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ConfigurationError(
+            "eval_dataset", sorted(names_of_sets(data)), f"gives {twice} twice", "rename a set or a metric"
+        )
+    return keys
 
 
 class EvaluationData:
@@ -106,3 +150,13 @@ class EvaluationData:
         if self._beginning is not None:
             loader.load_state_dict(copy.deepcopy(self._beginning))  # type: ignore[attr-defined]
         return loader
+
+
+EvaluationSets = Mapping[str, EvaluationData]
+"""The evaluation sets of a run by name; a set that is given alone has the name ''."""
+
+
+def loaders_of(sets: EvaluationSets | None) -> object:
+    """What callbacks are given: the loader of the evaluation data, or those of several sets by name."""
+    loaders = {name: data.fresh() for name, data in (sets or {}).items()}
+    return loaders.get("", loaders or None)

@@ -18,7 +18,7 @@ from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
 from .arguments import TrainingArguments
 from .errors import ConfigurationError
-from .evaluation import EvalMetric
+from .evaluation import EvalMetric, names_of_sets, result_names
 from .loaders import Collator
 from .loss import FusedLossFactory, TokenLoss, check_loss
 from .model import ModelInit, ModelSource
@@ -61,6 +61,8 @@ class Ingredients:
         facts: dict[str, object] = {
             name: "given" if part is not None else "not given" for name, part in given.items()
         }
+        if isinstance(self.eval_data, Mapping):
+            facts["eval_dataset"] = names_of_sets(self.eval_data)
         weights = None if self.initial_weights is None else str(self.initial_weights)
         return {**facts, "eval_metrics": sorted(self.eval_metrics), "initial_weights": weights}
 
@@ -107,6 +109,14 @@ def check_ingredients(args: TrainingArguments, parts: Ingredients) -> None:
         ConfigurationError: Naming the setting.
     """
     check_loss(args, parts.loss, parts.fused_loss)
+    results = result_names(parts.eval_data, parts.eval_metrics)
+    if args.tracks_best and args.best_metric not in results:
+        raise ConfigurationError(
+            "best_model_metric",
+            args.best_metric,
+            f"is not among the results of an evaluation: {', '.join(sorted(results))}",
+            "name one of these",
+        )
     fused = args.fused_loss != "no" or parts.fused_loss is not None
     if fused and parts.eval_metrics:
         raise ConfigurationError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from torch.utils.data import Dataset, IterableDataset
@@ -19,7 +19,7 @@ from dist_env import tie_loader_workers
 
 from .arguments import TrainingArguments
 from .batch import Batch
-from .evaluation import EvaluationData
+from .evaluation import EvaluationData, EvaluationSets, names_of_sets
 from .parallelism import Parallelism
 
 Collator = Callable[[list[object]], Batch]
@@ -33,19 +33,31 @@ def train_loader(
         data = _stream_loader(data, args.per_device_train_batch_size, args, parallel)
     if is_loader(data):
         return parallel.wrap_loader(tie_loader_workers(data))
-    loader = build_loader(
-        cast("Dataset[object]", data),
-        args.per_device_train_batch_size,
-        collate_fn=collator,
-        num_workers=args.dataloader_num_workers,
-        drop_last=args.dataloader_drop_last,
-        pin_memory=_pin(args, parallel),
-        prefetch_factor=args.dataloader_prefetch_factor,
-        persistent_workers=args.dataloader_persistent_workers,
-        shuffle=args.dataloader_shuffle and not isinstance(data, IterableDataset),
-        seed=max(0, args.seed),
-    )
-    return parallel.wrap_loader(loader)
+
+    def build() -> object:
+        return build_loader(
+            cast("Dataset[object]", data),
+            args.per_device_train_batch_size,
+            collate_fn=collator,
+            num_workers=args.dataloader_num_workers,
+            drop_last=args.dataloader_drop_last,
+            pin_memory=_pin(args, parallel),
+            prefetch_factor=args.dataloader_prefetch_factor,
+            persistent_workers=args.dataloader_persistent_workers,
+            shuffle=args.dataloader_shuffle and not isinstance(data, IterableDataset),
+            seed=max(0, args.seed),
+        )
+
+    return parallel.wrap_loader(_on_all_ranks(build, parallel, "train_dataset"))
+
+
+def evaluation_sets(
+    data: object, args: TrainingArguments, parallel: Parallelism, collator: Collator | None
+) -> EvaluationSets:
+    """This rank's batches of each evaluation set."""
+    names = names_of_sets(data)
+    given = data if isinstance(data, Mapping) else {"": data}
+    return {name: evaluation_data(given[name], args, parallel, collator) for name in names}
 
 
 def evaluation_data(
@@ -69,8 +81,24 @@ def evaluation_data(
     if isinstance(data, IterableDataset):
         # Asking such a loader for its state would start its workers.
         return EvaluationData(lambda: parallel.wrap_evaluation_loader(build()))
-    loader = parallel.wrap_evaluation_loader(tie_loader_workers(data) if is_loader(data) else build())
+    built = None if is_loader(data) else _on_all_ranks(build, parallel, "eval_dataset")
+    loader = parallel.wrap_evaluation_loader(tie_loader_workers(data) if is_loader(data) else built)
     return EvaluationData(lambda: loader, beginning=position_of(loader))
+
+
+def _on_all_ranks(build: Callable[[], object], parallel: Parallelism, setting: str) -> object:
+    """What `build` gives, once it has given something on every rank; collective.
+
+    A rank that raised alone, as for a shard without an example, would leave the others waiting for it.
+    """
+    loader, failed = None, None
+    try:
+        loader = build()
+    except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
+        failed = error
+    settings = parallel.evaluation_settings().removeprefix(", ")
+    parallel.fail_together(failed, f"load its {setting} ({settings})")
+    return loader
 
 
 def is_loader(data: object) -> bool:

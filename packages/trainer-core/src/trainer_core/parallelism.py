@@ -146,6 +146,19 @@ class Parallelism(ABC):
         """
         return
 
+    def fail_together(self, error: Exception | None, what: str) -> None:
+        """Raise on every rank if one of them has failed; collective.
+
+        Args:
+            error: What this rank has failed with, if so.
+            what: What it could not do, for the message: 'load its train_dataset'.
+
+        Raises:
+            DataError: Naming the ranks that failed, and why.
+        """
+        if error is not None:
+            raise error
+
     def guarded(self, doing: str) -> AbstractContextManager[None]:
         """A context in which the loss of another rank becomes an error that names it.
 

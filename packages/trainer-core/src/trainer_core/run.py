@@ -15,7 +15,7 @@ from perf_metrics import ThroughputMeter, exclude_compilation
 
 from .arguments import TrainingArguments
 from .callbacks import dump_on_oom
-from .evaluation import EvalMetric, EvaluationData
+from .evaluation import EvalMetric, EvaluationSets
 from .events import CallbackHandler
 from .flops_account import FlopsAccount
 from .interval import Interval
@@ -47,7 +47,7 @@ class Run:
     progress: RunProgress
     manager: CheckpointManager
     loader: object | None
-    evaluation: EvaluationData | None
+    evaluation: EvaluationSets | None
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
     schedule: ScheduleState | None

@@ -25,7 +25,7 @@ from .config import arguments_from_dict
 from .data_rules import check_data
 from .dry_run import DryRun, dry_run
 from .errors import DataError
-from .evaluation import EvalMetric
+from .evaluation import EvalMetric, loaders_of, names_of_sets
 from .events import CallbackHandler
 from .given import (
     Ingredients,
@@ -36,7 +36,7 @@ from .given import (
     model_source,
     optimizer_factory_of,
 )
-from .loaders import Collator, evaluation_data
+from .loaders import Collator, evaluation_sets
 from .loop import TrainingLoop
 from .loss import FusedLossFactory, TokenLoss
 from .model import ModelInit, run_settings, verify_initialised
@@ -66,7 +66,8 @@ class Trainer:
             begins with which does not go on from a checkpoint of its own. Of a sharded model each rank reads
             its part only.
         train_dataset: A dataset, or a ready-made loader (iterable with `batch_size`), which is used as it is.
-        eval_dataset: Likewise, for evaluation.
+        eval_dataset: Likewise, for evaluation; or several by name, `{"one": a, "two": b}`, whose metrics are
+            `eval_one_loss`, `eval_two_loss` and so on.
         data_collator: Turns a list of examples into a batch dict; torch's default otherwise.
         processing_class: Tokenizer or similar; its `save_pretrained` is called beside saved weights.
         callbacks: Replaces the default callbacks (`Trainer.default_callbacks`).
@@ -185,7 +186,8 @@ class Trainer:
         """Score the evaluation set, or another one, with the model as it is.
 
         Returns:
-            `eval_loss` (nats per counted token), `eval_tokens`, `eval_seconds` and the metrics asked for.
+            `eval_loss` (nats per counted token), `eval_tokens`, `eval_seconds` and the metrics asked for; of
+            several sets `eval_<name>_loss` and so on.
 
         Raises:
             DataError: If there is nothing to evaluate on.
@@ -197,10 +199,10 @@ class Trainer:
         run = self._prepare()
         data = run.evaluation
         self.parallel.agree(
-            {"eval_dataset of evaluate()": "given" if eval_dataset is not None else "not given"}
+            {"eval_dataset of evaluate()": None if eval_dataset is None else names_of_sets(eval_dataset)}
         )
         if eval_dataset is not None:
-            data = evaluation_data(eval_dataset, self.args, self.parallel, self._parts.collator)
+            data = evaluation_sets(eval_dataset, self.args, self.parallel, self._parts.collator)
         if data is None:
             raise DataError("evaluate() needs an eval_dataset; give one here or to the Trainer")
         with run_settings(self.args, self.parallel.device, training=False):
@@ -382,6 +384,6 @@ class Trainer:
             "optimizer": run.optimizer,
             "lr_scheduler": run.scheduler,
             "train_dataloader": run.loader,
-            "eval_dataloader": None if run.evaluation is None else run.evaluation.fresh(),
+            "eval_dataloader": loaders_of(run.evaluation),
             "trainer": self,
         }

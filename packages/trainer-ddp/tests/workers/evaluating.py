@@ -146,6 +146,31 @@ def refused(env: DistributedEnvInterface, **options: object) -> str:
     return "not refused"
 
 
+def without_an_example(env: DistributedEnvInterface, **options: object) -> str:
+    """The message where one rank has none, and all have to say so."""
+    try:
+        evaluate(env, Examples() if env.rank else [], **options)
+    except DataError as error:
+        return str(error)
+    return "not refused"
+
+
+def named(env: DistributedEnvInterface, **options: object) -> list[dict[str, float]]:
+    """Two sets at once, and each of them alone."""
+    batches = whole(4)
+    shards = [Batches(batches), Batches(batches[2:])]
+    if options:
+        shards = [Batches(shard.batches[env.rank :: env.world_size]) for shard in shards]
+    trainer = DDPTrainer(
+        DDPTrainingArguments(**settings("unused", **options)),  # type: ignore[arg-type]
+        model=TinyModel(),
+        eval_dataset={"one": shards[0], "two": shards[1]},
+        distributed_env=env,
+        callbacks=[],
+    )
+    return [trainer.evaluate(), trainer.evaluate(shards[0]), trainer.evaluate({"x": shards[1]})]
+
+
 def eval_losses(env: DistributedEnvInterface, accumulation: int, **options: object) -> list[float]:
     """The losses of evaluations in the course of a training run."""
     data = RaggedLoader(rows=14, seed=1)
@@ -179,6 +204,8 @@ def score(env: DistributedEnvInterface) -> dict[str, object]:
     sizes = {"per_device_eval_batch_size": SHARD_SIZE}
     notes["dataset"] = [alone(Examples(), **sizes), evaluate(env, shard, **sizes, **own)]
     notes["nothing"] = [refused(env), refused(env, **own)]
+    notes["without"] = without_an_example(env, **own)
+    notes["named"] = [named(env), named(env, **own)]
     notes["in training"] = [
         eval_losses(StaticDistributedEnvironment(), ranks),
         eval_losses(env, 1),

@@ -47,6 +47,7 @@ def scored(env: DistributedEnvInterface, folder: Path, **settings: object) -> ob
     trainer = trainer_of(env, folder, make, **data, **given, **settings)  # type: ignore[arg-type]
     before = trainer.evaluate()
     trainer.train()
+    named = trainer.evaluate({"whole": Short(), "short": Short(3)})
     after = [trainer.evaluate(), trainer.evaluate(Short(3))]
     replicas = int(str(settings.get("replicas", 1)))
     own = alone(env, folder, make, **data, **given, gradient_accumulation_steps=replicas)  # type: ignore[arg-type]
@@ -55,6 +56,7 @@ def scored(env: DistributedEnvInterface, folder: Path, **settings: object) -> ob
     expected += [own.evaluate(), own.evaluate(Short(3))]
     return {
         "scores": [before, *after],
+        "named": named,
         "alone": expected,
         "curves": [curve(trainer), curve(own)],
         "log": trainer.state.log_history,
