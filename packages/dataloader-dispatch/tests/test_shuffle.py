@@ -7,6 +7,7 @@ import sys
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,3 +161,14 @@ def test_wrong_types_and_positions_are_refused() -> None:
             order[position]
     with pytest.raises(IndexError, match="0 to 6"):
         order.block(0, 6)
+
+
+def test_integers_of_numpy_and_torch_are_positions() -> None:
+    for length in (200, 2**40):
+        order = ShuffledIndex(length, 1)
+        for kind in (np.uint8, np.int32, np.int64, np.uint64, torch.tensor):
+            item = order[kind(5)]  # type: ignore[operator]
+            assert (type(item), item) == (int, order[5])
+        assert np.int64(5) in order
+        assert np.int64(length) not in order
+        assert 0.5 not in order

@@ -221,3 +221,25 @@ def test_token_ids_beyond_the_vocabulary_are_not_written(tmp_path: Path) -> None
             with pytest.raises(DataError, match="vocabulary has 300 entries"):
                 writer.append(numpy.array(bad), [1])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manifest_that_is_nested_too_deep_or_names_a_part_twice(tmp_path: Path) -> None:
+    path = write(tmp_path, [[[1, 2]]]) / "manifest.json"
+    content = json.loads(path.read_text())
+    twice = {**content, "parts": content["parts"] * 2, "documents": 2, "tokens": 4}
+    path.write_text(json.dumps(twice))
+    with pytest.raises(DataError, match=r"manifest\.json is damaged: it names a part twice"):
+        TokenBinary(tmp_path)
+    path.write_text(
+        path.read_text().replace('"about"', '"more": ' + "[" * 100_000 + "]" * 100_000 + ', "about"')
+    )
+    with pytest.raises(DataError, match=r"manifest\.json is damaged: maximum recursion"):
+        TokenBinary(tmp_path)
+
+
+def test_a_token_that_the_type_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    with (
+        PartWriter(tmp_path, "part-00000", "uint16", 1 << 40, tmp_path) as writer,
+        pytest.raises(DataError, match="token ids from 1 to 65536"),
+    ):
+        writer.append(numpy.array([1, 65536]), [2])

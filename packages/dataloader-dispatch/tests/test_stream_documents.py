@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from dataloader_dispatch import (
     DataError,
@@ -232,13 +235,32 @@ def test_mixture_resumes_and_names_its_documents() -> None:
         changed.load_state_dict(reference.state_dict())
 
 
-@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
-def test_a_weight_of_zero_is_refused(weight: float) -> None:
+@pytest.mark.parametrize(
+    "weight", [0, -1.0, float("nan"), float("inf"), "1", None, True, pytest.param(10**400, id="huge")]
+)
+def test_a_weight_of_zero_is_refused(weight: Any) -> None:
     sources = {"a": numbers(1, 3), "b": numbers(9, 3)}
     with pytest.raises(DataError, match=r"passes\['b'\]=.*left out of sources"):
         mix_documents(sources, {"a": 1, "b": weight})
     with pytest.raises(DataError, match=r"shares\['b'\]="):
         passes_for_shares(sources, {"a": 1, "b": weight})
+
+
+def test_weights_are_any_numbers_and_what_rounding_changes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    sources = {"a": numbers(1, 10), "b": numbers(20, 3)}
+    with caplog.at_level(logging.WARNING, "dataloader_dispatch"):
+        for weight in (np.float32(2.0), torch.tensor(2.0), 2):
+            assert mix_documents(sources, {"a": 1, "b": weight}).documents_per_epoch == {"a": 10, "b": 6}
+        shares = passes_for_shares(sources, {"a": np.float32(1), "b": torch.tensor(1.0)})
+        assert mix_documents(sources, shares).documents_per_epoch == {"a": 3, "b": 3}
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING, "dataloader_dispatch"):
+        assert mix_documents(sources, {"a": 1, "b": 0.01}).documents_per_epoch == {"a": 10, "b": 1}
+    [record] = caplog.records
+    assert "passes['b']=0.01 of 3 document(s) are 0.03 in an epoch, and 1 will be read" in record.getMessage()
+    for weight in (1e308, 1e16):
+        with pytest.raises(DataError, match=r"an epoch of more than 2\*\*48 documents"):
+            mix_documents(sources, {"a": 1, "b": weight})
 
 
 def test_names_of_a_mixture_must_agree() -> None:
@@ -248,3 +270,40 @@ def test_names_of_a_mixture_must_agree() -> None:
         mix_documents({"a": numbers(1, 3), "b": []}, {"a": 1, "b": 1})
     with pytest.raises(DataError, match="sources is empty"):
         mix_documents({}, {})
+
+
+# What is no source, and no encoder
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"train": ["a"]}, r"a dict with the keys \['train'\], such as one of splits"),
+        ({"a", "b"}, "source is a set, without a length or without numbered documents"),
+        ((text for text in "ab"), "source is a generator, without a length"),
+    ],
+)
+def test_what_has_no_numbered_documents_is_named(source: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        DocumentStream(source, sequence_length=4, encode=str.encode, eos_token_id=EOS)
+
+
+def test_an_encoder_is_a_function() -> None:
+    with pytest.raises(DataError, match=r"encode='utf-8' is not a function"):
+        DocumentStream(["a"], sequence_length=4, encode="utf-8", eos_token_id=EOS)  # type: ignore[arg-type]
+
+
+def test_arrays_of_all_kinds_are_token_ids() -> None:
+    documents: list[Any] = [
+        np.arange(10)[::-3],
+        np.array([65535, 1], dtype=np.uint16),
+        torch.arange(20, dtype=torch.int32)[::7],
+        torch.tensor([2**32 - 1], dtype=torch.uint32),
+        np.arange(6).reshape(2, 3)[:, 1],
+    ]
+    stream = DocumentStream(documents, sequence_length=12, eos_token_id=None, shuffle=False, shards=1)
+    [row] = list(stream)
+    assert row["input_ids"].tolist() == [9, 6, 3, 0, 65535, 1, 0, 7, 14, 2**32 - 1, 1, 4]
+    for wrong in (np.array([2**63], dtype=np.uint64), np.array([-1], dtype=np.int8)):
+        with pytest.raises(DataError, match="token ids are not negative"):
+            next(iter(DocumentStream([wrong], sequence_length=2, eos_token_id=None)))

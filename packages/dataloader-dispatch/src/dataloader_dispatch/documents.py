@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
 
 from dataloader_dispatch.errors import DataError
@@ -186,7 +187,9 @@ def token_tensor(tokens: Sequence[int] | torch.Tensor, name: str) -> torch.Tenso
         return torch.frombuffer(bytearray(tokens), dtype=torch.uint8).to(torch.int64)
     try:
         # Arrays are copied: they may be read-only (a memory map), which tensors are not.
-        tensor = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(tokens)
+        # Torch has no negative strides, which a reversed array has.
+        values = np.ascontiguousarray(tokens) if isinstance(tokens, np.ndarray) else tokens
+        tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{name} does not hold token ids: {error}") from error
     if (

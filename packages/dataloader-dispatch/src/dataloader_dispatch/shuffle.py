@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, overload
 
 import numpy as np
 import torch
@@ -91,13 +92,13 @@ class ShuffledIndex(Sequence[int]):
         return self._n
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, int) and 0 <= value < self._n
+        return isinstance(value, SupportsIndex) and 0 <= operator.index(value) < self._n
 
     @overload
-    def __getitem__(self, index: int) -> int: ...
+    def __getitem__(self, index: SupportsIndex) -> int: ...
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
         """The item at a position, or the list of items at a slice of positions.
 
         Raises:
@@ -106,9 +107,10 @@ class ShuffledIndex(Sequence[int]):
         if isinstance(index, slice):
             items: list[int] = self._items(range(*index.indices(self._n))).tolist()
             return items
-        position = index + self._n if index < 0 else index
+        number = operator.index(index)  # numpy's integers would overflow on the way
+        position = number + self._n if number < 0 else number
         if not 0 <= position < self._n:
-            raise IndexError(f"position {index} is outside an order of {self._n} items")
+            raise IndexError(f"position {number} is outside an order of {self._n} items")
         return self._follow(position)
 
     def __iter__(self) -> Iterator[int]:

@@ -118,7 +118,13 @@ def _column_names(dataset: MapDataset) -> list[str]:
     names = getattr(dataset, "column_names", None)
     if isinstance(names, Sequence) and not isinstance(names, str):
         return [str(name) for name in names]
-    first = dataset[0]
+    try:
+        first = dataset[0]
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"the dataset, a {type(dataset).__name__}, does not give rows by their numbers; pass rows, as "
+            "frame.to_dict('records') of a pandas DataFrame"
+        ) from error
     if not isinstance(first, Mapping):
         raise DataError(
             f"the rows of the dataset are of type {type(first).__name__}; they must be mappings from column "

@@ -117,7 +117,7 @@ def read_manifest(directory: Path) -> TokenManifest:
         raise DataError(_what_is_missing(directory)) from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}; tokenize again with --overwrite") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(
@@ -165,6 +165,8 @@ def _checked(content: dict[str, Any]) -> TokenManifest:
         parts=parts,
         about=dict(content["about"]),
     )
+    if len({part.name for part in parts}) < len(parts):
+        raise ValueError("it names a part twice")
     for name in ("documents", "tokens"):
         total = sum(getattr(part, name) for part in parts)
         if total != getattr(manifest, name):

@@ -36,7 +36,7 @@ class PartWriter:
         self._temporary = {ending: scratch / f"{name}-{os.getpid()}{ending}" for ending in (".bin", ".idx")}
         self._name = name
         self._kind = np.dtype(dtype).newbyteorder("<")
-        self._vocabulary_size = vocabulary_size
+        self._vocabulary_size = min(vocabulary_size, int(np.iinfo(dtype).max) + 1)
         self._lengths: list[int] = []
         self._checksum = 0
         self._tokens = self._temporary[".bin"].open("wb", buffering=_BUFFER)
@@ -49,7 +49,7 @@ class PartWriter:
             lengths: Number of tokens of each.
 
         Raises:
-            DataError: A token id is not in ``range(vocabulary_size)``.
+            DataError: A token id is not in ``range(vocabulary_size)``, or the type cannot hold it.
             OSError: The file cannot be written.
         """
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocabulary_size:

@@ -17,7 +17,13 @@ from dataloader_dispatch.stream.order import epoch_order
 from dataloader_dispatch.stream.packing import ShardPacker, ShardRow, finished_row, rows_in_turn
 from dataloader_dispatch.stream.pieces import TextUnit
 from dataloader_dispatch.stream.position import StreamPosition
-from dataloader_dispatch.stream.settings import check_settings, check_source, check_takers, logical_shards
+from dataloader_dispatch.stream.settings import (
+    check_encode,
+    check_settings,
+    check_source,
+    check_takers,
+    logical_shards,
+)
 from dataloader_dispatch.stream.skipping import RowSpan, checked_spans
 
 logger = logging.getLogger("dataloader_dispatch.stream")
@@ -119,6 +125,7 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
     ) -> None:
         check_settings(sequence_length, eos_token_id, pad_token_id, seed)
         check_source(source)
+        check_encode(encode)
         self.source = source
         self.sequence_length = sequence_length
         self.eos_token_id = eos_token_id

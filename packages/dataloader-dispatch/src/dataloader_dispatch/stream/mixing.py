@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,11 @@ from typing import overload
 
 from dataloader_dispatch.documents import Document, DocumentSource, data_fingerprint
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.shuffle import ShuffledIndex
+from dataloader_dispatch.shuffle import MAX_LENGTH, ShuffledIndex
+
+logger = logging.getLogger("dataloader_dispatch.stream")
+
+_NOTABLE = 0.2  # share by which a number of documents may be rounded without a word
 
 
 class MixedDocuments:
@@ -132,11 +137,33 @@ def mix_documents(sources: Mapping[str, DocumentSource], passes: Mapping[str, fl
         The mixture. Nothing is copied or listed.
 
     Raises:
-        DataError: The names differ, a weight is zero, negative or not finite, or a source is empty.
+        DataError: The names differ, a weight is not a number, zero, negative or not finite, a source is
+            empty, or an epoch would have more than 2**48 documents.
     """
     _check_names(sources, passes, "passes")
-    counts = {name: max(1, round(passes[name] * len(source))) for name, source in sources.items()}
+    counts = {name: _per_epoch(name, len(source), float(passes[name])) for name, source in sources.items()}
+    if sum(counts.values()) > MAX_LENGTH:
+        raise DataError(
+            f"passes={dict(passes)} make an epoch of more than 2**48 documents; give smaller ones"
+        )
     return MixedDocuments(sources, counts)
+
+
+def _per_epoch(name: str, documents: int, passes: float) -> int:
+    """Documents that a source gives in an epoch: a whole number, at least one; says what that changes."""
+    wanted = min(passes * documents, 2.0 * MAX_LENGTH)
+    count = max(1, round(wanted))
+    if abs(count - wanted) > _NOTABLE * wanted:
+        logger.warning(
+            "passes[%r]=%g of %d document(s) are %.3g in an epoch, and %d will be read; with other passes "
+            "or more documents it can be more exact",
+            name,
+            passes,
+            documents,
+            wanted,
+            count,
+        )
+    return count
 
 
 def passes_for_shares(
@@ -165,8 +192,16 @@ def passes_for_shares(
     if mean_tokens is not None:
         _check_names(sources, mean_tokens, "mean_tokens")
     sizes = {name: len(source) * (mean_tokens or {}).get(name, 1.0) for name, source in sources.items()}
+    shares = {name: float(share) for name, share in shares.items()}
     scarcest = min(sizes[name] / shares[name] for name in sources)
     return {name: shares[name] * scarcest / sizes[name] for name in sources}
+
+
+def _is_positive(weight: object) -> bool:
+    try:
+        return not isinstance(weight, str | bool) and 0 < float(weight) < math.inf  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _check_names(sources: Mapping[str, DocumentSource], weights: Mapping[str, float], setting: str) -> None:
@@ -178,10 +213,10 @@ def _check_names(sources: Mapping[str, DocumentSource], weights: Mapping[str, fl
         )
     for name, source in sources.items():
         weight = weights[name]
-        if not (math.isfinite(weight) and weight > 0):
+        if not _is_positive(weight):
             raise DataError(
-                f"{setting}[{name!r}]={weight!r} is out of range; it must be positive. A source that is not "
-                "to be read is left out of sources"
+                f"{setting}[{name!r}]={weight!r} is out of range; it must be a positive number. A source "
+                "that is not to be read is left out of sources"
             )
         if len(source) == 0:
             raise DataError(f"source {name!r} has no documents; leave it out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.position import is_count
 
@@ -29,15 +31,38 @@ def check_settings(sequence_length: int, eos_token_id: int | None, pad_token_id:
 
 
 def check_source(source: object) -> None:
-    """Refuse one text, which would count as a sequence of letters.
+    """Refuse one text, which would count as a sequence of letters, and what has no numbered documents.
 
     Raises:
-        DataError: The source is a string or bytes.
+        DataError: The source is a string or bytes, or has no length or no numbers.
     """
     if isinstance(source, str | bytes):
         raise DataError(
             f"source={source!r:.60} is one text, and would be read letter by letter; give a list of texts, "
             "or open_documents(path) for files"
+        )
+    if isinstance(source, Mapping) and len(source) and 0 not in source:
+        raise DataError(
+            f"source is a {type(source).__name__} with the keys {sorted(map(str, source))[:9]}, such as one "
+            "of splits; give one of them, as in source['train']"
+        )
+    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+        raise DataError(
+            f"source is a {type(source).__name__}, without a length or without numbered documents; give a "
+            "list of documents, or anything else that has both"
+        )
+
+
+def check_encode(encode: object) -> None:
+    """Refuse what is no function.
+
+    Raises:
+        DataError: ``encode`` is neither callable nor None.
+    """
+    if encode is not None and not callable(encode):
+        raise DataError(
+            f"encode={encode!r:.60} is not a function; pass one from text to token ids, such as "
+            "tokenizer.encode, or None for documents that are token ids"
         )
 
 
