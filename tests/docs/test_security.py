@@ -1,0 +1,116 @@
+"""What the page on security says of sockets and files, seen on real ones."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous, static_tcp_rendezvous
+
+from trainer_core import ConfigurationError
+from trainer_core.config import load_config_file
+
+LISTENING = '''
+import os
+import re
+from pathlib import Path
+
+
+def listening() -> list[str]:
+    """The addresses, in the hexadecimal digits of the kernel, that this process listens on."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    own = {found[1] for link in links if (found := re.fullmatch(r"socket:\\[(\\d+)\\]", link))}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/self/net/{name}").open()]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in own]
+'''
+RANK = f"""{LISTENING}
+import dist_env.host_sums
+from dataloader_dispatch import DataloaderDispatcher
+from dist_env import DistributedEnvironment, HostSums, barrier
+from torch.distributed.device_mesh import init_device_mesh
+
+seen = []
+accept = dist_env.host_sums.accept
+def look(listener, *others):
+    seen.append(listener.getsockname()[0])
+    return accept(listener, *others)
+dist_env.host_sums.accept = look
+with DistributedEnvironment() as env:
+    sums = HostSums(env)
+    loader = DataloaderDispatcher([1, 2] if env.rank == 0 else None, init_device_mesh("cpu", (2,)), "cpu")
+    if env.rank == 0:
+        print(*listening(), *seen)
+    barrier(env)
+    loader.close()
+    sums.close()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the tables of Linux's kernel")
+def test_a_job_on_one_host_listens_where_the_page_says() -> None:
+    """The store and `HostSums` on the loopback address, gloo where the name of the host leads."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK],
+            env={**clean, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    *listening, sums = told[0].split()
+    host = {
+        socket.inet_aton(info[4][0])[::-1].hex().upper()
+        for info in socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET)
+    }
+    loopback = "0100007F"
+    assert sums == "127.0.0.1"
+    assert loopback in listening, "the store"
+    assert set(listening) <= {loopback, *host}
+    assert len(listening) >= 2, "gloo listens too"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the tables of Linux's kernel")
+def test_a_store_that_torch_opens_by_itself_listens_on_all_interfaces() -> None:
+    namespace: dict[str, object] = {}
+    exec(LISTENING, namespace)
+    before = namespace["listening"]()  # type: ignore[operator]
+    store = dist.TCPStore("localhost", 0, 1, True)
+    after = namespace["listening"]()  # type: ignore[operator]
+    assert store.port
+    new = [address for address in after if address not in before]
+    assert all(set(address) == {"0"} for address in new)
+    assert len(after) == len(before) + 1
+
+
+def test_c10d_unpickles_what_is_in_its_store_and_the_static_rendezvous_does_not() -> None:
+    assert "pickle.loads" in inspect.getsource(dynamic_rendezvous)
+    assert "pickle" not in inspect.getsource(static_tcp_rendezvous)
+
+
+def test_yaml_makes_no_objects(tmp_path: Path) -> None:
+    config, ran = tmp_path / "config.yaml", tmp_path / "ran"
+    config.write_text(f"a: !!python/object/apply:os.system ['touch {ran}']\n")
+    with pytest.raises(ConfigurationError, match="malformed"):
+        load_config_file(config)
+    assert not ran.exists()
+
+
+def test_the_exporter_listens_on_this_host_by_default() -> None:
+    pytest.importorskip("prometheus_client")
+    from perf_metrics import PrometheusExporter
+
+    assert inspect.signature(PrometheusExporter).parameters["host"].default == "127.0.0.1"
