@@ -75,3 +75,51 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 def test_a_directory_without_a_log(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no trainer_logs.json in this directory"):
         load_logs(tmp_path)
+
+
+ENTRIES = [{"global_step": step, "loss": 3.0 - step, "note": "größe"} for step in range(1, 5)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("kind", ["array", "lines", "torn array"])
+def test_files_with_a_mark_of_their_encoding_are_read_whole(
+    tmp_path: Path, encoding: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [json.dumps(entry, ensure_ascii=False) for entry in ENTRIES]
+    texts = {
+        "array": json.dumps(ENTRIES),
+        "lines": "\n".join(lines),
+        "torn array": "[\n" + ",\n".join(lines) + ",\n{",
+    }
+    path = tmp_path / "log.json"
+    path.write_bytes(texts[kind].encode(encoding))
+    assert load_logs(path) == ENTRIES
+    assert not caplog.records
+    if kind != "array":
+        # Torn within a letter.
+        path.write_bytes(path.read_bytes()[:-1])
+        assert load_logs(path)[:3] == ENTRIES[:3]
+
+
+def test_entries_after_a_damaged_line_of_an_array_are_kept_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A page of zeros is what a machine leaves that lost power; two writers leave half lines and brackets."""
+    path = tmp_path / "trainer_logs.json"
+    first, second, third, fourth = (json.dumps(entry) for entry in ENTRIES)
+    path.write_text(f"[\n{first},\n\0\0\0\n{second}\n]\n{third[:9]}{third},\n{fourth}\n]\n")
+    with caplog.at_level(logging.WARNING):
+        assert [entry["global_step"] for entry in load_logs(path)] == [1, 2, 4]
+    assert caplog.messages == [f"{path}: left out what is not a JSON object, on line 3, 6"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '[{"global_step": 1, "loss": ' + "9" * 5000 + "}]"], ids=["deep", "digits"]
+)
+def test_what_no_parser_reads_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "log"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="not a log file"):
+        load_logs(path)
+    path.write_text(f'{{"step": 1}}\n{text}\n{{"step": 2}}\n')
+    assert [entry["global_step"] for entry in load_logs(path)] == [1, 2]

@@ -7,6 +7,7 @@ from statistics import quantiles
 
 import pytest
 
+from perf_metrics.commands.main import main
 from perf_metrics.logs.summary import RunSummary, summarize_log
 from perf_metrics.logs.summary_table import summary_json, summary_lines
 
@@ -167,3 +168,26 @@ def test_the_table_to_the_character() -> None:
 )
 def test_times_in_two_units(seconds: float, text: str) -> None:
     assert summary_lines([summary_with(wall_seconds=seconds)])[1].split()[-3] == text
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"loss": 10**400},
+        {"loss": [[[1.0]]]},
+        {"loss": [1.0, 10**400]},
+        {"global_step": 10**400},
+        {"global_step": float("inf")},
+        {"timestamp": -1e308},
+        {"interval_seconds": -5},
+    ],
+)
+def test_numbers_without_measure_end_no_summary(tmp_path: Path, odd: dict[str, object]) -> None:
+    usual = {"loss": 2.0, "tokens": 10, "total_tokens": 10, "interval_seconds": 1.0}
+    entries = [{"global_step": step, "timestamp": 1e9 + step, **usual} for step in range(1, 4)]
+    entries.insert(1, {"global_step": 1.5, "timestamp": 1e308, **usual, **odd})
+    path = tmp_path / "trainer_logs.json"
+    path.write_text(json.dumps(entries))
+    summary = summarize_log(path)
+    assert (summary.steps, summary.tokens, summary.final_loss) == (3, 10, 2.0)
+    assert main(["summary", str(path)]) == 0

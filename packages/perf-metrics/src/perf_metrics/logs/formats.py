@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,15 @@ from .log_entry import LogEntry
 LOG_FILENAME = "trainer_logs.json"
 STATE_FILENAME = "trainer_state.json"
 _STEP_KEYS = ("global_step", "step")
+_NO_ENTRY = (b"", b"[", b"]", b"[]")
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+"""Of UTF-32 first: the mark of UTF-16 is the beginning of its own."""
 
 
 def find_log(path: Path) -> Path:
@@ -42,9 +52,10 @@ def parse_any(data: bytes) -> ParsedLog | None:
     Returns:
         None if this is not a log file.
     """
-    entries, intact = parse_entries(data)
-    parsed: ParsedLog | None = ParsedLog(entries)
-    if not intact and not entries and not b"[\n".startswith(data[:2]):
+    data = _as_utf8(data)
+    array, intact = _parse_array(data)
+    parsed: ParsedLog | None = array
+    if not intact and not array.entries and not b"[\n".startswith(data[:2]):
         parsed = _parse_state_or_lines(data)
     if parsed is None:
         return None
@@ -54,23 +65,38 @@ def parse_any(data: bytes) -> ParsedLog | None:
 def parse_entries(data: bytes) -> tuple[list[LogEntry], bool]:
     """Return the entries of a JSON array, and whether it is intact.
 
-    Of a file that is not a JSON array of objects, the entries on complete leading lines are returned.
+    Of a file that is not a JSON array of objects, the entries on complete lines are returned.
     """
+    parsed, intact = _parse_array(_as_utf8(data))
+    return parsed.entries, intact
+
+
+def _as_utf8(data: bytes) -> bytes:
+    """Return a text in UTF-8 without a mark: shells of Windows write UTF-16 with one."""
+    for mark, name in _MARKS:
+        if data.startswith(mark):
+            # What is torn within a letter ends before it.
+            return data.decode(name, errors="ignore").removeprefix("\ufeff").encode(errors="replace")
+    return data
+
+
+def _parse_array(data: bytes) -> tuple[ParsedLog, bool]:
     try:
         whole = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: brackets within brackets, by thousands
         opening, *lines = data.split(b"\n")
-        return (_leading_objects(lines) if opening.strip() == b"[" else []), False
+        is_array = opening.strip() == b"["
+        return (_objects_on(lines, 2) if is_array else None) or ParsedLog([]), False
     if _is_array_of_objects(whole):
-        return whole, True
-    return [], False
+        return ParsedLog(whole), True
+    return ParsedLog([]), False
 
 
 def _parse_state_or_lines(data: bytes) -> ParsedLog | None:
     try:
         whole = json.loads(data)
-    except ValueError:
-        return _parse_lines(data)
+    except (ValueError, RecursionError):
+        return _objects_on(data.split(b"\n"), 1)
     if not isinstance(whole, dict):
         return None
     history = whole.get("log_history")
@@ -80,12 +106,12 @@ def _parse_state_or_lines(data: bytes) -> ParsedLog | None:
     return ParsedLog([whole]) if any(key in whole for key in _STEP_KEYS) else None
 
 
-def _parse_lines(data: bytes) -> ParsedLog | None:
+def _objects_on(lines: list[bytes], first: int) -> ParsedLog | None:
     """Read one object a line; the first line tells whether it is such a file, the last one may be torn."""
     entries: list[LogEntry] = []
     bad: list[int] = []
-    lines = [(number, line) for number, line in enumerate(data.split(b"\n"), start=1) if line.strip()]
-    for number, line in lines:
+    told = [(number, line) for number, line in enumerate(lines, start=first) if line.strip() not in _NO_ENTRY]
+    for number, line in told:
         entry = _object_on(line)
         if entry is not None:
             entries.append(entry)
@@ -93,27 +119,17 @@ def _parse_lines(data: bytes) -> ParsedLog | None:
             return None
         else:
             bad.append(number)
-    return ParsedLog(entries, tuple(number for number in bad if number != lines[-1][0]))
+    return ParsedLog(entries, tuple(number for number in bad if number != told[-1][0]))
 
 
 def _is_array_of_objects(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
-def _leading_objects(lines: list[bytes]) -> list[LogEntry]:
-    entries: list[LogEntry] = []
-    for line in lines:
-        entry = _object_on(line)
-        if entry is None:
-            break
-        entries.append(entry)
-    return entries
-
-
 def _object_on(line: bytes) -> LogEntry | None:
     try:
         entry = json.loads(line.strip().removesuffix(b","))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
 

@@ -106,7 +106,8 @@ def read_run(path: str | Path) -> RunLog:
 
 def step_of(entry: LogEntry) -> float:
     """Return the step of an entry, or nan if it has none."""
-    return _as_number(entry.get("global_step"), max)
+    step = _as_number(entry.get("global_step"), max)
+    return step if math.isfinite(step) else math.nan
 
 
 def number_of(entry: LogEntry, *keys: str) -> float | None:
@@ -152,9 +153,13 @@ def _without_void(written: Sequence[LogEntry]) -> tuple[list[LogEntry], int]:
 
 def _as_number(value: JsonValue, reduce: Callable[[Sequence[float]], float]) -> float:
     if isinstance(value, list):
-        numbers = [_as_number(element, reduce) for element in value]
+        # One element per rank; lists within lists are nothing that this package writes.
+        numbers = [math.nan if isinstance(one, list) else _as_number(one, reduce) for one in value]
         finite = [number for number in numbers if math.isfinite(number)]
         return reduce(finite) if finite else math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.nan

@@ -169,7 +169,7 @@ def _weighted_mean(run: RunLog, key: str, weight_key: str) -> float | None:
 
 def _wall_seconds(run: RunLog) -> float | None:
     times = [time for entry in run.written if (time := number_of(entry, "timestamp")) is not None]
-    if len(times) > 1:
+    if len(times) > 1 and math.isfinite(max(times) - min(times)):
         return max(times) - min(times) + (number_of(run.written[0], "interval_seconds") or 0.0)
     runtimes = [
         time
@@ -195,7 +195,7 @@ def _pauses(written: Sequence[LogEntry]) -> list[float] | None:
         if last is not None:
             told = True
             unexplained = time - last - interval - evaluating
-            if unexplained > PAUSE_SECONDS:
+            if PAUSE_SECONDS < unexplained < math.inf:
                 pauses.append(unexplained)
         last, evaluating = time, 0.0
     return pauses if told else None
