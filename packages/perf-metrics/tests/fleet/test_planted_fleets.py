@@ -232,7 +232,8 @@ def hold_against(report: FleetReport, planted: Planted, seed: int) -> None:
             assert device.ofu == pytest.approx(true, rel=1e-9), where
         assert len(job.figures.drops) == run.fell, where
         assert job.figures.odd_devices == (), where
-        assert (job.figures.imbalance or 0) < 0.05, where
+        # Of some thirty samples of a GPU at least, whose clock is uneven; after a fall it would be 0.67.
+        assert (job.figures.imbalance or 0) < 0.1, where
     everything = [one for run in planted.runs for of_gpu in run.samples.values() for one in of_gpu]
     assert report.ofu_mean == pytest.approx(mean_of(everything), rel=1e-9), seed
     assert report.devices == len({gpu for run in planted.runs for gpu in run.samples}), seed
