@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .disk import Disk
 from .job import Job
 
-ABORTED, WRONG_INPUT, STOPPED = 1, 2, 75
+ABORTED, STOPPED = 1, 75
 _ANY_TIME = ("starting", "step", "step", "saving", "saving")
 _IN_TRAINING = ("step", "saving")
 
@@ -80,11 +80,13 @@ def _all_have_saved(job: Job, rank: int, moment: str) -> None:
 def _some_have_no_space(job: Job, rank: int, moment: str) -> None:
     """Who could not write says so in the system's words, in one line; others say that a rank failed."""
     codes = job.exit_codes()
-    if WRONG_INPUT not in codes.values() or not set(codes.values()) <= {ABORTED, WRONG_INPUT}:
+    if set(codes.values()) != {ABORTED}:
         raise ValueError(f"exit codes on a full disk are {codes}")
-    for each, code in codes.items():
-        words = "No space left on device|not enough space|File too large" if code == WRONG_INPUT else "rank "
-        _check_complaint(job, each, words)
+    no_space = "No space left on device|not enough space|File too large"
+    if not any(re.search(no_space, job.output(rank)) for rank in codes):
+        raise ValueError("no rank says that the disk is full")
+    for each in codes:
+        _check_complaint(job, each, f"{no_space}|rank ")
 
 
 def _stopped_or_lost(job: Job, rank: int, moment: str) -> None:

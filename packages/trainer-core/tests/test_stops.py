@@ -10,12 +10,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGINT, SIGTERM, SIGUSR1, Signals
+from signal import SIGINT, SIGTERM, SIGUSR1, Signals, raise_signal
 
 import pytest
 import torch
 
 from trainer_core import EXIT_RESUMABLE
+from trainer_core.stop_requests import StopRequests
 
 SCRIPT = """
 import json, signal, sys, time
@@ -275,3 +276,15 @@ def test_a_second_signal_stops_at_once_and_leaves_earlier_checkpoints(tmp_path: 
     assert not (tmp_path / "report.json").exists()
     assert checkpoints(tmp_path) == before
     assert_same_run(Job(tmp_path).outcome(), whole)
+
+
+def test_a_signal_that_comes_again_stops_at_once_whatever_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler sends SIGUSR1 some time before SIGTERM; only the latter may come from an impatient user."""
+    with StopRequests() as stops:
+        raise_signal(SIGUSR1)
+        raise_signal(SIGTERM)
+        raise_signal(SIGTERM)  # an echo
+        assert stops.cause == "SIGUSR1"
+        monkeypatch.setattr("trainer_core.stop_requests._ECHO_SECONDS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            raise_signal(SIGTERM)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC
 from importlib.metadata import version
 
-from .launch import leave_exit_code
+from .launch import is_reporting, report_end
 from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG
 
+_MACHINE_ERRORS = (ENOSPC, EDQUOT, EFBIG, EIO, ENOMEM, EMFILE, ENFILE)
 _OVERVIEW = f"""\
 usage: {PROG} [train] [options]     train a Llama, or go on with a run that was stopped
        {PROG} recipes [NAME]        list settings of whole runs, or print one of them
@@ -59,13 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else ("train", words)
     try:
-        return leave_exit_code(_run(name, rest))
+        return _run(name, rest)
     except KeyboardInterrupt:
         goes_on = name == "train" and "--dry-run" not in rest
         command = "the same command without --fresh" if "--fresh" in rest else "the same command"
         saved = f"; checkpoints saved so far are whole, {command} goes on" * goes_on
-        print(f"\n{PROG}: stopped at once{saved}.", file=sys.stderr)
-        return leave_exit_code(EXIT_INTERRUPTED)
+        if not is_reporting():
+            print(f"\n{PROG}: stopped at once{saved}.", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _run(name: str, words: Sequence[str]) -> int:
@@ -79,11 +82,11 @@ def _run(name: str, words: Sequence[str]) -> int:
     try:
         return COMMANDS[name](words)
     except RANK_ERRORS as error:
-        _complain(error)
+        _complain(error, is_cause=False)
         return EXIT_ABORTED
     except USER_ERRORS as error:
-        _complain(error)
-        return EXIT_USER_ERROR
+        _complain(error, is_cause=True)
+        return EXIT_ABORTED if _is_of_the_machine(error) else EXIT_USER_ERROR
 
 
 def _let_waiting_threads_sleep() -> None:
@@ -96,11 +99,25 @@ def _let_waiting_threads_sleep() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _complain(error: BaseException) -> None:
+def _is_of_the_machine(error: BaseException | None) -> bool:
+    """Whether the system refused room, or a device failed, which no other input would change."""
+    from .train import BrokenRunError
+
+    if isinstance(error, BrokenRunError):
+        return True
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _complain(error: BaseException, *, is_cause: bool) -> None:
     """Print one line; of several processes each says who it is, because each may have another reason."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"[rank {os.environ.get('RANK', '0')}] " if several else ""
     print(f"{PROG}: error: {who}{_one_line(error)}", file=sys.stderr)
+    report_end(_one_line(error), is_cause=is_cause)
 
 
 def _one_line(error: BaseException) -> str:

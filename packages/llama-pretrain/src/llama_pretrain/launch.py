@@ -1,23 +1,42 @@
-"""Starting the processes of a job on this machine, when no launcher has."""
+"""Starting the processes of a job on this machine, when no launcher has.
+
+As torchrun does it, with its variables, but for three things. The ranks die with the launcher, also when it
+is killed. They meet at a store that listens on this machine only, and of which nothing is unpickled; torchrun
+with `--rdzv-backend c10d` unpickles what anybody on the network may have put into its store. And a signal
+that comes again stops the job at once.
+"""
 
 from __future__ import annotations
 
-import logging
+import gc
+import json
 import os
+import signal
+import socket
+import subprocess
 import sys
-import tempfile
-import uuid
+import time
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import FrameType
 
-from .program import EXIT_ABORTED, EXIT_USER_ERROR, PROG
+from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER_ERROR, PROG
 
-EXIT_CODES_VARIABLE = "LLAMA_PRETRAIN_EXIT_CODES"
-"""Names the folder in which each process leaves its exit code: a launcher that was told to stop does not wait
-for them, and tells no codes."""
+REPORT_VARIABLE = "LLAMA_PRETRAIN_REPORT_FD"
+"""Names the pipe on which each rank tells its launcher what it ends of."""
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-_SECONDS_TO_SAVE = 300
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_LOOK_SECONDS = 0.05
+_ECHO_SECONDS = 1.0
+"""As for `trainer_core.StopRequests`: a signal that comes again this soon is the same one."""
+_KILLED_SECONDS = 0.5
+"""How long ranks live on after one was killed; it was not asked whether it had something to save."""
+_FAILED_SECONDS = 5.0
+"""How long ranks have to find out by themselves that one has failed, before they are asked to end."""
+_END_SECONDS = 60.0
+"""How long they then have to finish a save."""
 
 
 def is_launched() -> bool:
@@ -26,70 +45,194 @@ def is_launched() -> bool:
 
 
 def launch(words: Sequence[str], processes: int) -> int:
-    """Start the same command in so many processes, with torch elastic, and wait for them.
+    """Start the same command in so many processes, and wait for them.
 
-    A signal is passed on to them: each finishes its step, they save together and end.
+    A signal is passed on to them: each finishes its step, they save together and end. The same signal again
+    kills them. When one fails, the others are ended.
 
     Args:
         words: The command line, without the program's name.
         processes: How many, all on this machine.
 
     Returns:
-        The exit code of the job: that of all processes if they agree; else 2 if one says that the input is
-        wrong, and 1 if not.
+        The exit code of the job: that of all processes if they agree; 130 if it was stopped at once, or
+        before there was anything to save; else 2 if one says that the input is wrong, and 1 if not.
     """
-    # Imported here: a run of one process needs no launcher.
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    # Its own report on a process that failed is a page long; the process has said what is wrong.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="llama-pretrain-") as folder:
-        codes = Path(folder) / "exit-codes"
-        codes.mkdir()
-        os.environ[EXIT_CODES_VARIABLE] = str(codes)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            # Without a folder of ours torch makes one that it leaves behind.
-            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
-            shutdown_timeout=_SECONDS_TO_SAVE,
+    job = _Job(words)
+    before = {number: signal.signal(number, job.remember) for number in _SIGNALS}
+    try:
+        job.start(processes)
+        job.wait()
+    finally:
+        job.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    # Python looks at every object of torch as it ends, which takes longer than ending the ranks.
+    gc.freeze()
+    return job.conclude()
+
+
+def report_end(text: str, *, is_cause: bool) -> None:
+    """Tell the launcher, if it is ours, what this rank ends of; the end of another is not a cause."""
+    if is_reporting():
+        line = json.dumps(asdict(_Report(int(os.environ["RANK"]), text[:2000], is_cause))) + "\n"
+        os.write(int(os.environ[REPORT_VARIABLE]), line.encode())
+
+
+def is_reporting() -> bool:
+    """Whether this is a rank of our own launcher, which says for all of them how the job ended."""
+    return REPORT_VARIABLE in os.environ and is_launched()
+
+
+@dataclass(frozen=True)
+class _Report:
+    rank: int
+    text: str
+    is_cause: bool
+
+
+class _Job:
+    """The ranks, and what they were told and told."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._received: list[int] = []
+        self._received_at: dict[int, float] = {}
+        self._stopped_at_once = False
+        self._first_failed: int | None = None
+        self._failed_at = 0.0
+        self._asked_to_end = False
+        self._reports = b""
+
+    def remember(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        self._received.append(number)
+
+    def start(self, processes: int) -> None:
+        """Start the ranks, each in a session of its own: Ctrl-C comes to them from here alone."""
+        # Imported here: a run of one process needs no launcher.
+        import torch.distributed as dist
+
+        from dist_env import die_with_parent_command
+
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        try:
-            elastic_launch(config, sys.executable)("-m", "llama_pretrain", *words)
-        except ChildFailedError as error:
-            # Another that fails for want of this one may be found in the same moment.
-            ended = {rank: failure for rank, failure in error.failures.items() if failure.exitcode < 0}
-            if ended:
-                rank = min(ended, key=lambda each: ended[each].timestamp)
-                print(f"{PROG}: error: rank {rank} was ended by {ended[rank].signal_name()}", file=sys.stderr)
-        except SignalException:
-            pass  # what the processes made of it is in their exit codes
-        return _job_code(_exit_codes(codes), processes)
+        self._report_pipe, report_fd = os.pipe()
+        os.set_blocking(self._report_pipe, False)
+        command = die_with_parent_command([sys.executable, "-m", "llama_pretrain", *self._words])
+        shared = {
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            # The store is the launcher's, as under torchrun.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            REPORT_VARIABLE: str(report_fd),
+        }
+        for rank in range(processes):
+            variables = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._ranks.append(
+                subprocess.Popen(command, env=variables, pass_fds=(report_fd,), start_new_session=True)
+            )
+        os.close(report_fd)
+
+    def wait(self) -> None:
+        """Wait until all have ended, or are to be killed."""
+        while None in [each.poll() for each in self._ranks]:
+            while self._received:
+                self._pass_on(self._received.pop(0))
+            self._look_for_failures()
+            self._read_reports()
+            if self._stopped_at_once or self._is_overdue():
+                return
+            time.sleep(_LOOK_SECONDS)
+        self._look_for_failures()
+
+    def kill(self) -> None:
+        """Kill who still lives."""
+        for each in self._ranks:
+            each.kill()
+        for each in self._ranks:
+            each.wait()
+
+    def conclude(self) -> int:
+        """Say what the job ended of, if the last line of the ranks does not, and return its exit code."""
+        codes = [each.returncode for each in self._ranks]
+        command = "the same command without --fresh" if "--fresh" in self._words else "the same command"
+        goes_on = f"checkpoints saved so far are whole, {command} goes on."
+        if self._stopped_at_once:
+            print(f"\n{PROG}: stopped at once; {goes_on}", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        if EXIT_INTERRUPTED in codes or any(-code in self._received_at for code in codes):
+            print(f"{PROG}: stopped before there was anything to save; {goes_on}", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        if self._first_failed is not None:
+            self._name_the_cause(self._first_failed)
+        return _job_code(codes)
+
+    def _pass_on(self, number: int) -> None:
+        now = time.monotonic()
+        if now - self._received_at.setdefault(number, now) >= _ECHO_SECONDS:
+            self._stopped_at_once = True
+        else:
+            self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        for each in self._ranks:
+            each.send_signal(number)
+
+    def _look_for_failures(self) -> None:
+        if self._first_failed is None:
+            failed = [rank for rank, each in enumerate(self._ranks) if _has_failed(each.returncode)]
+            if not failed:
+                return
+            # Of several that are found together, one that was killed is why the others end.
+            self._first_failed = min(failed, key=lambda rank: self._ranks[rank].returncode)
+            self._failed_at = time.monotonic()
+
+    def _is_overdue(self) -> bool:
+        """Whether ranks live too long after one has failed; asks them to end before."""
+        if self._first_failed is None:
+            return False
+        since = time.monotonic() - self._failed_at
+        if self._ranks[self._first_failed].returncode < 0:
+            return since > _KILLED_SECONDS
+        if since > _FAILED_SECONDS and not self._asked_to_end:
+            self._asked_to_end = True
+            self._signal(signal.SIGTERM)
+        return since > _FAILED_SECONDS + _END_SECONDS
+
+    def _read_reports(self) -> None:
+        with suppress(BlockingIOError):
+            while part := os.read(self._report_pipe, 65536):
+                self._reports += part
+
+    def _name_the_cause(self, first: int) -> None:
+        self._read_reports()
+        reports = [_Report(**json.loads(line)) for line in self._reports.splitlines()]
+        causes = [report for report in reports if report.is_cause]
+        code = self._ranks[first].returncode
+        if code < 0:
+            print(f"{PROG}: error: rank {first} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+        elif causes and (self._asked_to_end or not reports[-1].is_cause):
+            print(f"{PROG}: error: [rank {causes[0].rank}] {causes[0].text}", file=sys.stderr)
+        elif not causes and reports:
+            said = "see what it printed above"
+            print(f"{PROG}: error: rank {first} ended with exit code {code}; {said}", file=sys.stderr)
 
 
-def leave_exit_code(code: int) -> int:
-    """Leave the exit code of this process where its launcher looks for it, and return it."""
-    folder = os.environ.get(EXIT_CODES_VARIABLE)
-    if folder is not None and is_launched() and Path(folder).is_dir():
-        (Path(folder) / os.environ["RANK"]).write_text(str(code), encoding="ascii")
-    return code
+def _has_failed(code: int | None) -> bool:
+    return code not in (None, 0, EXIT_RESUMABLE)
 
 
-def _exit_codes(folder: Path) -> list[int]:
-    return [int(path.read_text(encoding="ascii")) for path in folder.iterdir()]
-
-
-def _job_code(codes: Sequence[int], processes: int) -> int:
-    if len(codes) == processes and len(set(codes)) == 1:
+def _job_code(codes: Sequence[int]) -> int:
+    if len(set(codes)) == 1 and codes[0] >= 0:
         return codes[0]
     if EXIT_USER_ERROR in codes:
         return EXIT_USER_ERROR

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from checkpoint_core import CheckpointError, LostRankError
 from dataloader_dispatch import DocumentSource, data_fingerprint
 from dist_env import (
     DistributedEnvInterface,
@@ -29,6 +30,10 @@ from .run_directory import LOGS_NAME, RunDirectory
 from .sessions import describe_session
 from .tokenizer import Tokenizer, load_tokenizer
 from .trainers import TRAINERS, check_processes, trainer_arguments
+
+
+class BrokenRunError(RuntimeError):
+    """A run that had begun could not go on, as when the disk is full: other input would not change that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +125,9 @@ def train(args: PretrainArguments) -> int:
     Raises:
         ConfigurationError: If a setting cannot be used, or the directory belongs to another run.
         DataError: If the data cannot be used.
-        CheckpointError: If a checkpoint cannot be written or read.
-        OSError: If the disk is full, or may not be written.
+        CheckpointError: If a checkpoint cannot be read.
+        OSError: If the output directory may not be written.
+        BrokenRunError: If a file cannot be written once training has begun, as on a full disk.
         RankFailedError: If another rank failed.
         RankTimeoutError: If another rank did not come.
     """
@@ -155,7 +161,14 @@ def _train_on(
     with main_process_first(env) as goes_first:
         if goes_first:
             directory.begin(args, experiment.subject, describe_session(args, env))
-    output = trainer.train()
+    begun = _Begun()
+    trainer.add_callback(begun)
+    try:
+        output = trainer.train()
+    except (CheckpointError, OSError) as error:
+        if not begun.happened or isinstance(error, LostRankError):
+            raise
+        raise BrokenRunError(str(error)) from error
     if trainer.stop_cause is not None:
         if speaks:
             say_how_to_continue(args, output.global_step, trainer.stop_cause.name)
@@ -173,6 +186,15 @@ def _train_on(
     # A rank that left earlier would report success for a job that may still fail.
     barrier(env, tag="the end of the run")
     return 0
+
+
+class _Begun:
+    """Knows whether the first step was begun: a callback."""
+
+    happened = False
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        self.happened = True
 
 
 def _lacks_evaluation(

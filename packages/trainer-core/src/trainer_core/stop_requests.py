@@ -20,9 +20,9 @@ _ECHO_SECONDS = 1.0
 class StopRequests:
     """Remembers the first signal, and watches the time limit; the loop asks at its own moments.
 
-    A second signal of the same kind as the first, a second or more later, stops at once. A handler that
-    somebody else had installed is called as well. Outside the main thread Python delivers no signals, and
-    only time is watched.
+    A signal that has come before, a second or more ago, stops at once; one of another kind does not, for
+    schedulers send several. A handler that somebody else had installed is called as well. Outside the main
+    thread Python delivers no signals, and only time is watched.
 
     Args:
         max_seconds: Time from entering to the request to stop; None for no limit.
@@ -30,7 +30,7 @@ class StopRequests:
 
     def __init__(self, max_seconds: float | None = None) -> None:
         self.received: signal.Signals | None = None
-        self._received_at = 0.0
+        self._received_at: dict[int, float] = {}
         self._deadline: float | None = None
         self._max_seconds = max_seconds
         self._before: dict[int, object] = {}
@@ -61,13 +61,13 @@ class StopRequests:
         return None
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.received == number:
-            if time.monotonic() - self._received_at < _ECHO_SECONDS:
+        now = time.monotonic()
+        if (before_at := self._received_at.setdefault(number, now)) != now:
+            if now - before_at < _ECHO_SECONDS:
                 return
             raise KeyboardInterrupt
         first, self.received = self.received is None, self.received or signal.Signals(number)
         if first:
-            self._received_at = time.monotonic()
             rank = os.environ.get("RANK") if os.environ.get("WORLD_SIZE", "1") != "1" else None
             where = f" on rank {rank}" if rank else ""
             end = "finishing the step, then saving; once more to stop at once."

@@ -13,7 +13,7 @@ from trainer_core import DataError as TrainerDataError
 from ..launch import is_launched, launch
 from ..mesh import Mesh
 from ..program import PROG
-from ..train import train
+from ..train import BrokenRunError, train
 from ..trainers import refuse_several_processes
 from .command_line import Parser, add_field_options
 from .conversion import ExportArguments, ImportArguments, export, import_model
@@ -29,6 +29,7 @@ USER_ERRORS = (
     CheckpointError,
     DistributedEnvironmentError,
     OSError,
+    BrokenRunError,
 )
 RANK_ERRORS = (RankFailedError, RankTimeoutError, LostRankError)
 """Another process of the job is why this one cannot go on."""
