@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_core import DirectoryLease
 from checkpoint_core.cli import main
 from checkpoint_core.cli.arguments import make_parser, parse_size
 from checkpoint_core.cli.console import table_lines
@@ -271,6 +272,10 @@ def test_prune_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = capsys.readouterr().err
     assert f"{run} is in use: checkpoint-7 is being written by process {os.getpid()}" in error
     staging.rmdir()
+    with DirectoryLease(run):
+        assert main(["prune", str(run), "--keep", "1"]) == 0
+        assert main(["prune", str(run), "--keep", "1", "--yes"]) == 2
+        assert f"{run} is in use by process {os.getpid()} on " in capsys.readouterr().err
     for options, message in (
         (["--keep-best", "1"], "--keep-best 1 needs --metric"),
         (["--metric", "eval_loss"], "need --keep-best K"),

@@ -11,6 +11,13 @@ from checkpoint_core.components import (
 from checkpoint_core.config import CheckpointConfig
 from checkpoint_core.directory.best import BestCheckpoint
 from checkpoint_core.directory.discovery import find_latest_checkpoint
+from checkpoint_core.directory.lease import (
+    DirectoryLease,
+    LeaseHeldError,
+    LeaseHolder,
+    LeaseLostError,
+    find_lease_holder,
+)
 from checkpoint_core.errors import CheckpointError, LostRankError
 from checkpoint_core.hf_directory import load_model_weights
 from checkpoint_core.loading import LoadedCheckpoint
@@ -25,6 +32,10 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointError",
     "CheckpointManager",
+    "DirectoryLease",
+    "LeaseHeldError",
+    "LeaseHolder",
+    "LeaseLostError",
     "LoadedCheckpoint",
     "LostRankError",
     "ModelState",
@@ -38,5 +49,6 @@ __all__ = [
     "StatefulProvider",
     "StaticStatefulProvider",
     "find_latest_checkpoint",
+    "find_lease_holder",
     "load_model_weights",
 ]

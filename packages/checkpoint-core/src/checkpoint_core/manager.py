@@ -14,6 +14,7 @@ from checkpoint_core.background import BackgroundWorker
 from checkpoint_core.components import StateComponent, StatefulProvider, StaticStatefulProvider
 from checkpoint_core.config import CheckpointConfig
 from checkpoint_core.directory.best import BestCheckpoint, best_summary
+from checkpoint_core.directory.lease import DirectoryLease
 from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.export import ModelExport
 from checkpoint_core.loading import CheckpointLoad, LoadedCheckpoint
@@ -39,6 +40,8 @@ class CheckpointManager:
         dist: Rank and world size; None for a single process. With more than one rank the process group must
             be open.
         preprocessor: A tokenizer or processor with ``save_pretrained(directory)``, saved with the weights.
+        lease: The lease of ``output_dir``, which rank 0 holds (with ``save_on_each_node``, the first rank of
+            each node): a save without it, or after it was lost, is refused.
 
     Raises:
         CheckpointError: More than one rank, but no matching process group.
@@ -51,6 +54,7 @@ class CheckpointManager:
         stateful_provider: StatefulProvider | Sequence[StateComponent],
         dist: DistributedEnvInterface | None = None,
         preprocessor: Preprocessor | None = None,
+        lease: DirectoryLease | None = None,
     ) -> None:
         # Absolute: the program may change its directory, also while a save is in the background.
         config = replace(config, output_dir=Path(config.output_dir).absolute())
@@ -61,6 +65,7 @@ class CheckpointManager:
             stateful_provider = StaticStatefulProvider(stateful_provider)
         self._provider = stateful_provider
         self._preprocessor = preprocessor
+        self._lease = lease
         env = _single_process() if dist is None else dist
         self._ranks = RankAgreement(env, config.timeout_seconds, each_node=config.save_on_each_node)
         opened = self._ranks.run(_OPENING, lambda: (uuid.uuid4().hex, _shared_settings(config)))
@@ -286,6 +291,7 @@ class CheckpointManager:
             run_id=self._retention.run_id,
             metrics=metrics,
             preprocessor=self._preprocessor,
+            lease=self._lease,
         )
 
     def _finish(self, save: CheckpointSave) -> None:

@@ -23,6 +23,7 @@ from checkpoint_core.directory.commit import (
     discard,
     publish,
 )
+from checkpoint_core.directory.lease import DirectoryLease
 from checkpoint_core.directory.manifest import (
     MANIFEST_NAME,
     ComponentPart,
@@ -85,6 +86,7 @@ class CheckpointSave:
         run_id: The id of this run.
         metrics: Metrics to store; rank 0's are used.
         preprocessor: Saved beside the weights.
+        lease: Which the leader must hold to write; None asks for none.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class CheckpointSave:
         run_id: str,
         metrics: Mapping[str, float] | None,
         preprocessor: Preprocessor | None,
+        lease: DirectoryLease | None,
     ) -> None:
         self.metrics = metrics
         self.final = checkpoint_path(Path(config.output_dir), step)
@@ -106,6 +109,7 @@ class CheckpointSave:
         self._step = step
         self._run_id = run_id
         self._preprocessor = preprocessor
+        self._lease = lease
         self._phase = f"saving {self.final.name}"
         self._save_id = ""
         self._staging: Path | None = None
@@ -141,7 +145,7 @@ class CheckpointSave:
         with self._discarding_on_error():
             staging = self._write_all()
             # Every node has all of its files before the first one publishes.
-            self._ranks.run_on_leaders(self._phase, lambda: publish(staging, self.final, self._step))
+            self._ranks.run_on_leaders(self._phase, lambda: self._publish(staging))
         return self.final
 
     def rehearse(self) -> None:
@@ -239,7 +243,17 @@ class CheckpointSave:
     def _size(self) -> int:
         return sum(files.size for key, files in self._files.items() if self._makes(key))
 
+    def _publish(self, staging: Path) -> None:
+        # Once more: writing may have taken long, and another run may have taken the directory over meanwhile.
+        self._check_lease()
+        publish(staging, self.final, self._step)
+
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
     def _begin(self, needed: int) -> str:
+        self._check_lease()
         check_target(self.final, self._run_id)
         check_other_runs(self.final.parent, self._step, self._run_id)
         clean_leftovers(self.final.parent)

@@ -17,6 +17,7 @@ from checkpoint_core.cli.survey import (
 )
 from checkpoint_core.directory.best import lower_is_better
 from checkpoint_core.directory.commit import remove_checkpoint
+from checkpoint_core.directory.lease import DirectoryLease
 from checkpoint_core.directory.manifest import Manifest
 from checkpoint_core.directory.ownership import find_leftovers
 from checkpoint_core.errors import CheckpointError
@@ -111,7 +112,7 @@ def prune(directory: Path, *, keep: int, best: BestRule | None, all_runs: bool, 
         0.
 
     Raises:
-        CheckpointError: A save is going on there, or no checkpoint has the metric.
+        CheckpointError: A run owns the directory, a save is going on there, or no checkpoint has the metric.
         OSError: A checkpoint cannot be deleted.
     """
     open_directory(directory)
@@ -135,8 +136,10 @@ def prune(directory: Path, *, keep: int, best: BestRule | None, all_runs: bool, 
     if not delete:
         print(f"dry run: --yes would delete {what}")
         return 0
-    _refuse_if_live(directory)  # Once more: verification may have taken long.
-    _delete(doomed)
+    # A run that begins meanwhile would resume from what goes, and one under way deletes by itself.
+    with DirectoryLease(directory):
+        _refuse_if_live(directory)  # Once more: verification may have taken long.
+        _delete(doomed)
     print(f"deleted {what}")
     return 0
 

@@ -47,9 +47,9 @@ class Leftover:
             On the machine of the owner, whether the process has ended. On another machine, whether nothing in
             the directory has changed for an hour.
         """
-        if self.machine != _machine():
+        if self.machine != machine_token():
             return time.time() - _newest_change(self.path) > FOREIGN_IDLE_SECONDS
-        return _start_time(self.pid) != self.started
+        return has_ended(self.pid, self.started)
 
 
 def temporary_path(output_dir: Path, kind: str, step: int) -> Path:
@@ -63,7 +63,7 @@ def temporary_path(output_dir: Path, kind: str, step: int) -> Path:
     Returns:
         The path; nothing is created.
     """
-    token = f"{_machine()}-{os.getpid()}-{_start_time(os.getpid()) or 0}-{uuid.uuid4().hex[:8]}"
+    token = f"{machine_token()}-{os.getpid()}-{process_start(os.getpid()) or 0}-{uuid.uuid4().hex[:8]}"
     return output_dir / f".{kind}-checkpoint-{step}-{token}"
 
 
@@ -87,8 +87,12 @@ def find_leftovers(output_dir: Path) -> list[Leftover]:
     return found
 
 
-def _machine() -> str:
-    """Eight digits for this machine, boot and process namespace: where a process id has one meaning."""
+def machine_token() -> str:
+    """Eight digits for this machine, boot and process namespace: where a process id has one meaning.
+
+    Returns:
+        The digits; processes with the same ones can ask the system about one another.
+    """
     parts = [socket.gethostname()]
     for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         path = Path(source)
@@ -99,22 +103,47 @@ def _machine() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 
 
-def _start_time(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None when there is no such process.
+def has_ended(pid: int, started: int) -> bool:
+    """Whether a process of this machine has ended.
 
-    Systems without /proc give 0 for every living process, so that only the process id tells there.
+    Args:
+        pid: Its id.
+        started: What :func:`process_start` gave for it.
+
+    Returns:
+        Whether it is certain that it has.
+    """
+    now = process_start(pid)
+    # 0: it lives, and when it began cannot be told.
+    return now is None or (now != started and 0 not in (now, started))
+
+
+def process_start(pid: int) -> int | None:
+    """When a process of this machine began, which tells it from a later one with the same id.
+
+    Args:
+        pid: The process id.
+
+    Returns:
+        Clock ticks since boot; None when there is no such process. Systems without /proc give 0 for every
+        living process, and those that hide other users' processes for these, so that only the id tells there.
     """
     if Path("/proc/self/stat").exists():
         try:
             # The second field, the command in parentheses, may hold spaces; field 22 is counted after it.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            return None
+            return _ask_by_signal(pid)
         # A killed process that nobody has waited for yet still has an entry, but writes no more.
         return None if fields[0] in "ZX" else int(fields[19])
+    return _ask_by_signal(pid)
+
+
+def _ask_by_signal(pid: int) -> int | None:
+    """0 for a process that exists, which may be another user's."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return None
     except PermissionError:
         return 0
