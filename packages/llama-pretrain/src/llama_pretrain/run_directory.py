@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from checkpoint_core import DirectoryLease, find_lease_holder
 from perf_metrics import load_logs, plot_logs
 from trainer_core import (
     PREVIOUS,
@@ -174,7 +175,11 @@ class RunDirectory:
                 "output_dir", str(self.path), "is not a directory", "choose another output_dir"
             )
         found = sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
-        foreign = [name for name in found if name not in _PARTIAL_NAMES and not name.startswith(PREVIOUS)]
+        foreign = [
+            name
+            for name in found
+            if not (name in _PARTIAL_NAMES or name.startswith(PREVIOUS) or DirectoryLease.is_lease(name))
+        ]
         if foreign:
             raise ConfigurationError(
                 "output_dir",
@@ -227,6 +232,22 @@ class RunDirectory:
             for name, value in now.items()
             if name not in _NOT_WORTH_SAYING and before.get(name) != value
         }
+
+
+def refuse_if_in_use(output_dir: str) -> None:
+    """Refuse a directory whose run has certainly not ended, before any work; the lease has the last word.
+
+    Raises:
+        ConfigurationError: Naming the process that holds it.
+    """
+    holder = find_lease_holder(output_dir)
+    if holder is not None and holder.is_here():
+        raise ConfigurationError(
+            "output_dir",
+            output_dir,
+            f"is in use by {holder.describe()}",
+            "wait until that run has ended, stop it, or choose another output_dir",
+        )
 
 
 def _identity(args: PretrainArguments, subject: Mapping[str, object]) -> dict[str, object]:

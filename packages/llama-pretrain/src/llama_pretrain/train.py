@@ -26,7 +26,7 @@ from .model.llama import Llama
 from .model_choice import model_config, starts_from_weights
 from .options import PretrainArguments
 from .report import announce, say_how_to_continue, say_nothing_was_left, show_result, write_sample
-from .run_directory import LOGS_NAME, RunDirectory
+from .run_directory import LOGS_NAME, RunDirectory, refuse_if_in_use
 from .sessions import describe_session
 from .tokenizer import Tokenizer, load_tokenizer
 from .trainers import TRAINERS, check_processes, trainer_arguments
@@ -123,7 +123,8 @@ def train(args: PretrainArguments) -> int:
         and it can go on.
 
     Raises:
-        ConfigurationError: If a setting cannot be used, or the directory belongs to another run.
+        ConfigurationError: If a setting cannot be used, or the directory belongs to another run, or one that
+            has not ended uses it.
         DataError: If the data cannot be used.
         CheckpointError: If a checkpoint cannot be read.
         OSError: If the output directory may not be written.
@@ -132,6 +133,7 @@ def train(args: PretrainArguments) -> int:
         RankTimeoutError: If another rank did not come.
     """
     started = time.perf_counter()
+    refuse_if_in_use(args.output_dir)
     env = DistributedEnvironment(always=False, no_accelerator=args.use_cpu or args.device == "cpu")
     check_processes(args.trainer, args.mesh, env.world_size)
     experiment = prepare(args)
@@ -140,19 +142,21 @@ def train(args: PretrainArguments) -> int:
     # What is wrong with the input is said before the ranks wait for each other. Once they have met, none
     # checks the directory any more, and rank 0 may write to it.
     with env:
-        return _train_on(env, experiment, directory, changes, started)
+        trainer = build_trainer(experiment, env)
+        trainer.parallel.agree(experiment.subject)
+        with trainer.owns_output_dir():
+            return _train_on(env, trainer, experiment, directory, changes, started)
 
 
 def _train_on(
     env: DistributedEnvInterface,
+    trainer: Trainer,
     experiment: Experiment,
     directory: RunDirectory,
     changes: Mapping[str, tuple[object, object]],
     started: float,
 ) -> int:
     args, speaks = experiment.args, env.rank == 0
-    trainer = build_trainer(experiment, env)
-    trainer.parallel.agree(experiment.subject)
     # Builds model, optimizer and schedule: what they refuse must come before the directory is claimed.
     model = trainer.unwrapped_model()
     if speaks:

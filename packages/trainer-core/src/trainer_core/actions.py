@@ -98,7 +98,8 @@ class Actions:
         """Put an entry into the history and show it to the callbacks."""
         state = self.run.state
         state.log_history.append({"global_step": state.global_step, **plain_record(record)})
-        self.run.events.fire("on_log", logs=record)
+        if self.run.lease.may_log():
+            self.run.events.fire("on_log", logs=record)
 
     def evaluate(self, sets: EvaluationSets) -> dict[str, float] | None:
         """Score evaluation data from its beginning, log the result, and return it; None if asked to stop."""

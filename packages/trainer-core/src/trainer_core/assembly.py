@@ -28,6 +28,7 @@ from .optimization import (
     is_callback,
     optimizer_table,
 )
+from .output_lease import OutputLease
 from .parallelism import Parallelism
 from .precision import build_scaler
 from .run import Run
@@ -50,6 +51,7 @@ def assemble(
     parts: Ingredients,
     *,
     resumes: bool,
+    lease: OutputLease,
 ) -> Run:
     """Build loaders, model, optimizer and all that belongs to a run, in this order.
 
@@ -60,6 +62,7 @@ def assemble(
         events: Where a schedule that is a callback is added.
         parts: What the user gave.
         resumes: Whether a checkpoint will be loaded into it.
+        lease: What must be held to write to the output directory.
     """
     loader, evaluation = _loaders(args, parallel, parts)
     set_length(state, args, loader)
@@ -103,7 +106,8 @@ def assemble(
         interval=interval,
         flops=flops,
         progress=progress,
-        manager=build_manager(args, parallel, components, parts.preprocessor),
+        manager=build_manager(args, parallel, components, parts.preprocessor, lease.directory),
+        lease=lease,
         loader=loader,
         evaluation=evaluation,
         optimizer=optimizer,

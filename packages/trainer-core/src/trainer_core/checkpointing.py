@@ -8,6 +8,7 @@ from checkpoint_core import (
     CheckpointConfig,
     CheckpointError,
     CheckpointManager,
+    DirectoryLease,
     Preprocessor,
     find_latest_checkpoint,
 )
@@ -30,8 +31,9 @@ def build_manager(
     parallel: Parallelism,
     components: RunComponents,
     preprocessor: Preprocessor | None,
+    lease: DirectoryLease,
 ) -> CheckpointManager:
-    """The manager of a run's checkpoints in its output directory."""
+    """The manager of a run's checkpoints in its output directory; it saves only under the lease of that."""
     best = {}
     if args.tracks_best:
         keep = args.preserve_n_best if args.preserve_best_model else 1
@@ -47,7 +49,7 @@ def build_manager(
         **best,  # type: ignore[arg-type]
     )
     return CheckpointManager(
-        config, dist=parallel.env, stateful_provider=components, preprocessor=preprocessor
+        config, dist=parallel.env, stateful_provider=components, preprocessor=preprocessor, lease=lease
     )
 
 

@@ -23,6 +23,7 @@ from .loaders import epoch_of, epoch_progress_of
 from .loss import TokenLoss
 from .memory import GarbagePolicy
 from .model import RecompileCounter, run_settings
+from .output_lease import OutputLease
 from .parallelism import Parallelism
 from .run_state import RunProgress
 from .schedule_state import ScheduleState
@@ -46,6 +47,7 @@ class Run:
     flops: FlopsAccount
     progress: RunProgress
     manager: CheckpointManager
+    lease: OutputLease
     loader: object | None
     evaluation: EvaluationSets | None
     optimizer: Optimizer | None

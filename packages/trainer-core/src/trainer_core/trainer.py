@@ -41,6 +41,7 @@ from .loop import TrainingLoop
 from .loss import FusedLossFactory, TokenLoss
 from .model import ModelInit, run_settings, verify_initialised
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
+from .output_lease import OutputLease
 from .parallelism import Parallelism, SingleDevice
 from .previous_runs import make_room
 from .run import Run, training_switches
@@ -141,6 +142,7 @@ class Trainer:
         if callbacks is None:
             callbacks = self.default_callbacks()
         self._events = CallbackHandler(callbacks, self.args, self.state)
+        self._lease = OutputLease(self.args, self.parallel)
         self._prepared: Run | None = None
         self._resumed = False
         self._has_room = False
@@ -164,6 +166,7 @@ class Trainer:
             The step reached and the final metrics.
 
         Raises:
+            ConfigurationError: If another run owns the output directory, see `owns_output_dir`.
             DataError: If there is no training data, or an epoch of it is empty.
             NonFiniteGradientError: If a gradient is not finite and `nonfinite_policy` is "raise".
         """
@@ -172,7 +175,8 @@ class Trainer:
         self._events.begin_run()
         # Signals are heeded from here on: a checkpoint may take long to load. Also while ranks look for one
         # that is lost: a launcher, which has noticed as well, asks the others to end.
-        with StopRequests(self.args.max_train_seconds) as stops, self.parallel.guarded("training"):
+        stopping = StopRequests(self.args.max_train_seconds)
+        with self.owns_output_dir(), stopping as stops, self.parallel.guarded("training"):
             run = self._prepare()
             self._resume(run)
             if not self._has_room:
@@ -239,8 +243,16 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Save everything that a run needs to go on."""
-        with self.parallel.guarded("saving a checkpoint"):
+        with self.owns_output_dir(), self.parallel.guarded("saving a checkpoint"):
             Actions(self._prepare()).save()
+
+    def owns_output_dir(self) -> AbstractContextManager[None]:
+        """A context in which no other run can train in the output directory; all ranks enter it together.
+
+        `train` enters it by itself. It raises ConfigurationError on all ranks, naming the process, if another
+        run owns the directory; one on another machine is watched first, `lease_takeover_seconds` at most.
+        """
+        return self._lease.held()
 
     def load_checkpoint(self, path: str | None = None) -> bool:
         """Go to the state of the checkpoint at `path`, or of the newest one in the output directory.
@@ -349,9 +361,8 @@ class Trainer:
             seed_everything(self.args.seed)
             # One answer for all: the file system may show one rank what another does not see yet.
             resumes = self.parallel.any([checkpoint_to_resume(self.args) is not None])[0]
-            run = self._prepared = assemble(
-                self.args, self.parallel, self.state, self._events, self._parts, resumes=resumes
-            )
+            parts = self.args, self.parallel, self.state, self._events, self._parts
+            run = self._prepared = assemble(*parts, resumes=resumes, lease=self._lease)
             self._events.shared = self._shared_with_callbacks(run)
             if resumes and self.args.construct_model_on == "meta":
                 self._fill(run)

@@ -90,6 +90,10 @@ def _check_files(args: MinimalTrainingArguments) -> None:
             raise ConfigurationError(
                 name, value, "contains a NUL character, which no path may", "take it out of the name"
             )
+    rules.within("lease_takeover_seconds", args.lease_takeover_seconds, 0.1, 30 * 86400.0)
+    rules.within(
+        "lease_heartbeat_seconds", args.lease_heartbeat_seconds, 0.01, args.lease_takeover_seconds / 3
+    )
     if not args.save_safetensors:
         raise ConfigurationError(
             "save_safetensors",

@@ -24,6 +24,10 @@ class MinimalTrainingArguments:
     overwrite_output_dir: bool = False
     """Let save_model replace weights that are already there, and a start with resume_from_checkpoint=False
     move the checkpoints of an earlier run to previous-<time>/ in output_dir."""
+    lease_heartbeat_seconds: float = 3.0
+    """How often a run shows other machines that it lives, in the lease of its output directory."""
+    lease_takeover_seconds: float = 60.0
+    """A run on another machine without a sign of life for so long loses its output directory to the next."""
 
     device: str | None = None
     """Device of a run without a distributed environment, such as cuda:0; none: the accelerator if any."""

@@ -1,0 +1,113 @@
+"""One run at a time writes to an output directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from checkpoint_core import CheckpointError, DirectoryLease, LeaseHeldError, find_lease_holder
+from dist_env import gather_objects, get_logger
+
+from .arguments import TrainingArguments
+from .errors import ConfigurationError
+from .parallelism import Parallelism
+
+logger = get_logger(__name__)
+
+
+class OutputLease:
+    """The lease of a trainer's output directory, and of its log directory where that is another one.
+
+    One rank takes it for all; with `save_on_each_node` one rank of each node takes that of its node.
+
+    Args:
+        args: The arguments.
+        parallel: The ranks.
+    """
+
+    def __init__(self, args: TrainingArguments, parallel: Parallelism) -> None:
+        times = {
+            "heartbeat_seconds": args.lease_heartbeat_seconds,
+            "takeover_seconds": args.lease_takeover_seconds,
+        }
+        self.directory = DirectoryLease(args.output_dir, **times)
+        """For the manager of the checkpoints."""
+        self._args = args
+        self._parallel = parallel
+        env = parallel.env
+        self._leases: list[tuple[str, DirectoryLease]] = []
+        if env.rank == 0 or (args.save_on_each_node and env.local_rank == 0):
+            self._leases.append(("output_dir", self.directory))
+        if env.rank == 0 and args.log_path.resolve() != Path(args.output_dir).resolve():
+            self._leases.append(("logging_dir", DirectoryLease(args.log_path, **times)))
+        self._users = 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Own the directories meanwhile; may be entered again inside. Collective.
+
+        Raises:
+            ConfigurationError: On every rank, if another run owns one, or one cannot be written.
+        """
+        if self._users == 0:
+            with self._parallel.guarded("taking the output directory"):
+                self._acquire()
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if self._users == 0:
+                self._release()
+
+    def may_log(self) -> bool:
+        """Whether callbacks may write a record now.
+
+        Between two calls of `train` nothing is owned, and an evaluation may go on beside the training of
+        another process, whose log it must leave alone.
+
+        Raises:
+            checkpoint_core.LeaseLostError: If another run has taken over what this one owned.
+        """
+        if self._users:
+            for _, lease in self._leases:
+                if lease.held:
+                    lease.check()
+            return True
+        holder = find_lease_holder(self._args.log_path)
+        if holder is not None:
+            logger.warning(
+                "%s is in use by %s: a record of this process is not written to its logs",
+                self._args.log_path,
+                holder.describe(),
+            )
+        return holder is None
+
+    def _acquire(self) -> None:
+        refusals: list[list[str] | None] = gather_objects(self._refusal(), self._parallel.env)
+        for refusal in refusals:
+            if refusal is not None:
+                self._release()
+                setting, value, rule, fix = refusal
+                raise ConfigurationError(setting, value, rule, fix)
+
+    def _refusal(self) -> list[str] | None:
+        """Take the leases; what stands against it, as the parts of a ConfigurationError."""
+        for setting, lease in self._leases:
+            value = str(getattr(self._args, setting))
+            try:
+                lease.acquire()
+            except LeaseHeldError as error:
+                fix = f"wait until that run has ended, stop it, or choose another {setting}"
+                return [setting, value, f"is in use by {error.holder.describe()}", fix]
+            except CheckpointError as error:
+                if self._args.save_strategy != "no":
+                    return [setting, value, str(error), f"choose another {setting}"]
+                # A run that writes nothing may have a directory that cannot be written.
+                logger.info("this run does not own its directory: %s", error)
+        return None
+
+    def _release(self) -> None:
+        for _, lease in self._leases:
+            lease.release()
