@@ -120,7 +120,7 @@ def load(run: Run, path: str | None) -> Path | None:
     run.progress.settle(run.schedule)
     run.loaded, run.went_back = loaded.path, path is not None
     run.saved_step = run.state.global_step
-    run.announced_epoch = None
+    run.announced_epoch = run.progress.generators_before_epoch = None
     run.update_epoch()
     note_best(run)
     if run.loader is not None and not keeps_position(run.loader):

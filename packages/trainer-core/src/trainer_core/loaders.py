@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, TypeGuard, cast
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dataloader_dispatch import (
     DataloaderDispatcher,
     DocumentStream,
+    ResumableDataLoader,
     StreamLoader,
     SynchronizedDataLoader,
     build_loader,
@@ -113,6 +114,13 @@ def keeps_position(loader: object) -> bool:
     if isinstance(loader, DataloaderDispatcher):
         return loader.has_state
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def is_torchdata(loader: object) -> TypeGuard[Any]:
+    """Whether this is a `StatefulDataLoader` as it is, whose state is that of its iterator."""
+    # By the attribute that holds a loaded state (torchdata 0.11), as this package does not import torchdata.
+    is_stateful = isinstance(loader, DataLoader) and hasattr(loader, "next_iter_state")
+    return is_stateful and not isinstance(loader, ResumableDataLoader)
 
 
 def position_of(loader: object) -> object | None:

@@ -14,7 +14,7 @@ from dist_env import gather_objects, get_logger
 from .actions import Actions
 from .batch import Batch, Window, next_window
 from .errors import DataError
-from .loaders import epoch_of, keeps_position
+from .loaders import epoch_of, is_torchdata, keeps_position
 from .loss import loss_denominator
 from .run import Run
 from .state import StopCause, TrainOutput
@@ -86,6 +86,7 @@ class TrainingLoop:
             with run.meter.measure("data"):
                 window = next_window(batches, run.args.gradient_accumulation_steps, run.loss)
             if window is not None:
+                run.state.epoch_data_ended = len(window.batches) < run.args.gradient_accumulation_steps
                 self._train_step(window)
                 self._agree()
                 if self.actions.after_step():
@@ -107,13 +108,27 @@ class TrainingLoop:
             self._agree()
 
     def _batches(self) -> Iterator[Batch]:
-        """The rest of the epoch; in mid-epoch the random generators stay where the checkpoint has them."""
+        """The rest of the epoch.
+
+        In mid-epoch the random generators stay where the checkpoint has them. At the beginning the loader
+        draws from them, and a checkpoint that is saved before the first step has them as they were before.
+        """
+        run, generators = self.run, RNGState()
         self._hold_position()
-        generators = RNGState()
-        before = generators.state_dict() if self.run.steps_in_epoch else None
-        batches = iter(cast(Iterable[Batch], self.run.loader))
-        if before is not None:
+        if run.progress.generators_before_epoch is not None:
+            # A pass before this one ended without a step: it was stopped, or its data had ended already.
+            generators.load_state_dict(run.progress.generators_before_epoch)
+        before = generators.state_dict()
+        batches = iter(cast(Iterable[Batch], run.loader))
+        if run.steps_in_epoch:
             generators.load_state_dict(before)
+            return batches
+        run.progress.generators_before_epoch = before
+        if is_torchdata(run.loader) and run.loader.generator is None:
+            # Each of its iterators draws a seed, and it makes none or two where others make one: its state
+            # was asked for, or it was loaded behind the last batch of an epoch.
+            generators.load_state_dict(before)
+            torch.empty((), dtype=torch.int64).random_()
         return batches
 
     def _hold_position(self) -> None:
@@ -127,6 +142,7 @@ class TrainingLoop:
     def _train_step(self, window: Window) -> None:
         run, events = self.run, self.run.events
         events.fire("on_step_begin")
+        run.progress.generators_before_epoch = None
         tokens = run.parallel.sum(window.target_tokens)
         loss_sum = self._forward_backward(window.batches, self.update.divisor(tokens))
         grad_norm = self.update.measure()
@@ -184,13 +200,19 @@ class TrainingLoop:
         # The counters move first, so that a checkpoint made here begins with the next epoch.
         state.raw_epoch += 1
         state.epoch_start_step = state.global_step
+        state.epoch_data_ended = False
+        run.progress.generators_before_epoch = None
         run.update_epoch()
         self.actions.after_epoch()
 
     def _epoch_is_complete(self) -> bool:
-        """Whether the epoch is known to have no more data: by its length, or because the loader moved on."""
+        """Whether the epoch is known to have no more data.
+
+        By its length, because the loader moved on, or because the last step found too few microbatches: a
+        loader that has seen its end begins anew after a resume.
+        """
         run, state = self.run, self.run.state
-        moved_on = (epoch_of(run.loader) or 0) > state.raw_epoch
+        moved_on = (epoch_of(run.loader) or 0) > state.raw_epoch or state.epoch_data_ended
         # A rank that does not read the data itself may not know.
         return run.parallel.any([moved_on])[0] or (0 < run.steps_in_epoch == state.epoch_train_steps)
 

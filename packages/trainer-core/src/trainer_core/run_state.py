@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -25,7 +25,7 @@ from .errors import ConfigurationError
 from .events import CallbackHandler, callback_name
 from .hyperparameters import Hyperparameters
 from .interval import Interval
-from .loaders import keeps_position
+from .loaders import is_torchdata, keeps_position
 from .parallelism import Parallelism
 from .schedule_state import ScheduleState
 from .state import TrainerState
@@ -61,6 +61,8 @@ class RunProgress:
         """How the arguments differ from those of the checkpoint that was loaded."""
         self.loaded = False
         """Whether the counters came from a checkpoint."""
+        self.generators_before_epoch: dict[str, object] | None = None
+        """Random generators as they were before the loader began the epoch, until its first step is made."""
         self.refusal: ConfigurationError | None = None
         """Why the checkpoint was refused, if it was."""
         self._options = options
@@ -77,6 +79,7 @@ class RunProgress:
         interval = self._interval.state_dict()
         return {
             **counters,
+            "epoch_data_ended": self._state.epoch_data_ended,
             "samples_per_step": self._samples_per_step,
             "interval": interval,
             "arguments": plain_arguments(self._args),
@@ -101,6 +104,7 @@ class RunProgress:
             raise self.refusal
         for name in _COUNTERS:
             setattr(self._state, name, state[name])
+        self._state.epoch_data_ended = bool(state.get("epoch_data_ended"))  # absent from old checkpoints
         self.loaded = True
         interval = state["interval"]
         if isinstance(interval, Mapping):
@@ -185,6 +189,40 @@ class CallbackStates:
         return found
 
 
+class _Generators(RNGState):
+    """The random generators; before the first step of an epoch as they were when its pass began."""
+
+    def __init__(self, progress: RunProgress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def state_dict(self) -> dict[str, object]:
+        before = self._progress.generators_before_epoch
+        return super().state_dict() if before is None else before
+
+
+class _TorchdataPosition:
+    """The position of a torchdata loader; asking for it draws no random number."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, object]:
+        """The loader's state; empty where nothing has been loaded or iterated, which would begin a pass."""
+        loader = self._loader
+        if loader._iterator is None and loader.next_iter_state is None:
+            return {}
+        generators = RNGState()
+        before = generators.state_dict()
+        state: dict[str, object] = loader.state_dict()
+        generators.load_state_dict(before)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go to a saved position; torchdata takes an empty one for none."""
+        self._loader.load_state_dict(dict(state))
+
+
 class RunComponents:
     """Tells the checkpoint manager what there is to save; nothing is discovered."""
 
@@ -218,8 +256,9 @@ class RunComponents:
             parts["optimizer"] = OptimizerState(self._optimizer, model)
         parts |= {key: part for key, part in self._rest.items() if part is not None}
         if keeps_position(self._dataset):
-            parts["dataset"] = self._dataset
-        parts["rng"] = RNGState()
+            data = self._dataset
+            parts["dataset"] = _TorchdataPosition(data) if is_torchdata(data) else data
+        parts["rng"] = _Generators(self.progress)
         sharing = self._parallel.sharing()
         components = [
             StateComponent(

@@ -35,6 +35,8 @@ class TrainerState:
     """Epochs completed."""
     epoch_start_step: int = 0
     """`global_step` at which the current epoch began."""
+    epoch_data_ended: bool = False
+    """Whether the data of the current epoch is known to be used up: its last step had fewer microbatches."""
     epoch_train_steps: int | None = None
     """Optimizer steps per epoch, when known."""
     num_processes: int = 1

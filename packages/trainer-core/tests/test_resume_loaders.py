@@ -1,0 +1,109 @@
+"""A run that stops and goes on gives the curve of one that does not, whatever loader its data come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from dataloader_dispatch import build_loader
+from trainer_core import Trainer, TrainerControl, TrainingArguments
+
+ROWS, BATCH, EPOCHS = 6, 2, 2
+
+
+def row(index: int) -> dict[str, Tensor]:
+    ids = torch.arange(5) * (index + 1) % 23
+    return {"input_ids": ids, "labels": ids}
+
+
+class Indexed(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return row(index)
+
+
+class Streamed(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return map(row, range(ROWS))
+
+
+class Positioned(IterableDataset[dict[str, Tensor]]):
+    """Keeps its own position."""
+
+    def __init__(self) -> None:
+        self.index = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.index < ROWS:
+            self.index += 1
+            yield row(self.index - 1)
+        self.index = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"index": self.index}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.index = state["index"]
+
+
+LOADERS: dict[str, Callable[[], object]] = {
+    "streamed": Streamed,
+    "positioned": lambda: build_loader(Positioned(), BATCH),
+    "torchdata": lambda: StatefulDataLoader(Positioned(), BATCH),
+    "torchdata, shuffled": lambda: StatefulDataLoader(Indexed(), BATCH, shuffle=True),
+}
+
+
+class StopAt:
+    def __init__(self, event: str, step: int) -> None:
+        def stop(args: object, state: object, control: TrainerControl, **kw: object) -> None:
+            control.should_training_stop |= state.global_step == step  # type: ignore[attr-defined]
+
+        setattr(self, event, stop)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_stop_anywhere_leaves_the_curve_as_it_is(
+    name: str, accumulation: int, tmp_path: Path, tiny_model: Callable[[float], nn.Module]
+) -> None:
+    def curve(directory: str, *callbacks: object) -> list[tuple[object, object]]:
+        torch.manual_seed(3)  # the shuffled one draws its seed when it is made
+        trainer = Trainer(
+            TrainingArguments(
+                output_dir=str(tmp_path / directory),
+                seed=5,
+                use_cpu=True,
+                per_device_train_batch_size=BATCH,
+                gradient_accumulation_steps=accumulation,
+                num_train_epochs=EPOCHS,
+                learning_rate=1e-2,
+                lr_scheduler_type="constant",
+                logging_steps=1,
+            ),
+            model_init=lambda: tiny_model(0.3),
+            train_dataset=LOADERS[name](),
+            callbacks=list(callbacks),
+        )
+        trainer.train()
+        return [
+            (entry["global_step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry
+        ]
+
+    whole = curve("whole")
+    steps = len(whole)
+    assert steps == EPOCHS * -(-ROWS // BATCH // accumulation)
+    points = [("on_train_begin", 0), ("on_epoch_begin", 0), ("on_epoch_begin", steps // EPOCHS)]
+    for event, step in [*points, *(("on_step_end", step) for step in range(1, steps))]:
+        directory = f"{event}-{step}"
+        curve(directory, StopAt(event, step))
+        assert curve(directory) == whole, directory
