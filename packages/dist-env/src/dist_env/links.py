@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hmac
 import os
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from typing import cast
 
 import torch.distributed as dist
 
@@ -134,21 +136,20 @@ def accept(
     """
     links: dict[int, Link] = {}
     end = time.monotonic() + seconds
-    while missing := hosts.keys() - links.keys():
-        listener.settimeout(_LOOK_SECONDS)
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError as error:
-            look()
-            if time.monotonic() < end:
+    with closing(_Callers(listener, secret)) as callers:
+        while missing := hosts.keys() - links.keys():
+            introduced = callers.wait(_LOOK_SECONDS)
+            for rank, connection in introduced:
+                if rank in missing and rank not in links:
+                    links[rank] = Link(connection, f"rank {rank} on {hosts[rank]}", seconds)
+                else:
+                    connection.close()
+            if introduced:
                 continue
-            named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in sorted(missing))
-            raise dist.DistNetworkError(f"{named} did not connect within {seconds:g} s") from error
-        rank = _introduced(connection, secret)
-        if rank not in missing:
-            connection.close()
-            continue
-        links[rank] = Link(connection, f"rank {rank} on {hosts[rank]}", seconds)
+            look()
+            if time.monotonic() >= end:
+                named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in sorted(missing))
+                raise dist.DistNetworkError(f"{named} did not connect within {seconds:g} s")
     return [links[rank] for rank in sorted(links)]
 
 
@@ -174,14 +175,76 @@ def connect(address: str, secret: bytes, rank: int, name: str, seconds: float) -
     return Link(connection, name, seconds)
 
 
-def _introduced(connection: socket.socket, secret: bytes) -> int:
-    """The rank that has connected; -1 for somebody else."""
-    connection.settimeout(_SILENT_STRANGER_SECONDS)
-    try:
-        said, rank = _INTRODUCTION.unpack(read_exactly(connection, _INTRODUCTION.size))
-    except OSError:
-        return -1
-    return int(rank) if hmac.compare_digest(said, secret) else -1
+class _Callers:
+    """Whoever has connected and has not yet said who it is; the silent ones do not keep the others waiting.
+
+    Args:
+        listener: Where they connect.
+        secret: What a rank says first.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self._listener = listener
+        self._secret = secret
+        self._said: dict[socket.socket, tuple[float, bytes]] = {}
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def wait(self, seconds: float) -> list[tuple[int, socket.socket]]:
+        """Wait for somebody to say something; gives ranks that said who they are, and their connections."""
+        introduced = []
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                self._admit()
+                continue
+            connection = cast(socket.socket, key.fileobj)
+            if (rank := self._hear(connection)) is not None:
+                introduced.append((rank, connection))
+        too_long = time.monotonic() - _SILENT_STRANGER_SECONDS
+        for connection in [each for each, (since, _) in self._said.items() if since < too_long]:
+            self._forget(connection)
+            connection.close()
+        return introduced
+
+    def close(self) -> None:
+        """Send away who has said nothing."""
+        for connection in list(self._said):
+            connection.close()
+        self._selector.close()
+
+    def _admit(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # It has gone again.
+        connection.setblocking(False)
+        self._said[connection] = time.monotonic(), b""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, connection: socket.socket) -> int | None:
+        """The rank of a connection, once it has said so; others are closed."""
+        since, said = self._said[connection]
+        try:
+            more = connection.recv(_INTRODUCTION.size - len(said))
+        except OSError:
+            more = b""
+        said += more
+        if more and len(said) < _INTRODUCTION.size:
+            self._said[connection] = since, said
+            return None
+        self._forget(connection)
+        if more:
+            secret, rank = _INTRODUCTION.unpack(said)
+            if hmac.compare_digest(secret, self._secret):
+                connection.setblocking(True)
+                return int(rank)
+        connection.close()
+        return None
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._said[connection]
 
 
 def _own_address() -> str:

@@ -56,6 +56,10 @@ class Stranger:
         listener = self._create(*args, **options)  # type: ignore[arg-type]
         self.connection = socket.create_connection(listener.getsockname()[:2])
         self.connection.sendall(b"let me in, please!!!")
+        # And others that say nothing, or not all of it, for as long as they are let.
+        self.silent = [socket.create_connection(listener.getsockname()[:2]) for _ in range(8)]
+        self.silent[0].sendall(b"let me")
+        self.silent[1].close()
         return listener
 
 
