@@ -208,6 +208,7 @@ UNFIT = {
     "class": ([int], "is a type"),
     "factory": (collections.defaultdict(lambda: 1), "is a defaultdict of .*which is code"),
     "sparse": ([torch.eye(2).to_sparse()], "is a tensor of the layout sparse_coo"),
+    "nested": ([torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])], "is a nested tensor"),
     "meta": ([torch.empty(2, device="meta")], "is a tensor on the meta device"),
     "small": ([torch.empty(2, dtype=torch.uint4)], "is a tensor of the type torch.uint4"),
     "objects": (numpy.array([object()]), "has the NumPy type object"),

@@ -76,10 +76,11 @@ def encode_value(
 
 
 def is_dense(value: object) -> bool:
-    """Whether a value is a tensor of which its elements are all: no subclass, not sparse, not quantized."""
+    """Whether a value is a tensor that is no more than its elements: not sparse, nested, quantized or else."""
     return (
         type(value) in _TENSORS
         and value.layout is torch.strided  # type: ignore[attr-defined]
+        and not value.is_nested  # type: ignore[attr-defined]
         and not value.is_meta  # type: ignore[attr-defined]
         and dtype_name(value.dtype) in DTYPES  # type: ignore[attr-defined]
     )
@@ -304,5 +305,7 @@ def _described(value: Any) -> str:
     if kind in _TENSORS:
         if value.layout is not torch.strided:
             return f"a tensor of the layout {str(value.layout).removeprefix('torch.')}"
+        if value.is_nested:
+            return "a nested tensor"
         return "a tensor on the meta device" if value.is_meta else f"a tensor of the type {value.dtype}"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -42,8 +42,9 @@ def is_immutable(skeleton: object) -> bool:
 
 
 def _is_dense(value: object) -> bool:
-    plain = isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter)
-    return plain and value.layout is torch.strided and not value.is_quantized and not value.is_meta  # type: ignore[attr-defined]
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return value.layout is torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
 
 
 def _is_slot(value: object) -> bool:
