@@ -76,7 +76,7 @@ def encode_value(
 
 
 def is_dense(value: object) -> bool:
-    """Whether a value is a tensor that is no more than its elements: not sparse, nested, quantized or else."""
+    """Whether a value is a tensor that is no more than its elements: not sparse, nor nested or quantized."""
     return (
         type(value) in _TENSORS
         and value.layout is torch.strided  # type: ignore[attr-defined]
