@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 from checkpoint_core import (
     CheckpointConfig,
     CheckpointManager,
+    DirectoryLease,
     ModelState,
     SharingPattern,
     StateComponent,
@@ -338,3 +340,15 @@ def test_memory_does_not_grow_with_the_model(saved, tmp_path: Path) -> None:
     )
     grown = int(done.stdout.splitlines()[-1].split()[2])
     assert grown < 48
+
+
+def test_two_exports_into_one_directory(saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither was told to replace what the other writes."""
+    checkpoint = str(saved("a", TiedModel()))
+    out = tmp_path / "out"
+    with DirectoryLease(out):
+        assert main(["export", checkpoint, str(out)]) == 2
+        assert f"{out} is in use by process {os.getpid()} on " in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["export", checkpoint, str(out)]) == 0
+    assert not list(out.glob(".lease-*"))

@@ -13,6 +13,7 @@ from checkpoint_core.cli.contents import other_files, sections
 from checkpoint_core.cli.stored import StoredTensor
 from checkpoint_core.cli.survey import find_damage, open_checkpoint
 from checkpoint_core.directory.commit import check_space, clean_leftovers, create_staging, discard
+from checkpoint_core.directory.lease import DirectoryLease
 from checkpoint_core.directory.manifest import Manifest
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.export_target import check_export_target, place_files
@@ -71,19 +72,23 @@ def export(checkpoint: Path, out: Path, *, dtype: str, max_shard_size: int, over
     ties = manifest.tied_weights.get(key, {})
     layouts = {name: plan_file(part, shard_metadata(part, ties)) for name, part in shards.items()}
     total = sum(layout.size for layout in layouts.values())
-    clean_leftovers(out)
-    check_space(out, total)
-    staging = create_staging(out, 0)
-    try:
-        _copy_companions(checkpoint, companions, staging, target)
-        with Progress(f"exporting {checkpoint.name}", total) as progress:
-            for name, layout in layouts.items():
-                _write(staging / name, layout, tensors, progress)
-        if len(shards) > 1:
-            write_bytes(staging / f"{MODEL_STEM}.safetensors.index.json", index_bytes(shards))
-        place_files(staging, out)
-    finally:
-        discard(staging)
+    # Two exports into one directory would leave the files of both, and who came second would replace what it
+    # was not told to replace.
+    with DirectoryLease(out):
+        check_export_target(out, overwrite=overwrite, setting="--overwrite")
+        clean_leftovers(out)
+        check_space(out, total)
+        staging = create_staging(out, 0)
+        try:
+            _copy_companions(checkpoint, companions, staging, target)
+            with Progress(f"exporting {checkpoint.name}", total) as progress:
+                for name, layout in layouts.items():
+                    _write(staging / name, layout, tensors, progress)
+            if len(shards) > 1:
+                write_bytes(staging / f"{MODEL_STEM}.safetensors.index.json", index_bytes(shards))
+            place_files(staging, out)
+        finally:
+            discard(staging)
     print(f"{out}: {len(tensors)} tensors, {size_text(total)}, {len(shards)} file(s), dtype {dtype}")
     return 0
 
