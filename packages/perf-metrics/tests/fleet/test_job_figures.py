@@ -1,9 +1,11 @@
+import math
+
 import pytest
 
 from perf_metrics import Application, FleetSamples, fleet_report
 from perf_metrics.fleet.gpu_time import cells, seconds_of, weighted_percentiles
 from perf_metrics.fleet.job_figures import DeviceFigures, JobFigures, job_figures, odd_devices, spread
-from perf_metrics.fleet.job_samples import RunLabels
+from perf_metrics.fleet.job_samples import JobSamples, RunLabels
 from perf_metrics.fleet.regressions import JobLevel, slower_than_earlier_jobs
 from perf_metrics.ofu.samples import Device
 
@@ -246,7 +248,7 @@ H100 = "NVIDIA H100 80GB HBM3"
         (H100, 1830, 1.0, None),
         (H100, 1831, 1.0, "an OFU above 100 %"),
         (H100, 1000, 1.005, None),
-        (H100, 1000, 45.0, "a tensor activity above 1; is it a share?"),
+        (H100, 1000, 45.0, "a tensor activity above 1; is it in percent?"),
     ],
 )
 def test_what_cannot_be_true_is_refused_and_counted(
@@ -300,3 +302,130 @@ def test_percentiles_go_by_weight() -> None:
     assert weighted_percentiles([0, 1], [1, 3], (0.5,)) == [0.5]
     assert weighted_percentiles([0, 1, 2], [1, 8, 1], (0.1, 0.5, 0.9)) == pytest.approx([0.2, 1, 1.8])
     assert weighted_percentiles([1, 1, 1], [0, 0, 0], (0.5,)) == [1]
+
+
+def steady(*gpus: tuple[float, float, range]) -> JobFigures:
+    """A job whose GPUs have one activity and clock each, in some steps of 30 s."""
+    fleet = FleetSamples(start=0, end=7200, step_s=30, tensor_mhz=2000)
+    for index, (activity, mhz, steps) in enumerate(gpus):
+        for step in steps:
+            fleet.add("job", Device("node", str(index)), 30.0 * step, activity, mhz)
+    return job_figures("job", fleet.jobs["job"], fleet.start, fleet.end, fleet.step_s)
+
+
+ALL = range(2, 122)
+
+
+def odd_ones(*gpus: tuple[float, float, range]) -> list[tuple[str, str | None]]:
+    return [(odd.kind, odd.figures.device.index) for odd in steady(*gpus).odd_devices]
+
+
+def test_odd_devices_of_a_job_are_named_with_their_own_figures() -> None:
+    usual = (0.5, 1000.0, ALL)
+    figures = steady(usual, usual, (0.8, 600.0, ALL), usual, (0.2, 1000.0, ALL))
+    assert [(odd.kind, odd.figures) for odd in figures.odd_devices] == [
+        ("slow clock", figures.devices[2]),
+        ("less work", figures.devices[4]),
+    ]
+    # Three can be compared, two cannot.
+    assert odd_ones(usual, usual, (0.2, 1000.0, ALL)) == [("less work", "2")]
+    assert odd_ones(usual, (0.2, 1000.0, ALL)) == []
+
+
+def test_the_limits_of_an_odd_device() -> None:
+    usual = (0.5, 1000.0, ALL)
+    # At nine tenths of the clock, and at more, a device is not slow; without more activity it does less.
+    assert odd_ones(usual, usual, (0.6, 900.0, ALL)) == []
+    assert odd_ones(usual, usual, (0.6, 899.0, ALL)) == [("slow clock", "2")]
+    assert odd_ones(usual, usual, (0.5, 899.0, ALL)) == []
+    assert odd_ones(usual, usual, (0.6, 1000.0, ALL)) == []
+    assert odd_ones(usual, usual, (0.5, 700.0, ALL)) == [("less work", "2")]
+    assert odd_ones(usual, usual, (0.4, 1000.0, ALL)) == []
+    assert odd_ones(usual, usual, (0.399, 1000.0, ALL)) == [("less work", "2")]
+
+
+def test_devices_with_half_the_time_of_the_longest_are_compared() -> None:
+    usual = (0.5, 1000.0, ALL)
+    assert odd_ones(usual, usual, usual, (0.2, 1000.0, range(2, 62))) == [("less work", "3")]
+    assert odd_ones(usual, usual, usual, (0.2, 1000.0, range(2, 61))) == []
+
+
+def test_a_device_that_came_a_little_later_is_compared_as_it_is() -> None:
+    """A twentieth of the time is the start of a job on its other nodes; a fifth is a swap of nodes."""
+    fleet = FleetSamples(start=0, end=7200, step_s=30, tensor_mhz=1000)
+    for late, name in ((6, "later"), (24, "swapped")):
+        for step in range(1, 121):
+            level = 0.5 if step > 24 else 0.0
+            fleet.add(name, Device("node", f"{name}-0"), 30.0 * step, level, 1000)
+            if step > late:
+                fleet.add(name, Device("node", f"{name}-1"), 30.0 * step, level, 1000)
+    later, swapped = (
+        job_figures(name, fleet.jobs[name], fleet.start, fleet.end, 30) for name in ("later", "swapped")
+    )
+    assert swapped.imbalance == pytest.approx(0)
+    low, high = 0.5 * 96 / 120, 0.5 * 96 / 114
+    assert later.imbalance == pytest.approx((high - low) / ((high + low) / 2))
+
+
+def test_models_are_compared_among_themselves_and_times_are_too() -> None:
+    """A fall with a change of nodes: neither the slower model nor the later nodes are odd."""
+    fleet = FleetSamples(start=0, end=14400, step_s=30, tensor_mhz=1000)
+    for half, level in ((0, 0.4), (1, 0.2)):
+        for index in range(6):
+            model, mhz = ("fast", 1000.0) if index < 3 else ("slow", 700.0)
+            share = level * (0.5 if (half, index) == (1, 1) else 1)
+            for step in range(1 + 120 * half, 121 + 120 * half):
+                device = Device(f"node-{half}", str(index), model=model)
+                fleet.add("job", device, 30.0 * step, share * (1 if index < 3 else 1.4), mhz)
+    figures = job_figures("job", fleet.jobs["job"], fleet.start, fleet.end, fleet.step_s)
+    (odd,) = figures.odd_devices
+    assert (odd.kind, odd.figures.device.host, odd.figures.device.index) == ("less work", "node-1", "1")
+    assert odd.figures.ofu == pytest.approx(0.1)
+    assert (figures.gpus, len(figures.drops)) == (6, 1)
+
+
+def test_a_job_is_cut_where_it_has_less_than_a_step_to_an_end() -> None:
+    def cut(first: int, last: int) -> bool:
+        fleet = FleetSamples(start=0, end=3600, step_s=30, tensor_mhz=1000)
+        for time_s in range(first, last + 1, 30):
+            fleet.add("job", Device("node", "0"), time_s, 0.5, 1000)
+        return job_figures("job", fleet.jobs["job"], 0, 3600, 30).cut
+
+    assert [cut(30, 3570), cut(29, 3569), cut(30, 3571 - 1), cut(60, 3600), cut(31, 3571)] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_one_sample_stands_for_a_step() -> None:
+    figures = figures_of([("0", 600, 0.5, 500)])
+    assert (figures.device_hours, figures.gpus, figures.gpu_seconds) == (30 / 3600, 1, (30,))
+    assert math.isnan(figures.interval_s)
+    assert (figures.start, figures.end, figures.times) == (600, 600, (600,))
+    assert figures.imbalance is None
+    empty = job_figures("job", JobSamples(), 0, 3600, 30)
+    assert (empty.gpus, empty.devices, empty.ofu, empty.times, empty.cut) == (0, (), None, (), False)
+    idle = steady((0.0, 1000.0, ALL), (0.0, 1000.0, range(2, 80)))
+    assert idle.imbalance is None
+
+
+def test_the_size_is_the_median_over_time() -> None:
+    assert steady(*[(0.5, 1000.0, ALL)] * 4, *[(0.5, 1000.0, range(2, 50))] * 4).gpus == 4
+    assert steady(*[(0.5, 1000.0, ALL)] * 4, *[(0.5, 1000.0, range(2, 90))] * 4).gpus == 8
+
+
+def test_activity_in_percent_is_refused_even_where_it_is_below_one() -> None:
+    """0.8 % is not 80 %: what is above 1 tells of which kind a device's activity is."""
+    fleet = FleetSamples(start=0, end=3600, step_s=30, tensor_mhz=1000)
+    for step in range(60):
+        fleet.add("job", Device("node", "0"), 30.0 * step, 45.0 if step % 3 else 0.8, 1000)
+        fleet.add("job", Device("node", "1"), 30.0 * step, 1.5 if step == 7 else 0.4, 1000)
+    report = fleet_report(fleet)
+    assert report.ofu_mean == pytest.approx(0.4)
+    assert report.jobs[0].figures.left_out == 61
+    assert (
+        "61 samples of 1 jobs have a tensor activity above 1; is it in percent? They are" in report.notes[0]
+    )

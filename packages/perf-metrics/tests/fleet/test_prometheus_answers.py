@@ -355,3 +355,19 @@ def test_a_malformed_series_is_refused_and_counted(
     report = fleet_report(fleet)
     assert [(job.figures.job, job.figures.samples) for job in report.jobs] == [("a", 1)]
     assert report.ofu_mean == 0.5
+
+
+def test_wrong_values_are_one_note_of_each_kind(server: Server, api: PrometheusAPI) -> None:
+    """Each was a note of its own with its number: thousands of them for an exporter in percent."""
+
+    def result(name: str, *values: float) -> dict[str, object]:
+        points = [[30 * place, repr(value)] for place, value in enumerate(values)]
+        series = {"metric": {**GPU, "__name__": name}, "values": points}
+        return {"status": "success", "data": {"resultType": "matrix", "result": [series]}}
+
+    server.answer(result(NAME, 45.5, 46.5, -1.0, -2.0, 0.5))
+    server.answer(result(CLOCK_NAME, *[1830.0] * 5))
+    notes = fleet_report(collect_fleet(api, 0, 120)).notes
+    assert len(notes) == 2
+    assert notes[0] == f"{NAME}: 2 of 5 points are blank (no value)"
+    assert notes[1].startswith("3 samples of 1 jobs have a tensor activity above 1")

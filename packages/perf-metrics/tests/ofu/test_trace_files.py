@@ -74,3 +74,11 @@ def test_a_file_is_read_in_pieces_as_json_reads_it_whole(
         assert file.header == header
     path.write_text(json.dumps(events))
     assert list(TraceFile(path).events()) == events
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[" + "9" * 5000 + "]"], ids=["deep", "digits"])
+def test_what_no_parser_reads_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text('{"traceEvents": [{"args": ' + text)
+    with pytest.raises(TraceFileError, match=r"trace\.json: not a"):
+        list(TraceFile(path).events())

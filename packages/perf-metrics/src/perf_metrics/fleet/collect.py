@@ -186,9 +186,13 @@ def _values(series: RangeSeries, tally: _Tally, *, usual_most: float) -> Iterato
         if 0 <= value <= usual_most:
             yield time_s, value
             continue
+        if 1 < value < 1e9 and usual_most == 1:
+            yield time_s, value  # a share above 1, perhaps in percent: refused and counted with the others
+            continue
         reason = blank_reason(name, value)
         if reason is not None:
-            tally.blanks[name, reason] += 1
+            # Every wrong number would be a note of its own.
+            tally.blanks[name, reason if value >= usual_most else "no value"] += 1
         yield time_s, value if reason is None else None
 
 

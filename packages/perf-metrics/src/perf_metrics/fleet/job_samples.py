@@ -19,6 +19,7 @@ RUN_GAP_S = 3600.0
 a failure starts within it as a rule."""
 MOST_MHZ, LEAST_MHZ = 5000.0, 30.0
 """No GPU works outside of them; what says so is in another unit than MHz."""
+_NO_SHARE = "have a tensor activity above 1; is it in percent?"
 _RATED = 1.01
 """A clock passes the limit of a device by rounding only."""
 
@@ -37,6 +38,7 @@ class DeviceSamples:
         activity: Tensor activity at these times, as a share.
         mhz: SM clock at these times in MHz.
         unused: Unix times of samples that OFU could not be told of.
+        above: Number of samples whose activity was above 1.
     """
 
     device: Device
@@ -45,6 +47,7 @@ class DeviceSamples:
     activity: array[float] = field(default_factory=lambda: array("d"))
     mhz: array[float] = field(default_factory=lambda: array("d"))
     unused: array[float] = field(default_factory=lambda: array("d"))
+    above: int = 0
 
     @property
     def ofu(self) -> list[float]:
@@ -74,6 +77,15 @@ class DeviceSamples:
         """Keep that there was a sample without a figure."""
         if _place(self.times, time_s) is not None and (place := _place(self.unused, time_s)) is not None:
             self.unused.insert(place, time_s)
+
+    def refuse_percent(self) -> int:
+        """Refuse the rest where most activity is above 1, as it is in percent; return how many samples."""
+        if self.above <= sum(share > 0 for share in self.activity):
+            return 0
+        refused = len(self.times)
+        self.unused = array("d", self.seen)
+        del self.times[:], self.activity[:], self.mhz[:]
+        return refused
 
     def part(self, first: float, last: float) -> DeviceSamples:
         """Return the samples from one time to another, both included."""
@@ -207,6 +219,7 @@ class FleetSamples:
             kept.add(time_s, activity, mhz)
             return
         kept.skip(time_s)
+        kept.above += wrong[0] == _NO_SHARE
         refused = self.refused[wrong[0]]
         refused.samples += 1
         refused.jobs[job_name] = None
@@ -219,6 +232,9 @@ class FleetSamples:
         """
         found = {}
         for name, seen in self.jobs.items():
+            for kept in seen.devices.values():
+                if kept.above and (more := kept.refuse_percent()):
+                    self.refused[_NO_SHARE].samples += more
             parts = list(_runs(seen, self.run_gap_s))
             found[name] = {
                 name if len(parts) == 1 else f"{name}#{number}": part
@@ -250,7 +266,7 @@ class FleetSamples:
                 f"{mhz:g}",
             )
         if activity > MAX_ACTIVITY:
-            return "have a tensor activity above 1; is it a share?", f"{activity:g}"
+            return _NO_SHARE, f"{activity:g}"
         if ofu > 1:
             return "have an OFU above 100 %; is the tensor clock theirs (--tensor-mhz)?", f"{ofu:.1%}"
         return None

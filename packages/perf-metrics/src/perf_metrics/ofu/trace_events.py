@@ -48,6 +48,10 @@ class TraceFile:
                     f"{self.path}: not a JSON trace, or cut off, near character "
                     f"{reader.dropped + error.pos:,} ({error.msg})"
                 ) from None
+            except TraceFileError:
+                raise
+            except (RecursionError, ValueError) as error:  # brackets by thousands, or digits
+                raise TraceFileError(f"{self.path}: not a trace that can be read ({error})") from None
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise TraceFileError(f"{self.path}: the gzip file is damaged ({error})") from None
 
