@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC
 from importlib.metadata import version
 
-from .launch import is_reporting, report_end
+from .launch import is_reporting, leave_exit_code, report_end
 from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG
 
 _MACHINE_ERRORS = (ENOSPC, EDQUOT, EFBIG, EIO, ENOMEM, EMFILE, ENFILE)
@@ -61,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else ("train", words)
     try:
-        return _run(name, rest)
+        return leave_exit_code(_run(name, rest))
     except KeyboardInterrupt:
         goes_on = name == "train" and "--dry-run" not in rest
         command = "the same command without --fresh" if "--fresh" in rest else "the same command"
         saved = f"; checkpoints saved so far are whole, {command} goes on" * goes_on
         if not is_reporting():
             print(f"\n{PROG}: stopped at once{saved}.", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return leave_exit_code(EXIT_INTERRUPTED)
 
 
 def _run(name: str, words: Sequence[str]) -> int:

@@ -19,10 +19,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
 
 from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER_ERROR, PROG
 
+EXIT_CODES_VARIABLE = "LLAMA_PRETRAIN_EXIT_CODES"
+"""Names a folder in which each rank leaves its exit code, for a script whose launcher does not tell it:
+torchrun that was told to stop does not wait for the ranks, and ends with a code of its own."""
 REPORT_VARIABLE = "LLAMA_PRETRAIN_REPORT_FD"
 """Names the pipe on which each rank tells its launcher what it ends of."""
 
@@ -71,6 +75,14 @@ def launch(words: Sequence[str], processes: int) -> int:
     # Python looks at every object of torch as it ends, which takes longer than ending the ranks.
     gc.freeze()
     return job.conclude()
+
+
+def leave_exit_code(code: int) -> int:
+    """Leave the exit code of this rank where a script looks for it, and return it."""
+    folder = os.environ.get(EXIT_CODES_VARIABLE)
+    if folder is not None and is_launched() and Path(folder).is_dir():
+        (Path(folder) / os.environ["RANK"]).write_text(str(code), encoding="ascii")
+    return code
 
 
 def report_end(text: str, *, is_cause: bool) -> None:
