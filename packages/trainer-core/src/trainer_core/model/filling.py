@@ -42,7 +42,8 @@ def fill_parameters(
         By name, sum and sum of squares of each whole value, to compare between ranks.
 
     Raises:
-        ConfigurationError: If a parameter has no value to begin with.
+        ConfigurationError: If a parameter has no value to begin with, or is a DTensor other than rows along
+            the last dimension of its mesh, with copies along the others.
     """
     # All shards first: between whole values, which come and go, they would tear the free memory to pieces
     # that no later value fits into, and what the process takes would grow to the size of the model.
@@ -101,10 +102,31 @@ def _allocate(model: nn.Module, device: torch.device, roots: Iterable[nn.Module]
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
+        _check_rows(name, parameter)
         shards[name] = _like(parameter, torch.empty_like(parameter, device=device))
         for module, attribute in places[id(parameter)]:
             setattr(module, attribute, shards[name])
     return shards
+
+
+def _check_rows(name: str, parameter: Tensor) -> None:
+    """Refuse a DTensor whose part `copy_own_part` would take from the wrong place."""
+    if type(parameter) in (Tensor, nn.Parameter):
+        return
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(parameter, DTensor):
+        return
+    *others, last = parameter.placements
+    # By type: a strided shard, of several dimensions of a mesh together, is also called a shard.
+    if type(last) is not Shard or last.dim != 0 or not all(other.is_replicate() for other in others):
+        raise ConfigurationError(
+            "parallelism",
+            name,
+            f"has the placements {parameter.placements}, and initial values are filled in for parameters "
+            "whose rows are sharded along the last dimension of a mesh and replicated along the others",
+            "shard this parameter by rows (Shard(0)), or build the model with values",
+        )
 
 
 def _sums(whole: Tensor) -> tuple[float, float]:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 _PLAIN = (Tensor, nn.Parameter)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -35,16 +41,22 @@ def clip_grad_norm(
             call, which is the faster one on every device, for few gradients and for many.
         over_ranks: Given where each rank has a part of every gradient (DTensors): adds up what the parts
             give. Each rank works on its own part then, without torch's bookkeeping of DTensors, which costs
-            more than the arithmetic.
+            more than the arithmetic. DTensors are sharded along the last dimension of one mesh, and
+            replicated along the others, for which `over_ranks` accounts.
         uncounted: With over_ranks: parameters that are clipped as well, and that another rank counts.
 
     Returns:
         The norm before clipping: scalar on the parameters' device; 0 without gradients.
+
+    Raises:
+        ConfigurationError: With over_ranks, if gradients are laid out in another way, so that some would be
+            counted several times.
     """
     everything = list(parameters)
     holders = [p for p in everything if p.grad is not None]
     gradients = [p.grad for p in holders if p.grad is not None]
     if over_ranks is not None:
+        _check_layout(gradients)
         parts = [part for gradient in gradients if (part := own_part(gradient)).numel()]
         device = own_part(everything[0]).device if everything else None
         own = _norm(parts, one_call=foreach is not False) if parts else torch.zeros((), device=device)
@@ -72,6 +84,40 @@ def own_part(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _check_layout(gradients: list[Tensor]) -> None:
+    """Refuse gradients of which the ranks do not all have parts in one and the same way."""
+    first: object = None
+    for gradient in gradients:
+        mesh, placements = _layout(gradient)
+        first = first or (mesh,)
+        if (mesh,) != first:
+            raise _unsupported(gradient, "is on another mesh than others, or on none")
+        if placements and not (
+            placements[-1].is_shard() and all(placement.is_replicate() for placement in placements[:-1])
+        ):
+            raise _unsupported(gradient, f"has the placements {placements}")
+
+
+def _layout(gradient: Tensor) -> tuple[object, tuple[Placement, ...]]:
+    if type(gradient) in _PLAIN:
+        return None, ()
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(gradient, DTensor):
+        return None, ()
+    return gradient.device_mesh, gradient.placements
+
+
+def _unsupported(gradient: Tensor, found: str) -> ConfigurationError:
+    return ConfigurationError(
+        "parallelism",
+        f"a gradient of shape {list(gradient.shape)}",
+        f"{found}; the norm is added up over ranks for gradients that are all sharded along the last "
+        "dimension of one mesh and replicated along the others",
+        "override clip_grad_norm in the Parallelism",
+    )
 
 
 def _clip(gradients: list[Tensor], max_norm: float | None, norm: Tensor, foreach: bool | None) -> None:
