@@ -6,18 +6,22 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from dataloader_dispatch import DocumentStream, open_documents
 from dataloader_dispatch.cli import main
+from dataloader_dispatch.cli.encoders import ByteEncoder
 from dataloader_dispatch.cli.plan import cut_chunks
 from dataloader_dispatch.sources.files import FileRange
 from dataloader_dispatch.sources.token_binary import TokenBinary
+from dataloader_dispatch.stream import pieces
 
 TEXTS = ["a text\n", "", "ü" * 40, "one", "two", "", "row"]
 
@@ -55,6 +59,28 @@ def tokens(directory: Path) -> list[object]:
     assert isinstance(source, TokenBinary)
     source.verify()
     return [source[index].tolist() for index in range(len(source))]
+
+
+def test_large_texts_are_encoded_in_pieces_with_the_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["small", "é large text " * 100, "", "small", "another one, ü" * 70, "end"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    arguments = ["--tokenizer", "bytes", "--workers", "0"]
+    assert main(["tokenize", str(tmp_path / "in.jsonl"), str(tmp_path / "whole"), *arguments]) == 0
+    monkeypatch.setattr(pieces, "PIECE", 200)
+    monkeypatch.setattr(pieces, "_WINDOW", 24)
+    encoded: list[int] = []
+
+    def encode(self: ByteEncoder, texts: Sequence[str]) -> list[numpy.ndarray[Any, Any]]:
+        encoded.extend(map(len, texts))
+        return [numpy.frombuffer(text.encode(), dtype=numpy.uint8) for text in texts]
+
+    monkeypatch.setattr(ByteEncoder, "encode", encode)
+    assert main(["tokenize", str(tmp_path / "in.jsonl"), str(tmp_path / "cut"), *arguments]) == 0
+    assert content(tmp_path / "cut") == content(tmp_path / "whole")
+    assert tokens(tmp_path / "cut") == [list(text.encode()) for text in texts]
+    assert max(encoded) < 400
 
 
 def test_bytes_of_every_kind_of_file(

@@ -13,6 +13,7 @@ import numpy as np
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.token_binary import Integers
 from dataloader_dispatch.sources.token_manifest import TokenType
+from dataloader_dispatch.stream.pieces import TextUnit, text_unit_of
 
 BYTES = "bytes"
 _PROBE = "The quick brown fox, 1"
@@ -27,6 +28,8 @@ class Encoder(Protocol):
     fingerprint: str
     added: tuple[str, ...]
     """Tokens that the tokenizer would put around a text by itself."""
+    text_unit: TextUnit
+    """The most text that it looks at as a whole."""
 
     def encode(self, texts: Sequence[str]) -> list[Integers]:
         """Token ids of each text."""
@@ -41,6 +44,7 @@ class ByteEncoder:
     eos_token_id: int | None = 256
     fingerprint = "utf-8"
     added: tuple[str, ...] = ()
+    text_unit: TextUnit = "character"
 
     def encode(self, texts: Sequence[str]) -> list[Integers]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
@@ -65,6 +69,7 @@ class HuggingFaceEncoder:
         ids = [*self._tokenizer.get_vocab().values(), len(self._tokenizer) - 1]
         self.vocabulary_size = max(ids) + 1
         self.fingerprint = self._digest()
+        self.text_unit: TextUnit = text_unit_of(self._tokenizer.encode, None)
         usual: list[int] = self._tokenizer(_PROBE)["input_ids"]
         bare = self.encode([_PROBE])[0].tolist()
         self.added = tuple(

@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from dataloader_dispatch.cli.encoders import Encoder, load_encoder
 from dataloader_dispatch.cli.output import FinishedPart, Output
 from dataloader_dispatch.cli.plan import Chunk
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.files import FileDocuments
+from dataloader_dispatch.sources.token_binary import Integers
 from dataloader_dispatch.sources.token_manifest import TokenType
 from dataloader_dispatch.sources.token_writer import PartWriter
+from dataloader_dispatch.stream import pieces as text_pieces
+from dataloader_dispatch.stream.pieces import TextPieces
 
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 20
@@ -75,15 +79,21 @@ def make_part(job: Job, encoder: Encoder, number: int, advance: Callable[[int, i
     skipped, undecodable = _skipped(source), source.undecodable
     text_bytes = empty = separators = 0
     output = job.output
+
+    def encode(text: str) -> torch.Tensor:
+        return torch.from_numpy(encoder.encode([text])[0].astype(np.int64))
+
+    pieces = TextPieces(encode, encoder.text_unit, None)
     with PartWriter(output.path, part_name(number), job.dtype, job.vocabulary_size, output.scratch) as writer:
         for texts in _batches(source, job.chunks[number]):
             size = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
-            documents = encoder.encode(texts)
-            tokens, lengths = np.concatenate(documents), list(map(len, documents))
-            writer.append(tokens, lengths)
+            lengths = []
+            for tokens, counts in _encoded(texts, encoder, pieces):
+                writer.append(tokens, counts)
+                lengths += counts
+                if encoder.eos_token_id is not None:
+                    separators += int((tokens == encoder.eos_token_id).sum())
             empty += lengths.count(0)
-            if encoder.eos_token_id is not None:
-                separators += int((tokens == encoder.eos_token_id).sum())
             text_bytes += size
             advance(len(texts), size)
         part = writer.finish()
@@ -99,6 +109,19 @@ def make_part(job: Job, encoder: Encoder, number: int, advance: Callable[[int, i
     return finished
 
 
+def _encoded(texts: list[str], encoder: Encoder, pieces: TextPieces) -> Iterator[tuple[Integers, list[int]]]:
+    """Token ids, and the lengths of the documents that end with them; a large text comes in pieces."""
+    if len(texts) > 1 or pieces.unit == "document" or not pieces.fit(texts[0], "a document"):
+        documents = encoder.encode(texts)
+        yield np.concatenate(documents), list(map(len, documents))
+        return
+    length = 0
+    for _, piece in pieces(texts[0], 0):
+        length += len(piece)
+        yield piece.numpy(), []
+    yield np.empty(0, dtype=np.int64), [length]
+
+
 def _batches(source: FileDocuments, chunk: Chunk) -> Iterator[list[str]]:
     texts: list[str] = []
     characters = 0
@@ -106,9 +129,12 @@ def _batches(source: FileDocuments, chunk: Chunk) -> Iterator[list[str]]:
         text = source[index]
         if not isinstance(text, str):
             raise DataError(f"{source.where(index)} holds token ids, not text; there is nothing to tokenize")
+        if texts and len(text) >= text_pieces.PIECE:
+            yield texts
+            texts, characters = [], 0
         texts.append(text)
         characters += len(text)
-        if len(texts) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+        if len(texts) == _BATCH_DOCUMENTS or characters >= min(_BATCH_CHARACTERS, text_pieces.PIECE):
             yield texts
             texts, characters = [], 0
     if texts:
