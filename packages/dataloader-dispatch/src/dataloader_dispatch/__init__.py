@@ -24,7 +24,7 @@ from dataloader_dispatch.synchronized.evaluation import EvaluationBatch, Evaluat
 from dataloader_dispatch.synchronized.evaluation_shard import EvaluationShard, shard_for_evaluation
 from dataloader_dispatch.synchronized.global_mean import GlobalMean
 from dataloader_dispatch.synchronized.loader import SynchronizedDataLoader
-from dataloader_dispatch.worker_state import sync_dataset_state_from_dataloader
+from dataloader_dispatch.worker_state import end_workers, sync_dataset_state_from_dataloader
 
 __all__ = [
     "ColumnDocuments",
@@ -49,6 +49,7 @@ __all__ = [
     "TokenDocuments",
     "build_loader",
     "data_fingerprint",
+    "end_workers",
     "masked_dummy",
     "mix_documents",
     "open_documents",

@@ -1,14 +1,16 @@
-"""Bring the state that worker processes hold back to the dataset of the training process."""
+"""Worker processes between passes: their state comes back to this process, and they end when it is done."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from dataloader_dispatch.epochs import WRAPPED_LOADERS
 from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.loader import ResumableDataLoader
 
 
 def sync_dataset_state_from_dataloader(loader: object) -> bool:
@@ -50,6 +52,32 @@ def sync_dataset_state_from_dataloader(loader: object) -> bool:
             "num_workers=1"
         )
     return True
+
+
+def end_workers(loader: object, batches: object = None) -> None:
+    """End the worker processes of a pass over a loader that is not taken to its end; the position stays.
+
+    torch ends them when the pass is collected. A loader that keeps its iterator puts that off, and so does an
+    exception, whose traceback holds it. The dispatcher ends its own.
+
+    Args:
+        loader: Any loader, also one that wraps another, as in `sync_dataset_state_from_dataloader`.
+        batches: The pass, of which no more batches are taken; None if only the loader knows it.
+    """
+    if isinstance(batches, Generator):
+        batches.close()
+    inner: Any = _innermost(loader)
+    # Private, in torch 2.11 to 2.13 and torchdata 0.11: iterators of a DataLoader with workers, kept or not.
+    for iterator in (batches, getattr(inner, "_iterator", None)):
+        if not any(worker.is_alive() for worker in getattr(iterator, "_workers", ())):
+            continue
+        if isinstance(inner, StatefulDataLoader) and not isinstance(inner, ResumableDataLoader):
+            # Its position is in the iterator. A worker that died cannot tell its own.
+            with suppress(RuntimeError):
+                inner.load_state_dict(inner.state_dict())
+        iterator._shutdown_workers()  # type: ignore[union-attr]
+        if getattr(inner, "_iterator", None) is iterator:
+            inner._iterator = None
 
 
 def _innermost(loader: object) -> object:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from dataloader_dispatch import end_workers
+
 from .batch import Batch
 from .errors import ConfigurationError, DataError
 from .undisturbed import undisturbed
@@ -43,17 +45,22 @@ def evaluate(
     parallel, limit = run.parallel, run.args.max_eval_steps
     sums = torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=parallel.device)
     with parallel.consolidated(optimizer=False), undisturbed(parallel.model):
-        for batch in islice(cast(Iterable[Batch], loader), limit if limit > 0 else None):
-            figures = _score(run, batch, sums.device)
-            # A dummy is scored, because the ranks compute together, and counts for nothing.
-            if not getattr(loader, "last_is_dummy", False):
-                sums += figures
-            run.events.fire("on_prediction_step")
-            if parallel.any([stop_requested()])[0]:
-                return None
-    batches, total, tokens, *metrics = parallel.sum(sums).tolist()
+        batches = iter(cast(Iterable[Batch], loader))
+        try:
+            for batch in islice(batches, limit if limit > 0 else None):
+                figures = _score(run, batch, sums.device)
+                # A dummy is scored, because the ranks compute together, and counts for nothing.
+                if not getattr(loader, "last_is_dummy", False):
+                    sums += figures
+                run.events.fire("on_prediction_step")
+                if parallel.any([stop_requested()])[0]:
+                    return None
+        finally:
+            if not run.args.dataloader_persistent_workers:
+                end_workers(loader, batches)
+    count_of_batches, total, tokens, *metrics = parallel.sum(sums).tolist()
     if tokens == 0:
-        raise DataError(_nothing_to_score(run, int(batches), name))
+        raise DataError(_nothing_to_score(run, int(count_of_batches), name))
     whole = int(tokens) if tokens.is_integer() else tokens
     prefix = prefix_of(name)
     result: dict[str, float] = {f"{prefix}loss": total / tokens, f"{prefix}tokens": whole}
@@ -143,12 +150,15 @@ class EvaluationData:
     def __init__(self, make: Callable[[], object], beginning: object | None = None) -> None:
         self._make = make
         self._beginning = beginning
+        self.last: object | None = None
+        """The loader that was given last."""
 
     def fresh(self) -> object:
         """A loader at the beginning of the set."""
         loader = self._make()
         if self._beginning is not None:
             loader.load_state_dict(copy.deepcopy(self._beginning))  # type: ignore[attr-defined]
+        self.last = loader
         return loader
 
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from checkpoint_core import RNGState, Stateful
-from dataloader_dispatch import set_loader_epoch
+from dataloader_dispatch import end_workers, set_loader_epoch
 from dist_env import gather_objects, get_logger
 
 from .actions import Actions
@@ -43,10 +43,19 @@ class TrainingLoop:
         self._saw_empty_epoch = False
         self._told_abort: bool | None = None
         self._continues = run.has_trained
+        self._pass: Iterator[Batch] | None = None
         run.has_trained = True
 
     def train(self) -> TrainOutput:
-        """Train, save and sum up."""
+        """Train, save and sum up. No worker process of a loader is left behind."""
+        try:
+            return self._train()
+        finally:
+            end_workers(self.run.loader, self._pass)
+            for data in (self.run.evaluation or {}).values():
+                end_workers(data.last)
+
+    def _train(self) -> TrainOutput:
         run = self.run
         run.parallel.trained_module.train()
         run.parallel.zero_grad()
@@ -119,7 +128,7 @@ class TrainingLoop:
             # A pass before this one ended without a step: it was stopped, or its data had ended already.
             generators.load_state_dict(run.progress.generators_before_epoch)
         before = generators.state_dict()
-        batches = iter(cast(Iterable[Batch], run.loader))
+        batches = self._pass = iter(cast(Iterable[Batch], run.loader))
         if run.steps_in_epoch:
             generators.load_state_dict(before)
             return batches
