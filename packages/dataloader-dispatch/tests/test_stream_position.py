@@ -128,6 +128,7 @@ def test_only_the_newest_iteration_moves_it() -> None:
     ):
         iteration = one.begin()
         move()
+        one.begin()
         with pytest.raises(RuntimeError, match="out of date"):
             one.advance(iteration, [], ended=False)
 
