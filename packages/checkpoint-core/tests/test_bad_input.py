@@ -158,7 +158,7 @@ MANIFESTS = {
     "step is text": ({"step": "2"}, ["step is '2', not an integer"]),
     "step is true": ({"step": True}, ["step is True, not an integer"]),
     "other checksums": ({"checksum_algorithm": "md5"}, ["checksum_algorithm is 'md5', not 'crc32c'"]),
-    "unknown entry": ({"pickle": "x"}, ["unexpected keyword argument 'pickle'"]),
+    "unknown entry": ({"pickle": "x"}, ["it has the unknown entry 'pickle'"]),
     "no table": ({"files": []}, ["malformed"]),
     "size is text": ({"files": {"a": {"size": "x", "checksum": ""}}}, ["malformed"]),
     "unlisted file": (

@@ -96,7 +96,10 @@ def _show(node: object) -> str:
     elif (name := _tensor(node)) is not None:
         text = f"tensor {name}"
     else:
-        text = repr(_decode(node))
+        try:
+            text = repr(_decode(node))
+        except ValueError:  # Python shows no integer of more than 4,300 digits; the document has it in hex.
+            text = repr(node)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 

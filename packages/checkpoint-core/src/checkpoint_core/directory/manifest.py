@@ -17,6 +17,9 @@ from checkpoint_core.storage.files import FileRecord, json_bytes, read_json
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
 _REMEDY = "Restore the file, or load another checkpoint"
+_BEYOND_FILES = 2**63
+"""No system counts bytes or steps beyond it."""
+_LONGEST = 60
 
 
 @dataclass(frozen=True)
@@ -161,42 +164,116 @@ def read_manifest(checkpoint: Path) -> Manifest:
             "checkpoint-core"
         )
     checksum = document.pop("checksum", None)
-    if checksum != _digest(document):
-        raise CheckpointError(f"{path} is damaged: its own checksum does not match. {_REMEDY}")
     try:
+        if checksum != _digest(document):
+            raise CheckpointError(f"{path} is damaged: its own checksum does not match. {_REMEDY}")
         return _parse(document)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is malformed ({error}). {_REMEDY}") from error
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"{path} is malformed ({reason}). {_REMEDY}") from error
 
 
 def _parse(document: dict[str, Any]) -> Manifest:
-    values = dict(document)
-    if (algorithm := values.pop("checksum_algorithm")) != ALGORITHM:
+    if (algorithm := document["checksum_algorithm"]) != ALGORITHM:
         raise ValueError(f"checksum_algorithm is {algorithm!r}, not {ALGORITHM!r}")
+    known = {"checksum_algorithm", *Manifest.__dataclass_fields__}
+    if unknown := sorted(set(document) - known):
+        raise ValueError(f"it has the unknown entry {unknown[0]!r}")
+    world_size = _integer(document["world_size"], "world_size", least=1)
     components = [
-        ComponentRecord(
-            key=str(entry["key"]),
-            pattern=str(entry["pattern"]),
-            format=str(entry["format"]),
-            parts=[ComponentPart(int(part["writer"]), list(part["files"])) for part in entry["parts"]],
-        )
-        for entry in values.pop("components")
+        _component(entry, f"components[{number}]", world_size)
+        for number, entry in enumerate(_list(document["components"], "components"))
     ]
-    for name in ("step", "world_size", "schema_version"):
-        if type(values[name]) is not int:
-            raise TypeError(f"{name} is {values[name]!r}, not an integer")
-    files = {_safe(name): _record(entry) for name, entry in values.pop("files").items()}
+    if len({component.key for component in components}) < len(components):
+        raise ValueError("two components have the same key")
+    files = {_safe(name): _record(entry, name) for name, entry in _table(document["files"], "files").items()}
     for component in components:
         names = [name for part in component.parts for name in part.files]
         if not names or not set(names) <= set(files):
             raise ValueError(f"component {component.key} names files that the file table does not have")
-    metrics = values.pop("metrics")
-    metrics = None if metrics is None else parse_metrics(metrics)
-    return Manifest(components=components, files=files, metrics=metrics, **values)
+    tied = _table(document["tied_weights"], "tied_weights").items()
+    return Manifest(
+        step=_integer(document["step"], "step"),
+        world_size=world_size,
+        run_id=_text(document["run_id"], "run_id"),
+        save_id=_text(document["save_id"], "save_id"),
+        components=components,
+        files=files,
+        tied_weights={key: _texts(aliases, f"tied_weights[{key!r}]") for key, aliases in tied},
+        metrics=None if document["metrics"] is None else _metrics(document["metrics"]),
+        versions=_texts(document["versions"], "versions"),
+        schema_version=_integer(document["schema_version"], "schema_version", least=1),
+    )
 
 
-def _record(entry: Mapping[str, Any]) -> FileRecord:
-    return FileRecord(size=int(entry["size"]), checksum=str(entry["checksum"]))
+def _component(entry: object, where: str, world_size: int) -> ComponentRecord:
+    table = _table(entry, where)
+    parts = []
+    for number, each in enumerate(_list(table["parts"], f"{where}.parts")):
+        part, here = _table(each, f"{where}.parts[{number}]"), f"{where}.parts[{number}]"
+        writer = _integer(part["writer"], f"{here}.writer")
+        if writer >= world_size:
+            raise ValueError(f"{here}.writer is {writer}, but {world_size} ranks saved")
+        files = [_text(name, f"{here}.files") for name in _list(part["files"], f"{here}.files")]
+        parts.append(ComponentPart(writer, files))
+    return ComponentRecord(
+        key=_text(table["key"], f"{where}.key"),
+        pattern=_text(table["pattern"], f"{where}.pattern"),
+        format=_text(table["format"], f"{where}.format"),
+        parts=parts,
+    )
+
+
+def _record(entry: object, name: str) -> FileRecord:
+    table = _table(entry, f"files[{name!r}]")
+    size = _integer(table["size"], f"files[{name!r}].size")
+    return FileRecord(size, _text(table["checksum"], f"files[{name!r}].checksum"))
+
+
+def _metrics(document: object) -> dict[str, float]:
+    table = _table(document, "metrics")
+    for name, value in table.items():
+        # Text stands for what JSON has no number for.
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise TypeError(f"metrics[{name!r}] is {_show(value)}, not a number")
+    return parse_metrics(table)
+
+
+def _integer(value: object, where: str, least: int = 0) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{where} is {_show(value)}, not an integer")
+    if not least <= value < _BEYOND_FILES:
+        raise ValueError(f"{where} is {_show(value)}, which is not from {least} to 2**63 - 1")
+    return value
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{where} is {_show(value)}, not text")
+    return value
+
+
+def _texts(value: object, where: str) -> dict[str, str]:
+    return {name: _text(entry, f"{where}[{name!r}]") for name, entry in _table(value, where).items()}
+
+
+def _list(value: object, where: str) -> list[object]:
+    if not isinstance(value, list):
+        raise TypeError(f"{where} is {_show(value)}, not a list")
+    return value
+
+
+def _table(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{where} is {_show(value)}, not an object")
+    return value
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 def _safe(name: str) -> str:

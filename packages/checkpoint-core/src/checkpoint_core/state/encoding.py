@@ -236,7 +236,8 @@ class _Decoder:
         except (KeyError, TypeError, ValueError, struct.error) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"malformed {node[TAG]!r} entry in a state document: {error!r}") from error
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise CheckpointError(f"malformed {node[TAG]!r} entry in a state document: {reason}") from error
 
     def _decode_tagged(self, node: dict[str, object]) -> object:
         match node[TAG]:

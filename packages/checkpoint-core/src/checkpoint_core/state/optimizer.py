@@ -153,6 +153,7 @@ class OptimizerState:
             raise CheckpointError(
                 f"the optimizer state has no entry {absent[0]!r}; it is not an OptimizerState"
             )
+        _check_sections(state)
         saved: Mapping[str, Mapping[str, Any]] = state["parameters"]
         live = self.by_name()
         unclaimed = [name for name in saved if name not in live]
@@ -186,6 +187,21 @@ class OptimizerState:
     def _parameters(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """Every parameter with its group, in PyTorch's numbering."""
         return [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _check_sections(state: Mapping[str, Any]) -> None:
+    """Refuse what :meth:`OptimizerState.state_dict` never returns."""
+    for section in _SECTIONS:
+        if not isinstance(state[section], Mapping):
+            raise CheckpointError(f"the optimizer state has no table under {section!r}; restore its file")
+        for name, entry in state[section].items():
+            good = isinstance(entry, Mapping)
+            if good and section == "parameters":
+                good = isinstance(entry.get("shape"), list) and isinstance(
+                    entry.get("hyperparameters"), Mapping
+                )
+            if not good:
+                raise CheckpointError(f"the optimizer state of {name} is malformed; restore its file")
 
 
 def _with_dtypes(saved: object, loaded: object) -> Any:

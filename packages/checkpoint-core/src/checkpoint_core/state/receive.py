@@ -256,16 +256,14 @@ def _receive_state(
     return Reception(list(tensors.items()), finish, unclaimed)
 
 
-def _tensor_names(node: object) -> Iterator[str]:
-    if isinstance(node, list):
-        for item in node:
-            yield from _tensor_names(item)
-    elif isinstance(node, dict):
-        if node.get(TAG) == "tensor":
+def _tensor_names(document: object) -> Iterator[str]:
+    waiting = [document]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict) and node.get(TAG) == "tensor":
             yield str(node.get("name"))
-        else:
-            for item in node.values():
-                yield from _tensor_names(item)
+        elif isinstance(node, (dict, list)):
+            waiting.extend(reversed(node.values() if isinstance(node, dict) else node))
 
 
 def _fresh(spec: TensorSpec) -> torch.Tensor:

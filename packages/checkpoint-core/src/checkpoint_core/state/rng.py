@@ -53,8 +53,11 @@ class RNGState:
             if state["numpy"] is not None:
                 _restore_numpy(state["numpy"])
             _restore_device(state["device_type"], state["device"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"the random number generator state is malformed ({error!r})") from error
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+            raise CheckpointError(
+                "the random number generator state is malformed; restore its files, or delete them to begin "
+                "with fresh generators"
+            ) from error
 
     def load_resharded(self, states: Sequence[Mapping[str, Any]], *, rank: int, world_size: int) -> None:
         """Take up the states of a job with another number of ranks.

@@ -1,16 +1,23 @@
 """Durable files: written once, checksummed on the way, synced to the disk, and verified by reading back."""
 
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.storage.checksum import PartialDigest, combine
 
 CHUNK_BYTES = 512 * 1024
 """Largest piece moved at once; its checksum is taken while it is still in the processor's cache."""
+
+MAX_NESTING = 320
+"""Levels of a JSON document that is read: three for each of the hundred of a state that can be saved, so that
+what walks through it has room on Python's stack."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +124,60 @@ def read_json(path: Path) -> object:
         OSError: The file cannot be read.
     """
     try:
-        return json.loads(path.read_bytes(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        return parse_json(path.read_bytes())
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); restore the file") from error
+
+
+def parse_json(text: bytes) -> object:
+    """Read a JSON document strictly: no NaN tokens, no key twice, no number beyond the floats, no nesting
+    that Python's stack has no room for.
+
+    Args:
+        text: The document.
+
+    Returns:
+        A tree of dict, list, str, int, finite float, bool and None.
+
+    Raises:
+        ValueError: It is something else; says what.
+    """
+    too_deep = ValueError(f"it is nested deeper than {MAX_NESTING} levels")
+    try:
+        document = json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_repeats
+        )
+    except RecursionError as error:
+        raise too_deep from error
+    level: list[object] = [document]
+    for _ in range(MAX_NESTING):
+        containers = [node.values() if isinstance(node, dict) else node for node in level if _holds(node)]
+        level = [child for container in containers for child in container]
+        if not level:
+            return document
+    raise too_deep
+
+
+def _holds(node: object) -> TypeGuard[dict[str, object] | list[object]]:
+    return isinstance(node, (dict, list))
 
 
 def _refuse_constant(name: str) -> object:
     raise ValueError(f"it holds {name}, which is no JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"it holds {text[:40]}, which is beyond the largest float")
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"it has the key {repeated!r} twice in one object")
+    return found
 
 
 def checksum_file(path: Path) -> FileRecord:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from checkpoint_core.errors import CheckpointError
+from checkpoint_core.storage.files import parse_json
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -149,16 +150,25 @@ def read_layout(path: Path) -> FileLayout:
             )
         text = file.read(length)
     try:
-        header = json.loads(text)
-        metadata = {str(key): str(value) for key, value in header.pop(_METADATA, {}).items()}
+        header = parse_json(text)
+        if not isinstance(header, dict):
+            raise TypeError("the header is not an object")
+        metadata = header.pop(_METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError(f"{_METADATA} is not an object of texts")
+        for name, entry in header.items():
+            if not isinstance(entry, dict):
+                raise TypeError(f"the entry of {name} is not an object")
+            for field in ("shape", "data_offsets"):
+                if type(entry[field]) is not list or not all(type(n) is int for n in entry[field]):
+                    raise TypeError(f"{field} of {name} is not a list of integers")
+            if not isinstance(entry["dtype"], str):
+                raise TypeError(f"dtype of {name} is not text")
         entries = sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"]))
         if unknown := [name for name, entry in entries if entry["dtype"] not in DTYPES]:
             code = header[unknown[0]]["dtype"]
             raise ValueError(f"{unknown[0]} has the dtype {code!r}, which is not supported")
-        specs = {
-            name: TensorSpec(DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"]))
-            for name, entry in entries
-        }
+        specs = {name: TensorSpec(DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries}
         layout = _with_places(text, specs, metadata)
         for name, entry in entries:
             begin = layout.places[name].start - len(layout.header)
@@ -169,11 +179,15 @@ def read_layout(path: Path) -> FileLayout:
                 raise ValueError(f"the offsets of {name} do not fit its shape")
         if layout.size != size:
             raise ValueError(f"the header describes {layout.size} bytes, the file has {size}")
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is not a readable safetensors file ({type(error).__name__}: {error}). Restore it"
+            f"{path} is not a readable safetensors file ({_reason(error)}). Restore it"
         ) from error
     return layout
+
+
+def _reason(error: Exception) -> str:
+    return f"an entry has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _with_places(text: bytes, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FileLayout:
