@@ -429,3 +429,21 @@ def test_activity_in_percent_is_refused_even_where_it_is_below_one() -> None:
     assert (
         "61 samples of 1 jobs have a tensor activity above 1; is it in percent? They are" in report.notes[0]
     )
+
+
+def test_a_slow_clock_is_seen_across_a_change_of_nodes_at_any_time_of_the_clock() -> None:
+    """Each half has its straggler; the second half has less work and a lower clock altogether."""
+    start = 1_767_225_600
+    fleet = FleetSamples(start=start, end=start + 14400, step_s=30, tensor_mhz=2000)
+    for half, (activity, mhz) in enumerate(((0.4, 1400.0), (0.2, 1000.0))):
+        for index in range(4):
+            slow = index == 2
+            for step in range(2 + 120 * half, 122 + 120 * half):
+                device = Device(f"node-{half}", str(index))
+                shown = (activity / 0.7, 0.7 * mhz) if slow else (activity, mhz)
+                fleet.add("job", device, start + 30.0 * step, *shown)
+    figures = job_figures("job", fleet.jobs["job"], fleet.start, fleet.end, fleet.step_s)
+    odd = [(one.kind, one.figures.device.host, one.figures.device.index) for one in figures.odd_devices]
+    assert odd == [("slow clock", "node-0", "2"), ("slow clock", "node-1", "2")]
+    assert not figures.cut
+    assert (figures.start, figures.times[0], figures.gpus) == (start + 60, start + 60, 4)
