@@ -84,6 +84,9 @@ def dropped_while_traced(dispatcher: list[DataloaderDispatcher[Any]]) -> None:
             start = time.monotonic()
             del passes
             seconds = time.monotonic() - start
+        for thread in threading.enumerate():
+            if thread.name == "dataloader-dispatch-close":  # nobody waits for what the collector closes
+                thread.join(10)
         tell({"seconds": seconds, "threads": [thread.name for thread in threading.enumerate()]})
     else:
         try:
