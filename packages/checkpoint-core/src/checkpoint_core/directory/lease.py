@@ -264,10 +264,10 @@ class _Watch:
             self._said = now
             _logger.warning(
                 "%s is held by %s, and only a heartbeat could tell whether that process still lives; without "
-                "one it is taken over in %.0f s",
+                "one it is taken over in %d s",
                 self._directory,
                 found.describe(),
-                seconds,
+                round(seconds),
             )
 
 
