@@ -174,7 +174,7 @@ def test_shares_that_are_none(mfu: float, ofu: float, message: str) -> None:
 
 
 def test_facts_that_are_none() -> None:
-    with pytest.raises(ValueError, match="compute_dtype='int4': must be one of fp8, bf16, fp16, tf32"):
+    with pytest.raises(ValueError, match="compute_dtype='int4': must be one of fp4, fp8, bf16, fp16, tf32"):
         JobFacts(compute_dtype="int4")
     with pytest.raises(ValueError, match="active_parameters=0: must be a positive number"):
         JobFacts(active_parameters=0)
