@@ -174,7 +174,9 @@ def named(env: DistributedEnvInterface, **options: object) -> list[dict[str, flo
 def eval_losses(env: DistributedEnvInterface, accumulation: int, **options: object) -> list[float]:
     """The losses of evaluations in the course of a training run."""
     data = RaggedLoader(rows=14, seed=1)
-    common = settings("unused", eval_strategy="steps", eval_steps=2, max_steps=6, **options)
+    # Ranks that train alone are runs of their own, and a directory belongs to one.
+    folder = "unused" if env.world_size > 1 else f"unused-{os.environ['RANK']}"
+    common = settings(folder, eval_strategy="steps", eval_steps=2, max_steps=6, **options)
     trainer = DDPTrainer(
         DDPTrainingArguments(**common, gradient_accumulation_steps=accumulation),  # type: ignore[arg-type]
         model_init=TinyModel,
