@@ -41,7 +41,7 @@ def logged(trainer: Trainer, key: str) -> list[object]:
 def test_stop_leaves_the_weights_of_the_last_good_step_and_no_checkpoint_after_it(
     make_trainer: Callable[..., Trainer], tmp_path: Path, value: float
 ) -> None:
-    settings = {"max_steps": 12, "save_strategy": "steps", "save_steps": 2, "logging_steps": 4}
+    settings = {"max_steps": 12, "save_strategy": "steps", "save_steps": 2, "logging_steps": 12}
     trainer = make_trainer(callbacks=[Poison(5, value)], **settings)
     trainer.train()
     assert trainer.stop_cause is not None
@@ -53,10 +53,13 @@ def test_stop_leaves_the_weights_of_the_last_good_step_and_no_checkpoint_after_i
         "checkpoint-2",
         "checkpoint-4",
     ]
-    good = make_trainer(max_steps=12, save_strategy="no", output_dir=str(tmp_path / "good"))
+    good = make_trainer(max_steps=12, logging_steps=4, save_strategy="no", output_dir=str(tmp_path / "good"))
     stop = StopAt(4)
     good.add_callback(stop)
     good.train()
+    # The figures are those of the steps that were applied; step 6 was computed, and left out as step 5 was.
+    for name in ("loss", "grad_norm", "grad_norm_max"):
+        assert record[name] == good.state.log_history[0][name]
     for one, other in zip(
         trainer.unwrapped_model().parameters(), good.unwrapped_model().parameters(), strict=True
     ):

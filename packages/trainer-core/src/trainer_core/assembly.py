@@ -81,11 +81,13 @@ def assemble(
     meter = ThroughputMeter()
     speed = RunSpeed(args.speed_metrics_start_step, samples_per_step(args, parallel))
     flops = FlopsAccount(parallel, args)
-    interval = Interval(parallel, state, meter, speed, flops)
+    scaler = build_scaler(args, parallel.unwrapped_model(), parallel.device)
+    # As `build_update` has it: a scaler's overflow concerns its own step, and a step in backward is done.
+    halts = args.nonfinite_policy != "skip" and scaler is None and not args.fuse_optim_with_backward
+    interval = Interval(parallel, state, meter, speed, flops, halts=halts)
     schedule = None if scheduler is None else ScheduleState(scheduler)
     options = None if optimizer is None else Hyperparameters(optimizer)
     progress = RunProgress(args, state, interval, speed.samples_per_step, options=options)
-    scaler = build_scaler(args, parallel.unwrapped_model(), parallel.device)
     components = RunComponents(
         parallel,
         progress,

@@ -55,9 +55,15 @@ class _DeviceSums:
 
     The scalars of the last steps are held as they are and added up a few hundred at a time: one addition
     for each of them would cost more than the step of a small model.
+
+    Args:
+        device: Where the sums are.
+        finite: Scalar on the device for a run in which no step is applied after one whose gradient was not
+            finite: 1 until that one, 0 from there on. None where each step stands for itself.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, finite: Tensor | None) -> None:
+        self._finite = finite
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         """Loss and counted tokens of applied steps, counted tokens, input tokens; then, equal on all ranks,
         the number of applied steps."""
@@ -80,9 +86,10 @@ class _DeviceSums:
         self.flos += flos
         self.updates += 1
         if len(self._steps) == _HELD_STEPS:
-            self._add_up()
+            self.add_up()
 
-    def _add_up(self) -> None:
+    def add_up(self) -> None:
+        """Add the scalars that are held to the sums; waits for nothing."""
         if not self._steps:
             return
         losses, tokens, norms = (
@@ -90,6 +97,11 @@ class _DeviceSums:
         )
         # A step whose gradient is not finite is never applied, and no part of the curve.
         applied = norms.isfinite()
+        if self._finite is not None:
+            # Nor are those after it, which the device has computed before the host knew.
+            so_far = torch.cat([self._finite[None], applied.to(self._finite)]).cumprod(0)
+            self._finite.copy_(so_far[-1])
+            applied = so_far[1:].bool()
         self._sums[0] += losses.where(applied, 0.0).sum()
         self._sums[1] += tokens.where(applied, 0.0).sum()
         self._sums[2] += tokens.sum()
@@ -108,7 +120,7 @@ class _DeviceSums:
         Args:
             counts: Whether the data of this rank is counted; otherwise its sums are 0.
         """
-        self._add_up()
+        self.add_up()
         on_device: list[float] = torch.cat([self._sums, self._norms]).tolist()
         if not counts:
             return [0.0] * 4 + on_device[4:] + [0.0] * 3
@@ -124,6 +136,7 @@ class Interval:
         meter: Net time and time spent waiting for data.
         speed: Speed of the whole session; gets the same time.
         flops: What a token costs.
+        halts: Whether no step is applied after one whose gradient was not finite.
     """
 
     def __init__(
@@ -133,6 +146,8 @@ class Interval:
         meter: ThroughputMeter,
         speed: RunSpeed,
         flops: FlopsAccount,
+        *,
+        halts: bool = False,
     ) -> None:
         self.totals = Totals()
         self._parallel = parallel
@@ -140,7 +155,8 @@ class Interval:
         self._meter = meter
         self._speed = speed
         self._flops = flops
-        self._sums = _DeviceSums(parallel.device)
+        self._finite = torch.ones((), device=parallel.device) if halts else None
+        self._sums = _DeviceSums(parallel.device, self._finite)
         self._sent = 0
 
     def add(self, window: Window, loss_sum: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
@@ -157,7 +173,7 @@ class Interval:
         """Bring the figures to the host, summed over ranks, and add them to the run's totals."""
         if self._sums.updates:
             self._take(self._sums)
-            self._sums = _DeviceSums(self._parallel.device)
+            self._sums = _DeviceSums(self._parallel.device, self._finite)
         # The clock is read last: reading the sums above has waited for the device.
         lap = self._meter.lap()
         self._speed.add(lap.net_seconds, lap.gross_seconds)
@@ -217,13 +233,20 @@ class Interval:
         finished, self.totals = self.totals, Totals()
         return finished if finished.updates or finished.skipped else None
 
+    def begin(self) -> None:
+        """Count the steps from here on as applied again, whatever was observed before."""
+        self._sums.add_up()
+        if self._finite is not None:
+            self._finite.fill_(1)
+
     def state_dict(self) -> dict[str, object]:
         """The figures so far; call `flush` first."""
         return asdict(self.totals)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Take up an interval where a checkpoint left it."""
-        self._sums = _DeviceSums(self._parallel.device)
+        self.begin()
+        self._sums = _DeviceSums(self._parallel.device, self._finite)
         known = {field.name for field in fields(Totals)}
         self.totals = Totals(**{name: value for name, value in state.items() if name in known})  # type: ignore[arg-type]
 

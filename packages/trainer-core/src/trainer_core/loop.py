@@ -60,6 +60,7 @@ class TrainingLoop:
         run.parallel.trained_module.train()
         run.parallel.zero_grad()
         self.update.reset()
+        run.interval.begin()
         run.parallel.begin(run.state.global_step)
         run.meter.start()
         run.speed.begin(run.state)
