@@ -155,8 +155,9 @@ def test_the_rest_of_a_run_and_its_final_metrics(tmp_path: Path, llama, rows, cl
     # 6 steps of a second and a half, and two validations of 2 batches, of which one came before training.
     assert {key: value for key, value in final.items() if key != "timestamp"} == {
         "global_step": 6, "epoch": 1.0, "train_runtime": 9.0, "train_runtime_gross": 9.0 + 20,
-        "total_tokens": 24 * 13, "train_steps_per_second": 0.667,
-        "tokens_per_second": round(24 * 14 / 9, 2), "flops_per_second": round(FLOPS * 24 * 16 / 9, 2),
+        "total_tokens": 24 * 13, "total_input_tokens": 24 * 14, "train_steps_per_second": 0.667,
+        "tokens_per_second": round(24 * 13 / 9, 2), "input_tokens_per_second": round(24 * 14 / 9, 2),
+        "flops_per_second": round(FLOPS * 24 * 16 / 9, 2),
         "mfu": pytest.approx(FLOPS * 24 * 16 / 9 / PEAK),
     }  # fmt: skip
     assert "this session" in run.stream.getvalue()

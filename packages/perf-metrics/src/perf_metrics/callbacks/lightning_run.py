@@ -133,17 +133,21 @@ class RunTotals:
                 self.counts[key] += numbers[key]
 
     def final_metrics(self, state: RunState, now: float) -> dict[str, object]:
-        """Return the metrics of the whole run: the runtime and the speeds are net, as in the intervals."""
+        """Return the metrics of the whole run: the runtime and the speeds are net, as in the intervals.
+
+        Tokens are the counted ones, as in `total_tokens`; where that is meant the name says `input`.
+        """
         metrics: dict[str, object] = {
             "epoch": state.epoch,
             "train_runtime": round(self.seconds, 3),
             "train_runtime_gross": round(now - self.start, 3),
         }
-        if "tokens" in self.counts:
-            metrics["total_tokens"] = int(self.counts["tokens"])
+        for name in ("tokens", "input_tokens"):
+            if name in self.counts:
+                metrics[f"total_{name}"] = int(self.counts[name])
         if self.seconds > 0:
             metrics["train_steps_per_second"] = round((state.global_step - self.first_step) / self.seconds, 3)
-            for key, rate in (("input_tokens", "tokens_per_second"), ("flos", "flops_per_second")):
+            for key, unit in (("tokens", "tokens"), ("input_tokens", "input_tokens"), ("flos", "flops")):
                 if key in self.counts:
-                    metrics[rate] = round(self.counts[key] / self.seconds, 2)
+                    metrics[f"{unit}_per_second"] = round(self.counts[key] / self.seconds, 2)
         return metrics
