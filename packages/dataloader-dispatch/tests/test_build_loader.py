@@ -2,11 +2,12 @@
 
 import copy
 import json
+import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dataloader_dispatch import (
@@ -15,6 +16,7 @@ from dataloader_dispatch import (
     ResumableDataLoader,
     ShuffledIndex,
     build_loader,
+    set_loader_epoch,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -371,6 +373,16 @@ def test_the_dataset_learns_the_epoch_also_in_persistent_workers(workers: int) -
     loader.set_epoch(0)
     # The passes after the first are told too: each that reaches its end makes the next epoch current.
     assert [next(iter(loader)).tolist() for _ in range(2)] == [[0, 1], [10, 11]]
+
+
+def test_persistent_workers_that_keep_an_old_epoch_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(InEpoch(), 2, num_workers=1, persistent_workers=True)
+    with caplog.at_level(logging.WARNING, "dataloader_dispatch"):
+        for epoch in range(3):
+            set_loader_epoch(loader, epoch)
+            assert next(iter(loader)).tolist() == [0, 1]
+    [record] = caplog.records
+    assert "DataLoader(persistent_workers=True): its workers keep the copies of InEpoch" in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
+from dist_env import get_logger
+
+_logger = get_logger("dataloader_dispatch")
+
 WRAPPED_LOADERS = ("loader", "dataloader", "base_dataloader")
 """Attributes under which loaders tell the loader that they wrap."""
 _PARTS = (*WRAPPED_LOADERS, "batch_sampler", "sampler", "dataset", "datasets")
@@ -19,7 +25,7 @@ def set_loader_epoch(loader: object, epoch: int) -> None:
     passes the epoch on itself, so nothing behind it is told.
 
     Worker processes have copies of the dataset: call this before ``iter(loader)``. Persistent workers keep
-    the copies of the first pass; only the loaders of this package begin them anew.
+    the copies of the first pass, of which a warning tells; only the loaders of this package begin them anew.
 
     Args:
         loader: Any iterable.
@@ -43,8 +49,25 @@ def _collect(part: object, found: list[Any], seen: set[int]) -> None:
     if callable(getattr(part, "set_epoch", None)):
         found.append(part)
         return
+    if isinstance(part, DataLoader):
+        _warn_of_old_copies(part)
     for name in _PARTS:
         inner = getattr(part, name, None)
         several = inner.values() if isinstance(inner, Mapping) else inner
         for one in several if name == "datasets" and isinstance(several, Iterable) else (inner,):
             _collect(one, found, seen)
+
+
+def _warn_of_old_copies(loader: DataLoader[Any]) -> None:
+    """Say that the workers of a loader do not learn of the epoch, if they run and their dataset should."""
+    # Private, in torch 2.11 to 2.13: the iterator that a loader with persistent workers keeps after its first.
+    if not loader.persistent_workers or getattr(loader, "_iterator", None) is None:
+        return
+    if epoch_listeners(loader.dataset):
+        _logger.warning(
+            "%s(persistent_workers=True): its workers keep the copies of %s that they began with, which are "
+            "not told the epoch; set persistent_workers=False, or make the loader with build_loader, which "
+            "starts workers anew where the epoch changes",
+            type(loader).__name__,
+            type(loader.dataset).__name__,
+        )
