@@ -13,6 +13,7 @@ from dist_env import gather_objects, get_logger
 
 from .actions import Actions
 from .batch import Batch, Window, next_window
+from .callbacks import InfoCallback
 from .errors import DataError
 from .loaders import epoch_of, is_torchdata, keeps_position
 from .loss import loss_denominator
@@ -255,7 +256,10 @@ class TrainingLoop:
         self._tell_stop_cause()
 
     def _tell_stop_cause(self) -> None:
-        """Let every rank know who ends the run, and log it: callbacks may have asked on one rank only."""
+        """Let every rank know who ends the run, and log it: callbacks may have asked on one rank only.
+
+        An InfoCallback tells it at the end, in its own words.
+        """
         run, control = self.run, self.run.events.control
         if not control.ends_run or self._told_abort is control.should_abort_without_save:
             return
@@ -267,6 +271,7 @@ class TrainingLoop:
         causes.sort(key=lambda found: (not found.aborted, found.name == "a signal"))
         if causes:
             run.events.stop_cause = causes[0]
+        if causes and not any(isinstance(callback, InfoCallback) for callback in run.events.callbacks):
             name, event, aborted = causes[0]
             manner = "is aborted without a checkpoint" if aborted else "stops"
             logger.info("the run %s after step %d: %s, in %s", manner, run.state.global_step, name, event)

@@ -22,7 +22,9 @@ class StopsAt:
         control.should_training_stop = state.global_step == self.step  # type: ignore[attr-defined]
 
 
-def test_the_block_says_what_runs_and_the_line_why_it_ended(make_trainer: Callable[..., Trainer]) -> None:
+def test_the_block_says_what_runs_and_the_line_why_it_ended(
+    make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
     out = io.StringIO()
     settings = {
         "gradient_accumulation_steps": 2,
@@ -45,6 +47,7 @@ def test_the_block_says_what_runs_and_the_line_why_it_ended(make_trainer: Callab
     assert torch.__version__ in first
     assert "at step 0" in first
     assert "ended at step 2: stopped by somebody in on_step_end\n" in first
+    assert "the run stops" not in caplog.text  # not said twice
 
     out.truncate(0)
     make_trainer(callbacks=[InfoCallback(out)], **settings).train()
