@@ -382,7 +382,9 @@ def test_persistent_workers_that_keep_an_old_epoch_are_named_once(caplog: pytest
             set_loader_epoch(loader, epoch)
             assert next(iter(loader)).tolist() == [0, 1]
     [record] = caplog.records
-    assert "DataLoader(persistent_workers=True): its workers keep the copies of InEpoch" in record.getMessage()
+    assert (
+        "DataLoader(persistent_workers=True): its workers keep the copies of InEpoch" in record.getMessage()
+    )
 
 
 @pytest.mark.parametrize(

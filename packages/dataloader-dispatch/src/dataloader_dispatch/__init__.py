@@ -8,7 +8,7 @@ from dataloader_dispatch.documents import (
     data_fingerprint,
     split_documents,
 )
-from dataloader_dispatch.dummy import masked_dummy
+from dataloader_dispatch.dummy import ignored_like, is_ignored, masked_dummy
 from dataloader_dispatch.epochs import set_loader_epoch
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import ResumableDataLoader, build_loader
@@ -50,6 +50,8 @@ __all__ = [
     "build_loader",
     "data_fingerprint",
     "end_workers",
+    "ignored_like",
+    "is_ignored",
     "masked_dummy",
     "mix_documents",
     "open_documents",

@@ -60,7 +60,7 @@ def _collect(part: object, found: list[Any], seen: set[int]) -> None:
 
 def _warn_of_old_copies(loader: DataLoader[Any]) -> None:
     """Say that the workers of a loader do not learn of the epoch, if they run and their dataset should."""
-    # Private, in torch 2.11 to 2.13: the iterator that a loader with persistent workers keeps after its first.
+    # Private, in torch 2.11 to 2.13: the iterator that a loader with persistent workers keeps.
     if not loader.persistent_workers or getattr(loader, "_iterator", None) is None:
         return
     if epoch_listeners(loader.dataset):

@@ -41,6 +41,8 @@ from .loss import (
     RegressionLoss,
     TokenLoss,
     count_next_tokens,
+    ignored_like,
+    is_ignored,
     loss_of,
     predict,
 )
@@ -163,6 +165,8 @@ __all__ = [
     "fsdp_modules",
     "generators_of_rank_0",
     "has_no_values",
+    "ignored_like",
+    "is_ignored",
     "labels_of",
     "load_config_file",
     "load_quantized",

@@ -25,6 +25,8 @@ from trainer_core import (
     OutputMeanLoss,
     RegressionLoss,
     TokenLoss,
+    ignored_like,
+    is_ignored,
 )
 from trainer_core.loss import loss_denominator
 
@@ -51,10 +53,9 @@ def leading(draw: random.Random, least: int = 0) -> list[int]:
 
 def mask(draw: random.Random, labels: Tensor) -> Tensor:
     """Let some labels not count, but for one that always does."""
-    nothing = torch.nan if labels.is_floating_point() else -100
     hidden = torch.rand(labels.shape) < draw.choice((0.0, 0.4))
     hidden.view(-1)[-1] = False
-    return labels.masked_fill(hidden, nothing)
+    return torch.where(hidden, ignored_like(labels), labels)
 
 
 def draw_logits(draw: random.Random, *shape: int) -> Tensor:
@@ -90,14 +91,19 @@ NUMBERS = (
 
 def numbers(draw: random.Random) -> Case:
     shape, function = leading(draw), draw.choice(NUMBERS)
-    labels = mask(draw, torch.rand(shape)).to(draw.choice((torch.float64, torch.float32, torch.bfloat16)))
+    labels = mask(draw, torch.rand(shape).to(draw.choice(FLOATS)))
+    skips = draw.random() < 0.5
+    if skips:  # the mark is lost, as of targets that are missing
+        labels = labels.masked_fill(is_ignored(labels), torch.nan)
     logits = draw_logits(draw, *shape, *draw.choice(([], [1])))
 
     def whole(logits: Tensor) -> Tensor:
         counts = ~labels.isnan()
         return function(logits.view(labels.shape)[counts].double(), labels[counts].double())
 
-    return Case(RegressionLoss(function), logits, labels, whole, f"numbers {function} {labels.dtype}")
+    return Case(
+        RegressionLoss(function, skip_nan=skips), logits, labels, whole, f"numbers {function} {labels.dtype}"
+    )
 
 
 def next_token(draw: random.Random) -> Case:

@@ -19,6 +19,8 @@ from trainer_core import (
     RegressionLoss,
     Trainer,
     TrainingArguments,
+    ignored_like,
+    is_ignored,
 )
 
 FEATURES = torch.randn(21, 4, generator=torch.Generator().manual_seed(0))
@@ -137,6 +139,20 @@ def test_the_default_loss_refuses_what_is_no_next_token_before_an_update(
             call()
         assert found in str(error.value)
     assert all(map(torch.equal, before, run.unwrapped_model().parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_target_that_is_not_a_number_shows_in_the_loss_unless_it_marks_padding(dtype: torch.dtype) -> None:
+    zero = torch.zeros((), dtype=dtype)
+    for wrong in (torch.tensor(float("nan"), dtype=dtype), zero / zero, -(zero / zero), (zero - 1).sqrt()):
+        labels = torch.stack([zero, wrong, *ignored_like(torch.ones(2, dtype=dtype))])
+        assert is_ignored(labels).tolist() == [False, False, True, True]
+        loss = RegressionLoss()
+        assert loss.count(labels) == 2
+        assert loss(torch.ones(4), labels).isnan()
+        assert loss(torch.ones(3), labels[[0, 2, 3]]) == 1
+        skips = RegressionLoss(skip_nan=True)
+        assert (skips.count(labels), skips(torch.ones(4), labels)) == (1, 1)
 
 
 LOGITS, IDS = torch.randn(2, 5, 7), torch.zeros(2, 5, dtype=torch.int64)

@@ -45,7 +45,7 @@ CASES = {
     "classes": (ClassificationLoss(), CLASSES, functional.cross_entropy),
     "weighted classes": (ClassificationLoss(weight=WEIGHT), CLASSES, weighted),
     "numbers": (RegressionLoss(), FEATURES.sum(-1), squared),
-    "numbers, some missing": (RegressionLoss(), missing(FEATURES.sum(-1)), present),
+    "numbers, some missing": (RegressionLoss(skip_nan=True), missing(FEATURES.sum(-1)), present),
     "a mean of classes": (MeanLoss(one_hot, lambda y: torch.tensor(y.numel())), CLASSES, one_hot),
     "a mean of numbers": (MeanLoss(squared, lambda y: torch.tensor(y.numel())), FEATURES.sum(-1), squared),
 }

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer_core import Batch, DataError, labels_of
-
-IGNORED = -100
-"""A label that no loss counts; a floating one is not a number instead."""
+from trainer_core import Batch, DataError, ignored_like, labels_of
 
 
 class Microbatch(NamedTuple):
@@ -48,8 +44,7 @@ def cut(batch: Batch, count: int) -> list[Microbatch]:
     cuts: dict[str, tuple[Tensor, ...]] = {}
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows:
-            filled = _filled(value, missing, _ignored_of(value) if name == "labels" else None)
-            cuts[name] = filled.chunk(count)
+            cuts[name] = _filled(value, missing, is_labels=name == "labels").chunk(count)
     whole = {name: value for name, value in batch.items() if name not in cuts}
     pieces = [{**whole, **{name: cuts[name][place] for name in cuts}} for place in range(count)]
     return [Microbatch(piece, _labels_out_of(piece)) for piece in pieces]
@@ -72,23 +67,17 @@ def join(predictions: Sequence[object], rows: int) -> object:
     return make(**joined)
 
 
-def _ignored_of(labels: Tensor) -> float:
-    """The label that does not count among these; asked for also where none is missing."""
-    if labels.is_floating_point():
-        return math.nan
-    if not labels.dtype.is_signed:
+def _filled(value: Tensor, missing: int, *, is_labels: bool) -> Tensor:
+    # Refused also where nothing is missing: another batch of the run may not come out even.
+    if is_labels and not value.dtype.is_signed:
         raise DataError(
-            f"labels of {labels.dtype} cannot hold {IGNORED} for rows that only fill up a batch; convert "
+            f"labels of {value.dtype} cannot hold -100 for rows that only fill up a batch; convert "
             "them by labels.long() or labels.float() in the dataset or the data_collator"
         )
-    return IGNORED
-
-
-def _filled(value: Tensor, missing: int, content: float | None) -> Tensor:
     if not missing:
         return value
     rows = value[-1:].expand(missing, *value.shape[1:])
-    return torch.cat([value, rows if content is None else torch.full_like(rows, content)])
+    return torch.cat([value, ignored_like(rows) if is_labels else rows])
 
 
 def _labels_out_of(piece: dict[str, object]) -> Tensor:

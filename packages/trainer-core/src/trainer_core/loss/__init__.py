@@ -1,5 +1,7 @@
 """Losses: each a sum and a count, so that it can be averaged over any set of tokens exactly."""
 
+from dataloader_dispatch import ignored_like, is_ignored
+
 from .causal import CausalLMLoss
 from .choice import LossSettings, check_loss, loss_of
 from .fused import FusedLinearCrossEntropy, HiddenStates
@@ -26,6 +28,8 @@ __all__ = [
     "TokenLoss",
     "check_loss",
     "count_next_tokens",
+    "ignored_like",
+    "is_ignored",
     "logits_of",
     "loss_denominator",
     "loss_of",

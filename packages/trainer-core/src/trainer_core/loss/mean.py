@@ -8,8 +8,9 @@ from dataclasses import fields, is_dataclass
 import torch
 from torch import Tensor, nn
 
+from dataloader_dispatch import is_ignored
+
 from .predictions import logits_of
-from .token_loss import ignored
 
 
 class MeanLoss:
@@ -94,7 +95,7 @@ class OutputMeanLoss:
 def counted_of(count: Callable[[Tensor], Tensor], labels: Tensor) -> Tensor:
     """What `count` says, and 0 where no label counts, whatever it says of those."""
     counted = torch.as_tensor(count(labels), device=labels.device)
-    return torch.where(ignored(labels).all(), 0, counted)
+    return torch.where(is_ignored(labels).all(), 0, counted)
 
 
 def countable(labels: Tensor, counted: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dataloader_dispatch import is_ignored
+
 from ..errors import ConfigurationError
 from .predictions import logits_of
-from .token_loss import IGNORE_INDEX, ignored
+from .token_loss import IGNORE_INDEX
 
 
 class ElementLoss(Protocol):
@@ -65,7 +67,7 @@ class ClassificationLoss:
             ConfigurationError: If the labels are not signed integers, or too large for the class weights.
         """
         _check_classes(labels)
-        counts = ~ignored(labels)
+        counts = ~is_ignored(labels)
         weight = self._weight_on(labels.device)
         if weight is None:
             return counts.sum()
@@ -136,17 +138,19 @@ class ClassificationLoss:
 class RegressionLoss:
     """Mean of a loss of each number, the squared error by default.
 
-    Labels that are not a number do not count, so that targets may be missing. The mean is that of `function`
-    over the whole batch of an optimizer step.
+    The mean is that of `function` over the whole batch of an optimizer step. A label that is not a number
+    makes it not a number, as in torch, and `nonfinite_policy` deals with the step.
 
     Args:
         function: Called with `(predictions, labels, reduction="none")`, gives a loss for each label:
             `torch.nn.functional.mse_loss`, `l1_loss`, `huber_loss`; `binary_cross_entropy_with_logits` for
             examples of several classes at once; `functools.partial` sets further options.
+        skip_nan: Whether labels that are not a number do not count, so that targets may be missing.
     """
 
-    def __init__(self, function: ElementLoss = functional.mse_loss) -> None:
+    def __init__(self, function: ElementLoss = functional.mse_loss, *, skip_nan: bool = False) -> None:
         self.function = function
+        self.skip_nan = skip_nan
 
     def count(self, labels: Tensor) -> Tensor:
         """Number of labels that count: int64 scalar.
@@ -158,7 +162,7 @@ class RegressionLoss:
             ConfigurationError: If the labels are not floating.
         """
         _check_numbers(labels)
-        return (~ignored(labels)).sum()
+        return self._counts(labels).sum()
 
     def __call__(self, predictions: object, labels: Tensor) -> Tensor:
         """Sum of the losses.
@@ -187,7 +191,7 @@ class RegressionLoss:
                 "reshape one of them in the model or the data_collator",
             )
         dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
-        counts = ~ignored(labels)
+        counts = self._counts(labels)
         losses = self.function(values.to(dtype), labels.where(counts, 0).to(dtype), reduction="none")
         if losses.shape != labels.shape:
             raise ConfigurationError(
@@ -197,6 +201,10 @@ class RegressionLoss:
                 "give one that returns a loss for each label when it is called with reduction='none'",
             )
         return losses.where(counts, 0).sum().float()
+
+    def _counts(self, labels: Tensor) -> Tensor:
+        # Those of a batch that fills up are "not a number" too, of a kind of their own.
+        return ~(labels.isnan() if self.skip_nan else is_ignored(labels))
 
 
 def _weights(given: Tensor | Sequence[float]) -> Tensor:

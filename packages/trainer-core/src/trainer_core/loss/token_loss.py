@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dataloader_dispatch import is_ignored
+
 from ..errors import ConfigurationError
 
 IGNORE_INDEX = -100
@@ -36,21 +38,6 @@ class TokenLoss(Protocol):
         """Sum of the losses of these positions: float32 scalar."""
 
 
-def ignored(labels: Tensor) -> Tensor:
-    """Which labels do not count: those of -100, and of floating labels those that are not a number.
-
-    Args:
-        labels: Of any shape.
-
-    Returns:
-        bool, in the shape of the labels.
-    """
-    if labels.is_floating_point():
-        return labels.isnan()
-    # Held against -100, an unsigned label of 156 would pass for it.
-    return labels == IGNORE_INDEX if labels.dtype.is_signed else torch.zeros_like(labels, dtype=torch.bool)
-
-
 def loss_denominator(count: Tensor) -> Tensor:
     """What a sum of losses is divided by: what counts in it, or 1 if nothing does.
 
@@ -68,7 +55,7 @@ def count_next_tokens(labels: Tensor) -> Tensor:
     Returns:
         int64 scalar on the labels' device.
     """
-    return (~ignored(labels[..., 1:])).sum()
+    return (~is_ignored(labels[..., 1:])).sum()
 
 
 def check_next_token_labels(labels: Tensor) -> None:
