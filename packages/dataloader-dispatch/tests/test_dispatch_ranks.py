@@ -14,7 +14,7 @@ NOTE = "Raised by the data loader of rank 0"
 def two(launch: Callable[..., list[Any]]) -> list[Any]:
     """What both ranks of a job of two tell, having left without closing their last dispatcher."""
     checks = (
-        "contents,independent,order,breaking,together,position,torch_loaders,epochs_told,uneven,dummies,in_step,"
+        "contents,independent,order,breaking,together,position,torch_loaders,random_numbers,epochs_told,uneven,dummies,in_step,"
         "collected,errors,refusals"
     )
     ranks = launch("dispatch_two.py", 2, checks)
@@ -93,6 +93,11 @@ def test_a_dataset_is_told_each_epoch_once(two: list[Any]) -> None:
 def test_torch_loaders_begin_anew_or_at_a_loaded_position(two: list[Any]) -> None:
     assert two[0]["torch_loaders"] == [[0, 2], 4, 0, [0, 2, 4, 6, 8, 10], [4, 6, 8, 10], 1]
     assert two[1]["torch_loaders"] == [[1, 3], None, 0, [1, 3, 5, 7, 9, 11], [5, 7, 9, 11], 1]
+
+
+def test_the_loader_draws_no_random_numbers_in_its_thread(two: list[Any]) -> None:
+    for note in two:
+        assert note["random_numbers"] == [True, True, [True] * 3]
 
 
 def test_an_incomplete_last_round_is_left_out_padded_or_an_error(two: list[Any]) -> None:

@@ -87,6 +87,10 @@ def test_set_epoch_reaches_a_sampler_and_a_plain_loader_has_no_state(notes: Note
         assert sorted(notes[0]["sampled"][0][epoch] + notes[1]["sampled"][0][epoch]) == list(range(8))
 
 
+def test_a_pass_draws_random_numbers_only_where_it_begins(notes: Notes) -> None:
+    assert [note["random_numbers"] for note in notes] == [[8, True]] * 2
+
+
 def test_a_dataset_is_told_each_epoch_once(notes: Notes) -> None:
     for rank, note in enumerate(notes):
         first = [10 * rank + index for index in range(4)]

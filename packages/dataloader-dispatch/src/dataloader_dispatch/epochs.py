@@ -1,10 +1,11 @@
-"""Tell the parts of a loader which epoch begins."""
+"""What the parts of a loader are given as a pass begins: its epoch, and random numbers of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from dist_env import get_logger
@@ -71,3 +72,34 @@ def _warn_of_old_copies(loader: DataLoader[Any]) -> None:
             type(loader).__name__,
             type(loader.dataset).__name__,
         )
+
+
+class PassGenerator:
+    """Random numbers for the passes over a torch loader that would draw them from the global ones of torch.
+
+    A loader that is iterated behind its user's back, in a thread or at the first batch, would draw in between
+    the numbers of a dropout. It gets a generator, whose seed is drawn where the user begins a pass.
+
+    Args:
+        loader: Any loader; one that is not a torch ``DataLoader``, or has a generator, is left alone.
+    """
+
+    def __init__(self, loader: object) -> None:
+        parts: list[Any] = []
+        if isinstance(loader, DataLoader):
+            # A batch sampler of the user has a sampler of its own.
+            parts = [loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+        self._parts = [part for part in parts if getattr(part, "generator", self) is None]
+        self._seed = 0
+        self.renew()
+
+    def draw(self) -> None:
+        """Draw the seed of the next pass from the global generator, which is used for nothing else."""
+        if self._parts:
+            self._seed = int(torch.empty((), dtype=torch.int64).random_())
+
+    def renew(self) -> None:
+        """Give the loader a generator with that seed, before it is iterated; a pass before keeps its own."""
+        generator = torch.Generator().manual_seed(self._seed)
+        for part in self._parts:
+            part.generator = generator

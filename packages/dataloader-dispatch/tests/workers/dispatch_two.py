@@ -27,6 +27,7 @@ from dispatch_loaders import (
     tell,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
 
 from dataloader_dispatch import build_loader
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
@@ -175,6 +176,23 @@ def torch_loaders() -> object:
     resumed = numbers(loader)
     loader.close()
     return [first, state.get("position"), epoch, anew, resumed, loader.epoch]
+
+
+def random_numbers() -> object:
+    """Rank 0 draws one seed where a pass begins, and the thread that reads draws none."""
+    loader = dispatcher(DataLoader(range(12), 1, shuffle=True))  # type: ignore[arg-type]
+    passes, drawn = [], []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        batches = iter(loader)
+        begun = torch.get_rng_state()
+        passes.append([int(batch) for batch in batches])
+        torch.manual_seed(seed)
+        if RANK == 0:
+            torch.empty((), dtype=torch.int64).random_()
+        drawn.append(torch.equal(begun, torch.get_rng_state()))
+    loader.close()
+    return [passes[0] == passes[1], passes[0] != passes[2], drawn]
 
 
 class Told:

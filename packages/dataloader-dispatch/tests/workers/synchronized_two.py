@@ -128,6 +128,17 @@ def sampled() -> Any:
     return [got, absent, wrapped.batch_size, wrapped.dataset == data, type(wrapped.sampler).__name__]
 
 
+def random_numbers() -> Any:
+    """A pass draws one seed where it begins, and nothing when its batches are fetched."""
+    loader = SynchronizedDataLoader(StatefulDataLoader(SHARD, batch_size=2, shuffle=True), "cpu")
+    states = []
+    for _ in range(2):
+        torch.manual_seed(RANK)
+        batches = iter(loader)
+        states += [torch.get_rng_state(), *(torch.get_rng_state() for _ in batches)]
+    return [len(states), all(torch.equal(state, states[0]) for state in states)]
+
+
 class Told(Dataset[int]):
     """More items on rank 1; remembers which epochs it was told of."""
 
@@ -203,7 +214,16 @@ def main() -> None:
         for make in (counted, plain, stream)
         for uneven in ("stop", "pad")
     }
-    for scenario in (epochs, broken_off, side_by_side, sampled, epochs_told, worker_death, iterable_guess):
+    for scenario in (
+        epochs,
+        broken_off,
+        side_by_side,
+        sampled,
+        random_numbers,
+        epochs_told,
+        worker_death,
+        iterable_guess,
+    ):
         note[scenario.__name__] = scenario()
     lose(1, 3, SizedBatches(6), note)
 

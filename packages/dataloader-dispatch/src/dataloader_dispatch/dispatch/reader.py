@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from torch.utils.data import DataLoader
 
 from dataloader_dispatch.dummy import masked_dummy
-from dataloader_dispatch.epochs import set_loader_epoch
+from dataloader_dispatch.epochs import PassGenerator, set_loader_epoch
 from dataloader_dispatch.errors import DataError
 
 Uneven = Literal["stop", "pad", "error"]
@@ -118,6 +118,7 @@ class Reader:
     ) -> None:
         self.loader = loader
         self.position = Position(loader)
+        self.generator = PassGenerator(loader)
         self._width = width
         self._uneven = uneven
         self._make_dummy = make_dummy or masked_dummy
@@ -198,6 +199,7 @@ class Reader:
         if self._begun == generation:
             return
         self._rewind()
+        self.generator.renew()
         self._iterator = iter(self.loader)
         self._rounds, self._exhausted = 0, False
         self._consumed, self._ahead = self._look(), True

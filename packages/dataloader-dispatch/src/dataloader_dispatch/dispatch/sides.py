@@ -74,6 +74,7 @@ class Root:
         self.is_dummy = False
 
     def start_pass(self) -> int:
+        self._reader.generator.draw()
         number = self._producer.start_pass()
         self.is_dummy = False
         return number

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dataloader_dispatch.dummy import masked_dummy
+from dataloader_dispatch.epochs import PassGenerator
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.rank_group import RankGroup
 from dataloader_dispatch.synchronized.delivery import Settings
@@ -87,6 +88,7 @@ class SynchronizedDataLoader(Generic[Batch]):
             loader, self.device, group, Exchange(group), uneven, make_dummy, Notices(group)
         )
         self._standpoint: Standpoint[Batch] = Standpoint(loader)
+        self._generator = PassGenerator(loader)
         self._passes = 0
         self._has_failed = False
         self._lengths: tuple[int | None, ...] = ()
@@ -102,6 +104,8 @@ class SynchronizedDataLoader(Generic[Batch]):
         """
         if self._group.size == 1:
             return (to_device(batch, self.device) for batch in self.loader)
+        self._generator.draw()
+        self._generator.renew()
         return self._pass()
 
     def __len__(self) -> int:
