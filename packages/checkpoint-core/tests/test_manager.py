@@ -14,6 +14,7 @@ from checkpoint_core import (
     CheckpointConfig,
     CheckpointError,
     CheckpointManager,
+    DirectoryLease,
     ModelState,
     SharingPattern,
     StateComponent,
@@ -307,6 +308,11 @@ def test_save_model_writes_a_hugging_face_directory(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text()) == Configured.config
     with pytest.raises(CheckpointError, match="overwrite_output_dir=True"):
         manager(second).save_model(out)
+    with DirectoryLease(out), pytest.raises(CheckpointError, match="is in use by process"):
+        manager(second).save_model(out, overwrite_output_dir=True)
+    load_model_weights(second, out)
+    assert torch.equal(first.weight, second.weight)
+    torch.nn.init.zeros_(second.weight)
     manager(second).save_model(out, overwrite_output_dir=True)
     assert names(out) == ["config.json", "model.safetensors", "notes.txt", "templates", "tokenizer.json"]
     fresh = Configured(4, 4)

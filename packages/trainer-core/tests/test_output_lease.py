@@ -48,6 +48,10 @@ def test_a_second_run_is_refused_before_it_writes(make_trainer: MakeTrainer, tmp
         with pytest.raises(ConfigurationError, match=told):
             other.save_checkpoint()
         assert content() == before
+        with pytest.raises(CheckpointError, match=f"is in use by process {os.getpid()}"):
+            other.save_model()
+        first.save_model()
+        assert (run / "model.safetensors").is_file()
 
     first = make_trainer(
         save_strategy="steps", save_steps=2, callbacks=[JsonLogger(), AtStep(3, start_another)]

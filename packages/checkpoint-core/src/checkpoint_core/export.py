@@ -6,6 +6,7 @@ from typing import Literal
 from checkpoint_core.component_files import ComponentFiles, plan_files
 from checkpoint_core.components import SharingPattern
 from checkpoint_core.directory.commit import check_space, clean_leftovers, create_staging, discard
+from checkpoint_core.directory.lease import DirectoryLease
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.export_target import check_export_target, place_files
 from checkpoint_core.ranks.agreement import RankAgreement
@@ -31,6 +32,7 @@ class ModelExport:
         max_shard_size: Bytes of tensor data per file.
         preprocessor: The tokenizer or processor.
         on_replica_mismatch: Whether different values of one tensor are an error or a warning.
+        lease: One that this process may hold; of this directory it serves for the export, too.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class ModelExport:
         max_shard_size: int,
         preprocessor: Preprocessor | None,
         on_replica_mismatch: Literal["error", "warn"],
+        lease: DirectoryLease | None = None,
     ) -> None:
         self._ranks = ranks
         self._plan = plan
@@ -51,6 +54,9 @@ class ModelExport:
         self._max_shard_size = max_shard_size
         self._preprocessor = preprocessor
         self._on_replica_mismatch = on_replica_mismatch
+        # Two exports into one directory would leave the files of both.
+        own = lease is not None and lease.held and lease.directory.resolve() == output_dir.resolve()
+        self._lease = None if own else DirectoryLease(output_dir)
         self._phase = f"saving the model to {output_dir}"
         self._files: ComponentFiles | None = None
         self._staging: Path | None = None
@@ -59,20 +65,28 @@ class ModelExport:
         """Export. Collective.
 
         Raises:
-            CheckpointError: On every rank: weights are there already, the directory is a checkpoint, there is
-                no component ``model``, or writing failed.
+            CheckpointError: On every rank: weights are there already, the directory is a checkpoint, another
+                process writes to it, there is no component ``model``, or writing failed.
         """
-        self._ranks.run_on_leaders(self._phase, self._check_target)
-        captured: dict[str, CapturedState] = {}
-        self._ranks.run(self._phase, lambda: self._capture(captured))
-        self._plan_files(captured)
         try:
+            self._ranks.run_on_leaders(self._phase, self._claim)
+            captured: dict[str, CapturedState] = {}
+            self._ranks.run(self._phase, lambda: self._capture(captured))
+            self._plan_files(captured)
             staging = self._output_dir / self._ranks.run_on_leaders(self._phase, self._begin)
             self._ranks.run(self._phase, lambda: self._write(staging))
             self._ranks.run_on_leaders(self._phase, lambda: place_files(staging, self._output_dir))
         finally:
             if self._staging is not None:
                 discard(self._staging)
+            if self._lease is not None:
+                self._lease.release()
+
+    def _claim(self) -> None:
+        self._check_target()
+        if self._lease is not None:
+            self._lease.acquire()
+            self._check_target()  # again, for what another export has left meanwhile
 
     def _check_target(self) -> None:
         check_export_target(self._output_dir, overwrite=self._overwrite, setting="overwrite_output_dir=True")

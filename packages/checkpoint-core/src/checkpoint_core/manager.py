@@ -214,9 +214,9 @@ class CheckpointManager:
             The directory.
 
         Raises:
-            CheckpointError: On every rank: weights are there already, there is no component ``model``, or
-                writing failed. Or the asynchronous save before failed: the model is written all the same,
-                before the error is raised.
+            CheckpointError: On every rank: weights are there already, another process writes to the
+                directory, there is no component ``model``, or writing failed. Or the asynchronous save before
+                failed: the model is written all the same, before the error is raised.
         """
         with self._earlier_failure_last():
             target = Path(output_dir)
@@ -230,6 +230,7 @@ class CheckpointManager:
                 max_shard_size=self._config.max_shard_size,
                 preprocessor=self._preprocessor,
                 on_replica_mismatch=self._config.on_replica_mismatch,
+                lease=self._lease,
             ).run()
         return target
 
