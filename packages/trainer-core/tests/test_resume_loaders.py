@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,13 +71,21 @@ class StopAt:
         setattr(self, event, stop)
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("name", LOADERS)
-def test_a_stop_anywhere_leaves_the_curve_as_it_is(
-    name: str, accumulation: int, tmp_path: Path, tiny_model: Callable[[float], nn.Module]
-) -> None:
-    def curve(directory: str, *callbacks: object) -> list[tuple[object, object]]:
+class EndEpochAt:
+    """Ends the first epoch before its end."""
+
+    def on_step_end(self, args: object, state: object, control: TrainerControl, **kw: object) -> None:
+        control.should_epoch_stop |= state.global_step == 1  # type: ignore[attr-defined]
+
+
+Curve = Callable[..., list[tuple[object, object]]]
+
+
+@pytest.fixture
+def make_curve(tmp_path: Path, tiny_model: Callable[[float], nn.Module]) -> Callable[[str, int], Curve]:
+    """For the name of a loader and an accumulation: steps and losses of a run in a directory."""
+
+    def of(name: str, accumulation: int, directory: str, *callbacks: object) -> list[tuple[object, object]]:
         torch.manual_seed(3)  # the shuffled one draws its seed when it is made
         trainer = Trainer(
             TrainingArguments(
@@ -99,6 +108,16 @@ def test_a_stop_anywhere_leaves_the_curve_as_it_is(
             (entry["global_step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry
         ]
 
+    return lambda name, accumulation: partial(of, name, accumulation)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_stop_anywhere_leaves_the_curve_as_it_is(
+    name: str, accumulation: int, make_curve: Callable[[str, int], Curve]
+) -> None:
+    curve = make_curve(name, accumulation)
     whole = curve("whole")
     steps = len(whole)
     assert steps == EPOCHS * -(-ROWS // BATCH // accumulation)
@@ -107,3 +126,18 @@ def test_a_stop_anywhere_leaves_the_curve_as_it_is(
         directory = f"{event}-{step}"
         curve(directory, StopAt(event, step))
         assert curve(directory) == whole, directory
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("name", LOADERS)
+def test_an_epoch_that_was_ended_early_is_not_taken_up_again(
+    name: str, make_curve: Callable[[str, int], Curve]
+) -> None:
+    curve = make_curve(name, 1)
+    whole = curve("whole", EndEpochAt())
+    # A dataset that keeps its own position goes on with the rest, in every run.
+    assert len(whole) == (3 if name in ("positioned", "torchdata") else 4)
+    for event, step in [("on_step_end", 1), ("on_epoch_end", 1), ("on_epoch_begin", 1), ("on_step_end", 2)]:
+        directory = f"{event}-{step}"
+        curve(directory, EndEpochAt(), StopAt(event, step))
+        assert curve(directory, EndEpochAt()) == whole, directory

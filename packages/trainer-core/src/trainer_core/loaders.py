@@ -8,6 +8,7 @@ from typing import Any, TypeGuard, cast
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from checkpoint_core import RNGState
 from dataloader_dispatch import (
     DataloaderDispatcher,
     DocumentStream,
@@ -121,6 +122,26 @@ def is_torchdata(loader: object) -> TypeGuard[Any]:
     # By the attribute that holds a loaded state (torchdata 0.11), as this package does not import torchdata.
     is_stateful = isinstance(loader, DataLoader) and hasattr(loader, "next_iter_state")
     return is_stateful and not isinstance(loader, ResumableDataLoader)
+
+
+def leave_epoch(loader: object) -> None:
+    """Let a torchdata loader, which counts no epochs, begin anew where one was left before its end.
+
+    A checkpoint would hold the place at which it was left, and a resume take the rest for the next epoch. The
+    next pass is begun here, because that decides its order, and is taken up again by its state.
+    """
+    inner = loader
+    if isinstance(loader, SynchronizedDataLoader | DataloaderDispatcher):
+        inner = loader.loader
+        if is_torchdata(inner):
+            loader.load_state_dict({})  # nothing is left of what was read ahead
+    if not is_torchdata(inner):
+        return
+    generators = RNGState()
+    before = generators.state_dict()
+    iter(inner)
+    inner.load_state_dict(inner.state_dict())
+    generators.load_state_dict(before)
 
 
 def position_of(loader: object) -> object | None:

@@ -15,7 +15,7 @@ from .actions import Actions
 from .batch import Batch, Window, next_window
 from .callbacks import InfoCallback
 from .errors import DataError
-from .loaders import epoch_of, is_torchdata, keeps_position
+from .loaders import epoch_of, is_torchdata, keeps_position, leave_epoch
 from .loss import loss_denominator
 from .run import Run
 from .state import StopCause, TrainOutput
@@ -213,6 +213,8 @@ class TrainingLoop:
         state.epoch_start_step = state.global_step
         state.epoch_data_ended = False
         run.progress.generators_before_epoch = None
+        if run.events.control.should_epoch_stop:
+            leave_epoch(run.loader)
         run.update_epoch()
         self.actions.after_epoch()
 
