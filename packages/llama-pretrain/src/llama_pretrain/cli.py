@@ -105,7 +105,10 @@ def _is_of_the_machine(error: BaseException | None) -> bool:
 
     if isinstance(error, BrokenRunError):
         return True
-    while error is not None:
+    seen: set[int] = set()
+    # An error that is raised again while it is handled elsewhere can be in its own context.
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
             return True
         error = error.__cause__ or error.__context__
