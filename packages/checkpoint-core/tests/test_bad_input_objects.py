@@ -59,6 +59,12 @@ class Subclass(torch.Tensor):
     """A tensor of somebody else's."""
 
 
+def cut(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """A tensor whose storage has another size since."""
+    tensor.untyped_storage().resize_(size)
+    return tensor
+
+
 class Configured(nn.Linear):
     """A model with a configuration, of which config.json is written."""
 
@@ -102,6 +108,9 @@ STATES: dict[str, tuple[object, str]] = {
         {"a": torch.eye(2).to_sparse()},
         "the state at a is sparse or quantized; convert it to a dense",
     ),
+    "nested": (lambda: {"a": torch.nested.nested_tensor([torch.ones(2)])}, "the state at a is a nested"),
+    "freed": ({"a": cut(torch.ones(4), 0)}, "its storage has 0 bytes, and its values need 16"),
+    "cut": ({"a": cut(torch.ones(6)[1::2], 16)}, "its storage has 16 bytes, and its values need 24"),
     "meta": ({"a": torch.ones(2, device="meta")}, "the state at a is on the meta device and has no values"),
     "subclass": ({"a": torch.ones(2).as_subclass(Subclass)}, "the state at a is a tensor subclass Subclass"),
     "complex128": ({"a": torch.ones(2, dtype=torch.complex128)}, "tensor a has dtype torch.complex128"),
@@ -114,6 +123,7 @@ STATES: dict[str, tuple[object, str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("case", STATES)
 def test_state_that_cannot_be_stored(tmp_path: Path, case: str) -> None:
     value, part = STATES[case]
@@ -126,8 +136,9 @@ def test_state_that_cannot_be_stored(tmp_path: Path, case: str) -> None:
 
 def test_an_asynchronous_save_refuses_state_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path, async_save=True)
-    run.held.value = {"a": {1}}
-    run.fails(lambda: run.manager.save_checkpoint(2), "component 'held'", "the state at a is a builtins.set")
+    for value, part in (STATES["set"], STATES["freed"]):
+        run.held.value = value
+        run.fails(lambda: run.manager.save_checkpoint(2), "component 'held'", part)
 
 
 @pytest.mark.parametrize(

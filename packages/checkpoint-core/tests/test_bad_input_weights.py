@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from checkpoint_core import CheckpointError, load_model_weights
+from checkpoint_core import CheckpointError, ModelState, load_model_weights
 
 
 class Bomb:
@@ -176,3 +176,13 @@ def test_links_of_a_cache_are_followed(tmp_path: Path) -> None:
     link.symlink_to("model.safetensors")
     with pytest.raises(CheckpointError, match="snapshot"):
         load_model_weights(model, tmp_path / "snapshot")
+
+
+def test_weights_without_memory_are_named(tmp_path: Path, store: Callable[..., Path]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    store(ModelState(model), "model", tmp_path / "m")
+    for layer in model:
+        layer.weight.untyped_storage().resize_(0)  # Equal shapes without memory are not tied weights.
+    for action in (ModelState(model).state_dict, lambda: load_model_weights(model, tmp_path / "m")):
+        with pytest.raises(CheckpointError, match=r"^weight 0\.weight has lost its memory"):
+            action()

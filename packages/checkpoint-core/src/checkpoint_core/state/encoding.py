@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from checkpoint_core.errors import CheckpointError
+from checkpoint_core.storage.memory import check_memory
 from checkpoint_core.storage.sharding import is_sharded
 
 TAG = "$"
@@ -119,8 +120,8 @@ def check_storable(tensor: torch.Tensor, where: str, *, sharded: bool) -> None:
         sharded: Whether DTensors are accepted.
 
     Raises:
-        CheckpointError: The tensor is sharded where that is not declared, sparse, quantized, on the meta
-            device or of a subclass.
+        CheckpointError: The tensor is sharded where that is not declared, sparse, quantized, nested, on the
+            meta device, of a subclass, or without its memory.
     """
     if is_sharded(tensor):
         if not sharded:
@@ -133,8 +134,13 @@ def check_storable(tensor: torch.Tensor, where: str, *, sharded: bool) -> None:
         raise CheckpointError(f"{where} is a tensor subclass {kind}; convert it to a plain tensor first")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(f"{where} is sparse or quantized; convert it to a dense tensor first")
+    if tensor.is_nested:
+        raise CheckpointError(f"{where} is a nested tensor; store its parts, a list of plain tensors")
     if tensor.is_meta:
         raise CheckpointError(f"{where} is on the meta device and has no values; materialise it first")
+    # Of a DTensor, `local_part` asks for the part that this rank holds.
+    if not is_sharded(tensor):
+        check_memory(tensor, where)
 
 
 class _Encoder:

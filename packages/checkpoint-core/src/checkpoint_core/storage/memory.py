@@ -19,6 +19,27 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,))
 
 
+def check_memory(tensor: torch.Tensor, where: str) -> None:
+    """Refuse a tensor whose storage was freed or made smaller since: its elements lie in memory of others.
+
+    Args:
+        tensor: A plain dense tensor.
+        where: Its place, for the message.
+
+    Raises:
+        CheckpointError: The storage does not hold all elements.
+    """
+    if not tensor.numel():
+        return
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + steps + 1) * tensor.element_size()
+    if (held := tensor.untyped_storage().nbytes()) < needed:
+        raise CheckpointError(
+            f"{where} has lost its memory: its storage has {held} bytes, and its values need {needed}. Save "
+            "or load before the storage is resized, or once it has its size again"
+        )
+
+
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two plain tensors of one shape hold the same bits of the same dtype, also in NaNs."""
     first, second = (in_order(side.detach().cpu()).view(torch.uint8) for side in (left, right))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 
 from checkpoint_core.errors import CheckpointError
+from checkpoint_core.storage.memory import check_memory
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -64,7 +65,7 @@ def local_part(tensor: torch.Tensor, where: str) -> LocalPart:
         The part. For a DTensor the box is the one that ``torch.distributed.checkpoint`` would save.
 
     Raises:
-        CheckpointError: The placement has no such box, such as partial sums.
+        CheckpointError: The placement has no such box, such as partial sums, or the memory was freed.
     """
     tensor = tensor.detach()
     if not is_sharded(tensor):
@@ -80,6 +81,7 @@ def local_part(tensor: torch.Tensor, where: str) -> LocalPart:
             f"{where} is placed as {tensor.placements}, which gives a rank more than one box of it; "
             "redistribute() it to Shard and Replicate placements before saving"
         )
+    check_memory(local, where)
     return LocalPart(tuple(tensor.shape), tuple(chunks[0].offsets), local, _holders(tensor))
 
 
