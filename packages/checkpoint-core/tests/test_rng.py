@@ -35,10 +35,15 @@ def test_the_same_numbers_again() -> None:
     assert draw() == expected
 
 
-def test_malformed_state() -> None:
+def test_malformed_state_changes_no_generator() -> None:
     state = RNGState().state_dict()
+    draw()
+    now = RNGState().state_dict()
+    expected = draw()
+    RNGState().load_state_dict(now)
     for key, value in (("python", (1, 2, 3)), ("torch", torch.zeros(3)), ("numpy", {"bit_generator": "x"})):
         with pytest.raises(CheckpointError, match="generator state is malformed"):
             RNGState().load_state_dict({**state, key: value})
     with pytest.raises(CheckpointError, match="malformed"):
         RNGState().load_state_dict({})
+    assert draw() == expected

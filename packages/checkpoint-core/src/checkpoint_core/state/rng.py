@@ -45,15 +45,13 @@ class RNGState:
             state: What :meth:`state_dict` returned.
 
         Raises:
-            CheckpointError: The state is malformed.
+            CheckpointError: The state is malformed; all generators are as they were.
         """
+        before = self.state_dict()
         try:
-            random.setstate(state["python"])
-            torch.set_rng_state(state["torch"])
-            if state["numpy"] is not None:
-                _restore_numpy(state["numpy"])
-            _restore_device(state["device_type"], state["device"])
+            _restore(state)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+            _restore(before)
             raise CheckpointError(
                 "the random number generator state is malformed; restore its files, or delete them to begin "
                 "with fresh generators"
@@ -80,6 +78,14 @@ class RNGState:
         self.load_state_dict(states[rank % len(states)])
         if rank >= len(states):
             _seed_anew(rank)
+
+
+def _restore(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if state["numpy"] is not None:
+        _restore_numpy(state["numpy"])
+    _restore_device(state["device_type"], state["device"])
 
 
 def _seed_anew(rank: int) -> None:
