@@ -1,6 +1,7 @@
 """Optimizer state by parameter name."""
 
 import json
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,18 @@ def test_nested_state_keeps_its_dtype() -> None:
     loaded = fresh.state[model.weight]["factors"]
     assert torch.equal(loaded[0], factors[0])
     assert torch.equal(loaded[1]["inner"], factors[1]["inner"])
+
+
+def test_nested_state_keeps_its_texts_and_kinds() -> None:
+    """PyTorch makes the name of a generator of a text."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = {"kind": "power", "order": OrderedDict(b=("x", [b"y"]), a=None), "seen": Counter("aab")}
+    optimizer.state[model.weight].update(kept)
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1)
+    OptimizerState(fresh, model).load_state_dict(OptimizerState(optimizer, model).state_dict())
+    assert fresh.state[model.weight] == kept
+    assert [type(value) for value in fresh.state[model.weight].values()] == [str, OrderedDict, Counter]
 
 
 def test_the_numbers_of_parameters_are_found_without_a_search() -> None:

@@ -102,7 +102,7 @@ class OptimizerState:
             groups.append({**kept, **values, **own, "params": numbers})
         packed = {position[name]: values for name, values in state["state"].items()}
         self.optimizer.load_state_dict({"state": packed, "param_groups": groups})
-        self._restore_dtypes(packed)
+        self._restore_kinds(packed)
 
     def names(self) -> list[str]:
         """Stored names of the optimizer's parameters, in PyTorch's numbering.
@@ -174,7 +174,7 @@ class OptimizerState:
         rest = iter(self.names())
         return [[next(rest) for _ in group["params"]] for group in self.optimizer.param_groups]
 
-    def _restore_dtypes(self, packed: Mapping[int, Mapping[str, object]]) -> None:
+    def _restore_kinds(self, packed: Mapping[int, Mapping[str, object]]) -> None:
         # PyTorch casts floating point state to the parameter's dtype, which rounds fp32 moments of bf16
         # weights.
         parameters = [parameter for parameter, _ in self._parameters()]
@@ -182,7 +182,7 @@ class OptimizerState:
             current = self.optimizer.state[parameters[index]]
             for key, saved in values.items():
                 if key in current:
-                    current[key] = _with_dtypes(saved, current[key])
+                    current[key] = _as_saved(saved, current[key])
 
     def _parameters(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """Every parameter with its group, in PyTorch's numbering."""
@@ -204,14 +204,19 @@ def _check_sections(state: Mapping[str, Any]) -> None:
                 raise CheckpointError(f"the optimizer state of {name} is malformed; restore its file")
 
 
-def _with_dtypes(saved: object, loaded: object) -> Any:
-    """What was loaded, with its tensors in the dtypes that they were saved with."""
+def _as_saved(saved: object, loaded: object) -> Any:
+    """What was loaded, without PyTorch's changes to dtypes, kinds of dict, and texts.
+
+    ``Optimizer.load_state_dict`` makes a text the name of a generator, as of torch 2.13.
+    """
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
+    if isinstance(saved, str):
+        return saved
     if isinstance(saved, dict) and isinstance(loaded, dict):
-        return type(loaded)({key: _with_dtypes(saved[key], value) for key, value in loaded.items()})
+        return type(saved)({key: _as_saved(saved[key], value) for key, value in loaded.items()})
     if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
-        return type(loaded)(_with_dtypes(*pair) for pair in zip(saved, loaded, strict=True))
+        return type(loaded)(_as_saved(*pair) for pair in zip(saved, loaded, strict=True))
     return loaded
 
 
