@@ -2,8 +2,10 @@
 
 import os
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +109,26 @@ def test_a_file_that_ends_while_it_is_read(tmp_path: Path) -> None:
         os.truncate(path, path.stat().st_size - 1)
         with pytest.raises(CheckpointError, match="ended while it was being read"):
             reader.read("a")
+
+
+def test_all_is_on_the_disk_before_it_appears(
+    job: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut, what has its name must have its content."""
+    synced: dict[int, object] = {}
+    fsync = os.fsync
+
+    def content(place: Path) -> object:
+        return sorted(entry.name for entry in place.iterdir()) if place.is_dir() else place.read_bytes()
+
+    def watched(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = content(Path(f"/proc/self/fd/{descriptor}").resolve())
+
+    monkeypatch.setattr(os, "fsync", watched)
+    run = job()
+    run.train(1)
+    checkpoint = run.save()
+    places = [checkpoint.parent, checkpoint, *checkpoint.rglob("*")]
+    assert len(places) > 5
+    assert [place.name for place in places if synced.get(place.stat().st_ino) != content(place)] == []
