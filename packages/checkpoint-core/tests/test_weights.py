@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from checkpoint_core import CheckpointError, ModelState, OptimizerState, load_model_weights
 from checkpoint_core.storage.hf_layout import weight_files
+from checkpoint_core.storage.layout import DTYPE_CODES
+from checkpoint_core.storage.memory import copy_values
 
 Write = Callable[..., Path]
 
@@ -156,6 +159,60 @@ def test_dtype_difference_casts_with_one_warning(
     assert torch.equal(target.weight, source.weight.bfloat16())
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "casting 2 tensors" in caplog.text
+
+
+CAST = {
+    "complex to real": (torch.tensor([1 + 1j]), torch.float32, False),
+    "no imaginary part": (torch.tensor([2 + 0j]), torch.float32, True),
+    "float to integer": (torch.tensor([0.5]), torch.int64, False),
+    "a count as float": (torch.tensor([7.0]), torch.int64, True),
+    "not a number": (torch.tensor([torch.nan]), torch.int32, False),
+    "to bool": (torch.tensor([2]), torch.bool, False),
+    "sign": (torch.tensor([-1], dtype=torch.int8), torch.uint8, False),
+    "large count": (torch.tensor([2**24 + 1]), torch.float32, False),
+    "overflow": (torch.tensor([1.0, 65520.0]), torch.float16, False),
+    "overflow beside nan": (torch.tensor([torch.nan, -1e6]), torch.float16, False),
+    "overflow that saturates": (torch.tensor([1e6]), torch.float8_e4m3fn, False),
+    "of float8": (torch.tensor([57344.0]).to(torch.float8_e5m2), torch.float8_e4m3fn, False),
+    "overflow of a part": (torch.tensor([1e300], dtype=torch.float64), torch.complex64, False),
+    "rounds to the largest": (torch.tensor([65519.0, torch.inf, torch.nan]), torch.float16, True),
+    "rounds": (torch.tensor([1 / 3, 1e-30, -3e38]), torch.bfloat16, True),
+}
+
+
+@pytest.mark.parametrize("case", CAST)
+def test_a_cast_rounds_and_loses_nothing_else(write: Write, tmp_path: Path, case: str) -> None:
+    values, dtype, fits = CAST[case]
+
+    def model(values: torch.Tensor) -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("scale", values)
+        return module
+
+    source = model(values)
+    write(source, tmp_path / "m")
+    for load in (
+        lambda to: load_model_weights(to, tmp_path / "m"),
+        lambda to: ModelState(to).load_state_dict(ModelState(source).state_dict()),
+    ):
+        target = model(torch.zeros(values.shape, dtype=dtype))
+        if fits:
+            load(target)
+            expected = (values.real if values.is_complex() else values).to(dtype)
+            assert torch.equal(target.scale.nan_to_num(1), expected.nan_to_num(1))
+        else:
+            with pytest.raises(
+                CheckpointError, match=rf"^scale is stored as {values.dtype}, with .* {dtype} "
+            ):
+                load(target)
+            assert not target.scale.to(torch.complex64).any()
+
+
+def test_every_dtype_takes_what_it_can_hold() -> None:
+    for stored, dtype in product(DTYPE_CODES, DTYPE_CODES):
+        target = torch.empty(3, dtype=dtype)
+        copy_values(target, torch.tensor([0, 1, 1]).to(stored), "scale")
+        assert target.to(torch.complex64).tolist() == [0, 1, 1]
 
 
 def test_extra_state_is_refused_by_name() -> None:

@@ -35,7 +35,8 @@ def load_model_weights(
         elsewhere: For a part of a model: names of weights that other ranks hold, which may be left over.
 
     Raises:
-        CheckpointError: The weights are missing, damaged, or do not fit the model.
+        CheckpointError: The weights are missing, damaged, or do not fit the model; or the dtype of a
+            parameter cannot hold its values, not even rounded.
     """
     try:
         paths = weight_files(Path(directory))

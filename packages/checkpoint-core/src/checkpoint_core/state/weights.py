@@ -77,8 +77,9 @@ class ModelState:
             state: Tensors by canonical name.
 
         Raises:
-            CheckpointError: Tensors are missing, unexpected or of another shape, or of elements that share
-                memory but would get different values; each is named.
+            CheckpointError: Tensors are missing, unexpected or of another shape, of elements that share
+                memory but would get different values, or of a dtype that cannot hold them, not even rounded;
+                each is named.
         """
         stored = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         match = self.match({name: spec_of(value) for name, value in stored.items()}, {})

@@ -55,7 +55,8 @@ def copy_values(target: torch.Tensor, values: torch.Tensor, where: str) -> None:
         where: The name of the target, for messages.
 
     Raises:
-        CheckpointError: Elements that share memory would get different values.
+        CheckpointError: Elements that share memory would get different values, or the dtype of the target
+            cannot hold them; it may round.
     """
     with torch.no_grad():
         if _may_overlap(target):
@@ -68,7 +69,44 @@ def copy_values(target: torch.Tensor, values: torch.Tensor, where: str) -> None:
                     f"{list(target.stride())}), but other values are stored for some of them; build the "
                     "object as it was when it was saved, or give it a contiguous() tensor"
                 )
-        _once(target, target).copy_(_once(values, target))
+        _once(target, target).copy_(_once(_castable(values, target.dtype, where), target))
+
+
+def _castable(values: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
+    """Values that a cast at most rounds, without an imaginary part that is zero; refuses others."""
+    stored = values.dtype
+    if dtype == stored or not values.numel():
+        return values
+    kept = True
+    if stored.is_complex and not dtype.is_complex:
+        values, kept = values.real, not bool(values.imag.any())
+    parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    if not kept or not _survive(parts, dtype.to_real()):
+        raise CheckpointError(
+            f"{where} is stored as {stored}, with values that {dtype} cannot hold, not even rounded; build "
+            f"the object with {stored} for it, and convert it once it is loaded"
+        )
+    return values
+
+
+def _survive(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether real values keep their size in a real dtype, and integers all of their digits."""
+    if not (values.is_floating_point() and dtype.is_floating_point):
+        cast = values.to(dtype)
+        same_sign = torch.equal(cast.float() < 0, values.float() < 0)  # Of 255 and -1, the bits are the same.
+        return same_sign and torch.equal(cast.to(values.dtype), values)
+    largest = torch.finfo(dtype).max
+    if torch.finfo(values.dtype).max <= largest:
+        return True
+    if values.dtype.itemsize == 1:
+        values = values.float()  # What follows is not there for float8.
+    if bool(torch.linalg.vector_norm(values, ord=torch.inf) <= largest):
+        return True
+    # Overflow makes some dtypes infinite and others their largest number. A NaN compares as in range.
+    beyond = values[values.abs() > largest]
+    cast = beyond.to(dtype).to(beyond.dtype)
+    rounded = beyond.isfinite() & ((cast - beyond).abs() <= torch.finfo(dtype).eps * beyond.abs())
+    return bool((rounded | (cast == beyond)).all())
 
 
 def _once(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

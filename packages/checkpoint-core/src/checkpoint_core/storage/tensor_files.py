@@ -175,8 +175,8 @@ class TensorFileReader:
             threads: How many threads read.
 
         Raises:
-            CheckpointError: The file ends early, or holds different values for elements of a target that
-                share memory.
+            CheckpointError: The file ends early, holds different values for elements of a target that share
+                memory, or values that the dtype of a target cannot hold, not even rounded.
             OSError: The file cannot be read.
         """
         work = [(name, target) for name, target in targets if target.numel()]
