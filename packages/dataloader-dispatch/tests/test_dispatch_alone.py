@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import UserDict, namedtuple
 from typing import Any
@@ -55,6 +56,24 @@ def test_one_rank_resumes_and_refuses_outdated_iterators() -> None:
     with pytest.raises(RuntimeError, match="set_epoch"):
         next(old)
     loader.close()
+
+
+def test_a_forked_process_that_collects_a_dispatcher_closes_nothing() -> None:
+    loader = alone([1, 2])
+    batches = iter(loader)
+    assert next(batches) == 1
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            loader._finalizer()
+            for thread in threading.enumerate():
+                if thread.name == "dataloader-dispatch-close":
+                    thread.join()
+            code = 0 if next(batches) == 2 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_set_epoch_reaches_the_sampler_of_a_plain_loader() -> None:

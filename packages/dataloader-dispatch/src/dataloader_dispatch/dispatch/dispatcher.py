@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -121,7 +122,7 @@ class DataloaderDispatcher(Generic[Batch]):
             group.close()
             raise
         # At exit too: a thread that outlived the interpreter would run in what is left of it.
-        self._finalizer = weakref.finalize(self, _close_unused, self._side, group)
+        self._finalizer = weakref.finalize(self, _close_unused, self._side, group, os.getpid())
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin a pass. All ranks do so equally often; iterators made before give no more batches.
@@ -300,14 +301,16 @@ def _close(side: Side, group: RankGroup) -> None:
         group.close()
 
 
-def _close_unused(side: Side, group: RankGroup) -> None:
+def _close_unused(side: Side, group: RankGroup, process: int) -> None:
     """Close what the garbage collector found, or what is left when Python ends.
 
     Ranks collect garbage at different moments. The first rank waits for the others in closing, while they may
     wait for this very thread in a collective: so a collected dispatcher closes in a thread of its own, which
     Python joins before it ends. When it is ending, nothing would join the thread, and closing is done here.
     """
-    run_aside(partial(_close, side, group), wait=not threading.main_thread().is_alive())
+    # A worker process, a copy of this one, may collect it too: its connections are not its own.
+    if os.getpid() == process:
+        run_aside(partial(_close, side, group), wait=not threading.main_thread().is_alive())
 
 
 def _facts(loader: object) -> tuple[Facts | None, Exception | None]:
