@@ -14,8 +14,8 @@ NOTE = "Raised by the data loader of rank 0"
 def two(launch: Callable[..., list[Any]]) -> list[Any]:
     """What both ranks of a job of two tell, having left without closing their last dispatcher."""
     checks = (
-        "contents,independent,order,breaking,together,position,torch_loaders,random_numbers,epochs_told,uneven,dummies,in_step,"
-        "collected,errors,refusals"
+        "contents,independent,order,breaking,together,position,torch_loaders,random_numbers,epochs_told,"
+        "ended_workers,uneven,dummies,in_step,collected,errors,refusals"
     )
     ranks = launch("dispatch_two.py", 2, checks)
     assert [rank.code for rank in ranks] == [0, 0], ranks
@@ -59,6 +59,16 @@ def test_giving_up_a_pass_loses_nothing_and_leaves_nothing_stale(two: list[Any])
         assert "newer one was made" in refused
         assert len(progress) == 30
     assert two[0]["breaking"][2] == two[1]["breaking"][2]
+
+
+def test_workers_of_a_loader_that_is_read_ahead_end_and_the_position_stays(two: list[Any]) -> None:
+    for rank, note in enumerate(two):
+        for name, (first, left, refused, following) in note["ended_workers"].items():
+            assert first == [rank, 2 + rank], name
+            assert left == 0, name
+            assert "this iterator is no longer valid" in refused
+            # As after `end_workers` of such a loader alone.
+            assert following == ([4 + rank, 6 + rank] if name == "torchdata" else [rank, 2 + rank]), name
 
 
 def test_ranks_that_wait_for_each_other_in_every_step_get_their_rounds(two: list[Any]) -> None:

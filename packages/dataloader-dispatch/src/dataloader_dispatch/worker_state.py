@@ -58,7 +58,8 @@ def end_workers(loader: object, batches: object = None) -> None:
     """End the worker processes of a pass over a loader that is not taken to its end; the position stays.
 
     torch ends them when the pass is collected. A loader that keeps its iterator puts that off, and so does an
-    exception, whose traceback holds it. The dispatcher ends its own.
+    exception, whose traceback holds it. A loader that has a method ``end_workers``, as the dispatcher has,
+    does it by itself.
 
     Args:
         loader: Any loader, also one that wraps another, as in `sync_dataset_state_from_dataloader`.
@@ -66,7 +67,12 @@ def end_workers(loader: object, batches: object = None) -> None:
     """
     if isinstance(batches, Generator):
         batches.close()
-    inner: Any = _innermost(loader)
+    inner: Any = loader
+    while not hasattr(inner, "end_workers") and (wrapped := _wrapped(inner)) is not None:
+        inner = wrapped
+    if hasattr(inner, "end_workers"):
+        inner.end_workers()
+        return
     # Private, in torch 2.11 to 2.13 and torchdata 0.11: iterators of a DataLoader with workers, kept or not.
     for iterator in (batches, getattr(inner, "_iterator", None)):
         if not any(worker.is_alive() for worker in getattr(iterator, "_workers", ())):
@@ -81,12 +87,16 @@ def end_workers(loader: object, batches: object = None) -> None:
 
 
 def _innermost(loader: object) -> object:
-    while not isinstance(loader, StatefulDataLoader):
-        inner = next((getattr(loader, name) for name in WRAPPED_LOADERS if hasattr(loader, name)), None)
-        if inner is None:
-            break
-        loader = inner
+    while (wrapped := _wrapped(loader)) is not None:
+        loader = wrapped
     return loader
+
+
+def _wrapped(loader: object) -> object | None:
+    """The loader that a loader wraps; None if it wraps none."""
+    if isinstance(loader, StatefulDataLoader):
+        return None
+    return next((getattr(loader, name) for name in WRAPPED_LOADERS if hasattr(loader, name)), None)
 
 
 def _worker_states(state: Mapping[str, Any]) -> list[Mapping[str, object]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import random
 import sys
 import threading
@@ -28,8 +29,9 @@ from dispatch_loaders import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dataloader_dispatch import build_loader
+from dataloader_dispatch import build_loader, end_workers
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
 
 open_group()
@@ -221,6 +223,27 @@ def epochs_told() -> object:
         seen.append([int(batch["x"]) for batch in islice(iter(loader), most)])
     loader.close()
     return [data.epochs, seen]
+
+
+def ended_workers() -> object:
+    """Loaders with workers whose pass is left in its middle while they are read ahead, and then goes on."""
+    kinds: dict[str, Callable[[], Any]] = {
+        "torch": lambda: DataLoader(range(40), 1, num_workers=1),  # type: ignore[arg-type]
+        "torchdata": lambda: StatefulDataLoader(range(40), 1, num_workers=1),
+        "ours": lambda: build_loader(range(40), 1, num_workers=1, persistent_workers=True),  # type: ignore[type-var]
+    }
+    results = {}
+    for name, make in kinds.items():
+        loader = dispatcher(make(), prefetch=1)
+        batches = iter(loader)
+        first = [int(next(batches)) for _ in range(2)]
+        end_workers(loader, batches)
+        left, refused = len(multiprocessing.active_children()), caught(lambda b=batches: next(b))[1]
+        results[name] = [first, left, refused, [int(batch) for batch in islice(loader, 2)]]
+        end_workers(loader)
+        loader.close()
+        end_workers(loader)  # also where the dispatch is over
+    return results
 
 
 def lengths(uneven: str, length: int) -> list[Any]:

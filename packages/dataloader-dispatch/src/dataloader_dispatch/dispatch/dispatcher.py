@@ -229,6 +229,15 @@ class DataloaderDispatcher(Generic[Batch]):
     ) -> None:
         self._side.load_resharded(states)
 
+    def end_workers(self) -> None:
+        """Leave the pass, and end the worker processes of the first rank's loader; the position stays.
+
+        All ranks do so; nothing is exchanged. Iterators made before give no more batches. A batch that is
+        being loaded is waited for, 5 seconds at most; one that takes longer keeps the workers until the next
+        pass or `close`.
+        """
+        self._side.end_workers()
+
     def close(self) -> None:
         """End the background thread and the connections of this rank. Happens by itself when Python ends.
 

@@ -132,7 +132,13 @@ class Producer:
         """Give up the pass that goes on, because the position is about to change."""
         with self._changed:
             self._check_usable()
-            self._active, self._finished = False, True
+            self._finished = True
+        self.leave_pass()
+
+    def leave_pass(self) -> None:
+        """Read no further in the pass that goes on; `close` still tells ranks that wait in it."""
+        with self._changed:
+            self._active = False
             self._ready.clear()
             self._changed.notify_all()
 

@@ -13,9 +13,11 @@ from torch.utils.data import DataLoader
 from dataloader_dispatch.dummy import masked_dummy
 from dataloader_dispatch.epochs import PassGenerator, set_loader_epoch
 from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.worker_state import end_workers
 
 Uneven = Literal["stop", "pad", "error"]
 MakeDummy = Callable[[Any], Any]
+_END_OF_READ_SECONDS = 5.0
 
 logger = logging.getLogger("dataloader_dispatch")
 
@@ -194,6 +196,19 @@ class Reader:
         """Let go of the loader's iterator, which ends its worker processes."""
         with self._lock:
             self._iterator = None
+
+    def end_workers(self) -> None:
+        """End the worker processes of the loader, unless a read takes too long; the position stays."""
+        # A loader that has hung, of which the caller is about to tell, would be waited for for ever.
+        if self._lock.acquire(timeout=_END_OF_READ_SECONDS):
+            try:
+                end_workers(self.loader, self._iterator)
+                self._iterator = None
+                # torchdata's loader (0.11) keeps what was read ahead for its next iterator.
+                if self._ahead and getattr(self.loader, "next_iter_state", None) is not None:
+                    self.position.load_state_dict(copy.deepcopy(self._consumed.state))
+            finally:
+                self._lock.release()
 
     def _begin(self, generation: int) -> None:
         if self._begun == generation:

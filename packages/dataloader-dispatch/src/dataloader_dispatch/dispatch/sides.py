@@ -16,6 +16,7 @@ from dataloader_dispatch.dispatch.producer import Producer, outdated
 from dataloader_dispatch.dispatch.reader import Position, Reader, length_of
 from dataloader_dispatch.dispatch.unpack import Arrived, Unpacker, moved
 from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.worker_state import end_workers
 from dist_env import RankFailedError, RankTimeoutError
 
 
@@ -51,6 +52,9 @@ class Side(Protocol):
 
     def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
         """Go to the position that several ranks saved together."""
+
+    def end_workers(self) -> None:
+        """Leave the pass, and end the loader's worker processes, also where the dispatch is over."""
 
     def close(self) -> None:
         """End threads and connections."""
@@ -107,6 +111,10 @@ class Root:
     def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
         self._producer.retire()
         self._reader.load_resharded(states)
+
+    def end_workers(self) -> None:
+        self._producer.leave_pass()
+        self._reader.end_workers()
 
     def close(self) -> None:
         self._producer.close()
@@ -206,6 +214,9 @@ class Follower:
         self._opened()
         self._active = False
 
+    def end_workers(self) -> None:
+        self._active = False
+
     def close(self) -> None:
         if self._inbox is not None:
             run_aside(self._inbox.close)
@@ -278,6 +289,10 @@ class Alone:
     def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
         self._iterator, self._received = None, 0
         self._position.load_resharded(states)
+
+    def end_workers(self) -> None:
+        end_workers(self._loader, self._iterator)
+        self._iterator = None
 
     def close(self) -> None:
         self._iterator = None
