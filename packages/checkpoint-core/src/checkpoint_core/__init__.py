@@ -15,10 +15,9 @@ from checkpoint_core.directory.lease import (
     DirectoryLease,
     LeaseHeldError,
     LeaseHolder,
-    LeaseLostError,
     find_lease_holder,
 )
-from checkpoint_core.errors import CheckpointError, LostRankError
+from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError
 from checkpoint_core.hf_directory import load_model_weights
 from checkpoint_core.loading import LoadedCheckpoint
 from checkpoint_core.manager import CheckpointManager

@@ -23,6 +23,10 @@ class LostRankError(CheckpointError):
     """
 
 
+class LeaseLostError(CheckpointError):
+    """The directory is no longer this run's own: nothing more may be written to it."""
+
+
 def describe_error(error: BaseException) -> str:
     """Say in one line what went wrong, with the file and the remedy where they are known.
 

@@ -110,6 +110,8 @@ def load(run: Run, path: str | None) -> Path | None:
             state does not fit this run.
     """
     run.progress.loaded = False
+    # Before: what another run saves meanwhile may not be what is loaded.
+    run.lease.note_content()
     try:
         loaded = run.manager.load_checkpoint(path)
     except CheckpointError as error:

@@ -6,12 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpoint_core import CheckpointError, DirectoryLease, LeaseHeldError, find_lease_holder
+from checkpoint_core import (
+    CheckpointError,
+    DirectoryLease,
+    LeaseHeldError,
+    LeaseLostError,
+    find_lease_holder,
+)
 from dist_env import gather_objects, get_logger
 
 from .arguments import TrainingArguments
 from .errors import ConfigurationError
 from .parallelism import Parallelism
+from .previous_runs import PREVIOUS, checkpoints_in
 
 logger = get_logger(__name__)
 
@@ -42,13 +49,15 @@ class OutputLease:
         if env.rank == 0 and args.log_path.resolve() != Path(args.output_dir).resolve():
             self._leases.append(("logging_dir", DirectoryLease(args.log_path, **times)))
         self._users = 0
+        self._known: set[str] | None = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Own the directories meanwhile; may be entered again inside. Collective.
 
         Raises:
-            ConfigurationError: On every rank, if another run owns one, or one cannot be written.
+            ConfigurationError: On every rank, if another run owns one, or one cannot be written, or another
+                run has saved in the output directory since this one left it or loaded its state there.
         """
         if self._users == 0:
             with self._parallel.guarded("taking the output directory"):
@@ -59,7 +68,25 @@ class OutputLease:
         finally:
             self._users -= 1
             if self._users == 0:
+                if self._leases and self._owns_still():
+                    self.note_content()
                 self._release()
+
+    def note_content(self) -> None:
+        """Remember which checkpoints are in the output directory: others that come are another run's."""
+        self._known = self._content()
+
+    def _content(self) -> set[str]:
+        """Names of what every run leaves that goes on, or begins anew, in the output directory."""
+        directory = Path(self._args.output_dir)
+        return {path.name for path in (*checkpoints_in(directory), *directory.glob(f"{PREVIOUS}*"))}
+
+    def _owns_still(self) -> bool:
+        try:
+            self.directory.check()
+        except LeaseLostError:
+            return False
+        return True
 
     def may_log(self) -> bool:
         """Whether callbacks may write a record now.
@@ -94,6 +121,24 @@ class OutputLease:
 
     def _refusal(self) -> list[str] | None:
         """Take the leases; what stands against it, as the parts of a ConfigurationError."""
+        if (refusal := self._refusal_of_lease()) is not None:
+            return refusal
+        if self._known is None:
+            self.note_content()
+        new = sorted(self._content() - (self._known or set())) if self._leases else []
+        if not new or self._args.save_strategy == "no":
+            return None
+        rule = (
+            f"was used by another run, which left {new[-1]} there; this trainer is not in the state of that"
+        )
+        return [
+            "output_dir",
+            self._args.output_dir,
+            rule,
+            "call load_checkpoint() first, or make a new Trainer",
+        ]
+
+    def _refusal_of_lease(self) -> list[str] | None:
         for setting, lease in self._leases:
             value = str(getattr(self._args, setting))
             try:

@@ -6,12 +6,15 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dist_env import get_logger
 from perf_metrics import JsonLogger
 
 from .errors import ConfigurationError
-from .run import Run
+
+if TYPE_CHECKING:
+    from .run import Run
 
 logger = get_logger(__name__)
 

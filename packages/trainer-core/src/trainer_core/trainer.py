@@ -166,7 +166,7 @@ class Trainer:
             The step reached and the final metrics.
 
         Raises:
-            ConfigurationError: If another run owns the output directory, see `owns_output_dir`.
+            ConfigurationError: If another run owns the output directory, or has gone on there meanwhile.
             DataError: If there is no training data, or an epoch of it is empty.
             NonFiniteGradientError: If a gradient is not finite and `nonfinite_policy` is "raise".
         """

@@ -38,12 +38,11 @@ from checkpoint_core.directory.lease_file import (
     HeldLease,
     LeaseFile,
     LeaseHolder,
-    LeaseLostError,
     create_lease,
     is_lease,
     read_leases,
 )
-from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.errors import CheckpointError, LeaseLostError, describe_error
 
 _logger = logging.getLogger(__name__)
 _POLL_SECONDS, _INCOMPLETE_POLL_SECONDS = 0.5, 0.02
@@ -271,4 +270,4 @@ class _Watch:
             )
 
 
-__all__ = ["DirectoryLease", "LeaseHeldError", "LeaseHolder", "LeaseLostError", "find_lease_holder"]
+__all__ = ["DirectoryLease", "LeaseHeldError", "LeaseHolder", "find_lease_holder"]

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from checkpoint_core.directory.ownership import has_ended, machine_token, process_start
-from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.errors import LeaseLostError, describe_error
 
 _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"\.lease-(\d{1,9})")
@@ -24,10 +24,6 @@ _LATEST_SECONDS = 1e11  # in the year 5138
 _JOIN_SECONDS = 10.0
 # ESTALE is how NFS says that a file was removed by another host.
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
-
-
-class LeaseLostError(CheckpointError):
-    """The directory is no longer this run's own: nothing more may be written to it."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TypedDict, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from checkpoint_core.errors import CheckpointError, LostRankError, describe_error
+from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError, describe_error
 from checkpoint_core.state.encoding import EncodedState
 from checkpoint_core.storage.layout import DTYPE_CODES, DTYPES
 from dist_env import DistributedEnvInterface, RankFailedError, RankTimeoutError, barrier
@@ -27,6 +27,7 @@ _T = TypeVar("_T")
 class _Report(TypedDict):
     result: object
     error: str | None
+    lost_lease: bool
     host: str
 
 
@@ -124,7 +125,7 @@ class RankAgreement:
 
         Raises:
             CheckpointError: On every rank, with the same message, when the step failed on any; or when a rank
-                did not arrive within the timeout.
+                did not arrive within the timeout. A LeaseLostError, if one was raised on any.
         """
         result: object = None
         failure: BaseException | None = None
@@ -132,13 +133,20 @@ class RankAgreement:
             result = action()
         except BaseException as error:  # noqa: BLE001 - the other ranks must learn of any failure
             failure = error
-        report = _Report(result=result, error=_message(failure), host=socket.gethostname())
+        report = _Report(
+            result=result,
+            error=_message(failure),
+            lost_lease=isinstance(failure, LeaseLostError),
+            host=socket.gethostname(),
+        )
         reports = self._exchange(phase, report, failure) if self.world_size > 1 else [report]
         if failure is not None and not isinstance(failure, Exception):
             raise failure  # Ctrl-C stays Ctrl-C where it was pressed.
         failed = {rank: report for rank, report in enumerate(reports) if report["error"] is not None}
         if failed:
-            raise CheckpointError(_summary(phase, failed, self.world_size)) from failure
+            # A lost lease keeps its name, as a lost rank does: nothing is wrong with what was to be saved.
+            kind = LeaseLostError if any(each["lost_lease"] for each in failed.values()) else CheckpointError
+            raise kind(_summary(phase, failed, self.world_size)) from failure
         return [cast(_T, report["result"]) for report in reports]
 
     def run_on_main(self, phase: str, action: Callable[[], _T]) -> _T:
