@@ -25,6 +25,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+TIES = "__tie__"
+"""Run under this name, with the variable `arguments`, the file ties the process: see `worker_processes`."""
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.5
 
@@ -106,12 +108,6 @@ def tie(ancestor: int, by_main_thread: bool, direct: bool) -> None:
     watch.start()
 
 
-def tie_and_name(name: str, ancestor: int, by_main_thread: bool, direct: bool) -> str:
-    """What unpickling the name of a process calls, see `worker_processes`."""
-    tie(ancestor, by_main_thread, direct)
-    return name
-
-
 def _ask_kernel() -> bool:
     """Ask for SIGKILL when the thread ends that started this process; False if that cannot be asked for."""
     if not sys.platform.startswith("linux"):
@@ -144,3 +140,5 @@ def _kill_this_process() -> None:
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
+elif __name__ == TIES:
+    tie(*globals()["arguments"])

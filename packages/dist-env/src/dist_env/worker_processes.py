@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import operator
 import os
+import runpy
 import signal
 import sys
 from multiprocessing import context, process
@@ -93,13 +95,24 @@ else:
             super().start()
 
     class _TyingName(str):
-        """A name that ties the process that unpickles it, without importing this package and torch."""
+        """A name that ties the process that unpickles it."""
 
         tie: tuple[int, bool, bool]
 
         def __reduce__(self) -> tuple[object, ...]:
-            call = f"['tie_and_name']{(str(self), *self.tie)!r}"
-            return eval, (f"__import__('runpy').run_path({orphans.__file__!r}){call}",)
+            return operator.getitem, (_Tying({"arguments": self.tie, "name": str(self)}), "name")
+
+    class _Tying:
+        """Unpickled, these variables are those of `orphans.py`, which has run and has tied the process.
+
+        It runs by its path, because importing this package would import torch.
+        """
+
+        def __init__(self, variables: dict[str, object]) -> None:
+            self._variables = variables
+
+        def __reduce__(self) -> tuple[object, ...]:
+            return runpy.run_path, (orphans.__file__, self._variables, orphans.TIES)
 
     class _ForkProcess(_Tied, context.ForkProcess):
         pass
