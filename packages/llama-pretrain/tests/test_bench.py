@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -202,6 +204,25 @@ def test_sigterm_leaves_no_contender_and_no_files(tmp_path: Path) -> None:
     assert not [pid for pid in turns if Path(f"/proc/{pid}").exists()]
     assert not list(temporary.iterdir())
     assert not result.exists()
+
+
+def test_a_turn_dies_with_the_bench(
+    small: BenchArguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    turn = [Contender("torch", "torch", "torch", ())]
+    bench = multiprocessing.get_context("fork").Process(target=run_rounds, args=(small, turn))
+    bench.start()
+    deadline = time.monotonic() + 120
+    while not processes_with(str(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    bench.kill()
+    bench.join()
+    deadline = time.monotonic() + 2
+    while processes_with(str(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def processes_with(word: str) -> list[int]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from dist_env import die_with_parent_command
+
 from .contenders import Contender
 from .options import BenchArguments
 from .turn import Turn
@@ -55,7 +57,7 @@ def _turn_of(contender: Contender, args: BenchArguments) -> Turn | str:
         words = [contender.name, json.dumps(asdict(args)), str(result)]
         with said.open("wb") as output:
             process = subprocess.run(
-                [sys.executable, "-m", "llama_pretrain.bench.turn", *words],
+                die_with_parent_command([sys.executable, "-m", "llama_pretrain.bench.turn", *words]),
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": _first_gpu(), "TOKENIZERS_PARALLELISM": "false"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
