@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_core import LeaseLostError
 from llama_pretrain import LlamaConfig, PretrainArguments, load_pretrained
 from llama_pretrain.cli import main
+from llama_pretrain.commands.registry import COMMANDS
 
 STEPS = 60
 ENTRY_KEYS = {
@@ -309,11 +311,19 @@ def test_a_full_disk_is_told_and_earlier_checkpoints_stay(work: Path) -> None:
         timeout=300,
         check=False,
     )
-    assert result.returncode == 2, result.stdout + result.stderr
+    assert result.returncode == 1, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     assert "space" in result.stderr.lower() or "file too large" in result.stderr.lower()
     assert not list((work / "full").glob("checkpoint-*"))
     assert _entries(work / "full")[-1]["global_step"] == 5
+
+
+def test_a_directory_that_was_lost_is_no_wrong_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(words: Sequence[str]) -> int:
+        raise LeaseLostError("runs/mine is no longer this run's own")
+
+    monkeypatch.setitem(COMMANDS, "train", lose)
+    assert main(["train"]) == 1
 
 
 def test_the_overview_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from llama_pretrain.launch import REPORT_VARIABLE, report_end
 
 LIMIT_S = 240
 SLOW_MACHINE_S = 8
@@ -41,7 +44,9 @@ def work(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(work: Path, output: str, *more: str, steps: int = 6) -> subprocess.Popen[str]:
+def start(
+    work: Path, output: str, *more: str, steps: int = 6, program: tuple[str, str] = ("-m", "llama_pretrain")
+) -> subprocess.Popen[str]:
     settings = {
         "model": work / "shape",
         "data": work / "text.jsonl",
@@ -59,7 +64,7 @@ def start(work: Path, output: str, *more: str, steps: int = 6) -> subprocess.Pop
     kept = {name: value for name, value in os.environ.items() if name not in launched}
     (work / "temporary").mkdir(exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, "-m", "llama_pretrain", "train", *words, *more],
+        [sys.executable, *program, "train", *words, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -194,10 +199,26 @@ def test_wrong_input_is_told_in_one_line_before_anything_starts(work: Path) -> N
 
 
 def test_what_only_the_processes_can_see_is_wrong_input_too(work: Path) -> None:
-    process = start(work, "run", "--mesh", "dp=2", "--data", str(work / "nothing"))
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2
+    """And the launcher ends at once when they have: to let Python collect all of torch takes seconds."""
+    script = "import atexit, llama_pretrain.cli as cli; atexit.register(print, 'collects'); cli.run()"
+    process = start(work, "run", "--mesh", "dp=2", "--data", str(work / "nothing"), program=("-c", script))
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2, err
     assert f"data path {work}/nothing does not exist" in err
+    assert "collects" not in out
+
+
+def test_what_a_rank_tells_its_launcher_cannot_be_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    for name, value in (("RANK", "1"), (REPORT_VARIABLE, str(writes))):
+        monkeypatch.setenv(name, value)
+    report_end("\U0001f600" * 2000, is_cause=True)
+    line = os.read(reads, 2**16)
+    os.close(reads)
+    os.close(writes)
+    assert len(line) <= select.PIPE_BUF
+    told = json.loads(line)
+    assert (told["rank"], told["is_cause"], set(told["text"])) == (1, True, {"\U0001f600"})
 
 
 def test_a_launcher_of_another_size_is_refused(work: Path) -> None:

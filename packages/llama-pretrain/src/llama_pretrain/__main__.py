@@ -1,7 +1,5 @@
 """`python -m llama_pretrain` is the command `llama-pretrain`."""
 
-import sys
+from .cli import run
 
-from .cli import main
-
-sys.exit(main())
+run()

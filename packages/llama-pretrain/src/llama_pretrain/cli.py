@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC
 from importlib.metadata import version
+from typing import NoReturn
 
-from .launch import is_reporting, leave_exit_code, report_end
+from .launch import has_launched, is_reporting, leave_exit_code, report_end
 from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG
 
 _MACHINE_ERRORS = (ENOSPC, EDQUOT, EFBIG, EIO, ENOMEM, EMFILE, ENFILE)
@@ -71,6 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return leave_exit_code(EXIT_INTERRUPTED)
 
 
+def run() -> NoReturn:
+    """Run the command of this process, and end it with its exit code."""
+    code = main()
+    if has_launched():
+        # Nothing is left to do. Python would look at every object of torch, for seconds on a busy machine.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def _run(name: str, words: Sequence[str]) -> int:
     _let_waiting_threads_sleep()
     # Imported late: torch reads the setting above when it is loaded, and the overview needs no torch.
@@ -100,10 +112,12 @@ def _let_waiting_threads_sleep() -> None:
 
 
 def _is_of_the_machine(error: BaseException | None) -> bool:
-    """Whether the system refused room, or a device failed, which no other input would change."""
+    """Whether a run broke, the system refused room or a device failed: other input would not change that."""
+    from checkpoint_core import LeaseLostError
+
     from .train import BrokenRunError
 
-    if isinstance(error, BrokenRunError):
+    if isinstance(error, BrokenRunError | LeaseLostError):
         return True
     seen: set[int] = set()
     # An error that is raised again while it is handled elsewhere can be in its own context.

@@ -8,9 +8,9 @@ that comes again stops the job at once.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import ClassVar
 
 from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER_ERROR, PROG
 
@@ -72,9 +73,12 @@ def launch(words: Sequence[str], processes: int) -> int:
         job.kill()
         for number, handler in before.items():
             signal.signal(number, handler)
-    # Python looks at every object of torch as it ends, which takes longer than ending the ranks.
-    gc.freeze()
     return job.conclude()
+
+
+def has_launched() -> bool:
+    """Whether this process was the launcher of a job, which has ended."""
+    return _Job.has_concluded
 
 
 def leave_exit_code(code: int) -> int:
@@ -88,7 +92,10 @@ def leave_exit_code(code: int) -> int:
 def report_end(text: str, *, is_cause: bool) -> None:
     """Tell the launcher, if it is ours, what this rank ends of; the end of another is not a cause."""
     if is_reporting():
-        line = json.dumps(asdict(_Report(int(os.environ["RANK"]), text[:2000], is_cause))) + "\n"
+        rank = int(os.environ["RANK"])
+        # A longer line could be mixed with that of another rank, or torn where this one is killed.
+        while len(line := json.dumps(asdict(_Report(rank, text, is_cause))) + "\n") > select.PIPE_BUF:
+            text = text[: len(text) * 3 // 4]
         os.write(int(os.environ[REPORT_VARIABLE]), line.encode())
 
 
@@ -106,6 +113,8 @@ class _Report:
 
 class _Job:
     """The ranks, and what they were told and told."""
+
+    has_concluded: ClassVar[bool] = False
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words
@@ -175,6 +184,7 @@ class _Job:
 
     def conclude(self) -> int:
         """Say what the job ended of, if the last line of the ranks does not, and return its exit code."""
+        _Job.has_concluded = True
         codes = [each.returncode for each in self._ranks]
         command = "the same command without --fresh" if "--fresh" in self._words else "the same command"
         goes_on = f"checkpoints saved so far are whole, {command} goes on."
