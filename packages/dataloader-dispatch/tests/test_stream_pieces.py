@@ -294,3 +294,22 @@ def test_documents_left_out_of_tables_of_token_ids_are_empty() -> None:
     )
     assert rows_of(stream)[0][0] == [1, 2, EOS, 3]
     assert stream.left_out == 1
+
+
+class Named(list[str]):
+    """Documents that count as the same data, whatever they hold, as files do whose size has not changed."""
+
+    def fingerprint(self) -> str:
+        return "the same"
+
+
+def test_a_changed_document_is_not_taken_for_another_encoder() -> None:
+    def build(texts: list[str], encode: Callable[[str], Any] = str.encode) -> DocumentStream:
+        return DocumentStream(Named(texts), sequence_length=8, encode=encode, eos_token_id=EOS)
+
+    stream = build(["some text", "and more", "at last"])
+    next(iter(stream))
+    state = stream.state_dict()
+    build(["SOME text", "AND more", "at last"]).load_state_dict(state)
+    with pytest.raises(DataError, match="saved with encoding="):
+        build(["SOME text", "AND more", "at last"], lambda text: text.upper().encode()).load_state_dict(state)
