@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from trainer_core import has_no_values
@@ -112,6 +112,14 @@ class Stage(PipelineStage):
                 raise
             cause.add_note(f"in stage {self.stage_index}, microbatch {microbatch}")
             raise cause from None
+
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+        """Messages that open the connections to the stages before and after this one.
+
+        Torch 2.11 sends them in every schedule. In one that goes back and forth, neighbouring stages can lie
+        on one rank; gloo has no connection of a rank to itself, and no value travels there either.
+        """
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
         """Whether this stage and those before it know their shapes; in a dry run nobody can tell: they do."""
