@@ -187,11 +187,9 @@ def test_the_final_record_of_a_run_too_short_to_be_timed(make_trainer: Callable[
 def test_tokens_and_their_rate_count_the_same_positions(make_trainer: Callable[..., Trainer]) -> None:
     trainer = make_trainer(max_steps=4, speed_metrics_start_step=0)
     final = trainer.train().metrics
-    for total, rate in (
-        ("total_tokens", "tokens_per_second"),
-        ("total_input_tokens", "input_tokens_per_second"),
-    ):
-        assert final[rate] * final["train_runtime"] == pytest.approx(final[total], rel=0.05)
+    # By their ratio: the times of steps and of the run differ by what a busy machine does in between.
+    rates = final["tokens_per_second"] / final["input_tokens_per_second"]
+    assert rates == pytest.approx(final["total_tokens"] / final["total_input_tokens"], rel=0.05)
     assert final["total_tokens"] < final["total_input_tokens"]
     # A second call times its own steps only.
     trainer.state.max_steps = 0
