@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import operator
 import os
@@ -115,7 +116,11 @@ else:
             return runpy.run_path, (orphans.__file__, self._variables, orphans.TIES)
 
     class _ForkProcess(_Tied, context.ForkProcess):
-        pass
+        def run(self) -> None:
+            # What was garbage in the parent is the parent's to end: destructors of process groups look for
+            # threads that were not forked, and crash.
+            gc.freeze()
+            super().run()
 
     class _SpawnProcess(_NamedTied, context.SpawnProcess):
         pass
