@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from perf_metrics import load_logs
+
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 SCRIPT = GUIDES / "train.sbatch"
 PAGE = (GUIDES / "multi-node.md").read_text()
@@ -149,9 +151,8 @@ class Job:
         file = self.place / "runs" / "big" / "trainer_logs.json"
         if not file.is_file():
             return {}
-        return {
-            entry["global_step"]: entry["loss"] for entry in json.loads(file.read_text()) if "loss" in entry
-        }
+        # The run may be in the middle of writing an entry.
+        return {entry["global_step"]: entry["loss"] for entry in load_logs(file) if "loss" in entry}
 
     def checkpoints(self) -> list[int]:
         found = (self.place / "runs" / "big").glob("checkpoint-*")

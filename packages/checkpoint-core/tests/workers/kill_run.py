@@ -253,7 +253,9 @@ class Campaign:
         else:
             # Some lives are long enough for rotation to delete what they saved themselves.
             span = 12 if self.chance.random() < 0.1 else 3
-            time.sleep(self.chance.uniform(0.0, min(span * self._save_seconds, LONGEST_DELAY)))
+            # On a slow disk one save takes longer than that, and its end must be hit, too.
+            longest = max(LONGEST_DELAY, 1.5 * self._save_seconds)
+            time.sleep(self.chance.uniform(0.0, min(span * self._save_seconds, longest)))
 
     def _await_survivor(self, running: Running, killed: int, at: float) -> None:
         """The rank that was not killed must end by itself, with an error that names the other."""
