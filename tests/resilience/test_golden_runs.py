@@ -41,7 +41,7 @@ def test_one_process_goes_on(
     (folder / "run" / "losses.json").unlink()
     monkeypatch.chdir(folder)
     assert main(words(None)) == 0
-    assert f"resumed at step {SAVED}\n" in capsys.readouterr().out
+    assert f"resumed at step {SAVED}\n" in capsys.readouterr().err
     check_curve(run, folder / "run")
 
 
