@@ -9,6 +9,7 @@ from dist_env.heartbeat import Heartbeat
 from dist_env.host_sums import HostSums
 from dist_env.imagined import imagined_job
 from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment, is_alone
+from dist_env.layout import ParallelLayout
 from dist_env.logging import forget_warnings, get_logger
 from dist_env.lost_ranks import naming_lost_ranks
 from dist_env.orphans import die_with_parent, die_with_parent_command
@@ -22,6 +23,7 @@ __all__ = [
     "DistributedEnvironmentError",
     "Heartbeat",
     "HostSums",
+    "ParallelLayout",
     "RankFailedError",
     "RankStatus",
     "RankTimeoutError",

@@ -1,11 +1,11 @@
-"""The command line: `python -m dist_env doctor`, alone or under torchrun."""
+"""The command line: `python -m dist_env doctor`, alone or under torchrun, and `python -m dist_env layout`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from dist_env import doctor
+from dist_env import doctor, layout_view
 
 
 def main() -> int:
@@ -24,7 +24,17 @@ def main() -> int:
             "Exit code: 0 healthy, 1 problems, 2 a wrong variable or option.",
         )
     )
-    return doctor.run(parser.parse_args())
+    layout_view.add_arguments(
+        commands.add_parser(
+            "layout",
+            help="show which rank is where in a parallel layout, and which data it reads",
+            description="Show where each rank of a layout is: "
+            "python -m dist_env layout --world 64 shard=8,tp=4,pp=2. "
+            "Exit code: 0 shown, 1 the picture cannot be written, 2 a wrong layout or option.",
+        )
+    )
+    options = parser.parse_args()
+    return layout_view.run(options) if options.command == "layout" else doctor.run(options)
 
 
 if __name__ == "__main__":
