@@ -12,6 +12,7 @@ from dist_env.interface import DistributedEnvInterface, StaticDistributedEnviron
 from dist_env.layout import ParallelLayout
 from dist_env.logging import forget_warnings, get_logger
 from dist_env.lost_ranks import naming_lost_ranks
+from dist_env.meshes import Meshes
 from dist_env.orphans import die_with_parent, die_with_parent_command
 from dist_env.orphans import die_with_torchrun as _die_with_torchrun
 from dist_env.stall import RankStatus, StallReport
@@ -23,6 +24,7 @@ __all__ = [
     "DistributedEnvironmentError",
     "Heartbeat",
     "HostSums",
+    "Meshes",
     "ParallelLayout",
     "RankFailedError",
     "RankStatus",

@@ -1,0 +1,80 @@
+"""The one device mesh of a job, and the views of it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dist_env.errors import DistributedEnvironmentError
+from dist_env.layout import EXPERT_BLOCK, MESH_DIMENSIONS, VIEWS, ParallelLayout
+
+
+class Meshes:
+    """One device mesh for a layout, and one-dimensional views of it that share its root.
+
+    All ranks make it together, for it makes process groups. Ranks of a view are those of
+    `layout.group(view, rank)`, in the same order. A view that spans only one dimension of more than one
+    rank is that dimension's mesh, so that no communicator is made twice: rely on its ranks, not on its
+    dimension's name.
+
+    Args:
+        layout: The sizes; their product is the world size.
+        device_type: Where tensors live, such as `env.device_type`.
+
+    Attributes:
+        layout: The sizes.
+        mesh: The whole, of shape [pipeline, replicate, shard, context, tensor].
+        data: Ranks with different batches: replicate x shard.
+        fsdp: Ranks that share out weights: shard x context.
+        loss: Ranks whose token losses add up: replicate x shard x context.
+        replicate: Ranks that hold equal weights.
+        tensor: Ranks that share out each matrix.
+        context: Ranks that share out each sequence.
+        pipeline: Ranks of the stages, in their order.
+        expert: Ranks that share out the experts; None if `layout.expert` is 1.
+        expert_fsdp: Ranks that share out the weights of the same experts; None if `layout.expert` is 1.
+
+    Raises:
+        DistributedEnvironmentError: There is no process group, or it has another number of ranks. It is
+            raised before any communication.
+    """
+
+    def __init__(self, layout: ParallelLayout, device_type: str = "cpu") -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise DistributedEnvironmentError(
+                "Meshes need a process group, and there is none. Open a DistributedEnvironment first."
+            )
+        if layout.world_size != dist.get_world_size():
+            raise DistributedEnvironmentError(
+                f"The layout {layout} needs {layout.world_size} ranks, but {dist.get_world_size()} were "
+                "started. Start as many, or change the layout."
+            )
+        self.layout = layout
+        self.mesh = init_device_mesh(device_type, layout.mesh_shape, mesh_dim_names=MESH_DIMENSIONS)
+        self.data = self._view("data", VIEWS["data"])
+        self.fsdp = self._view("fsdp", VIEWS["fsdp"])
+        self.loss = self._view("loss", VIEWS["loss"])
+        self.replicate = self.mesh["replicate"]
+        self.tensor = self.mesh["tensor"]
+        self.context = self.mesh["context"]
+        self.pipeline = self.mesh["pipeline"]
+        self.expert: DeviceMesh | None = None
+        self.expert_fsdp: DeviceMesh | None = None
+        if layout.expert > 1:
+            block = self._view("expert_block", EXPERT_BLOCK)
+            # Private in torch 2.11 to 2.13, and without a public equal: `DeviceMesh._unflatten` splits a
+            # dimension and keeps the root. Checked by test_meshes.py.
+            split = block._unflatten(0, (layout.expert_fsdp, layout.expert), ("expert_fsdp", "expert"))
+            self.expert_fsdp, self.expert = split["expert_fsdp"], split["expert"]
+
+    def _view(self, name: str, dimensions: tuple[str, ...]) -> DeviceMesh:
+        wide = tuple(each for each in dimensions if getattr(self.layout, each) > 1)
+        if len(wide) < 2:
+            return self.mesh[wide[0] if wide else dimensions[-1]]
+        # Private in torch 2.11 to 2.13: `DeviceMesh._flatten` makes one dimension of several. The public
+        # `DeviceMesh.from_group` would give a mesh of another root, and FSDP refuses to combine such a mesh
+        # with the one of tensor parallelism. If it changes, test_meshes.py fails.
+        return self.mesh[wide]._flatten(name)
+
+    def __repr__(self) -> str:
+        return f"Meshes({str(self.layout)!r})"

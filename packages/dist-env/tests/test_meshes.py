@@ -1,0 +1,57 @@
+"""Meshes on real ranks, and on imagined ones: the groups of every view are those of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dist_env import DistributedEnvironmentError, Meshes, ParallelLayout, imagined_job
+
+LAYOUTS = {
+    2: ["dp=2", "shard=2", "cp=2", "tp=2", "pp=2", "shard=2,ep=2"],
+    4: ["dp=2,shard=2", "shard=2,cp=2", "dp=2,cp=2", "shard=2,tp=2,ep=2", "pp=2,tp=2", "shard=2,cp=2,ep=4"],
+}
+VIEWS = ("data", "fsdp", "loss", "replicate", "tensor", "context", "pipeline", "expert", "expert_fsdp")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_groups_of_real_ranks_are_those_of_the_layout(launch: Callable[..., Any], ranks: int) -> None:
+    job = launch("views.py", ranks, *LAYOUTS[ranks])
+    assert job.codes == [0] * ranks, job.err
+    for rank, notes in enumerate(job.notes):
+        for text in LAYOUTS[ranks]:
+            layout = ParallelLayout.parse(text)
+            for view, (members, total) in notes[text].items():
+                assert tuple(members) == layout.group(view, rank), (text, view, rank)
+                assert total == sum(members), "an all-reduce of the view adds its ranks"
+            assert ("expert" in notes[text]) == (layout.expert > 1)
+
+
+@pytest.mark.parametrize(("rank", "expert"), [(0, 1), (13, 6), (95, 12)])
+def test_imagined_ranks_have_the_groups_of_the_layout(rank: int, expert: int) -> None:
+    layout = ParallelLayout(pipeline=2, replicate=4, shard=3, context=2, tensor=2, expert=expert)
+    with imagined_job(96, rank=rank):
+        meshes = Meshes(layout)
+        for view in VIEWS:
+            mesh: DeviceMesh | None = getattr(meshes, view)
+            if mesh is None:
+                assert expert == 1
+                continue
+            # torch numbers the ranks of a mesh and those of its group alike.
+            assert tuple(mesh.mesh.tolist()) == layout.group(view, rank)
+            assert tuple(dist.get_process_group_ranks(mesh.get_group())) == layout.group(view, rank)
+        assert repr(meshes) == f"Meshes('{layout}')"
+
+
+def test_a_layout_of_another_size_and_a_missing_group_are_refused() -> None:
+    with (
+        imagined_job(4),
+        pytest.raises(DistributedEnvironmentError, match="tp=2 needs 2 ranks, but 4 were started"),
+    ):
+        Meshes(ParallelLayout(tensor=2))
+    with pytest.raises(DistributedEnvironmentError, match="need a process group"):
+        Meshes(ParallelLayout())

@@ -1,0 +1,27 @@
+"""Each rank makes the meshes of each layout named as an argument, and notes the ranks of each view."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dist_env import DistributedEnvironment, Meshes, ParallelLayout
+
+VIEWS = ("data", "fsdp", "loss", "replicate", "tensor", "context", "pipeline", "expert", "expert_fsdp")
+notes: dict[str, dict[str, tuple[list[int], float]]] = {}
+with DistributedEnvironment(no_accelerator=True) as env:
+    for text in sys.argv[1:]:
+        meshes = Meshes(ParallelLayout.parse(text, env.world_size), env.device_type)
+        notes[text] = {}
+        for view in VIEWS:
+            mesh = getattr(meshes, view)
+            if mesh is not None:
+                total = torch.tensor(float(env.rank))
+                dist.all_reduce(total, group=mesh.get_group())
+                notes[text][view] = (dist.get_process_group_ranks(mesh.get_group()), total.item())
+Path(os.environ["NOTES"]).write_text(json.dumps(notes))
