@@ -57,6 +57,23 @@ def test_no_gradients_have_no_length():
     assert clip_grad_norm([nn.Parameter(torch.zeros(3))], 1.0).item() == 0.0
 
 
+@pytest.mark.parametrize("held", ["nothing", "no gradient", "an empty part"])
+def test_a_rank_that_holds_none_of_the_gradients_learns_their_norm(held):
+    parameter = nn.Parameter(torch.zeros(0 if held == "an empty part" else 3))
+    if held == "an empty part":
+        parameter.grad = torch.zeros(0)
+    counted_elsewhere = nn.Parameter(torch.zeros(2))
+    counted_elsewhere.grad = torch.tensor([0.0, 8.0])
+    norm = clip_grad_norm(
+        [] if held == "nothing" else [parameter],
+        1.0,
+        over_ranks=lambda squares: squares + 64.0,
+        uncounted=[counted_elsewhere],
+    )
+    assert norm.item() == pytest.approx(8.0)
+    assert counted_elsewhere.grad.tolist() == pytest.approx([0.0, 1.0])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_shows(value):
     made = parameters()
