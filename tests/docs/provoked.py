@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from checkpoint_core import (
@@ -198,13 +197,6 @@ def without_memory() -> None:
         raise torch.OutOfMemoryError
 
 
-def without_environment() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "2")
-        patch.setenv("RANK", "0")
-        train("runs")
-
-
 def open_environment(**settings: Any) -> None:
     with DistributedEnvironment(no_accelerator=True, **settings):
         pass
@@ -323,7 +315,6 @@ SAID: dict[str, Callable[[], object]] = {
     "Trainer runs on one device": lambda: train(
         "runs", given={"distributed_env": StaticDistributedEnvironment(rank=0, world_size=2)}
     ),
-    "distributed_env=None": without_environment,
     "is set but RANK is not": lambda: DistributedEnvironment(world_size=2),
     "SLURM_NTASKS=8": lambda: doctor(1, {"SLURM_NTASKS": "8"}),
     "visible cuda devices": lambda: check_visible(4, 4, kind="cuda", rank=4, mapped=False),

@@ -44,3 +44,58 @@ def test_the_page_runs_under_torchrun(page: str, tmp_path: Path) -> None:
     alone, together = losses(one), losses(several, *TORCHRUN)
     assert len(alone) == 1
     assert alone == together
+
+
+@pytest.mark.parametrize(
+    ("module", "trainer"),
+    [
+        ("trainer_ddp", "DDPTrainer"),
+        ("trainer_fsdp2", "FSDP2Trainer"),
+        ("trainer_pipeline", "PipelineTrainer"),
+    ],
+)
+def test_a_script_of_ten_lines_says_nothing_of_the_ranks(module: str, trainer: str, tmp_path: Path) -> None:
+    (short,) = re.findall(
+        r"```\{\.python notest\}\n(.*?)```", (GUIDES / "data-parallel.md").read_text(), re.DOTALL
+    )
+    assert sum(bool(line) for line in short.splitlines()) == 10
+    script = tmp_path / "train.py"
+    script.write_text(short.replace("trainer_ddp", module).replace("DDPTrainer", trainer))
+    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=variables | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 2\n") == 2
+    assert "process group" not in done.stderr, "nothing is left for torch to warn of"
+
+
+def test_a_rank_that_fails_without_an_environment_ends_the_job_by_name(tmp_path: Path) -> None:
+    (short,) = re.findall(
+        r"```\{\.python notest\}\n(.*?)```", (GUIDES / "data-parallel.md").read_text(), re.DOTALL
+    )
+    script = tmp_path / "train.py"
+    script.write_text(
+        short.replace(
+            "print(",
+            "if __import__('os').environ['RANK'] == '1':\n    raise OSError('no such text')\nprint(",
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 1
+    assert "OSError: no such text" in done.stderr
+    assert "rank 1 on" in done.stderr

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from dist_env import DistributedEnvironmentError
 from trainer_core import ConfigurationError, TrainingArguments, arguments_from_dict
 from trainer_ddp import (
     CompressionArguments,
@@ -116,7 +117,8 @@ def test_arguments_of_another_trainer_are_refused() -> None:
         DDPTrainer(TrainingArguments(use_cpu=True), model_init=lambda: None)  # type: ignore[arg-type, return-value]
 
 
-def test_several_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_launcher_that_are_not_whole_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError, match="there is no process group"):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(DistributedEnvironmentError, match="WORLD_SIZE=2 is set but RANK is not"):
         DDPTrainer(DDPTrainingArguments(use_cpu=True), model_init=lambda: None)  # type: ignore[arg-type, return-value]

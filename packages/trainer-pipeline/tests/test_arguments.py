@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
-from dist_env import StaticDistributedEnvironment
+from dist_env import DistributedEnvironmentError, StaticDistributedEnvironment
 from trainer_core import ConfigurationError, TrainingArguments, arguments_from_dict
 from trainer_pipeline import PipelineArguments, PipelineTrainer, PipelineTrainingArguments
 
@@ -196,9 +196,10 @@ def test_arguments_of_another_trainer_are_refused() -> None:
         PipelineTrainer(TrainingArguments(use_cpu=True), model_init=model)
 
 
-def test_several_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_launcher_that_are_not_whole_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError, match="there is no process group"):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(DistributedEnvironmentError, match="WORLD_SIZE=2 is set but RANK is not"):
         PipelineTrainer(arguments({}), model_init=model)
 
 

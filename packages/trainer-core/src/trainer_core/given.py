@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from checkpoint_core import Preprocessor
-from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
+from dist_env import DistributedEnvInterface, DistributedEnvironment, StaticDistributedEnvironment
 
 from .arguments import TrainingArguments
 from .errors import ConfigurationError
@@ -152,12 +152,27 @@ def _refuse_beside(args: TrainingArguments, names: Sequence[str], what: str) -> 
             )
 
 
+_opened: DistributedEnvironment | None = None
+"""What `environment_of` has opened for trainers of this process; it closes when the process ends."""
+
+
 def environment_of(args: TrainingArguments) -> DistributedEnvInterface:
-    """The environment of the process group that exists; one process if there is none.
+    """The environment of the job: of the process group that exists, or else of what the launcher says.
+
+    A launcher such as torchrun names the ranks in environment variables. Their group is formed here once and
+    serves all trainers of this process; it closes when the process ends.
+
+    Args:
+        args: Its `use_cpu` and `device` choose the device.
 
     Raises:
-        ConfigurationError: If a launcher has started several processes, and there is no process group.
+        DistributedEnvironmentError: If variables of the launcher are missing or wrong, or ranks do not come.
     """
+    global _opened
+    if _opened is not None and _opened.is_open:
+        if dist.is_initialized():
+            return _opened
+        _opened.close()  # somebody has destroyed its group
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -168,14 +183,11 @@ def environment_of(args: TrainingArguments) -> DistributedEnvInterface:
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
             device=_device(args, local_rank),
         )
+    device = _device(args, None)
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigurationError(
-            "distributed_env",
-            None,
-            f"must be given: WORLD_SIZE is {os.environ['WORLD_SIZE']}, and there is no process group",
-            "write `with DistributedEnvironment() as env:` around the trainer, and give it env",
-        )
-    return StaticDistributedEnvironment(device=_device(args, None))
+        _opened = DistributedEnvironment(no_accelerator=device.type == "cpu").open()
+        return _opened
+    return StaticDistributedEnvironment(device=device)
 
 
 def _device(args: TrainingArguments, index: int | None) -> torch.device:

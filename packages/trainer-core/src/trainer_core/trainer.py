@@ -77,7 +77,8 @@ class Trainer:
         fused_loss_factory: Called with the model's output layer; gives a loss of hidden states that never
             makes whole logits. For the built-in ones set `fused_loss`.
         eval_metrics: Further metrics of an evaluation by name, each `(predictions, labels) -> (sum, count)`.
-        distributed_env: Rank and device; one process otherwise, on the accelerator if there is one.
+        distributed_env: Rank and device. Otherwise those of the process group that exists, or of the job that
+            torchrun has started, whose group is formed then; one process without either.
         optimizer_factory: Called with the named parameters; AdamW from the arguments otherwise.
         optimizer_cls_and_kwargs: An optimizer class and its options, instead of a factory.
         optimizer_groups: Options, or optimizers of their own, for parameters by name pattern.
