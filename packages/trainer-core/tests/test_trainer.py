@@ -213,3 +213,21 @@ def test_the_cause_of_a_stop_and_the_best_checkpoints_are_logged(
     assert "the run stops after step 4: Impatient, in on_step_end" in caplog.text
     assert "Best checkpoints by eval_loss (lower is better):" in caplog.text
     assert str(trainer.state.best_model_checkpoint) in caplog.text
+
+
+def test_a_script_reads_the_parts_of_a_run_and_cannot_replace_them(
+    make_trainer: Callable[..., Trainer],
+) -> None:
+    trainer = make_trainer(max_steps=2, save_strategy="steps", save_steps=1)
+    before = trainer.model
+    trainer.train()
+    assert trainer.model is before is trainer.unwrapped_model()
+    assert trainer.train_dataloader is not None
+    loaded = trainer.checkpoint_manager.load_checkpoint()
+    assert loaded is not None
+    assert loaded.step == 2
+    assert not trainer.control.should_training_stop
+    assert trainer.is_world_process_zero()
+    for name in ("model", "control", "train_dataloader", "checkpoint_manager"):
+        with pytest.raises(AttributeError):
+            setattr(trainer, name, None)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from checkpoint_core import Preprocessor
+from checkpoint_core import CheckpointManager, Preprocessor
 from dist_env import DistributedEnvInterface, get_logger
 from perf_metrics import DefaultMetrics, ProgressCallback
 
@@ -46,7 +46,7 @@ from .parallelism import Parallelism, SingleDevice
 from .previous_runs import make_room
 from .run import Run, training_switches
 from .seeding import seed_everything
-from .state import StopCause, TrainOutput, fresh_state
+from .state import StopCause, TrainerControl, TrainOutput, fresh_state
 from .stop_requests import EXIT_RESUMABLE, StopRequests
 from .undisturbed import undisturbed
 
@@ -317,6 +317,30 @@ class Trainer:
         """The model without parallel wrappers."""
         self._prepare()
         return self.parallel.unwrapped_model()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model without parallel wrappers, as `unwrapped_model()` gives it."""
+        return self.unwrapped_model()
+
+    @property
+    def control(self) -> TrainerControl:
+        """What callbacks have asked the run to do next."""
+        return self._events.control
+
+    @property
+    def train_dataloader(self) -> object | None:
+        """The loader of the training data; None without training data."""
+        return self._prepare().loader
+
+    @property
+    def checkpoint_manager(self) -> CheckpointManager:
+        """What writes and finds the checkpoints of the output directory."""
+        return self._prepare().manager
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0 of the job, the one that prints and writes logs."""
+        return self.state.is_world_process_zero
 
     @property
     def loss(self) -> TokenLoss:
