@@ -18,17 +18,26 @@ print("losses", logged, losses)
 """
 
 
-def losses(script: Path, *launcher: str) -> set[str]:
-    """What the ranks print; each of them prints the same."""
+SHORT = re.findall(r"```\{\.python notest\}\n(.*?)```", (GUIDES / "data-parallel.md").read_text(), re.DOTALL)
+
+
+def run(script: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in its folder, outside of any job that this process may belong to."""
     variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *launcher, str(script)],
+        cwd=script.parent,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
         env=variables | {"OMP_NUM_THREADS": "1"},
     )
+
+
+def losses(script: Path, *launcher: str) -> set[str]:
+    """What the ranks print; each of them prints the same."""
+    done = run(script, *launcher)
     assert done.returncode == 0, done.stderr
     return set(re.findall(r"losses (\[[^\]]*\]) \[", done.stdout))
 
@@ -55,47 +64,22 @@ def test_the_page_runs_under_torchrun(page: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_script_of_ten_lines_says_nothing_of_the_ranks(module: str, trainer: str, tmp_path: Path) -> None:
-    (short,) = re.findall(
-        r"```\{\.python notest\}\n(.*?)```", (GUIDES / "data-parallel.md").read_text(), re.DOTALL
-    )
+    (short,) = SHORT
     assert sum(bool(line) for line in short.splitlines()) == 10
     script = tmp_path / "train.py"
     script.write_text(short.replace("trainer_ddp", module).replace("DDPTrainer", trainer))
-    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=variables | {"OMP_NUM_THREADS": "1"},
-    )
+    done = run(script, *TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 2\n") == 2
     assert "process group" not in done.stderr, "nothing is left for torch to warn of"
 
 
 def test_a_rank_that_fails_without_an_environment_ends_the_job_by_name(tmp_path: Path) -> None:
-    (short,) = re.findall(
-        r"```\{\.python notest\}\n(.*?)```", (GUIDES / "data-parallel.md").read_text(), re.DOTALL
-    )
+    (short,) = SHORT
+    failure = "if __import__('os').environ['RANK'] == '1':\n    raise OSError('no such text')\nprint("
     script = tmp_path / "train.py"
-    script.write_text(
-        short.replace(
-            "print(",
-            "if __import__('os').environ['RANK'] == '1':\n    raise OSError('no such text')\nprint(",
-        )
-    )
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    script.write_text(short.replace("print(", failure))
+    done = run(script, *TORCHRUN)
     assert done.returncode == 1
     assert "OSError: no such text" in done.stderr
     assert "rank 1 on" in done.stderr
