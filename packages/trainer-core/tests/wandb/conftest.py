@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def records(path: Path) -> Iterator[bytes]:
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
         position += RECORD_HEADER
+        if position + length > len(data):
+            return  # it is being written
         parts += data[position : position + length]
         position += length
         if kind in (FULL, LAST):
@@ -32,13 +35,23 @@ def records(path: Path) -> Iterator[bytes]:
             parts = b""
 
 
-def of_kind(folder: Path, kind: str) -> Iterator[wandb_internal_pb2.Record]:
-    (path,) = folder.glob("*.wandb")
+def parsed(path: Path) -> list[wandb_internal_pb2.Record]:
+    found = []
     for data in records(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
-        if record.WhichOneof("record_type") == kind:
-            yield record
+        found.append(record)
+    return found
+
+
+def of_kind(folder: Path, kind: str) -> Iterator[wandb_internal_pb2.Record]:
+    """Records of a run that has ended; the service may still write when the run says it is done."""
+    (path,) = folder.glob("*.wandb")
+    deadline = time.monotonic() + 30
+    while not any(record.WhichOneof("record_type") == "exit" for record in parsed(path)):
+        assert time.monotonic() < deadline, f"the end of the run is not in {path}"
+        time.sleep(0.05)
+    yield from (record for record in parsed(path) if record.WhichOneof("record_type") == kind)
 
 
 @pytest.fixture
