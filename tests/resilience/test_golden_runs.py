@@ -1,4 +1,4 @@
-"""What an earlier commit has saved goes on as it would have there.
+"""Checkpoints of an earlier commit continue to the losses they had there.
 
 One process continues each run. With `GOLDEN_LAYOUTS=1` the ranks that wrote it do so as well, which the suite
 does for one kind only.

@@ -148,7 +148,7 @@ class ParallelLayout:
         """Where a rank is: its index in each dimension, `expert` and `expert_fsdp` included.
 
         Raises:
-            DistributedEnvironmentError: There is no such rank. So do all methods that take one.
+            DistributedEnvironmentError: `rank` is outside 0 to world_size - 1. Other methods refuse it, too.
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise DistributedEnvironmentError(
@@ -194,7 +194,7 @@ class ParallelLayout:
             rank: A global rank.
 
         Raises:
-            DistributedEnvironmentError: There is no such view or rank.
+            DistributedEnvironmentError: `view` is unknown, or `rank` is outside 0 to world_size - 1.
         """
         place = self.coordinates(rank)
         if view in EXPERT_VIEWS:
@@ -224,7 +224,7 @@ class ParallelLayout:
         """All ranks that read one part of the data, in ascending order.
 
         Raises:
-            DistributedEnvironmentError: There is no such part.
+            DistributedEnvironmentError: `data_rank` is outside 0 to data_count - 1.
         """
         if not 0 <= data_rank < self.data_count:
             raise DistributedEnvironmentError(

@@ -35,7 +35,7 @@ class Meshes:
         expert_fsdp: Ranks that share out the weights of the same experts; None if `layout.expert` is 1.
 
     Raises:
-        DistributedEnvironmentError: There is no process group, or it has another number of ranks. It is
+        DistributedEnvironmentError: The process group is missing, or has another number of ranks. It is
             raised before any communication.
     """
 
