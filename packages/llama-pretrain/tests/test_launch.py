@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_core import DirectoryLease
 from llama_pretrain.launch import REPORT_VARIABLE, report_end
 
 LIMIT_S = 240
@@ -218,7 +219,44 @@ def test_what_a_rank_tells_its_launcher_cannot_be_torn(monkeypatch: pytest.Monke
     os.close(writes)
     assert len(line) <= select.PIPE_BUF
     told = json.loads(line)
-    assert (told["rank"], told["is_cause"], set(told["text"])) == (1, True, {"\U0001f600"})
+    assert (told["rank"], told["kind"], set(told["text"])) == (1, "cause", {"\U0001f600"})
+
+
+def test_a_directory_in_use_is_refused_before_ranks_start(work: Path) -> None:
+    with DirectoryLease(work / "run").acquire():
+        process = start(work, "run", "--mesh", "dp=2")
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2, err
+    named = f"output_dir='{work}/run': is in use by process {os.getpid()} on "
+    assert err.startswith(f"llama-pretrain: error: {named}")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_directory_taken_while_ranks_start_is_refused_before_they_can_look(work: Path) -> None:
+    process = start(work, "run", "--mesh", "dp=2")
+    try:
+        wait_for(lambda: is_rank(1, process.pid), process)
+        ranks = [process_of_rank(rank, process.pid) for rank in (0, 1)]
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        with DirectoryLease(work / "run").acquire():
+            _, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 2, err
+    assert f"is in use by process {os.getpid()} on " in err.splitlines()[-1]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_a_lease_of_another_machine_is_left_to_the_ranks_which_watch_it(work: Path) -> None:
+    (work / "run").mkdir()
+    who = {"lease_id": "0", "host": "elsewhere", "pid": 1, "machine": "another", "started": 1}
+    holder = who | {"since": 0.0, "takeover_seconds": 1.0}
+    (work / "run" / ".lease-1").write_text(json.dumps(holder) + "\n0\n")
+    process = start(work, "run", "--mesh", "dp=2")
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert "taken over from process 1 on elsewhere" in err
 
 
 def test_a_launcher_of_another_size_is_refused(work: Path) -> None:

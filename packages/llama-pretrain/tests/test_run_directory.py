@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from checkpoint_core import DirectoryLease
 from llama_pretrain import PretrainArguments
 from llama_pretrain.commands.train_command_line import resolve
-from llama_pretrain.run_directory import RunDirectory
+from llama_pretrain.run_directory import RunDirectory, refuse_if_in_use
 from trainer_core import ConfigurationError
 
 SUBJECT = {"model": {"hidden_size": 64, "num_hidden_layers": 2}, "data": "abc", "tokenizer": {"name": "byte"}}
@@ -148,3 +150,13 @@ def test_damage_is_named(tmp_path: Path) -> None:
         directory.begin(args, SUBJECT)
     with pytest.raises(ConfigurationError, match="holds no run"):
         RunDirectory(tmp_path / "other").arguments()
+
+
+def test_a_directory_is_in_use_for_all_but_the_processes_of_its_own_run(tmp_path: Path) -> None:
+    directory = str(tmp_path / "run")
+    refuse_if_in_use(directory)
+    with DirectoryLease(directory).acquire():
+        refuse_if_in_use(directory, {1, os.getpid()})
+        with pytest.raises(ConfigurationError, match=f"is in use by process {os.getpid()} on"):
+            refuse_if_in_use(directory, {1})
+    refuse_if_in_use(directory)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER_ERROR, PROG
 
@@ -34,6 +34,7 @@ REPORT_VARIABLE = "LLAMA_PRETRAIN_REPORT_FD"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _LOOK_SECONDS = 0.05
+_LEASE_LOOK_SECONDS = 0.25
 _ECHO_SECONDS = 1.0
 """As for `trainer_core.StopRequests`: a signal that comes again this soon is the same one."""
 _KILLED_SECONDS = 0.5
@@ -49,28 +50,39 @@ def is_launched() -> bool:
     return any(name in os.environ for name in _LAUNCHER_VARIABLES)
 
 
-def launch(words: Sequence[str], processes: int) -> int:
+def launch(words: Sequence[str], processes: int, output_dir: str) -> int:
     """Start the same command in so many processes, and wait for them.
 
     A signal is passed on to them: each finishes its step, they save together and end. The same signal again
-    kills them. When one fails, the others are ended.
+    kills them. When one fails, the others are ended. While they start up, which takes seconds, it is watched
+    whether another run takes their output directory.
 
     Args:
         words: The command line, without the program's name.
         processes: How many, all on this machine.
+        output_dir: The output directory that the command line names.
 
     Returns:
         The exit code of the job: that of all processes if they agree; 130 if it was stopped at once, or
         before there was anything to save; else 2 if one says that the input is wrong, and 1 if not.
+
+    Raises:
+        ConfigurationError: If another run of this machine owns the output directory; nothing is left then.
+        OSError: If the output directory cannot be read.
     """
+    # Imported here: a run of one process needs no launcher.
+    from .run_directory import refuse_if_in_use
+
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    job = _Job(words)
+    job = _Job(words, output_dir)
     before = {number: signal.signal(number, job.remember) for number in _SIGNALS}
     try:
+        refuse_if_in_use(output_dir)
         job.start(processes)
         job.wait()
     finally:
         job.kill()
+        _Job.has_ended = True
         for number, handler in before.items():
             signal.signal(number, handler)
     return job.conclude()
@@ -78,7 +90,7 @@ def launch(words: Sequence[str], processes: int) -> int:
 
 def has_launched() -> bool:
     """Whether this process was the launcher of a job, which has ended."""
-    return _Job.has_concluded
+    return _Job.has_ended
 
 
 def leave_exit_code(code: int) -> int:
@@ -89,12 +101,21 @@ def leave_exit_code(code: int) -> int:
     return code
 
 
+def report_ownership() -> None:
+    """Tell the launcher, if it is ours, that the ranks own their output directory."""
+    _report("owns")
+
+
 def report_end(text: str, *, is_cause: bool) -> None:
     """Tell the launcher, if it is ours, what this rank ends of; the end of another is not a cause."""
+    _report("cause" if is_cause else "consequence", text)
+
+
+def _report(kind: _Kind, text: str = "") -> None:
     if is_reporting():
         rank = int(os.environ["RANK"])
         # A longer line could be mixed with that of another rank, or torn where this one is killed.
-        while len(line := json.dumps(asdict(_Report(rank, text, is_cause))) + "\n") > select.PIPE_BUF:
+        while len(line := json.dumps(asdict(_Report(rank, kind, text))) + "\n") > select.PIPE_BUF:
             text = text[: len(text) * 3 // 4]
         os.write(int(os.environ[REPORT_VARIABLE]), line.encode())
 
@@ -104,20 +125,26 @@ def is_reporting() -> bool:
     return REPORT_VARIABLE in os.environ and is_launched()
 
 
+_Kind = Literal["owns", "cause", "consequence"]
+"""What a rank reports: that the output directory is the run's own; or what it ends of, itself or another."""
+
+
 @dataclass(frozen=True)
 class _Report:
     rank: int
+    kind: _Kind
     text: str
-    is_cause: bool
 
 
 class _Job:
     """The ranks, and what they were told and told."""
 
-    has_concluded: ClassVar[bool] = False
+    has_ended: ClassVar[bool] = False
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], output_dir: str) -> None:
         self._words = words
+        self._output_dir = output_dir
+        self._looked_at = time.monotonic()
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._received: list[int] = []
         self._received_at: dict[int, float] = {}
@@ -125,7 +152,7 @@ class _Job:
         self._first_failed: int | None = None
         self._failed_at = 0.0
         self._asked_to_end = False
-        self._reports = b""
+        self._reports: list[_Report] = []
 
     def remember(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
@@ -133,7 +160,6 @@ class _Job:
 
     def start(self, processes: int) -> None:
         """Start the ranks, each in a session of its own: Ctrl-C comes to them from here alone."""
-        # Imported here: a run of one process needs no launcher.
         import torch.distributed as dist
 
         from dist_env import die_with_parent_command
@@ -164,12 +190,17 @@ class _Job:
         os.close(report_fd)
 
     def wait(self) -> None:
-        """Wait until all have ended, or are to be killed."""
+        """Wait until all have ended, or are to be killed.
+
+        Raises:
+            ConfigurationError: If another run took the output directory before these ranks did.
+        """
         while None in [each.poll() for each in self._ranks]:
             while self._received:
                 self._pass_on(self._received.pop(0))
             self._look_for_failures()
             self._read_reports()
+            self._look_for_another_run()
             if self._stopped_at_once or self._is_overdue():
                 return
             time.sleep(_LOOK_SECONDS)
@@ -184,7 +215,6 @@ class _Job:
 
     def conclude(self) -> int:
         """Say what the job ended of, if the last line of the ranks does not, and return its exit code."""
-        _Job.has_concluded = True
         codes = [each.returncode for each in self._ranks]
         command = "the same command without --fresh" if "--fresh" in self._words else "the same command"
         goes_on = f"checkpoints saved so far are whole, {command} goes on."
@@ -230,19 +260,45 @@ class _Job:
             self._signal(signal.SIGTERM)
         return since > _FAILED_SECONDS + _END_SECONDS
 
+    def _look_for_another_run(self) -> None:
+        """Refuse the output directory as a rank would, which may import torch for seconds before it looks."""
+        from trainer_core import ConfigurationError
+
+        from .run_directory import refuse_if_in_use
+
+        now = time.monotonic()
+        if self._owns_output_dir() or now - self._looked_at < _LEASE_LOOK_SECONDS:
+            return
+        self._looked_at = now
+        try:
+            refuse_if_in_use(self._output_dir, {each.pid for each in self._ranks})
+        except OSError:
+            return  # The ranks look themselves, and say what is wrong.
+        except ConfigurationError:
+            # The other run may have come when these ranks were through with their work.
+            self._read_reports()
+            if not self._owns_output_dir():
+                raise
+
+    def _owns_output_dir(self) -> bool:
+        return any(report.kind == "owns" for report in self._reports)
+
     def _read_reports(self) -> None:
+        received = b""
         with suppress(BlockingIOError):
             while part := os.read(self._report_pipe, 65536):
-                self._reports += part
+                received += part
+        # Each line was written in one piece, so that the last one is whole too.
+        self._reports += [_Report(**json.loads(line)) for line in received.splitlines()]
 
     def _name_the_cause(self, first: int) -> None:
         self._read_reports()
-        reports = [_Report(**json.loads(line)) for line in self._reports.splitlines()]
-        causes = [report for report in reports if report.is_cause]
+        reports = [report for report in self._reports if report.kind != "owns"]
+        causes = [report for report in reports if report.kind == "cause"]
         code = self._ranks[first].returncode
         if code < 0:
             print(f"{PROG}: error: rank {first} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-        elif causes and (self._asked_to_end or not reports[-1].is_cause):
+        elif causes and (self._asked_to_end or reports[-1].kind == "consequence"):
             print(f"{PROG}: error: [rank {causes[0].rank}] {causes[0].text}", file=sys.stderr)
         elif not causes and reports:
             said = "see what it printed above"

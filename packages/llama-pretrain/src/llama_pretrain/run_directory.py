@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -234,14 +234,19 @@ class RunDirectory:
         }
 
 
-def refuse_if_in_use(output_dir: str) -> None:
+def refuse_if_in_use(output_dir: str, own: Collection[int] = ()) -> None:
     """Refuse a directory whose run has certainly not ended, before any work; the lease has the last word.
+
+    Args:
+        output_dir: The directory, which need not exist.
+        own: Processes of this machine that may hold it.
 
     Raises:
         ConfigurationError: Naming the process that holds it.
+        OSError: If the directory cannot be read.
     """
     holder = find_lease_holder(output_dir)
-    if holder is not None and holder.is_here():
+    if holder is not None and holder.is_here() and holder.pid not in own:
         raise ConfigurationError(
             "output_dir",
             output_dir,

@@ -21,6 +21,7 @@ from perf_metrics import JsonLogger
 from trainer_core import ConfigurationError, Trainer
 
 from .data import evaluation_loader, open_data, split_data, training_loader
+from .launch import report_ownership
 from .model.config import LlamaConfig
 from .model.llama import Llama
 from .model_choice import model_config, starts_from_weights
@@ -145,6 +146,7 @@ def train(args: PretrainArguments) -> int:
         trainer = build_trainer(experiment, env)
         trainer.parallel.agree(experiment.subject)
         with trainer.owns_output_dir():
+            report_ownership()
             return _train_on(env, trainer, experiment, directory, changes, started)
 
 

@@ -47,7 +47,7 @@ def _train(words: Sequence[str]) -> int:
         return 0
     processes = Mesh.parse(args.mesh).size if args.mesh else 1
     if processes > 1 and not is_launched():
-        return launch(["train", *words], processes)
+        return launch(["train", *words], processes, args.output_dir)
     return train(args)
 
 
