@@ -164,3 +164,8 @@ def test_any_split_gives_the_mean_of_the_whole(kind: Callable[[random.Random], C
         torch.testing.assert_close(
             ours.grad, theirs.grad, rtol=coarse, atol=coarse * 1e-2, msg=lambda text, t=told: f"{t}: {text}"
         )
+
+
+@pytest.mark.parametrize(("count", "divisor"), [(0, 1), (1, 1), (7, 7), (0.0, 1.0), (0.25, 0.25)])
+def test_a_sum_is_divided_by_what_counts_or_by_one_where_nothing_does(count: float, divisor: float) -> None:
+    assert loss_denominator(torch.tensor(count)).item() == divisor
