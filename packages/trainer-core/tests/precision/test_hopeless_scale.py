@@ -47,3 +47,17 @@ def test_a_scale_that_is_found_in_the_end_is_no_error(make_trainer: Callable[...
     trainer = make_trainer(callbacks=[Poison(5, 28)], nonfinite_policy="skip", **SETTINGS)
     assert trainer.train().global_step == 40
     assert trainer.saved_step == 40
+
+
+def test_the_scale_does_not_show_in_a_run(
+    make_trainer: Callable[..., Trainer], curve: Callable[[Trainer], list[tuple[float, float]]]
+) -> None:
+    """Loss and gradient norm are those of float32 but for rounding, over accumulated microbatches too."""
+    settings = {"max_steps": 4, "num_train_epochs": -1, "gradient_accumulation_steps": 2}
+    curves = []
+    for precision in ("no", "fp16"):
+        trainer = make_trainer(mixed_precision=precision, **settings)
+        trainer.train()
+        curves.append(torch.tensor(curve(trainer)))
+    assert curves[0].shape == (4, 2)
+    torch.testing.assert_close(curves[1], curves[0], rtol=0.01, atol=0)
