@@ -1,5 +1,7 @@
-"""Which memory is read into directly, and which machine may write."""
+"""Memory that is read into directly, space where it cannot be reserved, and a machine that may not write."""
 
+import ctypes
+import errno
 import sys
 from pathlib import Path
 
@@ -8,8 +10,9 @@ import torch
 
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.storage import tensor_files
+from checkpoint_core.storage.layout import plan_file, spec_of
 from checkpoint_core.storage.memory import copy_values, same_bits
-from checkpoint_core.storage.tensor_files import TensorFileReader, write_safetensors
+from checkpoint_core.storage.tensor_files import TensorFileReader, create_tensor_file, write_safetensors
 
 
 def test_only_memory_of_another_form_is_read_through_a_buffer(
@@ -45,3 +48,46 @@ def test_a_big_endian_machine_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "byteorder", "big")
     with pytest.raises(CheckpointError, match="this machine is big-endian"):
         write_safetensors(tmp_path / "x.safetensors", {"a": torch.ones(3)}, {})
+
+
+class LibraryThatRefuses:
+    """A C library whose `fallocate` fails, and tells why to those who ask for it.
+
+    Args:
+        number: The error; None: there is no such function.
+    """
+
+    def __init__(self, number: int | None) -> None:
+        self.number = number
+
+    def __call__(self, name: None, *, use_errno: bool) -> object:
+        if self.number is not None:
+            self.fallocate = self._fail
+            ctypes.set_errno(0)
+        self.tells = use_errno
+        return self
+
+    def _fail(self, *_: object) -> int:
+        if self.tells and self.number is not None:
+            ctypes.set_errno(self.number)
+        return -1
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, None])
+def test_a_file_has_its_size_also_where_space_cannot_be_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest_file, number: int | None
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", LibraryThatRefuses(number))
+    layout = plan_file({"a": spec_of(torch.empty(1000))}, {})
+    create_tensor_file(tmp_path / "x", layout)
+    assert (tmp_path / "x").stat().st_size == layout.size
+    with largest_file(1000), pytest.raises(OSError, match="File too large") as caught:
+        create_tensor_file(tmp_path / "y", layout)
+    assert caught.value.filename == str(tmp_path / "y")
+
+
+def test_a_full_disk_is_told_when_space_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", LibraryThatRefuses(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left") as caught:
+        create_tensor_file(tmp_path / "x", plan_file({"a": spec_of(torch.empty(10))}, {}))
+    assert caught.value.filename == str(tmp_path / "x")

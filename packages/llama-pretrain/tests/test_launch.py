@@ -234,15 +234,18 @@ def test_a_directory_in_use_is_refused_before_ranks_start(work: Path) -> None:
 
 def test_a_directory_taken_while_ranks_start_is_refused_before_they_can_look(work: Path) -> None:
     process = start(work, "run", "--mesh", "dp=2")
+    wait_for(lambda: is_rank(1, process.pid), process)
+    ranks = [process_of_rank(rank, process.pid) for rank in (0, 1)]
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
     try:
-        wait_for(lambda: is_rank(1, process.pid), process)
-        ranks = [process_of_rank(rank, process.pid) for rank in (0, 1)]
-        for pid in ranks:
-            os.kill(pid, signal.SIGSTOP)
         with DirectoryLease(work / "run").acquire():
             _, err = process.communicate(timeout=LIMIT_S)
-    finally:
-        process.kill()
+    except subprocess.TimeoutExpired:
+        # They may have been stopped before they asked to die with the launcher.
+        for pid in (process.pid, *ranks):
+            os.kill(pid, signal.SIGKILL)
+        raise
     assert process.returncode == 2, err
     assert f"is in use by process {os.getpid()} on " in err.splitlines()[-1]
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)

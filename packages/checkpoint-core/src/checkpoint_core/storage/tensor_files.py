@@ -251,7 +251,7 @@ def _reserve(descriptor: int, size: int, path: Path) -> None:
     # A full disk or an exhausted quota shows here, before anything is written. The C library's own
     # posix_fallocate() would write to every block where the file system cannot do it; this does not.
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if fallocate is None or size == 0:
+    if fallocate is None:
         return
     result = fallocate(ctypes.c_int(descriptor), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(size))
     number = ctypes.get_errno()
