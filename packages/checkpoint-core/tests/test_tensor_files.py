@@ -1,4 +1,4 @@
-"""Memory that is read into directly, space where it cannot be reserved, and a machine that may not write."""
+"""Pieces of runs, memory that is read into directly, and space where it cannot be reserved."""
 
 import ctypes
 import errno
@@ -10,9 +10,17 @@ import torch
 
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.storage import tensor_files
+from checkpoint_core.storage.checksum import combine
+from checkpoint_core.storage.files import checksum_file
 from checkpoint_core.storage.layout import plan_file, spec_of
 from checkpoint_core.storage.memory import copy_values, same_bits
-from checkpoint_core.storage.tensor_files import TensorFileReader, create_tensor_file, write_safetensors
+from checkpoint_core.storage.sharding import LocalPart
+from checkpoint_core.storage.tensor_files import (
+    TensorFileReader,
+    create_tensor_file,
+    write_parts,
+    write_safetensors,
+)
 
 
 def test_only_memory_of_another_form_is_read_through_a_buffer(
@@ -48,6 +56,21 @@ def test_a_big_endian_machine_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "byteorder", "big")
     with pytest.raises(CheckpointError, match="this machine is big-endian"):
         write_safetensors(tmp_path / "x.safetensors", {"a": torch.ones(3)}, {})
+
+
+def test_runs_longer_than_a_piece_end_where_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a matrix are several runs of the file, of which each is cut into pieces."""
+    monkeypatch.setattr(tensor_files, "_PIECE_BYTES", 64)
+    values = torch.arange(300, dtype=torch.int32).reshape(3, 100)
+    layout = plan_file({"a": spec_of(values)}, {})
+    path = tmp_path / "x.safetensors"
+    shares = [create_tensor_file(path, layout)]
+    for columns in (slice(0, 30), slice(30, 100)):
+        part = LocalPart((3, 100), (0, columns.start), values[:, columns], None)
+        shares.append(write_parts(path, layout, {"a": part}))
+    assert combine(shares) == checksum_file(path).checksum
+    with TensorFileReader(path) as reader:
+        assert torch.equal(reader.read("a"), values)
 
 
 class LibraryThatRefuses:
