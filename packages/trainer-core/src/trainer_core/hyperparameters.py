@@ -106,7 +106,7 @@ class Hyperparameters:
 def _kind(optimizer: Optimizer) -> str:
     if isinstance(optimizer, OptimizerFacade):
         return "+".join(_kind(member) for member in optimizer.optimizers)
-    # The faster one takes up torch's state, and the other way round.
+    # A subclass takes up torch's state, and the other way round; checkpoints know it by this name.
     return "AdamW" if isinstance(optimizer, AdamW) else type(optimizer).__name__
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.optim import SGD, Adafactor
+from torch.optim import SGD, Adafactor, AdamW
 
 from trainer_core import ConfigurationError
 from trainer_core.optimization import (
-    FusedAdamW,
     Multiopt,
     ParameterGroups,
     build_optimizer,
@@ -36,7 +35,7 @@ def test_first_match_wins_and_the_rest_is_default(net, arguments):
     assert assigned["layers.1.linear.weight"] == r"re:.*linear\.weight"
     assert assigned["head.weight"] == "(default)"
     optimizer = build_optimizer(arguments(), model, groups=groups.groups)
-    assert type(optimizer) is FusedAdamW
+    assert type(optimizer) is AdamW
     rates = {name: options["lr"] for name, options in by_name(optimizer).items()}
     assert rates["layers.0.norm.weight"] == 1e-4
     assert rates["layers.1.linear.weight"] == 1e-3
@@ -75,7 +74,7 @@ def test_several_factories_make_several_optimizers(net, arguments):
     }
     optimizer = build_optimizer(arguments(), model, groups=groups)
     assert isinstance(optimizer, Multiopt)
-    assert [type(member) for member in optimizer.optimizers] == [FusedAdamW, SGD]
+    assert [type(member) for member in optimizer.optimizers] == [AdamW, SGD]
     options = by_name(optimizer)
     assert sorted(options) == sorted(name for name, _ in model.named_parameters())
     assert options["head.weight"]["lr"] == 0.5
@@ -100,7 +99,7 @@ def test_one_factory_for_all_makes_a_plain_optimizer(net, arguments):
         ({"layers.*": {}, "layers.0.*": {}}, r"layers\.0\.\*.*comes too late.*go to 'layers\.\*' before"),
         ({"embed.*": {"lr": 1.0}}, "matches only frozen parameters, such as embed.weight"),
         ({"re:head(": {"lr": 1.0}}, "is no regular expression"),
-        ({"head.*": {"weight_decai": 1.0}}, "is no option of FusedAdamW; did you mean 'weight_decay'"),
+        ({"head.*": {"weight_decai": 1.0}}, "is no option of AdamW; did you mean 'weight_decay'"),
         ({"head.*": {"factory": "sgd"}}, r"factory='sgd': must be callable"),
         ({"head.*": 3}, "must give a mapping of options"),
         ({"head.*": {"lr": -1}}, r"\['head\.\*'\]\.lr=-1: must be a number from 0"),
@@ -154,7 +153,7 @@ def test_table_shows_group_options_and_reason(net, arguments):
     assert len(lines) == 1 + len(list(model.parameters()))
     assert "eps" in lines[0]
     assert cells["head.weight"].split()[:4] == ["11x8", "head.*", "SGD", "0.1"]
-    assert cells["layers.1.norm.weight"].split()[:4] == ["8", "layers.1.*", "FusedAdamW", "0.001"]
+    assert cells["layers.1.norm.weight"].split()[:4] == ["8", "layers.1.*", "AdamW", "0.001"]
     assert "1e-06" in cells["layers.1.linear.weight"]
     assert cells["layers.0.plane.weight"].endswith("of PlaneNorm")
     assert cells["layers.0.linear.bias"].endswith("bias")

@@ -11,7 +11,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_core.optimization import (
-    FusedAdamW,
     Multiopt,
     NonFiniteGuard,
     OptimizerInBackward,
@@ -22,25 +21,28 @@ CPU = torch.device("cpu")
 BAD = {"nan": float("nan"), "inf": float("inf"), "minus inf": -float("inf")}
 
 
+def fused_adamw(params):
+    return AdamW(params, fused=True)
+
+
 def multi(params):
     params = list(params)
-    return Multiopt([FusedAdamW(params[:3]), SGD(params[3:], lr=0.1, fused=True)])
+    return Multiopt([fused_adamw(params[:3]), SGD(params[3:], lr=0.1, fused=True)])
 
 
 def multi_mixed(params):
     params = list(params)
     matrices = [p for p in params if p.ndim == 2]
-    return Multiopt([FusedAdamW([p for p in params if p.ndim != 2]), Muon(matrices)])
+    return Multiopt([fused_adamw([p for p in params if p.ndim != 2]), Muon(matrices)])
 
 
 def with_an_unfused_group(params):
     params = list(params)
-    return FusedAdamW([{"params": params[:3]}, {"params": params[3:], "fused": False}])
+    return fused_adamw([{"params": params[:3]}, {"params": params[3:], "fused": False}])
 
 
 GATED = {
-    "ours": FusedAdamW,
-    "AdamW": lambda params: AdamW(params, fused=True),
+    "AdamW": fused_adamw,
     "Adam": lambda params: Adam(params, fused=True),
     "Adagrad": lambda params: Adagrad(params, fused=True),
     "SGD": lambda params: SGD(params, lr=0.1, fused=True),
@@ -48,7 +50,7 @@ GATED = {
 }
 READ = {
     "AdamW": lambda params: AdamW(params, foreach=False),
-    "ours with an unfused group": with_an_unfused_group,
+    "AdamW with an unfused group": with_an_unfused_group,
     "SGD with momentum": lambda params: SGD(params, lr=0.1, momentum=0.9, fused=True),
     "several": multi_mixed,
 }
@@ -165,7 +167,7 @@ def test_others_cost_one_read_per_step_which_is_said_once(net, loss_of, kind, ca
 
 def test_several_skips_in_one_interval(net, loss_of):
     model = net()
-    guard = NonFiniteGuard("skip", CPU, FusedAdamW(model.parameters()))
+    guard = NonFiniteGuard("skip", CPU, fused_adamw(model.parameters()))
     for step in range(1, 11):
         bad = float("nan") if step in (3, 7, 8) else None
         one_step(model, guard, loss_of, step, bad)
@@ -178,7 +180,7 @@ def test_several_skips_in_one_interval(net, loss_of):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_extreme_norms(net, dtype):
-    guard = NonFiniteGuard("stop", CPU, FusedAdamW(net().parameters()))
+    guard = NonFiniteGuard("stop", CPU, fused_adamw(net().parameters()))
     for value in (0.0, 1e-40, torch.finfo(torch.float32).max / 2):
         guard.observe(torch.tensor(value, dtype=dtype))
     assert not guard.check(3).bad
@@ -186,7 +188,7 @@ def test_extreme_norms(net, dtype):
 
 def test_in_backward_is_found_out_afterwards(net, loss_of):
     model = net()
-    optimizer = OptimizerInBackward(model.named_parameters(), FusedAdamW)
+    optimizer = OptimizerInBackward(model.named_parameters(), fused_adamw)
     guard = NonFiniteGuard("stop", CPU, optimizer)
     for step in range(1, 5):
         factor = float("nan") if step == 3 else 1.0

@@ -3,7 +3,6 @@
 from .adamw import NamedParameters, OptimizerFactory, build_adamw, decay_exemptions
 from .clipping import clip_grad_norm, own_part
 from .facade import OptimizerFacade
-from .fused_adamw import FusedAdamW
 from .groups import OptimizerGroups, ParameterGroups, build_optimizer
 from .in_backward import OptimizerInBackward
 from .multi import Multiopt
@@ -14,7 +13,6 @@ from .table import optimizer_table
 
 __all__ = [
     "FactorSchedule",
-    "FusedAdamW",
     "Multiopt",
     "NamedParameters",
     "NonFiniteGradientError",

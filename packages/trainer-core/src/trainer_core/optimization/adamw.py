@@ -11,7 +11,6 @@ from torch.optim import AdamW, Optimizer
 
 from ..arguments import MinimalTrainingArguments
 from ..errors import ConfigurationError
-from .fused_adamw import FusedAdamW
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
@@ -72,7 +71,7 @@ def build_adamw(
         exempt: What `decay_exemptions` found in the model.
 
     Returns:
-        The fused AdamW where the device has one.
+        torch's AdamW, fused where the device has a kernel for it.
 
     Raises:
         ConfigurationError: If no parameter is trainable.
@@ -102,11 +101,11 @@ def adamw_of_groups(args: MinimalTrainingArguments, groups: list[Group]) -> Adam
     parameters = [parameter for group in groups for _, parameter in group["params"]]
     if not parameters:
         raise ConfigurationError("model", "frozen", "has no trainable parameter", "set requires_grad on some")
-    fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
+    has_kernel = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
     betas = (args.adam_beta1, args.adam_beta2)
-    if fused:
-        return FusedAdamW(groups, args.learning_rate, betas, args.adam_epsilon, args.weight_decay)
-    return AdamW(groups, args.learning_rate, betas, args.adam_epsilon, args.weight_decay)
+    # None rather than False where there is no kernel: torch then takes `foreach` if the device has it.
+    fused = True if has_kernel else None
+    return AdamW(groups, args.learning_rate, betas, args.adam_epsilon, args.weight_decay, fused=fused)
 
 
 def _reason_alone(own_name: str, parameter: Tensor) -> str:

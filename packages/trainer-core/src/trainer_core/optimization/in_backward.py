@@ -11,7 +11,6 @@ from torch import Tensor
 from ..errors import ConfigurationError
 from .adamw import Group, NamedParameters, OptimizerFactory
 from .facade import OptimizerFacade
-from .fused_adamw import FusedAdamW
 from .multi import Multiopt
 
 _SETTING = "fuse_optim_with_backward"
@@ -98,12 +97,11 @@ class OptimizerInBackward(OptimizerFacade):
     def _hook_of(self, number: int) -> Callable[[Tensor], None]:
         """The hook of the parameters of one group, which is looked up anew: loading state replaces it."""
         optimizer = self._optimizer
-        alone = optimizer.step_parameter if isinstance(optimizer, FusedAdamW) else self._step_alone
 
         def hook(parameter: Tensor) -> None:
             self._refuse_second(parameter)
             self._add_norm(parameter)
-            alone(parameter, optimizer.param_groups[number])
+            self._step_alone(parameter, optimizer.param_groups[number])
             parameter.grad = None
 
         return hook
