@@ -1,7 +1,8 @@
 """Optimizers, their parameter groups, and learning-rate schedules."""
 
+from ..distributed.clipping import own_part
 from .adamw import NamedParameters, OptimizerFactory, build_adamw, decay_exemptions
-from .clipping import clip_grad_norm, own_part
+from .clipping import clip_grad_norm
 from .facade import OptimizerFacade
 from .groups import OptimizerGroups, ParameterGroups, build_optimizer
 from .in_backward import OptimizerInBackward

@@ -1,4 +1,4 @@
-"""The norm of the gradient, and clipping to it."""
+"""Clipping as the trainers call it, for gradients that all lie on the ranks in one and the same way."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..distributed.clipping import clip_grad_norm_, local_norm, own_part, scale_down
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
-
-_PLAIN = (Tensor, nn.Parameter)
-_HALVES = (torch.float16, torch.bfloat16)
 
 SumOfSquares = Callable[[Tensor], Tensor]
 """Adds up over the ranks what each has of the square of a norm: scalar to scalar."""
@@ -53,37 +51,17 @@ def clip_grad_norm(
             counted several times.
     """
     everything = list(parameters)
-    holders = [p for p in everything if p.grad is not None]
-    gradients = [p.grad for p in holders if p.grad is not None]
-    if over_ranks is not None:
-        _check_layout(gradients)
-        parts = [part for gradient in gradients if (part := own_part(gradient)).numel()]
-        device = own_part(everything[0]).device if everything else None
-        own = _norm(parts, one_call=foreach is not False) if parts else torch.zeros((), device=device)
-        norm = over_ranks(own.double().square()).sqrt().to(own.dtype)
-        parts += [own_part(p.grad) for p in uncounted if p.grad is not None]
-        _clip(parts, max_norm, norm, foreach)
-        return norm
-    if not gradients:
-        return torch.zeros((), device=everything[0].device if everything else None)
-    if not _is_uniform(gradients):
-        # Several devices, dtypes or kinds of tensors, such as DTensors; torch sorts them.
-        norm = nn.utils.get_total_norm(gradients, foreach=foreach)
-        if max_norm:
-            nn.utils.clip_grads_with_norm_(holders, max_norm, norm, foreach=foreach)
-        return norm
-    norm = _norm(gradients, one_call=foreach is not False)
-    _clip(gradients, max_norm, norm, foreach)
+    if over_ranks is None:
+        return clip_grad_norm_(everything, max_norm, foreach=foreach)
+    gradients = [p.grad for p in everything if p.grad is not None]
+    _check_layout(gradients)
+    parts = [part for gradient in gradients if (part := own_part(gradient)).numel()]
+    device = own_part(everything[0]).device if everything else None
+    own = local_norm(parts, foreach) if parts else torch.zeros((), device=device)
+    norm = over_ranks(own.double().square()).sqrt().to(own.dtype)
+    parts += [own_part(p.grad) for p in uncounted if p.grad is not None]
+    scale_down(parts, max_norm, norm, foreach)
     return norm
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, without a trace in autograd; any other tensor itself."""
-    if type(tensor) in _PLAIN:
-        return tensor
-    from torch.distributed.tensor import DTensor
-
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _check_layout(gradients: list[Tensor]) -> None:
@@ -101,8 +79,6 @@ def _check_layout(gradients: list[Tensor]) -> None:
 
 
 def _layout(gradient: Tensor) -> tuple[object, tuple[Placement, ...]]:
-    if type(gradient) in _PLAIN:
-        return None, ()
     from torch.distributed.tensor import DTensor
 
     if not isinstance(gradient, DTensor):
@@ -118,37 +94,3 @@ def _unsupported(gradient: Tensor, found: str) -> ConfigurationError:
         "dimension of one mesh and replicated along the others",
         "override clip_grad_norm in the Parallelism",
     )
-
-
-def _clip(gradients: list[Tensor], max_norm: float | None, norm: Tensor, foreach: bool | None) -> None:
-    if max_norm and gradients:
-        _scale(gradients, _factor(max_norm, norm), one_call=foreach is not False)
-
-
-def _norm(gradients: list[Tensor], *, one_call: bool) -> Tensor:
-    dtype = torch.float32 if gradients[0].dtype in _HALVES else None
-    if one_call:
-        norms = torch._foreach_norm(gradients, 2, dtype=dtype)
-    else:
-        norms = tuple(torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
-
-
-def _factor(max_norm: float, norm: Tensor) -> Tensor:
-    """As in torch: a little below, so that rounding does not leave the norm above the limit."""
-    return (max_norm / (norm + 1e-6)).clamp_(max=1.0)
-
-
-def _scale(gradients: list[Tensor], factor: Tensor, *, one_call: bool) -> None:
-    factor = factor.to(gradients[0].dtype)
-    if one_call:
-        torch._foreach_mul_(gradients, factor)
-    else:
-        for gradient in gradients:
-            gradient.mul_(factor)
-
-
-def _is_uniform(gradients: list[Tensor]) -> bool:
-    kinds = {(type(g), g.dtype, g.device) for g in gradients}
-    return len(kinds) == 1 and next(iter(kinds))[0] in _PLAIN

@@ -1,0 +1,1 @@
+"""How a run is laid out over ranks."""
