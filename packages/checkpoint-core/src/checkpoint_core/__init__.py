@@ -25,6 +25,7 @@ from checkpoint_core.saving import Preprocessor
 from checkpoint_core.state.optimizer import OptimizerState
 from checkpoint_core.state.rng import RNGState
 from checkpoint_core.state.weights import ModelState
+from checkpoint_core.storage.sharding import local_ranges
 
 __all__ = [
     "BestCheckpoint",
@@ -50,4 +51,5 @@ __all__ = [
     "find_latest_checkpoint",
     "find_lease_holder",
     "load_model_weights",
+    "local_ranges",
 ]

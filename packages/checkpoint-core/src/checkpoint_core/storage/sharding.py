@@ -74,15 +74,77 @@ def local_part(tensor: torch.Tensor, where: str) -> LocalPart:
         raise CheckpointError(
             f"{where} holds partial sums ({tensor.placements}); reduce it with redistribute() before saving"
         )
-    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    local = tensor.to_local()
-    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
+    ranges, local = local_ranges(tensor), tensor.to_local()
+    sizes = tuple(sum(map(len, each)) for each in ranges)
+    misfit = sizes != tuple(local.shape) and (any(sizes) or local.numel() > 0)
+    if misfit or any(len(each) > 1 for each in ranges):
         raise CheckpointError(
             f"{where} is placed as {tensor.placements}, which gives a rank more than one box of it; "
             "redistribute() it to Shard and Replicate placements before saving"
         )
     check_memory(local, where)
-    return LocalPart(tuple(tensor.shape), tuple(chunks[0].offsets), local, _holders(tensor))
+    offsets = tuple(each[0].start if each else 0 for each in ranges)
+    return LocalPart(tuple(tensor.shape), offsets, local, _holders(tensor))
+
+
+def local_ranges(tensor: "DTensor") -> list[list[range]]:
+    """Which indices of the whole tensor are those of this rank's part of a DTensor.
+
+    The part is the one that ``distribute_tensor`` and ``fully_shard`` give a rank, uneven and empty shards
+    included. There is no communication.
+
+    Args:
+        tensor: A DTensor of any shape and mesh, with Shard, _StridedShard and Replicate placements.
+
+    Returns:
+        For each dimension the ranges of indices, in the order in which the local tensor has them. It is one
+        range as a rule, several where a strided shard is not sharded any further, and none where the part is
+        empty.
+
+    Raises:
+        CheckpointError: A placement does not say which elements a rank holds, as Partial does not.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return [[] for _ in tensor.shape]
+    ranges = [[range(size)] if size else [] for size in tensor.shape]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        if not hasattr(placement, "dim"):
+            raise CheckpointError(
+                f"a tensor of shape {list(tensor.shape)} is placed as {tensor.placements}, which does not "
+                "say what each rank holds of it; redistribute() it to Shard and Replicate placements"
+            )
+        shards, place = tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim]
+        # Private in torch 2.11 to 2.13: a _StridedShard divides `split_factor` pieces, each on its own, for a
+        # dimension of the mesh further right has divided the tensor before. test_local_ranges.py compares.
+        pieces = getattr(placement, "split_factor", 1)
+        whole = range(sum(map(len, ranges[placement.dim])))
+        held = [_chunk(_chunk(whole, pieces, piece), shards, place) for piece in range(pieces)]
+        ranges[placement.dim] = _select(ranges[placement.dim], held)
+    return ranges
+
+
+def _chunk(indices: range, chunks: int, number: int) -> range:
+    """One chunk of indices, as torch.chunk divides them; the last ones may be empty."""
+    size = -(-len(indices) // chunks)
+    return indices[number * size : (number + 1) * size]
+
+
+def _select(ranges: list[range], positions: list[range]) -> list[range]:
+    """The indices at some positions of others, neighbouring ranges joined."""
+    found: list[range] = []
+    for wanted in positions:
+        passed = 0
+        for indices in ranges:
+            taken = indices[max(wanted.start - passed, 0) : max(wanted.stop - passed, 0)]
+            passed += len(indices)
+            if taken and found and found[-1].stop == taken.start:
+                taken = range(found.pop().start, taken.stop)
+            if taken:
+                found.append(taken)
+    return found
 
 
 def mesh_ranks(tensor: "DTensor") -> tuple[int, ...]:
