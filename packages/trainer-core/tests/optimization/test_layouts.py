@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer_core import ConfigurationError, fill_parameters
@@ -30,9 +31,12 @@ def meshes() -> Iterator[dict[int, DeviceMesh]]:
         dist.destroy_process_group()
 
 
+def shown(placements: tuple[Placement, ...]) -> list[Placement]:
+    return [Replicate() if placement.is_partial() else placement for placement in placements]
+
+
 def gradient(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> nn.Parameter:
-    shown = [Replicate() if placement.is_partial() else placement for placement in placements]
-    parameter = nn.Parameter(distribute_tensor(WHOLE, mesh, shown, src_data_rank=None))
+    parameter = nn.Parameter(distribute_tensor(WHOLE, mesh, shown(placements), src_data_rank=None))
     local = parameter.data._local_tensor.clone()
     parameter.grad = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=WHOLE.shape, stride=WHOLE.stride()
@@ -92,28 +96,44 @@ def test_parts_of_the_gradient_are_added_up_and_scaled(
 class Model(nn.Module):
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         super().__init__()
-        whole = WHOLE.to("meta")
-        self.weight = nn.Parameter(distribute_tensor(whole, mesh, list(placements), src_data_rank=None))
+        local = distribute_tensor(WHOLE, mesh, shown(placements), src_data_rank=None).to_local().to("meta")
+        weight = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=WHOLE.shape, stride=WHOLE.stride()
+        )
+        self.weight = nn.Parameter(weight)
 
 
 @pytest.mark.parametrize(
     ("dimensions", "placements"),
-    [*(case for case in REFUSED if not any(p.is_partial() for p in case[1])), (1, (Shard(1),))],
+    [
+        (1, (Shard(0),)),
+        (1, (Shard(1),)),
+        (1, (Replicate(),)),
+        (1, (_StridedShard(0, split_factor=2),)),
+        (2, (Replicate(), Shard(0))),
+        (2, (Shard(0), Replicate())),
+        (2, (Shard(0), Shard(0))),
+        (2, (Shard(1), Shard(0))),
+        (2, (Replicate(), Replicate())),
+        (2, (_StridedShard(0, split_factor=SHARDS), Shard(0))),
+    ],
 )
-def test_initial_values_are_not_taken_from_the_wrong_rows(
+def test_initial_values_are_those_that_torch_gives_this_rank(
     meshes: dict[int, DeviceMesh], dimensions: int, placements: tuple[Placement, ...]
 ) -> None:
-    model = Model(meshes[dimensions], placements)
-    with pytest.raises(ConfigurationError, match=r"parallelism='weight'.*placements"):
-        fill_parameters(model, {"weight": WHOLE}, torch.device("cpu"))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("dimensions", "placements"), [(1, (Shard(0),)), (2, (Replicate(), Shard(0)))])
-def test_initial_values_of_rows(
-    meshes: dict[int, DeviceMesh], dimensions: int, placements: tuple[Placement, ...]
-) -> None:
-    model = Model(meshes[dimensions], placements)
+    mesh = meshes[dimensions]
+    model = Model(mesh, placements)
     fill_parameters(model, {"weight": WHOLE}, torch.device("cpu"))  # type: ignore[arg-type]
-    local = model.weight.data._local_tensor  # type: ignore[attr-defined]
-    assert torch.equal(local, WHOLE[: len(local)])
-    assert len(local) == (2 if dimensions == 1 else 3)
+    expected = distribute_tensor(WHOLE, mesh, placements, src_data_rank=None)
+    assert torch.equal(model.weight.data._local_tensor, expected._local_tensor)  # type: ignore[attr-defined]
+    assert model.weight.placements == placements  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("dimensions", "placements"), [(1, (Partial(),)), (2, (Partial(), Shard(0)))])
+def test_initial_values_of_a_partial_parameter_are_refused(
+    meshes: dict[int, DeviceMesh], dimensions: int, placements: tuple[Placement, ...]
+) -> None:
+    model = Model(meshes[dimensions], placements)
+    with pytest.raises(ConfigurationError, match=r"parallelism='weight'.*placements.*Partial"):
+        fill_parameters(model, {"weight": WHOLE}, torch.device("cpu"))  # type: ignore[arg-type]
+    assert model.weight.is_meta, "nothing was allocated"

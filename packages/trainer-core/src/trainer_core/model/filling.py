@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from checkpoint_core import local_ranges
+
 from ..errors import ConfigurationError
 from .deferred import InitialValues
 from .without_values import has_no_values
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 _PIECE = 2**18
 """Elements that are in float64 at a time."""
@@ -42,8 +40,8 @@ def fill_parameters(
         By name, sum and sum of squares of each whole value, to compare between ranks.
 
     Raises:
-        ConfigurationError: If a parameter has no value to begin with, or is a DTensor other than rows along
-            the last dimension of its mesh, with copies along the others.
+        ConfigurationError: If a parameter has no value to begin with, or is a DTensor with a placement that
+            does not say what a rank holds, as Partial does not.
     """
     # All shards first: between whole values, which come and go, they would tear the free memory to pieces
     # that no later value fits into, and what the process takes would grow to the size of the model.
@@ -75,7 +73,12 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def copy_own_part(parameter: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of a whole value into a parameter."""
+    """Copy this rank's part of a whole value into a parameter.
+
+    Args:
+        parameter: A plain tensor, or a DTensor of Shard, _StridedShard and Replicate placements on any mesh.
+        whole: The whole value, on any device, in any dtype; it is the same on all ranks.
+    """
     if type(parameter) in (Tensor, nn.Parameter):
         parameter.copy_(whole)
         return
@@ -84,17 +87,13 @@ def copy_own_part(parameter: Tensor, whole: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return
-    local = parameter._local_tensor
-    offset = own_rows(parameter)
-    local.copy_(whole.narrow(0, offset, local.shape[0]) if local.numel() else whole.new_empty(local.shape))
-
-
-def own_rows(parameter: DTensor) -> int:
-    """The first row of this rank's shard, as torch.chunk divides rows; those of the mesh's last dimension."""
-    mesh = parameter.device_mesh
-    shards, rows = mesh.size(mesh.ndim - 1), parameter.shape[0]
-    size = -(-rows // shards)
-    return min(mesh.get_local_rank(mesh.ndim - 1) * size, rows)
+    if not parameter._local_tensor.numel():
+        return
+    part = whole
+    for dim, ranges in enumerate(local_ranges(parameter)):
+        pieces = [part.narrow(dim, indices.start, len(indices)) for indices in ranges]
+        part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    parameter._local_tensor.copy_(part)
 
 
 def _allocate(model: nn.Module, device: torch.device, roots: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
@@ -102,30 +101,25 @@ def _allocate(model: nn.Module, device: torch.device, roots: Iterable[nn.Module]
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
-        _check_rows(name, parameter)
+        _check_placements(name, parameter)
         shards[name] = _like(parameter, torch.empty_like(parameter, device=device))
         for module, attribute in places[id(parameter)]:
             setattr(module, attribute, shards[name])
     return shards
 
 
-def _check_rows(name: str, parameter: Tensor) -> None:
-    """Refuse a DTensor whose part `copy_own_part` would take from the wrong place."""
+def _check_placements(name: str, parameter: Tensor) -> None:
+    """Refuse a DTensor of which no part is this rank's, before anything is allocated."""
     if type(parameter) in (Tensor, nn.Parameter):
         return
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
-    if not isinstance(parameter, DTensor):
-        return
-    *others, last = parameter.placements
-    # By type: a strided shard, of several dimensions of a mesh together, is also called a shard.
-    if type(last) is not Shard or last.dim != 0 or not all(other.is_replicate() for other in others):
+    if isinstance(parameter, DTensor) and any(placement.is_partial() for placement in parameter.placements):
         raise ConfigurationError(
             "parallelism",
             name,
-            f"has the placements {parameter.placements}, and initial values are filled in for parameters "
-            "whose rows are sharded along the last dimension of a mesh and replicated along the others",
-            "shard this parameter by rows (Shard(0)), or build the model with values",
+            f"has the placements {parameter.placements}, and of a Partial parameter no rank holds values",
+            "shard or replicate this parameter, or build the model with values",
         )
 
 
