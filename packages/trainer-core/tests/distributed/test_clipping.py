@@ -60,6 +60,31 @@ def test_nothing_waits_for_the_device_where_sums_are_over_ranks() -> None:
     assert norm.device == torch.device("cpu")
 
 
+def test_squares_beyond_float32_are_added_up_over_ranks() -> None:
+    with imagined_job(2):
+        mesh = init_device_mesh("cpu", (2,))
+        huge = distribute_tensor(torch.full((2,), 1e25), mesh, [Shard(0)], src_data_rank=None)
+        assert clip_grad_norm_([with_gradient(huge, huge)], None).item() == pytest.approx(1e25)
+
+
+def test_a_gradient_laid_out_like_its_parameter_stays_where_it_is() -> None:
+    with imagined_job(2):
+        mesh = init_device_mesh("cpu", (2,))
+        parameter = with_gradient(distribute_tensor(torch.zeros(2), mesh, [Shard(0)], src_data_rank=None))
+        gradient = parameter.grad
+        clip_grad_norm_([parameter], 0.5)
+        assert parameter.grad is gradient
+        assert gradient.to_local().tolist() == pytest.approx([0.5])
+
+
+@pytest.mark.parametrize("scale", [1e-7, 1e-5, 1e-2])
+def test_tiny_gradients_are_scaled_as_by_torch(scale: float) -> None:
+    ours, theirs = (with_gradient(torch.zeros(4), torch.full((4,), scale)) for _ in range(2))
+    clip_grad_norm_([ours], scale)
+    nn.utils.clip_grad_norm_([theirs], scale)
+    assert torch.equal(ours.grad, theirs.grad)
+
+
 def test_groups_of_one_rank_are_not_asked() -> None:
     with imagined_job(2):
         mesh = init_device_mesh("cpu", (1, 2))

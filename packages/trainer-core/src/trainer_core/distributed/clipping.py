@@ -161,11 +161,11 @@ def _norm_over_ranks(
 
 
 def _all_reduce(value: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of a value over a group, on the device of the value, which the group need not serve."""
+    """The sum over a group of a value, which is lost; on its device, which the group need not serve."""
     # Such as "cpu:gloo,cuda:nccl". Parameters that are kept on the host may be sharded over nccl alone.
     served = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
     device = value.device if value.device.type in served else _accelerator(value.device)
-    total = value.to(device, copy=True)
+    total = value.to(device)
     dist.all_reduce(total, group=group)
     return total.to(value.device)
 
