@@ -83,7 +83,7 @@ class TrafficMeter:
 
 
 def _reading(trainer: Trainer) -> tuple[int, int | None]:
-    traffic = trainer.parallel.traffic
+    traffic = trainer._prepare().built.traffic  # exact at every step; the log has sums of whole intervals
     if traffic is None:
         raise ValueError("this study needs a trainer that counts what it sends")
     return traffic.bytes, loopback_bytes()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dist_env import DistributedEnvInterface
-from trainer_pipeline import PipelineArguments, PipelineTrainer, PipelineTrainingArguments
+from trainer_core import BuiltModel, Trainer
+from trainer_pipeline import PipelineArguments, PipelineStages, PipelineTrainingArguments
 
 RANKS, BLOCKS, MICROBATCHES = 4, 8, 8
 VOCABULARY, WIDTH, POSITIONS = 16, 8, 4
@@ -113,6 +114,24 @@ class _Rows:
             yield {"input_ids": ids, "labels": ids}
 
 
+class _RecordedStages(PipelineStages):
+    """Stages that note what they compute.
+
+    Args:
+        recorded: Gets every schedule that was carried out.
+    """
+
+    def __init__(self, recorded: list[Any]) -> None:
+        super().__init__()
+        self._recorded = recorded
+
+    def apply(self, built: BuiltModel) -> None:
+        """Cut the model."""
+        super().apply(built)
+        executor: Any = built.executor
+        executor.timer.recording = self._recorded
+
+
 def measure(
     env: DistributedEnvInterface, *, schedule: str, steps: int, milliseconds: float, directory: str
 ) -> dict[str, Any]:
@@ -142,16 +161,15 @@ def measure(
         resume_from_checkpoint=False,
         pipeline=PipelineArguments(schedule=schedule, n_microbatches=MICROBATCHES, balance="layers"),
     )
-    trainer = PipelineTrainer(
+    recorded: list[Any] = []
+    trainer = Trainer(
         args,
         model_init=lambda: Waiting(seconds),
         train_dataset=_Rows(count),
         distributed_env=env,
         callbacks=[],
+        parallel=[_RecordedStages(recorded)],
     )
-    parallel: Any = trainer.parallel
-    recorded: list[Any] = []
-    parallel.clock.recording = recorded
     trainer.train()
     shares = [entry["bubble_share"] for entry in trainer.state.log_history if "bubble_share" in entry]
     if len(shares) != count or len(recorded) != count:

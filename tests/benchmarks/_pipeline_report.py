@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import _pipeline_accumulation as accumulation
 from _pipeline_bubble import MICROBATCHES, RANKS
 from _pipeline_generation import ALONE, CACHED, LENGTHS, SIZES, WHOLE
 from _pipeline_steps import BARE, BARE_FUSED, CONTENDERS
@@ -225,4 +226,41 @@ def step_rows(summary: Mapping[str, Any], shape: str) -> list[list[str]]:
                 f"{wall['over_bare_fused']['ratio_quiet']:.3f}",
             ]
         )
+    return table
+
+
+def summarise_accumulation(rounds: Sequence[Mapping[str, Told]]) -> dict[str, Any]:
+    """The figures of a model: of each way, and the ratio of the two in each round."""
+    found: dict[str, Any] = {}
+    medians: dict[str, list[float]] = {}
+    for way in accumulation.WAYS:
+        shares = [share for told in rounds for share in told[way][0]["bubble_share"]]
+        # A step takes as long as on the slowest rank.
+        steps = [list(map(max, *(rank["seconds"] for rank in told[way]))) for told in rounds]
+        medians[way] = [statistics.median(each) for each in steps]
+        seconds = [value for each in steps for value in each]
+        found[way] = {"bubble_share": spread(shares), "step_ms": spread([1e3 * each for each in seconds])}
+    one, four = (medians[way] for way in accumulation.WAYS)
+    return {**found, "ratio": spread([a / b for a, b in zip(one, four, strict=True)])}
+
+
+def accumulation_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    """The table of the two ways."""
+    table = [["model", "way", "bubble", "predicted", "step ms", "of four schedules"]]
+    for model, told in summary.items():
+        for way in accumulation.WAYS:
+            batches = accumulation.BATCHES if way == accumulation.WAYS[0] else 1
+            predicted = simulate("1f1b", accumulation.RANKS, batches * accumulation.MICROBATCHES).bubble
+            ratio = told["ratio"]
+            ratios = f"{ratio['median']:.2f} ({ratio['quiet']:.2f} to {ratio['high']:.2f})"
+            table.append(
+                [
+                    model,
+                    way,
+                    f"{told[way]['bubble_share']['median']:.1%}",
+                    f"{predicted:.1%}",
+                    f"{told[way]['step_ms']['median']:.0f}",
+                    ratios if batches > 1 else "",
+                ]
+            )
     return table

@@ -13,6 +13,10 @@ real and take time, which the prediction leaves out; longer passes (``--millisec
 On the first stage, torch computes all gradients at once when the schedule asks for those of the weights, in
 twice the time: nobody waits for those of its input.
 
+Accumulation: two ranks take steps of four batches of four microbatches by 1f1b, all in one schedule and, as
+before this was done, in a schedule for each batch, in turn. The models are the one that sleeps and one that
+computes. Other losses are an error.
+
 Generation: a Llama continues 16 tokens of one row greedily, together with `pipeline_generate`, with and
 without keys and values kept, and alone. A text that is not that of one process, token for token, is an error.
 Time is that of the slowest rank; processor time is that of all ranks together.
@@ -42,14 +46,17 @@ from typing import Any
 # A safe path leaves out the folder of the script.
 sys.path.insert(0, str(Path(__file__).parent))
 
+import _pipeline_accumulation as accumulation
 import _pipeline_bubble as bubble
 import _pipeline_generation as generation
 import _pipeline_steps as steps
 from _pipeline_report import (
+    accumulation_rows,
     bubble_rows,
     draw,
     generation_rows,
     step_rows,
+    summarise_accumulation,
     summarise_bubble,
     summarise_generation,
     summarise_steps,
@@ -58,7 +65,12 @@ from _pipeline_worlds import World
 from _step_work import LOG_EVERY
 from _timing import machine, print_table
 
-PARTS = {"bubble": {4}, "generation": set(generation.SIZES), "steps": {2}}
+PARTS = {
+    "bubble": {bubble.RANKS},
+    "accumulation": {accumulation.RANKS},
+    "generation": set(generation.SIZES),
+    "steps": {2},
+}
 """And the sizes of the worlds that each one takes."""
 SCHEDULES = (
     "gpipe",
@@ -77,6 +89,7 @@ class Samples:
 
     def __init__(self) -> None:
         self.bubbles: dict[str, list[Any]] = defaultdict(list)
+        self.accumulated: dict[str, list[Any]] = defaultdict(list)
         self.texts: list[dict[int, list[Any]]] = []
         self.checks: list[dict[str, int]] = []
         self.steps: dict[str, list[Any]] = defaultdict(list)
@@ -118,6 +131,25 @@ def _bubble_round(
         samples.bubbles[name].append(told)
 
 
+def _accumulation_round(
+    worlds: dict[int, World], samples: Samples, options: argparse.Namespace, folder: str, number: int
+) -> None:
+    for model in accumulation.MODELS:
+        told = {
+            way: worlds[accumulation.RANKS].run(
+                accumulation.measure,
+                model=model,
+                way=way,
+                steps=options.steps,
+                milliseconds=options.milliseconds / 4,
+                directory=folder,
+            )
+            for way in _turned(accumulation.WAYS, number)
+        }
+        accumulation.check(told)
+        samples.accumulated[model].append(told)
+
+
 def _generation_round(
     worlds: dict[int, World], samples: Samples, options: argparse.Namespace, folder: str, number: int
 ) -> None:
@@ -143,7 +175,12 @@ def _steps_round(
         samples.steps[shape].append(told)
 
 
-_ROUND = {"bubble": _bubble_round, "generation": _generation_round, "steps": _steps_round}
+_ROUND = {
+    "bubble": _bubble_round,
+    "accumulation": _accumulation_round,
+    "generation": _generation_round,
+    "steps": _steps_round,
+}
 
 
 def _turned(items: Sequence[Any], number: int) -> list[Any]:
@@ -163,6 +200,16 @@ def _results(samples: Samples, options: argparse.Namespace) -> dict[str, Any]:
             "microbatches": bubble.MICROBATCHES,
             "milliseconds": options.milliseconds,
             "schedules": {name: summarise_bubble(name, samples.bubbles[name]) for name in SCHEDULES},
+        }
+    if "accumulation" in options.only:
+        found["accumulation"] = {
+            "ranks": accumulation.RANKS,
+            "batches": accumulation.BATCHES,
+            "microbatches": accumulation.MICROBATCHES,
+            "milliseconds": options.milliseconds / 4,
+            "models": {
+                name: summarise_accumulation(samples.accumulated[name]) for name in accumulation.MODELS
+            },
         }
     if "generation" in options.only:
         found["generation"] = {
@@ -186,6 +233,11 @@ def _print(results: dict[str, Any], options: argparse.Namespace) -> None:
     if "bubble" in results:
         print(f"\nbubble: {bubble.RANKS} ranks, {bubble.MICROBATCHES} microbatches")
         print_table(bubble_rows(results["bubble"]["schedules"]))
+    if "accumulation" in results:
+        told = results["accumulation"]
+        sizes = f"{told['batches']} batches of {told['microbatches']} microbatches"
+        print(f"\naccumulation: {told['ranks']} ranks, {sizes}")
+        print_table(accumulation_rows(told["models"]))
     if "generation" in results:
         told = results["generation"]
         same = sum(check["same"] for check in told["checks"])

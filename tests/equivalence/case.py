@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from .reference import Recipe
@@ -14,6 +15,8 @@ PLAIN = Recipe()
 EXACT = 1e-5
 """Bound on the relative deviation of a float32 row. Rounding alone gives up to about 1e-6: see the rows of
 the reference itself, with its microbatches cut in another way."""
+FLOAT16 = 5e-3
+"""Bound of rows in float16, which keeps 11 bits of a product."""
 BFLOAT16 = 2e-2
 """Bound of rows that compare numbers rounded to bfloat16 in different places; 2 ** -8 is 4e-3."""
 
@@ -39,6 +42,10 @@ class Case:
     world_size: int = 1
     next_world_size: int | None = None
     """World size after the restart of a row that is restarted; none: the same."""
+    mesh: str | None = None
+    """Ranks in each dimension; none: all in that of the trainer."""
+    next_mesh: str | None = None
+    """The same after the restart, if then another trainer or another world size goes on."""
     trainer: str = "ddp"
     """Who trains on ranks, a name in `training.TRAINERS`."""
     next_trainer: str | None = None
@@ -79,6 +86,31 @@ class SpoilGradient:
     def on_forward_backward_end(self, args: object, state: object, control: object, **kw: object) -> None:
         if state.global_step == self.step:  # type: ignore[attr-defined]
             kw["model"].head.weight.grad[0, 0] = torch.nan  # type: ignore[attr-defined]
+
+
+class Overflow:
+    """Makes one element of the gradient infinite at one optimizer step, on the last rank alone.
+
+    Every rank checks its loss scale after each step: it is halved by that step and kept by the others.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_forward_backward_end(self, args: object, state: object, control: object, **kw: object) -> None:
+        gradient = kw["model"].head.weight.grad  # type: ignore[attr-defined]
+        if gradient is None:  # it comes with the last microbatch
+            return
+        alone = not isinstance(gradient, DTensor)
+        is_last = alone or gradient.device_mesh.get_rank() == gradient.device_mesh.size() - 1
+        if state.global_step == self.step and is_last:  # type: ignore[attr-defined]
+            (gradient if alone else gradient.to_local())[0, 0] = torch.inf
+
+    def on_step_end(self, args: object, state: object, control: object, **kw: object) -> None:
+        found = kw["trainer"]._prepare().update._scaler.get_scale()  # type: ignore[attr-defined]
+        expected = 65536 if state.global_step <= self.step else 32768  # type: ignore[attr-defined]
+        if found != expected:
+            raise RuntimeError(f"the loss scale is {found}, not {expected}")
 
 
 def adamw(groups: list[dict[str, object]]) -> Optimizer:

@@ -11,12 +11,14 @@ from .case import (
     BFLOAT16,
     BY_EYE,
     COMPILED,
+    FLOAT16,
     PLAIN,
     RESTARTED,
     SHORT,
     SHORT_TIED,
     UNCLIPPED,
     Case,
+    Overflow,
     adamw,
     decay_by_name,
     on_ranks,
@@ -53,7 +55,13 @@ def _moved(name: str, **fields: object) -> Case:
 
 
 TWELVE = replace(RESTARTED, global_batch=12)
-HYBRID = FSDP2Arguments(replicas=2)
+HYBRID = "dp=2,shard=2"
+OVERFLOWN = replace(PLAIN, float16=True, fused=True, bad_step=17)
+
+
+def _overflow() -> dict[str, object]:
+    return {"callbacks": [Overflow(17)]}
+
 
 FSDP2_CASES = [
     _ranks("", ranks=1, accumulation=2),
@@ -65,8 +73,11 @@ FSDP2_CASES = [
     _sharded("not resharded", FSDP2Arguments(reshard_after_forward=False), accumulation=4),
     _sharded("reduced each microbatch", FSDP2Arguments(reduce_each_microbatch=True), accumulation=4),
     _sharded("resharded to 2", FSDP2Arguments(reshard_after_forward=2), ranks=4),
-    _sharded("HSDP 2 x 2", HYBRID, ranks=4, only_in_table=True),
-    _sharded("HSDP 2 x 2, tied, accumulation 2", HYBRID, ranks=4, recipe=SHORT_TIED, accumulation=8),
+    _option("HSDP 2 x 2", ranks=4, mesh=HYBRID, only_in_table=True),
+    _sharded(
+        "HSDP 2 x 2, as files of old runs say it", FSDP2Arguments(replicas=2), ranks=4, only_in_table=True
+    ),
+    _option("HSDP 2 x 2, tied, accumulation 2", ranks=4, mesh=HYBRID, recipe=SHORT_TIED, accumulation=8),
     _sharded("the model as one piece", FSDP2Arguments(shard_transformer_layers=False)),
     _sharded(
         "by class, halves of blocks",
@@ -80,10 +91,10 @@ FSDP2_CASES = [
     _ranks("no clipping", recipe=UNCLIPPED, only_in_table=True),
     _option("fused loss torch", settings={"fused_loss": "torch"}, only_in_table=True),
     _ranks("fused loss chunked, tied", settings={"fused_loss": "chunked"}, recipe=SHORT_TIED, accumulation=4),
-    _sharded(
+    _option(
         "fused loss chunked, HSDP 2 x 2",
-        HYBRID,
         ranks=4,
+        mesh=HYBRID,
         settings={"fused_loss": "chunked"},
         only_in_table=True,
     ),
@@ -102,7 +113,7 @@ FSDP2_CASES = [
         "checkpointing operators", settings={"activation_checkpointing": "operators"}, only_in_table=True
     ),
     _option("checkpointing full, compiled blocks", settings={**BLOCKS_BY_EYE, **FULL}),
-    _sharded("checkpointing full, HSDP 2 x 2", HYBRID, ranks=4, settings=FULL),
+    _option("checkpointing full, HSDP 2 x 2", ranks=4, mesh=HYBRID, settings=FULL),
     _sharded(
         "bfloat16 policy",
         FSDP2Arguments(param_dtype="bfloat16"),
@@ -120,6 +131,15 @@ FSDP2_CASES = [
         because="what a last bit does in bfloat16",
         only_in_table=True,
     ),
+    _ranks(
+        "float16, an overflow on one rank",
+        settings={"mixed_precision": "fp16"},
+        options=_overflow,
+        recipe=OVERFLOWN,
+        accumulation=4,
+        tolerance=FLOAT16,
+        because="what a last bit does in float16",
+    ),
     _restarted("", only_in_table=True),
     _restarted(
         ", built on meta, tied",
@@ -127,7 +147,7 @@ FSDP2_CASES = [
         recipe=replace(RESTARTED, tied=True),
     ),
     _restarted(", two optimizers", options=partial(decay_by_name, factory=adamw), only_in_table=True),
-    _restarted(", HSDP 2 x 2", ranks=4, settings={"fsdp2": HYBRID}),
+    _restarted(", HSDP 2 x 2", ranks=4, mesh=HYBRID),
     # Whoever saved it, whoever goes on.
     _moved(" at 4, then Trainer", ranks=4, runner="ranks, then here", only_in_table=True),
     _moved(" at 4, then 1", ranks=4, next_world_size=1, only_in_table=True),

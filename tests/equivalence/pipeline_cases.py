@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from dist_env import ParallelLayout
+from trainer_fsdp2 import FSDP2Arguments, FullyShard
 from trainer_pipeline import PipelineArguments
 
 from .case import (
@@ -36,7 +38,14 @@ AS_MANY_AS_STAGES = ("1f1b", "dualpipe_v")
 
 
 def _row(
-    schedule: str, what: str = "", *, ranks: int = 2, n: int = 4, accumulation: int = 1, **fields: object
+    schedule: str,
+    what: str = "",
+    *,
+    ranks: int = 2,
+    n: int = 4,
+    accumulation: int = 1,
+    mesh: str | None = None,
+    **fields: object,
 ) -> Case:
     """A row with so many batches for each copy of the pipeline and step."""
     pipeline = PipelineArguments(schedule=schedule, n_microbatches=n, **fields.pop("pipeline", {}))  # type: ignore[arg-type]
@@ -46,8 +55,9 @@ def _row(
         "Pipeline",
         ", ".join([*parts, *([what] if what else [])]),
         ranks=ranks,
-        accumulation=accumulation * pipeline.replicas,
+        accumulation=accumulation * (ParallelLayout.parse(mesh).data_count if mesh else 1),
         settings=settings,
+        mesh=mesh,
         **{"recipe": SHORT, **fields},
     )
 
@@ -94,9 +104,15 @@ def _moved(what: str, schedule: str = "1f1b", **fields: object) -> Case:
     return _restarted(what, schedule, recipe=TWELVE, **{"accumulation": 12, **fields})
 
 
-TWO = {"replicas": 2}
+TWO = "pp=2,dp=2"
 """Copies of the pipeline."""
-SHARED = {"replicas": 2, "shard_replicas": True}
+SHARED = "pp=2,shard=2"
+"""Two pipelines that share out the weights of each stage."""
+
+
+def _in_bfloat16() -> dict[str, object]:
+    return {"parallel": [FullyShard(FSDP2Arguments(param_dtype="bfloat16"))]}
+
 
 PIPELINE_CASES = [
     *_every_schedule(),
@@ -104,23 +120,40 @@ PIPELINE_CASES = [
     # To the end of the curve, where small errors would have grown.
     _row("1f1b", "50 steps", ranks=4, accumulation=2, recipe=PLAIN),
     _row("zbv", "tied, 50 steps", recipe=TIED, accumulation=2, only_in_table=True),
-    _row("1f1b", "2 copies", ranks=4, pipeline=TWO, recipe=PLAIN, only_in_table=True),
-    _row("1f1b", "2 copies, tied", ranks=4, pipeline=TWO, accumulation=2, recipe=SHORT_TIED),
-    _row("gpipe", "2 copies", ranks=4, pipeline=TWO, accumulation=2, only_in_table=True),
-    _row("interleaved_1f1b", "2 copies, tied", ranks=4, pipeline=TWO, recipe=SHORT_TIED, only_in_table=True),
-    _row("zbv", "2 copies, tied", ranks=4, pipeline=TWO, recipe=SHORT_TIED),
-    _row("interleaved_zero_bubble", "2 copies", ranks=4, pipeline=TWO, only_in_table=True),
-    _row("1f1b", "2 copies, sharded", ranks=4, pipeline=SHARED, recipe=PLAIN, only_in_table=True),
-    _row("1f1b", "2 copies, sharded, tied", ranks=4, pipeline=SHARED, accumulation=2, recipe=SHORT_TIED),
-    _row(
-        "interleaved_1f1b", "2 copies, sharded", ranks=4, pipeline=SHARED, accumulation=2, settings=EVALUATED
-    ),
+    _row("1f1b", "2 copies", ranks=4, mesh=TWO, recipe=PLAIN, only_in_table=True),
+    _row("1f1b", "2 copies, tied", ranks=4, mesh=TWO, accumulation=2, recipe=SHORT_TIED),
+    _row("gpipe", "2 copies", ranks=4, mesh=TWO, accumulation=2, only_in_table=True),
+    _row("interleaved_1f1b", "2 copies, tied", ranks=4, mesh=TWO, recipe=SHORT_TIED, only_in_table=True),
+    _row("zbv", "2 copies, tied", ranks=4, mesh=TWO, recipe=SHORT_TIED),
+    _row("interleaved_zero_bubble", "2 copies", ranks=4, mesh=TWO, only_in_table=True),
+    _row("1f1b", "2 copies, sharded", ranks=4, mesh=SHARED, recipe=PLAIN, only_in_table=True),
+    _row("1f1b", "2 copies, sharded, tied", ranks=4, mesh=SHARED, accumulation=2, recipe=SHORT_TIED),
+    _row("interleaved_1f1b", "2 copies, sharded", ranks=4, mesh=SHARED, accumulation=2, settings=EVALUATED),
     _row(
         "gpipe",
         "2 copies, sharded, fused loss chunked",
         ranks=4,
-        pipeline=SHARED,
+        mesh=SHARED,
         settings=CHUNKED,
+        only_in_table=True,
+    ),
+    _row(
+        "1f1b",
+        "2 copies, sharded, bfloat16 policy",
+        ranks=4,
+        mesh=SHARED,
+        options=_in_bfloat16,
+        recipe=replace(PLAIN, autocast=True, fused=True),
+        tolerance=BFLOAT16,
+        because="layers compute in bfloat16",
+    ),
+    _row(
+        "1f1b",
+        "2 copies of 2, sharded",
+        ranks=8,
+        n=2,
+        mesh="pp=2,dp=2,shard=2",
+        recipe=replace(PLAIN, steps=5, warmup=2),
         only_in_table=True,
     ),
     _option("no clipping", recipe=replace(UNCLIPPED, steps=12), only_in_table=True),
@@ -152,7 +185,7 @@ PIPELINE_CASES = [
         settings={"construct_model_on": "meta"},
         recipe=replace(RESTARTED, tied=True),
     ),
-    _restarted(", 2 copies", ranks=4, pipeline=TWO, only_in_table=True),
+    _restarted(", 2 copies", ranks=4, mesh=TWO, only_in_table=True),
     # Whoever saved it, whoever goes on.
     _moved(" at 2, then Trainer", runner="ranks, then here", only_in_table=True),
     _moved(" at 4, then Trainer", ranks=4, runner="ranks, then here", only_in_table=True),
@@ -181,7 +214,7 @@ PIPELINE_CASES = [
     _moved(
         " at 2 x 2, then Trainer",
         ranks=4,
-        pipeline=TWO,
+        mesh=TWO,
         accumulation=6,
         runner="ranks, then here",
         only_in_table=True,
@@ -189,7 +222,7 @@ PIPELINE_CASES = [
     _moved(
         " after Trainer, at 2 x 2",
         ranks=4,
-        pipeline=TWO,
+        mesh=TWO,
         accumulation=6,
         runner="here, then ranks",
         only_in_table=True,
@@ -197,7 +230,7 @@ PIPELINE_CASES = [
     _moved(
         " at 2 x 2, then FSDP2 4",
         ranks=4,
-        pipeline=TWO,
+        mesh=TWO,
         accumulation=6,
         next_trainer="fsdp2",
         only_in_table=True,
@@ -205,14 +238,14 @@ PIPELINE_CASES = [
     _moved(
         " at 2 x 2, sharded, then Trainer",
         ranks=4,
-        pipeline=SHARED,
+        mesh=SHARED,
         accumulation=6,
         runner="ranks, then here",
     ),
     _moved(
         " after Trainer, at 2 x 2, sharded",
         ranks=4,
-        pipeline=SHARED,
+        mesh=SHARED,
         accumulation=6,
         runner="here, then ranks",
         only_in_table=True,
@@ -220,8 +253,7 @@ PIPELINE_CASES = [
     _moved(
         " after DDP 4, at 2 x 2",
         ranks=4,
-        pipeline=TWO,
-        accumulation=6,
+        next_mesh=TWO,
         trainer="ddp",
         next_trainer="pipeline",
     ),

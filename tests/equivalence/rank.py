@@ -78,6 +78,11 @@ def _trainer_of(case: Case, part: Part) -> str:
     return (case.next_trainer or case.trainer) if part is Part.SECOND else case.trainer
 
 
+def _mesh_of(case: Case, part: Part) -> str | None:
+    moves = case.next_trainer is not None or case.next_world_size is not None
+    return case.next_mesh if part is Part.SECOND and moves else case.mesh
+
+
 def _train_as_rank(job: Job) -> list[Point]:
     # As torchrun sets them.
     for name, value in {
@@ -95,7 +100,7 @@ def _train_as_rank(job: Job) -> list[Point]:
 
 def _train(case: Case, directory: Path, part: Part, env: DistributedEnvInterface) -> list[Point]:
     stop = [Stop(STOP_AT)] if part is Part.FIRST else []
-    settings = {} if part is Part.WHOLE else {"save_strategy": "steps"}
+    settings = {"mesh": _mesh_of(case, part)} | ({} if part is Part.WHOLE else {"save_strategy": "steps"})
     with compiled_as_told(case):
         trainer = build_on_rank(case, directory, env, _trainer_of(case, part), *stop, **settings)
         trainer.train()

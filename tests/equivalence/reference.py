@@ -43,12 +43,16 @@ class Recipe:
     global_batch: int = GLOBAL_BATCH
     """Rows of an optimizer step."""
     autocast: bool = False
+    """Whether products are rounded to bfloat16."""
+    float16: bool = False
+    """Whether they are rounded to float16, and the loss is scaled."""
     fused: bool = False
     """Whether to take torch's fused AdamW, which rounds otherwise than the one for each parameter."""
     evaluated: bool = False
     """Whether the trained model is evaluated: its loss then comes as one more point."""
     bad_step: int | None = None
-    """The optimizer step whose gradient is made not a number; it is left out, and the schedule goes on."""
+    """The optimizer step whose gradient is made not a number; it is left out, and the schedule goes on. In
+    float16 it overflows instead: the loss scale is halved, and the schedule waits."""
 
 
 def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
@@ -63,7 +67,10 @@ def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
     optimizer = torch.optim.AdamW(
         groups, recipe.learning_rate, recipe.betas, recipe.epsilon, fused=recipe.fused
     )
-    loader, points = RaggedLoader(microbatch), []
+    scaler = torch.amp.GradScaler("cpu", enabled=recipe.float16)
+    dtype = torch.float16 if recipe.float16 else torch.bfloat16
+    precision = torch.autocast("cpu", dtype) if recipe.float16 or recipe.autocast else nullcontext()
+    loader, points, waited = RaggedLoader(microbatch), [], 0
     steps_per_epoch = -(-ROWS // recipe.global_batch)
     for step in range(recipe.steps):
         if step % steps_per_epoch == 0:
@@ -72,20 +79,25 @@ def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
         window = list(islice(batches, recipe.global_batch // microbatch))
         tokens = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in window)
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * _factor(step, recipe)
+            group["lr"] = recipe.learning_rate * _factor(step - waited, recipe)
         optimizer.zero_grad()
         total = 0.0
         for batch in window:
-            with torch.autocast("cpu", torch.bfloat16) if recipe.autocast else nullcontext():
+            with precision:
                 loss = next_token_losses(model, batch)
-            (loss / tokens).backward()
+            scaler.scale(loss / tokens).backward()
             total += loss.item()
         if step == recipe.bad_step:
             points.append(Point(math.nan, math.nan))
+            if recipe.float16:
+                scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+                waited += 1
             continue
+        scaler.unscale_(optimizer)
         limit = math.inf if recipe.max_grad_norm is None else recipe.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(everything, limit)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         points.append(Point(total / tokens, norm.item()))
     return [*points, evaluation_point(_evaluated(model))] if recipe.evaluated else points
 

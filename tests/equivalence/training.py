@@ -12,11 +12,11 @@ from typing import cast
 import torch
 from torch._dynamo.utils import counters
 
-from dist_env import DistributedEnvInterface
+from dist_env import DistributedEnvInterface, ParallelLayout
 from trainer_core import DataParallelArguments, Trainer, TrainingArguments
 from trainer_ddp import DDPTrainer
 from trainer_fsdp2 import FSDP2Trainer
-from trainer_pipeline import PipelineArguments, PipelineTrainer
+from trainer_pipeline import PipelineTrainer
 
 from .case import Case
 from .data import RaggedLoader, Shard
@@ -99,7 +99,8 @@ def build_on_rank(
     """The trainer of a row on one of the ranks of an environment; its global batches are the same."""
     chosen = TRAINERS[trainer]
     known = {field.name for field in fields(chosen.arguments_class)}
-    given = {**_settings(case, directory, ranks=_data_ranks(case, chosen, env.world_size)), **settings}
+    ranks = _data_ranks(chosen, settings.get("mesh"), env.world_size)
+    given = {**_settings(case, directory, ranks=ranks), **settings}
     # A row that goes from one trainer to another has settings of both.
     arguments = cast(
         DataParallelArguments,
@@ -115,12 +116,11 @@ def build_on_rank(
     )
 
 
-def _data_ranks(case: Case, trainer: type[Trainer], world_size: int) -> int:
+def _data_ranks(trainer: type[Trainer], mesh: object, world_size: int) -> int:
     """Ranks that work on different data."""
-    pipeline = case.settings.get("pipeline", PipelineArguments())
-    if trainer is PipelineTrainer and isinstance(pipeline, PipelineArguments):
-        return pipeline.replicas
-    return world_size
+    if isinstance(mesh, str):
+        return ParallelLayout.parse(mesh).data_count
+    return 1 if trainer is PipelineTrainer else world_size
 
 
 def points_of(case: Case, trainer: Trainer) -> list[Point]:

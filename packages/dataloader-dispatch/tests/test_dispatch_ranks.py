@@ -208,6 +208,14 @@ def test_a_line_of_ranks_gets_consecutive_batches(four: list[Any]) -> None:
         assert note["line"] == [[rank, 4 + rank], last, [3, *last]]
 
 
+def test_several_dimensions_of_a_mesh_may_have_different_batches(four: list[Any]) -> None:
+    for rank, notes in enumerate(four):
+        assert notes["both"] == notes["line"]
+        # The stages are another dimension, and of the other two one has a single rank.
+        assert notes["two of three"] == notes["by index"]
+        assert notes["both"][0] == [rank, rank + 4]
+
+
 def test_hybrid_meshes_share_batches_along_the_other_dimension(four: list[Any]) -> None:
     halves = [[[0, 2], [4, 6, 8], [5, 4, 6, 8]], [[1, 3], [5, 7, 9], [5, 5, 7, 9]]]
     whole = [[0, 1], list(range(2, 10)), [10, *range(2, 10)]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from dist_env import (
     DistributedEnvironmentError,
@@ -69,3 +70,11 @@ def test_ranks_are_not_imagined_beside_real_ones() -> None:
     ):
         pass
     assert not dist.is_initialized()
+
+
+def test_results_of_operators_are_on_the_mesh_of_the_rank_that_is_imagined() -> None:
+    for rank in (0, 2):
+        with imagined_job(4, rank=rank) as env:
+            mesh = init_device_mesh(env.device_type, (2, 2), mesh_dim_names=("stages", "shard"))["shard"]
+            alike = torch.empty_like(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
+            assert dist.get_process_group_ranks(alike.device_mesh.get_group()) == [rank, rank + 1]

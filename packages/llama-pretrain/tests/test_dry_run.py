@@ -16,7 +16,7 @@ from llama_pretrain.cli import main
 from llama_pretrain.commands.plan_config import show_plan
 from llama_pretrain.commands.recipes import tokens_per_step
 from llama_pretrain.commands.train_command_line import resolve
-from llama_pretrain.mesh import Mesh
+from llama_pretrain.mesh import parse_mesh
 from llama_pretrain.train import build_trainer, prepare
 from trainer_core import DryRun
 
@@ -34,7 +34,7 @@ def _settings(texts: Path, folder: Path, **given: object) -> PretrainArguments:
 
 
 def _dry_run(args: PretrainArguments) -> DryRun:
-    with imagined_job(Mesh.parse(args.mesh).size) as env:
+    with imagined_job(parse_mesh(args.mesh).world_size) as env:
         return build_trainer(prepare(args), env).dry_run()
 
 
@@ -85,7 +85,10 @@ def test_the_command_tells_what_was_done_and_what_was_not(
     ("words", "message"),
     [
         (["--trainer", "fsdp2"], "trainer='fsdp2': does not say how many processes"),
-        (["--mesh", "dp=2", "--compression.method", "bf16"], "compression.method='bf16': looks at values"),
+        (
+            ["--mesh", "dp=2", "--compression.method", "bf16"],
+            "compression.method='bf16': needs real tensor values",
+        ),
         (
             ["--mesh", "dp=601", "--dispatch-batches", "--no-dispatch-batches"],
             "cannot be divided among 601 ranks",

@@ -139,7 +139,8 @@ def test_several_models_make_a_table(shape: Path) -> None:
 
 def test_layers_compute_in_bf16_unless_told_otherwise() -> None:
     assert resolve({}).fsdp2.param_dtype == "bfloat16"
-    assert resolve({"fsdp2.replicas": 2}).fsdp2.param_dtype == "bfloat16"
+    assert resolve({"mesh": "dp=2,shard=4"}).fsdp2.param_dtype == "bfloat16"
+    assert resolve({"mesh": "dp=2,shard=8"}).gpus == 16
     assert resolve({"fsdp2.param_dtype": None}).fsdp2.param_dtype is None
     assert resolve({"mixed_precision": "bf16"}).fsdp2.param_dtype is None
 
@@ -148,7 +149,7 @@ def test_help_names_the_settings_of_the_trainer(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         plan_parser().parse_args_strictly(["--help"])
     text = capsys.readouterr().out
-    for option in ("--gpu-memory", "--fsdp2.replicas", "--activation-checkpointing", "--fused-loss"):
+    for option in ("--gpu-memory", "--mesh", "--activation-checkpointing", "--fused-loss"):
         assert option in text
     assert "--learning-rate" not in text
 
@@ -161,6 +162,8 @@ def test_help_names_the_settings_of_the_trainer(capsys: pytest.CaptureFixture[st
         (["--model", "tiny", "--sequence-length", "64", "--gpus", "12"], "world_size=12"),
         (["--model", "tiny", "--sequence-length", "64", "--gpu-memory", "0"], "gpu_memory=0"),
         (["--model", "tiny", "--sequence-length", "64", "--fsdp2.replicas", "3"], "fsdp2.replicas=3"),
+        (["--model", "tiny", "--sequence-length", "64", "--mesh", "dp=3", "--gpus", "8"], "mesh='dp=3'"),
+        (["--model", "tiny", "--sequence-length", "64", "--mesh", "pp=2"], "other than dp and shard"),
     ],
 )
 def test_wrong_input_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,7 +150,6 @@ def test_rows_that_other_layouts_cannot_divide_are_told(capsys: pytest.CaptureFi
         (["--config", "tiny-cpu", "--gpus-per-node", "0"], "gpus_per_node=0: must be 1 or more"),
         (["--config", "tiny-cpu", "--gpu-memory", "0"], "gpu_memory=0.0: must be more than 0"),
         (["--config", "tiny-cpu", "--json", "nowhere/plan.json"], "json='nowhere/plan.json': is in nowhere"),
-        (["--mesh", "dp=2"], "mesh='dp=2': needs --config"),
     ],
 )
 def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from llama_pretrain.cli import main
 from llama_pretrain.commands.recipes import tokens_per_step
 from llama_pretrain.commands.train_command_line import resolve
-from llama_pretrain.mesh import Mesh
+from llama_pretrain.mesh import parse_mesh
 from llama_pretrain.recipes import load_config, purpose, recipe_names, recipe_text
 from trainer_core import ConfigurationError
 
@@ -39,8 +39,8 @@ def test_a_recipe_stands_alone(name: str) -> None:
 def test_a_recipe_of_the_reports_has_their_settings(name: str) -> None:
     args, text = resolve({"config": name}), recipe_text(name)
     model, gpus = re.fullmatch(r"(\d+b)-(\d+)gpus", name).groups()  # type: ignore[union-attr]
-    mesh = Mesh.parse(args.mesh)
-    assert (args.model, mesh.size) == (model, int(gpus))
+    mesh = parse_mesh(args.mesh)
+    assert (args.model, mesh.world_size) == (model, int(gpus))
     assert (args.sequence_length, args.vocab_size) == (4096, 32000)
     # A copy on each node up to 13B (HSDP), one copy over all beyond (FSDP).
     assert mesh.shard == (8 if model in ("7b", "13b") else int(gpus))
@@ -78,7 +78,7 @@ def test_all_small_recipes_make_the_same_steps() -> None:
 
 def test_an_option_beats_a_recipe() -> None:
     args = resolve({"config": "7b-128gpus", "max_steps": 10, "mesh": "shard=16"})
-    assert (args.max_steps, args.trainer, args.fsdp2.replicas) == (10, "fsdp2", 1)
+    assert (args.max_steps, args.trainer, args.mesh) == (10, "fsdp2", "shard=16")
     assert args.learning_rate == 3e-4
 
 

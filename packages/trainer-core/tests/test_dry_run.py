@@ -109,7 +109,7 @@ def test_a_model_that_looks_at_values_is_named(tmp_path: Path) -> None:
 
 
 def test_a_loss_scale_needs_values(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"mixed_precision='fp16': looks at values"):
+    with pytest.raises(ConfigurationError, match=r"mixed_precision='fp16': needs real tensor values"):
         _trainer(tmp_path, mixed_precision="fp16").dry_run()
 
 

@@ -16,10 +16,13 @@ from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
 
 REFUSED = {
     "fuse_optim_with_backward=True: steps each parameter": {"fuse_optim_with_backward": True},
-    "mixed_precision='fp16': needs a loss scale": {"mixed_precision": "fp16"},
-    "fsdp2.param_dtype='float16': needs a loss scale": {"fsdp2": FSDP2Arguments(param_dtype="float16")},
-    "fsdp2.reduce_dtype='float16': needs a loss scale": {"fsdp2": FSDP2Arguments(reduce_dtype="float16")},
-    "default_dtype='float16': needs a loss scale": {"default_dtype": "float16"},
+    "fsdp2.param_dtype='float16': leaves the range of float16": {
+        "fsdp2": FSDP2Arguments(param_dtype="float16")
+    },
+    "fsdp2.reduce_dtype='float16': leaves the range of float16": {
+        "fsdp2": FSDP2Arguments(reduce_dtype="float16")
+    },
+    "default_dtype='float16': leaves the range of float16": {"default_dtype": "float16"},
     "torch_compile_full_graph=True: excludes torch_compile_scope='model'": {
         "torch_compile": True,
         "torch_compile_full_graph": True,

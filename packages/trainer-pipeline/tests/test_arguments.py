@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
-from dist_env import DistributedEnvironmentError, StaticDistributedEnvironment
-from trainer_core import ConfigurationError, TrainingArguments, arguments_from_dict
-from trainer_pipeline import PipelineArguments, PipelineTrainer, PipelineTrainingArguments
+import trainer_pipeline
+from dist_env import DistributedEnvironmentError, ParallelLayout, StaticDistributedEnvironment
+from dist_env.logging import forget_warnings
+from trainer_core import (
+    ConfigurationError,
+    DataParallelArguments,
+    Ranks,
+    Trainer,
+    TrainingArguments,
+    arguments_from_dict,
+)
+from trainer_pipeline import PipelineArguments, PipelineStages, PipelineTrainer, PipelineTrainingArguments
 
 REFUSED: dict[str, dict[str, object]] = {
     "pipeline.schedule='1f1': must be one of gpipe, 1f1b": {"schedule": "1f1"},
@@ -104,6 +114,20 @@ OF_LAYOUT: dict[str, tuple[int, dict[str, object]]] = {
         {"schedule": "dualpipe_v", "activation_checkpointing": "full"},
     ),
 }
+# By deprecated setting, for eight ranks.
+OF_REPLICAS: dict[str, dict[str, object]] = {
+    "pp=4,dp=2": {"replicas": 2},
+    "pp=2,dp=4": {"replicas": 4},
+    "pp=2,shard=4": {"replicas": 4, "shard_replicas": True},
+}
+WITH_MESH: dict[str, dict[str, object]] = {
+    "pipeline.replicas=2: was given beside mesh='pp=2,dp=2'": {"mesh": "pp=2,dp=2", "replicas": 2},
+    "pipeline.replicas=2: was given beside mesh='pp=2'": {
+        "mesh": "pp=2",
+        "replicas": 2,
+        "shard_replicas": True,
+    },
+}
 NO_SCHEDULES = (dict, nn.Linear, lambda stage, **options: None, "gpipe")
 
 
@@ -149,6 +173,80 @@ def test_what_does_not_fit_the_ranks_is_refused_before_they_meet(
     PipelineTrainer(arguments(settings | {"replicas": 1}), model_init=model)
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         PipelineTrainer(arguments(settings), model_init=model, distributed_env=of_rank_0(ranks))
+
+
+@pytest.mark.parametrize(("mesh", "settings"), OF_REPLICAS.items(), ids=OF_REPLICAS)
+def test_deprecated_replicas_are_sizes_of_the_mesh(
+    mesh: str, settings: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    forget_warnings()
+    assert arguments(settings).layout(8) == ParallelLayout.parse(mesh)
+    assert arguments(settings).layout(8) == arguments({"mesh": mesh}).layout(8)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["pipeline.replicas is deprecated; set mesh='pp=..,dp=..', or 'pp=..,shard=..'"]
+
+
+def test_without_sizes_all_ranks_are_one_pipeline(caplog: pytest.LogCaptureFixture) -> None:
+    forget_warnings()
+    assert arguments({}).layout(8) is None
+    assert arguments({"replicas": 2}).layout(1) is None
+    assert not caplog.records
+    trainer = PipelineTrainer(arguments({}), model_init=model)
+    assert trainer.ranks.layout == ParallelLayout()
+
+
+@pytest.mark.parametrize(("message", "settings"), WITH_MESH.items(), ids=WITH_MESH)
+def test_deprecated_replicas_beside_mesh_are_refused(message: str, settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)) as error:
+        arguments(settings)
+    assert "leave pipeline.replicas out, and set mesh to" in str(error.value)
+
+
+def test_stages_whose_settings_contradict_the_mesh_are_refused() -> None:
+    args = DataParallelArguments(mesh="pp=4,dp=2", use_cpu=True)
+    stages = PipelineStages(PipelineArguments(replicas=4))
+    with pytest.raises(ConfigurationError, match=re.escape("is not what the layout pp=4,dp=2 has")):
+        Trainer(args, model_init=model, parallel=[stages], distributed_env=of_rank_0(8))
+
+
+@pytest.mark.parametrize(
+    ("message", "settings"),
+    {
+        "fuse_optim_with_backward=True: steps each parameter": {"fuse_optim_with_backward": True},
+        "mixed_precision='fp16': needs a loss scale": {"mixed_precision": "fp16"},
+        "dispatch_batches=False: some ranks of the layout pp=2 work on the same batch": {
+            "dispatch_batches": False
+        },
+    }.items(),
+)
+def test_stages_are_refused_with_arguments_of_another_trainer(
+    message: str, settings: dict[str, object]
+) -> None:
+    args = DataParallelArguments(mesh="pp=2", use_cpu=True, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        Trainer(args, model_init=model, parallel=[PipelineStages()], distributed_env=of_rank_0(2))
+
+
+def test_schedules_that_split_the_backward_pass_are_refused_with_shards() -> None:
+    for settings, setting in (
+        ({"mesh": "pp=2,shard=2"}, "mesh='pp=2,shard=2': cannot be used with zbv"),
+        ({"replicas": 2, "shard_replicas": True}, "pipeline.shard_replicas=True: cannot be used with zbv"),
+    ):
+        args = arguments({"schedule": "zbv", **settings})
+        ranks = Ranks(of_rank_0(4), args.layout(4))
+        with pytest.raises(ConfigurationError, match=re.escape(setting)):
+            PipelineStages().check(args, ranks)
+
+
+def test_the_name_of_the_old_seam_says_what_replaces_it() -> None:
+    with pytest.raises(AttributeError, match=r"parallel=\[PipelineStages\(\)\]"):
+        _ = trainer_pipeline.PipelineParallelism
+
+
+def test_a_mesh_with_stages_finds_them() -> None:
+    args = DataParallelArguments(mesh="pp=2", use_cpu=True, dispatch_eval_batches=False)
+    (entry,) = entry_points(group="trainer_core.transforms", name="pipeline")
+    assert isinstance(entry.load()(args), PipelineStages)
 
 
 def test_a_schedule_class_decides_instead_of_the_name() -> None:

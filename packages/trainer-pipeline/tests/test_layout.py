@@ -8,7 +8,8 @@ from itertools import combinations
 
 import pytest
 
-from trainer_pipeline.layout import Layout, balanced
+from trainer_pipeline.schedules import StageLayout
+from trainer_pipeline.splitting import balanced
 
 KINDS = [(ranks, stages, "loop") for ranks in (1, 2, 3, 4, 8) for stages in (1, 2, 3)] + [
     (ranks, 2, "v") for ranks in (1, 2, 3, 4, 8)
@@ -17,7 +18,7 @@ KINDS = [(ranks, stages, "loop") for ranks in (1, 2, 3, 4, 8) for stages in (1, 
 
 @pytest.mark.parametrize(("ranks", "stages", "style"), KINDS)
 def test_each_stage_is_on_one_rank(ranks: int, stages: int, style: str) -> None:
-    layout = Layout(ranks, stages, style)
+    layout = StageLayout(ranks, stages, style)
     found = [layout.stages_of(rank) for rank in range(ranks)]
     assert layout.num_stages == ranks * stages
     assert sorted(stage for each in found for stage in each) == list(range(ranks * stages))
@@ -28,13 +29,13 @@ def test_each_stage_is_on_one_rank(ranks: int, stages: int, style: str) -> None:
 
 
 def test_loop() -> None:
-    layout = Layout(4, 2, "loop")
+    layout = StageLayout(4, 2, "loop")
     assert [layout.stages_of(rank) for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert layout.last_rank == 3
 
 
 def test_v() -> None:
-    layout = Layout(4, 2, "v")
+    layout = StageLayout(4, 2, "v")
     assert [layout.stages_of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
     assert layout.last_rank == 0
 

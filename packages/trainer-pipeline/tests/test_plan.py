@@ -17,7 +17,16 @@ from trainer_core import ConfigurationError
 from trainer_pipeline import PipelineArguments, PipelinePlan, PipelineTrainingArguments, plan
 
 WORKER = Path(__file__).parent / "workers" / "planned.py"
-NAMES = ("gpipe", "1f1b", "interleaved", "zero bubble", "copies", "copies that share")
+NAMES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zero bubble",
+    "gpipe, accumulated",
+    "1f1b, accumulated",
+    "copies",
+    "copies that share",
+)
 
 
 @pytest.fixture(scope="session")
@@ -40,14 +49,15 @@ def test_peak_is_that_of_the_allocator(
     name: str, worker: ModuleType, world: Callable[..., Any], tmp_path: Path
 ) -> None:
     said = _planned(worker, tmp_path, name)
-    for notes in world("four", "4").seen("allocated"):
-        rank = said.per_rank[notes[name]["rank"]]
+    for seen in world("four", "4").seen(f"allocated, {name}"):
+        rank = said.per_rank[seen["rank"]]
         peak = rank.gradients + rank.activations
-        print(f"rank {rank.rank}: planned {peak:,}, measured {notes[name]['peak']:,}")
+        print(f"rank {rank.rank}: planned {peak:,}, measured {seen['peak']:,}")
         # What kernels allocate inside themselves is not seen.
-        assert peak >= 0.99 * notes[name]["peak"]
-        # The batch itself is counted; and weights that are gathered are counted twice for a moment.
-        assert peak <= (1.15 if name == "copies that share" else 1.02) * notes[name]["peak"]
+        assert peak >= 0.99 * seen["peak"]
+        # The batches are counted; and weights that are gathered are counted twice for a moment.
+        most = (1.15 if name == "copies that share" else 1.02) * seen["peak"]
+        assert peak <= most + 2 * 8 * worker.ROWS * worker.LENGTH * worker.accumulation(name)
 
 
 def test_state_is_that_of_the_stages(worker: ModuleType, tmp_path: Path) -> None:
@@ -70,6 +80,14 @@ def test_1f1b_has_fewer_microbatches_under_way_than_gpipe(worker: ModuleType, tm
     assert one == pytest.approx(1 / 8, rel=0.25)
     assert few[2].activations < every[2].activations / 2
     assert every[1].activations == every[2].activations
+
+
+def test_microbatches_of_all_accumulated_batches_count(worker: ModuleType, tmp_path: Path) -> None:
+    names = ("gpipe", "gpipe, accumulated", "1f1b", "1f1b, accumulated")
+    one, three, few, still_few = (_planned(worker, tmp_path, name).per_rank[1] for name in names)
+    # gpipe keeps the microbatches of the whole step, 1f1b as many as before.
+    assert three.activations == pytest.approx(3 * one.activations, rel=0.1)
+    assert still_few.activations <= few.activations + 3 * 2 * 8 * worker.ROWS * worker.LENGTH
 
 
 def test_table_and_figures_say_the_same(worker: ModuleType, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from trainer_core import ConfigurationError
-from trainer_pipeline import PipelineArguments, PipelineTrainingArguments
-from trainer_pipeline.checks import check_layout
-from trainer_pipeline.diagram.standin import no_loss, stand_in_stages
+from trainer_pipeline import PipelineArguments
+from trainer_pipeline.arguments import stage_layout
+from trainer_pipeline.diagram.table import fake_stages, no_loss
 from trainer_pipeline.schedules import SCHEDULES, kind_of_factory, schedule_kind
 
 NAMES = (
@@ -34,11 +34,11 @@ def test_names() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_can_be_made(name: str, ranks: int) -> None:
     kind = schedule_kind(name)
-    args = PipelineTrainingArguments(pipeline=PipelineArguments(schedule=name, n_microbatches=8))
-    layout = check_layout(args, kind, ranks)
+    args = PipelineArguments(schedule=name, n_microbatches=8)
+    layout = stage_layout(args, kind, ranks)
     assert layout.stages_per_rank == (1 if name in ("gpipe", "1f1b") else 2)
     for rank in range(ranks):
-        stages = stand_in_stages(layout.stages_per_rank, rank, ranks)
+        stages = fake_stages(layout.stages_per_rank, rank, ranks)
         made = kind.factory(
             stages if kind.several_stages else stages[0],
             n_microbatches=8,

@@ -12,6 +12,7 @@ from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
 open_group()
 square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 line = init_device_mesh("cpu", (4,))
+cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("stage", "dp", "shard"))
 
 
 def received(mesh: DeviceMesh, first: bool, **options: Any) -> list[list[int]]:
@@ -36,10 +37,17 @@ def few(mesh: DeviceMesh, length: int) -> list[list[Any]]:
     return passes
 
 
+def a_dummy(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch of -1."""
+    return {"x": batch["x"] * 0 - 1}
+
+
 notes: dict[str, Any] = {
-    "line": received(line, RANK == 0, make_dummy=lambda batch: {"x": batch["x"] * 0 - 1}, uneven="pad"),
+    "line": received(line, RANK == 0, make_dummy=a_dummy, uneven="pad"),
     "by name": received(square, RANK == 0, dp_mesh_dim="dp"),
     "by index": received(square, RANK == 0, dp_mesh_dim=1),
+    "both": received(square, RANK == 0, dp_mesh_dim=("dp", "tp"), uneven="pad", make_dummy=a_dummy),
+    "two of three": received(cube, RANK == 0, dp_mesh_dim=("dp", "shard")),
     "same": received(square, RANK == 0, dp_mesh_dim=None),
     "few": [few(line, 1), few(line, 0), few(square, 1)],
     # Two jobs side by side, each with a first rank of its own.

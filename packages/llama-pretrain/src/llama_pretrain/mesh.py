@@ -1,107 +1,62 @@
-"""The setting `mesh`: how many processes share the work along which axis, and what follows from it."""
+"""The setting `mesh`: how many processes share the work along which dimension, and what follows from it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
 
-from trainer_core import ConfigurationError, suggest
+from dist_env import DistributedEnvironmentError, ParallelLayout
+from trainer_core import ConfigurationError
 
-_AXES = {
-    "dp": "copies that work on different data",
-    "shard": "processes that share the weights of a copy",
-    "pp": "stages of layers",
+MOVED: Mapping[str, object] = {
+    "fsdp2.replicas": 1,
+    "pipeline.replicas": 1,
+    "pipeline.shard_replicas": False,
 }
+"""Deprecated settings that say a part of what mesh says, and their defaults."""
+_TRAINED = ("pipeline", "replicate", "shard")
+"""Dimensions that a trainer of this application uses."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """Processes along each axis; their product is the number of processes.
+def parse_mesh(text: str) -> ParallelLayout:
+    """Read a text such as "dp=2,shard=4"; an empty one is one process.
 
-    Attributes:
-        dp: Copies of the model, each of which works on different data.
-        shard: Processes that share weights, gradients and optimizer of a copy, and work on different data.
-        pp: Stages, each of which has some of the layers.
+    Raises:
+        ConfigurationError: If it is not a layout, or has a dimension that no trainer here uses.
     """
-
-    dp: int = 1
-    shard: int = 1
-    pp: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Mesh:
-        """Read a text such as "dp=2,shard=4"; an axis that is left out has 1.
-
-        Raises:
-            ConfigurationError: If an axis is unknown, given twice or no positive number, or if no trainer has
-                all three.
-        """
-        sizes: dict[str, int] = {}
-        for part in text.split(","):
-            axis, _, size = (word.strip() for word in part.partition("="))
-            if axis not in _AXES:
-                choices = ", ".join(f"{name} ({what})" for name, what in _AXES.items())
-                raise ConfigurationError(
-                    "mesh", text, f"{axis!r} is no axis; there are {choices}", suggest(axis, _AXES)
-                )
-            if axis in sizes:
-                raise ConfigurationError("mesh", text, f"gives {axis} twice", "give each axis once")
-            if not size.isdecimal() or int(size) < 1:
-                raise ConfigurationError(
-                    "mesh", text, f"{axis} needs a number of 1 or more", f"write {axis}=2, say"
-                )
-            sizes[axis] = int(size)
-        mesh = cls(**sizes)
-        if all(getattr(mesh, axis) > 1 for axis in _AXES):
+    if not text:
+        return ParallelLayout()
+    try:
+        layout = ParallelLayout.parse(text)
+    except DistributedEnvironmentError as error:
+        raise ConfigurationError("mesh", text, str(error), "change mesh") from error
+    for name in ("context", "tensor", "expert"):
+        if getattr(layout, name) > 1:
             raise ConfigurationError(
                 "mesh",
                 text,
-                "has more than 1 along dp, shard and pp: copies of a pipeline are either held or sharded",
-                "use dp and pp, or shard and pp",
+                f"gives several processes to the dimension {name}, which no trainer here uses",
+                "use dp, shard and pp, such as mesh='dp=2,shard=4,pp=2'",
             )
-        return mesh
+    return layout
 
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return self.dp * self.shard * self.pp
 
-    @property
-    def data_parallel_size(self) -> int:
-        """Processes, or pipelines, that work on different data."""
-        return self.dp * self.shard
-
-    @property
-    def trainer(self) -> str:
-        """The trainer that works on such a mesh."""
-        if self.pp > 1:
-            return "pipeline"
-        if self.shard > 1:
-            return "fsdp2"
-        return "ddp" if self.dp > 1 else "single"
-
-    def settings(self) -> dict[str, object]:
-        """Settings that follow from it, by name, with dots for nested ones."""
-        found: dict[str, object] = {"trainer": self.trainer}
-        if self.trainer == "fsdp2":
-            found["fsdp2.replicas"] = self.dp
-        if self.trainer == "pipeline":
-            found["pipeline.replicas"] = self.dp * self.shard
-            found["pipeline.shard_replicas"] = self.shard > 1
-        return found
-
-    def __str__(self) -> str:
-        sizes = ((axis.name, getattr(self, axis.name)) for axis in fields(self))
-        return ",".join(f"{name}={size}" for name, size in sizes if size > 1) or "dp=1"
+def trainer_for(layout: ParallelLayout) -> str:
+    """The trainer that uses such a layout."""
+    if layout.pipeline > 1:
+        return "pipeline"
+    if layout.shard > 1:
+        return "fsdp2"
+    return "ddp" if layout.replicate > 1 else "single"
 
 
 def follow_mesh(
     options: Mapping[str, object], from_file: Mapping[str, object]
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return options and file with what follows from the mesh that one of them has.
+    """Return options and file with the trainer that follows from the mesh that one of them has.
 
     A mesh on the command line replaces that of the file with all that followed from it, so that the settings
-    of one run can be taken for another number of processes.
+    of one run can be taken for another number of processes. Files of old runs have deprecated settings beside
+    their mesh; they are left out where they say the same.
 
     Args:
         options: Settings of the command line, those of a group in a table.
@@ -113,59 +68,73 @@ def follow_mesh(
     options, from_file = dict(options), dict(from_file)
     text = options.get("mesh", from_file.get("mesh"))
     if "mesh" in options:
-        from_file = _without(from_file, _FOLLOWING)
+        from_file = _without(from_file, ("trainer", *MOVED))
     if not isinstance(text, str) or not text:
         return options, from_file
-    following = Mesh.parse(text).settings()
+    layout = parse_mesh(text)
+    trainer, moved = trainer_for(layout), _said_before(layout)
     for settings in (options, from_file):
-        for name in _FOLLOWING:
+        for name, follows in {"trainer": trainer, **moved}.items():
             value = _value(settings, name)
-            if value is not None and value != following.get(name, value):
+            if value not in (None, follows, MOVED.get(name)):
                 raise ConfigurationError(
-                    name,
-                    value,
-                    f"contradicts mesh={text!r}, which makes it {following[name]!r}",
-                    "leave one out",
+                    name, value, f"contradicts mesh={text!r}, which makes it {follows!r}", "leave one out"
                 )
-    return _with(options, following), from_file
+    return {**_without(options, moved), "trainer": trainer}, _without(from_file, moved)
 
 
-def check_mesh(text: str, settings: Mapping[str, object]) -> None:
-    """Make sure that settings are those that follow from a mesh.
+def check_mesh(text: str, trainer: str) -> None:
+    """Make sure that a trainer is the one that follows from a mesh.
 
     Args:
         text: The mesh; empty for none.
-        settings: All settings, those of a group in a table.
+        trainer: Name of the trainer.
 
     Raises:
-        ConfigurationError: If they are not.
+        ConfigurationError: If it is not.
     """
-    for name, value in Mesh.parse(text).settings().items() if text else ():
-        if _value(settings, name) != value:
-            raise ConfigurationError(
-                name,
-                _value(settings, name),
-                f"contradicts mesh={text!r}",
-                f"make it {value!r}, or leave out mesh",
-            )
+    if text and trainer != (follows := trainer_for(parse_mesh(text))):
+        raise ConfigurationError(
+            "trainer", trainer, f"contradicts mesh={text!r}", f"make it {follows!r}, or leave out mesh"
+        )
 
 
-_FOLLOWING = ("trainer", "fsdp2.replicas", "pipeline.replicas", "pipeline.shard_replicas")
+def names_said_by_mesh(before: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
+    """Settings whose change is none of the run: mesh says what the deprecated ones have said.
+
+    Args:
+        before: Settings of the last start, those of groups as `group.name`.
+        now: Those of this one.
+    """
+    meshes = before.get("mesh"), now.get("mesh")
+    if not any(meshes):
+        return set()
+    moved = any(before.get(name) != now.get(name) for name in MOVED)
+    as_before = before.get("trainer") == now.get("trainer") and _replicas(before) == _replicas(now)
+    return {*MOVED, "mesh"} if moved and as_before and not all(meshes) else set(MOVED)
+
+
+def _replicas(settings: Mapping[str, object]) -> dict[str, object]:
+    """The deprecated settings of a run, as its mesh has them if it has one."""
+    text = settings.get("mesh")
+    said = _said_before(parse_mesh(text)) if isinstance(text, str) and text else settings
+    return {name: said.get(name, default) for name, default in MOVED.items()}
+
+
+def _said_before(layout: ParallelLayout) -> dict[str, object]:
+    """What the deprecated settings of its trainer say of a layout."""
+    trainer = trainer_for(layout)
+    if trainer == "fsdp2":
+        return {"fsdp2.replicas": layout.replicate}
+    if trainer == "pipeline":
+        return {"pipeline.replicas": layout.data_count, "pipeline.shard_replicas": layout.shard > 1}
+    return {}
 
 
 def _value(settings: Mapping[str, object], name: str) -> object:
     group, _, inner = name.partition(".")
     value = settings.get(group)
     return (value.get(inner) if isinstance(value, Mapping) else None) if inner else value
-
-
-def _with(settings: Mapping[str, object], more: Mapping[str, object]) -> dict[str, object]:
-    found = dict(settings)
-    for name, value in more.items():
-        group, _, inner = name.partition(".")
-        table = found.get(group)
-        found[group] = {**(table if isinstance(table, Mapping) else {}), inner: value} if inner else value
-    return found
 
 
 def _without(settings: Mapping[str, object], names: Collection[str]) -> dict[str, object]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 
 from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments
 from trainer_ddp import CompressionArguments, DDPArguments, DiLoCoArguments, PostLocalSGDArguments
 from trainer_fsdp2 import FSDP2Arguments
 from trainer_pipeline import PipelineArguments
 
-from .mesh import check_mesh
+from .mesh import check_mesh, parse_mesh
 from .trainers import check_trainer
 
 # This application builds its own loader of packed rows and never overwrites: these have no effect on it. The
@@ -62,8 +62,9 @@ class PretrainArguments(DataParallelArguments):
     """single (one process), or how the processes that torchrun starts share the work: ddp (each holds the
     model), fsdp2 (each holds a part of every layer) or pipeline (each holds some of the layers)."""
     mesh: str = ""
-    """Processes along each axis, such as dp=2,shard=4 or pp=2,dp=2; chooses the trainer and the number of
-    copies, and starts that many processes on this machine unless a launcher has."""
+    """Processes in each dimension, such as dp=2,shard=4 or pp=2,dp=2: dp replicates the weights, shard
+    divides them, pp divides the layers. It chooses the trainer, and starts that many processes on this
+    machine unless a launcher has."""
     ddp: DDPArguments = field(default_factory=DDPArguments)
     """With trainer ddp: options of torch's wrapper."""
     compression: CompressionArguments = field(default_factory=CompressionArguments)
@@ -73,7 +74,7 @@ class PretrainArguments(DataParallelArguments):
     diloco: DiLoCoArguments = field(default_factory=DiLoCoArguments)
     """With trainer ddp: local steps, after which an outer optimizer steps."""
     fsdp2: FSDP2Arguments = field(default_factory=FSDP2Arguments)
-    """With trainer fsdp2: how the model is spread over the processes."""
+    """With trainer fsdp2, or a mesh with pp and shard: how weights are spread over the processes."""
     pipeline: PipelineArguments = field(default_factory=PipelineArguments)
     """With trainer pipeline: which layers each process has, and in which order they compute."""
 
@@ -105,8 +106,8 @@ class PretrainArguments(DataParallelArguments):
         """
         super().check()
         self._check_unused()
-        check_mesh(self.mesh, asdict(self))
-        check_trainer(self.trainer, self)
+        check_mesh(self.mesh, self.trainer)
+        check_trainer(self.trainer, self, shards_stages=self.shards_stages)
         if self.undecodable not in ("error", "skip", "replace"):
             raise ConfigurationError(
                 "undecodable", self.undecodable, "must be error, skip or replace", "choose one of these"
@@ -146,6 +147,12 @@ class PretrainArguments(DataParallelArguments):
     def uses_blocks(self) -> bool:
         """Whether a setting works on the blocks that transformer_layers_path leads to."""
         return self.trainer in ("fsdp2", "pipeline") or super().uses_blocks
+
+    @property
+    def shards_stages(self) -> bool:
+        """Whether the processes that have a stage of a pipeline share out its weights."""
+        shards = parse_mesh(self.mesh).shard > 1 or self.pipeline.shard_replicas
+        return self.trainer == "pipeline" and shards
 
     def _check_unused(self) -> None:
         for name in WITHOUT_EFFECT:

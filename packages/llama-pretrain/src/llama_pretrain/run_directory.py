@@ -21,6 +21,7 @@ from trainer_core import (
     move_aside,
 )
 
+from .mesh import follow_mesh, names_said_by_mesh
 from .options import GROUP_NAMES, PretrainArguments
 from .sessions import SESSIONS_NAME, read_sessions
 
@@ -134,7 +135,8 @@ class RunDirectory:
                 "holds no run",
                 "name the output directory of a run",
             )
-        return arguments_from_dict(PretrainArguments, load_config_file(self.path / CONFIG_NAME))
+        _, settings = follow_mesh({}, load_config_file(self.path / CONFIG_NAME))
+        return arguments_from_dict(PretrainArguments, settings)
 
     def check_identity(self, args: PretrainArguments, subject: Mapping[str, object]) -> None:
         """Make sure that settings and data are still those with which the run was begun.
@@ -227,10 +229,11 @@ class RunDirectory:
         now = _by_name(asdict(args))
         # Settings that did not exist at the last start were at their defaults.
         before = _by_name(asdict(PretrainArguments())) | _by_name(load_config_file(self.path / CONFIG_NAME))
+        unsaid = {*_NOT_WORTH_SAYING, *names_said_by_mesh(before, now)}
         return {
             name: (before.get(name), value)
             for name, value in now.items()
-            if name not in _NOT_WORTH_SAYING and before.get(name) != value
+            if name not in unsaid and before.get(name) != value
         }
 
 

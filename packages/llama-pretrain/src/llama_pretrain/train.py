@@ -30,7 +30,7 @@ from .report import announce, say_how_to_continue, say_nothing_was_left, show_re
 from .run_directory import LOGS_NAME, RunDirectory, refuse_if_in_use
 from .sessions import describe_session
 from .tokenizer import Tokenizer, load_tokenizer
-from .trainers import TRAINERS, check_processes, trainer_arguments
+from .trainers import TRAINERS, arguments_class, check_processes, trainer_arguments
 
 
 class BrokenRunError(RuntimeError):
@@ -93,7 +93,8 @@ def build_trainer(experiment: Experiment, env: DistributedEnvInterface) -> Train
     """Put the trainer of a run together; it prints progress and writes the log file."""
     args, tokenizer = experiment.args, experiment.tokenizer
     chosen = TRAINERS[args.trainer]
-    settings = replace(trainer_arguments(chosen.arguments_class, args), logging_dir=str(args.log_path))
+    told = arguments_class(args.trainer, shards_stages=args.shards_stages)
+    settings = replace(trainer_arguments(told, args), logging_dir=str(args.log_path))
     held_out = None
     if experiment.held_out_documents is None:
         settings = replace(settings, eval_strategy="no")
@@ -144,7 +145,7 @@ def train(args: PretrainArguments) -> int:
     # checks the directory any more, and rank 0 may write to it.
     with env:
         trainer = build_trainer(experiment, env)
-        trainer.parallel.agree(experiment.subject)
+        trainer.ranks.check_same(experiment.subject)
         with trainer.owns_output_dir():
             report_ownership()
             return _train_on(env, trainer, experiment, directory, changes, started)
@@ -163,7 +164,7 @@ def _train_on(
     model = trainer.unwrapped_model()
     if speaks:
         documents = experiment.train_documents, experiment.held_out_documents
-        announce(trainer.parallel.whole_model(), *documents, args, env.world_size, changes)
+        announce(trainer.meta_model(), *documents, args, env.world_size, changes)
     with main_process_first(env) as goes_first:
         if goes_first:
             directory.begin(args, experiment.subject, describe_session(args, env))
@@ -183,7 +184,7 @@ def _train_on(
         say_nothing_was_left(output.global_step)
     if _lacks_evaluation(env, experiment, directory, output.global_step):
         trainer.evaluate()
-    with trainer.parallel.guarded("showing the result"), trainer.parallel.consolidated(optimizer=False):
+    with trainer.ranks.lost_rank_errors("showing the result"), trainer.synced_weights():
         with trainer.generating():
             sample = write_sample(model, experiment.tokenizer, args, env.device)
         if speaks:

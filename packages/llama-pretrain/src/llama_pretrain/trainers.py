@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import TypeVar
 
 from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments, suggest
 from trainer_ddp import DDPTrainer
-from trainer_fsdp2 import FSDP2Trainer
-from trainer_pipeline import PipelineTrainer
+from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer
+from trainer_pipeline import PipelineTrainer, PipelineTrainingArguments
 
-from .mesh import Mesh
+from .mesh import parse_mesh
 from .program import PROG
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
@@ -23,15 +23,48 @@ TRAINERS: Mapping[str, type[Trainer]] = {
     "fsdp2": FSDP2Trainer,
     "pipeline": PipelineTrainer,
 }
-"""Name to class. What a class is told is `arguments_class`: its fields are settings of the application."""
+"""Name to class. The fields of its `arguments_class` are settings of the application."""
+_OF_ALL = "mesh"
+"""A setting of some trainers from which the application finds the trainer."""
 
 
-def check_trainer(name: str, args: TrainingArguments) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ShardedPipelineArguments(PipelineTrainingArguments):
+    """What `PipelineTrainer` is told where stages are sharded: adds how, for `FullyShard`."""
+
+    fsdp2: FSDP2Arguments = field(default_factory=FSDP2Arguments)
+    """How weights are spread over the processes that have a stage."""
+
+    def check(self) -> None:
+        """Check every rule of this class and its parents.
+
+        Raises:
+            ConfigurationError: For the first rule that is broken.
+        """
+        super().check()
+        if self.fsdp2.replicas != 1:
+            raise ConfigurationError(
+                "fsdp2.replicas", self.fsdp2.replicas, "has no effect in a pipeline", "set dp in mesh"
+            )
+
+
+def arguments_class(name: str, *, shards_stages: bool) -> type[TrainingArguments]:
+    """The class of what a trainer is told.
+
+    Args:
+        name: The setting `trainer`.
+        shards_stages: Whether processes share out the weights of the stages of a pipeline.
+    """
+    return ShardedPipelineArguments if shards_stages else TRAINERS[name].arguments_class
+
+
+def check_trainer(name: str, args: TrainingArguments, *, shards_stages: bool) -> None:
     """Check the choice of a trainer, the settings that only it has, and that none belongs only to others.
 
     Args:
         name: The setting `trainer`.
         args: The settings of the application; they have every field of every `arguments_class`.
+        shards_stages: Whether processes share out the weights of the stages of a pipeline.
 
     Raises:
         ConfigurationError: For an unknown name, a setting of another trainer, or a broken rule of this one.
@@ -39,12 +72,13 @@ def check_trainer(name: str, args: TrainingArguments) -> None:
     if name not in TRAINERS:
         choices = ", ".join(map(repr, TRAINERS))
         raise ConfigurationError("trainer", name, f"must be one of {choices}", suggest(name, TRAINERS))
-    own = _settings_of(name)
-    for field in fields(args):
-        owners = [each for each in TRAINERS if field.name in _settings_of(each)]
-        if owners and field.name not in own:
-            _refuse_changed(name, field, getattr(args, field.name), owners)
-    trainer_arguments(TRAINERS[name].arguments_class, args)
+    chosen = arguments_class(name, shards_stages=shards_stages)
+    own = {_OF_ALL, *(each.name for each in fields(chosen))}
+    for each in fields(args):
+        owners = [other for other in TRAINERS if each.name in _settings_of(other)]
+        if owners and each.name not in own:
+            _refuse_changed(name, each, getattr(args, each.name), owners)
+    trainer_arguments(chosen, args)
 
 
 def trainer_arguments(cls: type[Arguments], args: TrainingArguments) -> Arguments:
@@ -66,11 +100,11 @@ def check_processes(name: str, mesh: str, world_size: int) -> None:
     Raises:
         ConfigurationError: If it has; the message says what to type.
     """
-    if mesh and Mesh.parse(mesh).size != world_size:
+    if mesh and parse_mesh(mesh).world_size != world_size:
         raise ConfigurationError(
             "mesh",
             mesh,
-            f"is of {Mesh.parse(mesh).size} processes, and {world_size} were started",
+            f"is of {parse_mesh(mesh).world_size} processes, and {world_size} were started",
             "start as many, or change the mesh",
         )
     if name == "single" and world_size > 1:

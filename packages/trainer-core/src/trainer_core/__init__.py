@@ -24,8 +24,19 @@ from .callbacks import (
 )
 from .collectives import Collective
 from .config import arguments_from_dict, field_docs, load_config_file, suggest
-from .data_parallel import DATA_PARALLEL, DataParallel
-from .dry_run import DryRun
+from .distributed.clipping import clip_grad_norm_
+from .distributed.executor import EagerExecutor, Executor, ForwardOutput, GradSync
+from .distributed.placement import BatchPlacement
+from .distributed.ranks import Ranks
+from .distributed.transforms import (
+    BuiltModel,
+    ModelTransform,
+    ReplicateGradients,
+    StepHooks,
+    copy_weights_of_rank_0,
+    saved_buffers,
+)
+from .dry_run import DryRun, no_dry_run
 from .errors import ConfigurationError, DataError
 from .evaluation import EvalMetric
 from .events import EVENTS
@@ -66,7 +77,6 @@ from .model import (
 )
 from .optimization import Multiopt, NonFiniteGradientError, build_optimizer, clip_grad_norm, own_part
 from .options import TrainerOptions
-from .parallelism import Parallelism, Scored, SingleDevice, no_dry_run
 from .precision import (
     FP8_RECIPES,
     QAT_RECIPES,
@@ -78,7 +88,6 @@ from .precision import (
 )
 from .precision.autocast import autocast
 from .previous_runs import PREVIOUS, checkpoints_in, move_aside
-from .replicas import saved_buffers
 from .sampling import Sampling
 from .state import StopCause, TrainerControl, TrainerState, TrainOutput
 from .stop_requests import EXIT_RESUMABLE
@@ -86,7 +95,6 @@ from .traffic import Traffic
 from .trainer import Trainer
 
 __all__ = [
-    "DATA_PARALLEL",
     "EVENTS",
     "EXIT_RESUMABLE",
     "FP8_RECIPES",
@@ -95,20 +103,25 @@ __all__ = [
     "QAT_RECIPES",
     "BaseTrainingArguments",
     "Batch",
+    "BatchPlacement",
+    "BuiltModel",
     "CausalLMLoss",
     "ClassificationLoss",
     "Collective",
     "ConfigurationError",
     "DataError",
-    "DataParallel",
     "DataParallelArguments",
     "DivergenceDetector",
     "DryRun",
+    "EagerExecutor",
     "EarlyStopping",
     "EvalMetric",
+    "Executor",
     "ExternalControl",
+    "ForwardOutput",
     "FusedLinearCrossEntropy",
     "FusedLossFactory",
+    "GradSync",
     "GradientStatistics",
     "InfoCallback",
     "InitialValues",
@@ -120,16 +133,17 @@ __all__ = [
     "ModelInit",
     "ModelLoss",
     "ModelSource",
+    "ModelTransform",
     "Multiopt",
     "NonFiniteGradientError",
     "OutputMeanLoss",
-    "Parallelism",
     "PlannedBatch",
     "ProfilerCallback",
+    "Ranks",
     "RegressionLoss",
+    "ReplicateGradients",
     "Sampling",
-    "Scored",
-    "SingleDevice",
+    "StepHooks",
     "StopCause",
     "TensorBoardCallback",
     "TextSamples",
@@ -151,10 +165,12 @@ __all__ = [
     "checkpoint_activations",
     "checkpoints_in",
     "clip_grad_norm",
+    "clip_grad_norm_",
     "compile_model",
     "construct_without_weights",
     "convert_model",
     "convert_qat",
+    "copy_weights_of_rank_0",
     "count_next_tokens",
     "dump_on_oom",
     "export_qat",
@@ -186,3 +202,17 @@ __all__ = [
     "suggest",
     "to_device",
 ]
+
+_REPLACED = {
+    "Parallelism": "ModelTransform, of which Trainer takes several: Trainer(args, parallel=[...])",
+    "SingleDevice": "Trainer without parallel=[...]; for hooks of a run see StepHooks",
+    "DataParallel": "ModelTransform and Ranks",
+    "Scored": "ForwardOutput",
+    "DATA_PARALLEL": "the views of trainer.ranks.meshes, such as meshes.data",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Say what has replaced a name of an earlier version."""
+    replaced = f"; use {_REPLACED[name]} (see the changelog)" if name in _REPLACED else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{replaced}")

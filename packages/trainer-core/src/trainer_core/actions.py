@@ -124,7 +124,7 @@ class Actions:
         metrics = None
         if run.evaluated is not None and self._has_result():
             metrics, run.ranked_step = run.evaluated[1], run.state.global_step
-        with run.meter.exclude("save"), run.parallel.consolidated(optimizer=True):
+        with run.meter.exclude("save"), run.built.synced_weights(optimizer=True):
             path = run.manager.save_checkpoint(run.state.global_step, metrics=metrics)
             note_best(run)
         run.saved_step = run.state.global_step
@@ -149,13 +149,13 @@ class Actions:
 
     def _is_asked(self, flag: str, due: bool) -> bool:
         control = self.run.events.control
-        raised = self.run.parallel.any([due, getattr(control, flag)])
+        raised = self.run.ranks.any([due, getattr(control, flag)])
         setattr(control, flag, False)
         return any(raised)
 
     def _may_save(self) -> bool:
         run = self.run
-        aborted = run.parallel.any([run.events.control.should_abort_without_save])[0]
+        aborted = run.ranks.any([run.events.control.should_abort_without_save])[0]
         step = run.state.global_step
         unranked = run.args.tracks_best and self._has_result() and run.ranked_step != step
         return not aborted and (run.saved_step != step or unranked)
@@ -171,10 +171,10 @@ class Actions:
         record = record_of(totals, run.state) | {"peak_flops": run.flops.peak()}
         if (recompiles := run.recompiles.count()) is not None:
             record["recompiles"] = recompiles
-        memory = take_peak_memory(run.parallel)
+        memory = take_peak_memory(run.ranks)
         if memory is not None:
             record["peak_mem_allocated"] = memory
-        record |= run.parallel.figures()
+        record |= run.built.log_entries()
         record |= further
         run.events.fire("on_log_step", logs=record)
         self.log(record)
@@ -187,7 +187,7 @@ class Actions:
         cause = run.events.stop_cause
         # A run that a callback ends is not started again to make up for it.
         resumable = cause is not None and cause.resumable
-        asked = run.parallel.any([self._stop_requested() or resumable])[0]
+        asked = run.ranks.any([self._stop_requested() or resumable])[0]
         metrics = None if asked else self.evaluate(run.evaluation)
         run.state.evaluation_pending = metrics is None
         if metrics is None:
@@ -208,7 +208,7 @@ class Actions:
         if run.args.nonfinite_policy == "skip":
             return True
         # The gradient is the same on all ranks, but where each trains a model of its own.
-        seen = run.parallel.gather([float(report.first_step if report.bad else math.inf)])
+        seen = run.ranks.gather([float(report.first_step if report.bad else math.inf)])
         first = min(step for (step,) in seen)
         if math.isinf(first):
             return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -10,6 +12,10 @@ from perf_metrics import ThroughputMeter
 
 from .arguments import TrainingArguments
 from .checkpointing import build_manager
+from .distributed.build import build_model, compile_built, make_loss
+from .distributed.placement import BatchPlacement
+from .distributed.ranks import Ranks
+from .distributed.transforms import BuiltModel, ModelTransform
 from .evaluation import EvaluationSets
 from .events import CallbackHandler
 from .flops_account import FlopsAccount
@@ -29,7 +35,6 @@ from .optimization import (
     optimizer_table,
 )
 from .output_lease import OutputLease
-from .parallelism import Parallelism
 from .precision import build_scaler
 from .run import Run
 from .run_state import CallbackStates, RunComponents, RunProgress
@@ -45,7 +50,9 @@ logger = get_logger(__name__)
 
 def assemble(
     args: TrainingArguments,
-    parallel: Parallelism,
+    ranks: Ranks,
+    transforms: Sequence[ModelTransform],
+    placement: BatchPlacement,
     state: TrainerState,
     events: CallbackHandler,
     parts: Ingredients,
@@ -57,96 +64,107 @@ def assemble(
 
     Args:
         args: The arguments.
-        parallel: How the devices are used.
+        ranks: The ranks.
+        transforms: How they use the model, in order.
+        placement: Which rank gets which batches.
         state: Receives the length of the run.
         events: Where a schedule that is a callback is added.
         parts: What the user gave.
         resumes: Whether a checkpoint will be loaded into it.
         lease: What must be held to write to the output directory.
     """
-    loader, evaluation = _loaders(args, parallel, parts)
+    loader, evaluation = _loaders(args, ranks, placement, parts)
     set_length(state, args, loader)
     follow = resumes or parts.initial_weights is not None
-    loss = build_model(args, parallel, parts, weights_follow=follow)
+    built, loss = build_model_and_loss(args, ranks, transforms, parts, skip_init=follow)
     optimizer, scheduler = None, None
     if loader is not None:
-        optimizer = build_optimizer_of(args, parallel, parts)
+        optimizer = build_optimizer_of(args, built, parts)
         scheduler = build_scheduler(args, optimizer, state, parts)
         if scheduler is not None and is_callback(scheduler):
             events.add(scheduler)
-    parallel.wrap(optimizer)
+    built.attach(optimizer)
     # A rank that has failed alone by now would leave the others waiting for it where none can say why.
-    parallel.agree({"optimizer": type(optimizer).__name__})
-    seed_rank(args, parallel.env.rank)
+    ranks.check_same({"optimizer": type(optimizer).__name__})
+    seed_rank(args, ranks.layout, ranks.env.rank)
     meter = ThroughputMeter()
-    speed = RunSpeed(args.speed_metrics_start_step, samples_per_step(args, parallel))
-    flops = FlopsAccount(parallel, args)
-    scaler = build_scaler(args, parallel.unwrapped_model(), parallel.device)
+    speed = RunSpeed(args.speed_metrics_start_step, samples_per_step(args, ranks))
+    flops = FlopsAccount(built, args)
+    scaler = build_scaler(args, built.model, ranks.device)
     # As `build_update` has it: a scaler's overflow concerns its own step, and a step in backward is done.
     halts = args.nonfinite_policy != "skip" and scaler is None and not args.fuse_optim_with_backward
-    interval = Interval(parallel, state, meter, speed, flops, halts=halts)
+    interval = Interval(ranks, state, meter, speed, flops, traffic=built.traffic, halts=halts)
     schedule = None if scheduler is None else ScheduleState(scheduler)
     options = None if optimizer is None else Hyperparameters(optimizer)
     progress = RunProgress(args, state, interval, speed.samples_per_step, options=options)
     components = RunComponents(
-        parallel,
+        built,
+        placement,
         progress,
         callbacks=CallbackStates(events),
         optimizer=optimizer,
         schedule=schedule,
         scaler=scaler,
         dataset=loader,
+        further=parts.state_components,
     )
     return Run(
         args=args,
         state=state,
         events=events,
-        parallel=parallel,
+        ranks=ranks,
+        built=built,
+        placement=placement,
         loss=loss,
         meter=meter,
         speed=speed,
         interval=interval,
         flops=flops,
         progress=progress,
-        manager=build_manager(args, parallel, components, parts.preprocessor, lease.directory),
+        manager=build_manager(args, ranks, components, parts.preprocessor, lease.directory),
         lease=lease,
         loader=loader,
         evaluation=evaluation,
         optimizer=optimizer,
         scheduler=scheduler,
         schedule=schedule,
-        update=None if optimizer is None else build_update(args, parallel, optimizer, scaler),
-        garbage=GarbagePolicy(args, parallel.device),
+        update=None if optimizer is None else build_update(args, built, optimizer, scaler),
+        garbage=GarbagePolicy(args, ranks.device),
         recompiles=RecompileCounter(args),
         eval_metrics=parts.eval_metrics,
     )
 
 
-def build_model(
-    args: TrainingArguments, parallel: Parallelism, parts: Ingredients, *, weights_follow: bool
-) -> TokenLoss:
-    """Build this rank's model, compiled if asked to, and return the loss that belongs to it."""
-    parallel.build(parts.model, args, weights_follow=weights_follow)
-    loss = parallel.make_loss(args, parts.loss, parts.fused_loss)
-    parallel.compile(args)
-    return loss
+def build_model_and_loss(
+    args: TrainingArguments,
+    ranks: Ranks,
+    transforms: Sequence[ModelTransform],
+    parts: Ingredients,
+    *,
+    skip_init: bool,
+) -> tuple[BuiltModel, TokenLoss]:
+    """Build what this rank holds of the model, compiled if asked to, and the loss that belongs to it."""
+    built = build_model(parts.model, args, ranks, transforms, skip_init=skip_init)
+    loss = make_loss(built, parts.loss, parts.fused_loss)
+    compile_built(built)
+    return built, loss
 
 
 def _loaders(
-    args: TrainingArguments, parallel: Parallelism, parts: Ingredients
+    args: TrainingArguments, ranks: Ranks, placement: BatchPlacement, parts: Ingredients
 ) -> tuple[object | None, EvaluationSets | None]:
     loader = evaluation = None
     if parts.train_data is not None:
-        loader = train_loader(parts.train_data, args, parallel, parts.collator)
+        loader = train_loader(parts.train_data, args, ranks, placement, parts.collator)
     if parts.eval_data is not None:
-        evaluation = evaluation_sets(parts.eval_data, args, parallel, parts.collator)
+        evaluation = evaluation_sets(parts.eval_data, args, ranks, placement, parts.collator)
     return loader, evaluation
 
 
-def build_optimizer_of(args: TrainingArguments, parallel: Parallelism, parts: Ingredients) -> Optimizer:
+def build_optimizer_of(args: TrainingArguments, built: BuiltModel, parts: Ingredients) -> Optimizer:
     """The optimizer of what this rank holds of the model."""
-    model, named = parallel.unwrapped_model(), list(parallel.named_parameters())
-    among = {name: parameter.requires_grad for name, parameter in parallel.whole_model().named_parameters()}
+    model, named = built.model, list(built.named_parameters())
+    among = {name: parameter.requires_grad for name, parameter in built.meta_model.named_parameters()}
 
     def build(some: NamedParameters) -> Optimizer:
         return build_optimizer(
@@ -176,7 +194,7 @@ def build_scheduler(
     return build_schedule(args, optimizer, state.max_steps)
 
 
-def samples_per_step(args: TrainingArguments, parallel: Parallelism) -> int:
+def samples_per_step(args: TrainingArguments, ranks: Ranks) -> int:
     """Examples of one optimizer step over all ranks."""
     per_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    return per_rank * parallel.data_parallel_size
+    return per_rank * ranks.data_parallel_size

@@ -16,9 +16,9 @@ from dist_env import get_logger
 
 from .arguments import TrainingArguments
 from .arguments.changes import Changes
+from .distributed.ranks import Ranks
 from .errors import ConfigurationError
 from .loaders import keeps_position
-from .parallelism import Parallelism
 from .previous_runs import PREVIOUS, starts_over
 from .run import Run
 from .run_state import RunComponents
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 def build_manager(
     args: TrainingArguments,
-    parallel: Parallelism,
+    ranks: Ranks,
     components: RunComponents,
     preprocessor: Preprocessor | None,
     lease: DirectoryLease,
@@ -49,7 +49,7 @@ def build_manager(
         **best,  # type: ignore[arg-type]
     )
     return CheckpointManager(
-        config, dist=parallel.env, stateful_provider=components, preprocessor=preprocessor, lease=lease
+        config, dist=ranks.env, stateful_provider=components, preprocessor=preprocessor, lease=lease
     )
 
 
@@ -160,7 +160,7 @@ def load_best(run: Run) -> bool:
     if path is None:
         logger.warning("no checkpoint has a value of %s: the model stays as it is", run.args.best_metric)
         return False
-    run.parallel.load_weights(path)
+    run.built.load_weights(path)
     logger.info("weights of the best checkpoint are in the model: %s", path)
     return True
 

@@ -14,9 +14,12 @@ from torch.optim import Optimizer
 from dist_env import StaticDistributedEnvironment
 
 from .arguments import TrainingArguments
-from .assembly import build_model, build_optimizer_of, build_scheduler, samples_per_step
+from .assembly import build_model_and_loss, build_optimizer_of, build_scheduler, samples_per_step
 from .batch import Batch, Window, next_window, row_length
 from .collectives import Collective, CollectiveWatch
+from .distributed.placement import BatchPlacement
+from .distributed.ranks import Ranks
+from .distributed.transforms import BuiltModel, ModelTransform
 from .errors import ConfigurationError, DataError
 from .flops_account import FlopsAccount
 from .given import Ingredients
@@ -24,7 +27,6 @@ from .loaders import train_loader
 from .loss import TokenLoss
 from .model import ordinary_tensors, run_settings, without_values
 from .optimization import own_part
-from .parallelism import Parallelism, SingleDevice
 from .schedule import set_length
 from .state import fresh_state
 from .update import Update, build_update
@@ -63,45 +65,50 @@ class DryRun:
         return self.rows * self.row_length
 
 
-def dry_run(args: TrainingArguments, parallel: Parallelism, parts: Ingredients) -> DryRun:
+def dry_run(
+    args: TrainingArguments, ranks: Ranks, transforms: Sequence[ModelTransform], parts: Ingredients
+) -> DryRun:
     """Build model and optimizer of this rank, and make an optimizer step on its own first batches.
 
     Args:
         args: The arguments.
-        parallel: How the devices are used; checked already.
+        ranks: The ranks.
+        transforms: How they use the model, in order; checked already.
         parts: What the user gave.
 
     Raises:
         ConfigurationError: If a setting cannot be applied, as in training.
         DataError: If there is no data.
     """
-    parallel.check_dry_run(args)
-    state = fresh_state(args, parallel.env)
-    alone = SingleDevice(StaticDistributedEnvironment(device=parallel.device))
-    loader = train_loader(parts.train_data, args, alone, parts.collator)
+    if args.mixed_precision == "fp16":
+        raise no_dry_run("mixed_precision", "fp16")
+    for transform in transforms:
+        transform.check_dry_run(args)
+    state = fresh_state(args, ranks.env)
+    alone = Ranks(StaticDistributedEnvironment(device=ranks.device))
+    loader = train_loader(parts.train_data, args, alone, BatchPlacement(args, alone), parts.collator)
     set_length(state, args, loader)
     watch = CollectiveWatch()
-    with without_values(), _settings(args, parallel):
-        loss = build_model(args, parallel, parts, weights_follow=False)
-        optimizer = build_optimizer_of(args, parallel, parts)
+    with without_values(), _settings(args, ranks):
+        built, loss = build_model_and_loss(args, ranks, transforms, parts, skip_init=False)
+        optimizer = build_optimizer_of(args, built, parts)
         scheduler = build_scheduler(args, optimizer, state, parts)
-        parallel.wrap(optimizer)
-        update = build_update(args, parallel, optimizer, scaler=None)
+        built.attach(optimizer)
+        update = build_update(args, built, optimizer, scaler=None)
         with ordinary_tensors():
             window = _first_window(loader, args, loss)
-        parallel.trained_module.train()
-        parallel.zero_grad()
-        parallel.begin(0)
-        with watch, _naming_the_model(parallel):
-            _make_step(args, parallel, loss, update, window)
+        built.zero_grad()
+        built.begin(0)
+        with watch, _naming_the_model(built):
+            _make_step(built, loss, update, window)
         if scheduler is not None:
             scheduler.step()
-        held = _held(parallel, optimizer)
+        held = _held(built, optimizer)
     length = row_length(window.positions[0])
-    rows = samples_per_step(args, parallel)
-    flops, executed = _flops(parallel, args, length, rows * length)
+    rows = samples_per_step(args, ranks)
+    flops, executed = _flops(built, args, length, rows * length)
     return DryRun(
-        parameters=sum(parameter.numel() for parameter in parallel.whole_model().parameters()),
+        parameters=sum(parameter.numel() for parameter in built.meta_model.parameters()),
         **held,
         optimizer_name=type(optimizer).__name__,
         rows=rows,
@@ -109,21 +116,31 @@ def dry_run(args: TrainingArguments, parallel: Parallelism, parts: Ingredients) 
         flops=flops,
         executed_flops=executed,
         collectives=watch.found(),
-        left_out=tuple(_left_out(args, parallel)),
+        left_out=tuple(_left_out(args, ranks)),
+    )
+
+
+def no_dry_run(setting: str, value: object) -> ConfigurationError:
+    """The error for a setting that a dry run cannot follow."""
+    return ConfigurationError(
+        setting,
+        value,
+        "needs real tensor values, which a dry run does not have",
+        "leave it out of the dry run",
     )
 
 
 @contextmanager
-def _settings(args: TrainingArguments, parallel: Parallelism) -> Iterator[None]:
+def _settings(args: TrainingArguments, ranks: Ranks) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(run_settings(args, parallel.device))
+        stack.enter_context(run_settings(args, ranks.device))
         if args.torch_compile:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
 @contextmanager
-def _naming_the_model(parallel: Parallelism) -> Iterator[None]:
+def _naming_the_model(built: BuiltModel) -> Iterator[None]:
     """A context in which it is the model's fault that something needs a value."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -132,7 +149,7 @@ def _naming_the_model(parallel: Parallelism) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigurationError(
             "model",
-            type(parallel.unwrapped_model()).__name__,
+            type(built.model).__name__,
             f"cannot run on tensors without values ({type(error).__name__}: {error})",
             "take what reads values, such as .item() or `if tensor:`, out of model and loss",
         ) from error
@@ -146,21 +163,19 @@ def _first_window(loader: object, args: TrainingArguments, loss: TokenLoss) -> W
     return window
 
 
-def _make_step(
-    args: TrainingArguments, parallel: Parallelism, loss: TokenLoss, update: Update, window: Window
-) -> None:
+def _make_step(built: BuiltModel, loss: TokenLoss, update: Update, window: Window) -> None:
     """What the loop does in a step; gradients stay."""
-    tokens = parallel.sum(window.target_tokens)
-    for number, batch in enumerate(window.batches, start=1):
-        last = number == len(window.batches)
-        parallel.forward_backward(batch, loss, args, divisor=update.divisor(tokens), last=last)
+    tokens = built.ranks.sum(window.target_tokens)
+    built.executor.forward_backward(
+        window.batches, loss, denominator=update.denominator(tokens), fire=lambda event: None
+    )
     update.measure()
     update.apply()
 
 
-def _held(parallel: Parallelism, optimizer: Optimizer) -> dict[str, int]:
-    parameters = [own_part(parameter) for parameter in parallel.unwrapped_model().parameters()]
-    gradients = [own_part(each.grad) for each in parallel.parameters if each.grad is not None]
+def _held(built: BuiltModel, optimizer: Optimizer) -> dict[str, int]:
+    parameters = [own_part(parameter) for parameter in built.model.parameters()]
+    gradients = [own_part(each.grad) for each in built.parameters if each.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values()]
     return {
         "weights": _bytes(parameters),
@@ -174,19 +189,19 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _flops(
-    parallel: Parallelism, args: TrainingArguments, length: int, tokens: int
+    built: BuiltModel, args: TrainingArguments, length: int, tokens: int
 ) -> tuple[float | None, float | None]:
-    account = FlopsAccount(parallel, args)
+    account = FlopsAccount(built, args)
     flops = account.per_token(length) * tokens or None
     again = account.recomputed({length: tokens})
     return flops, None if flops is None or again is None else flops + again
 
 
-def _left_out(args: TrainingArguments, parallel: Parallelism) -> Iterator[str]:
+def _left_out(args: TrainingArguments, ranks: Ranks) -> Iterator[str]:
     yield "initial weights, and those of a checkpoint"
     if args.torch_compile:
         yield "torch_compile: operators ran one by one"
-    if parallel.env.world_size > 1:
+    if ranks.env.world_size > 1:
         yield "the other ranks, and everything that goes between the hosts: batches, sums of a few numbers"
     yield "the rest of the data: whether they fill the steps of all ranks"
     yield "evaluation, checkpoints and callbacks"

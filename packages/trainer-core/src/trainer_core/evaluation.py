@@ -42,9 +42,9 @@ def evaluate(
     Raises:
         DataError: If no token counts.
     """
-    parallel, limit = run.parallel, run.args.max_eval_steps
-    sums = torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=parallel.device)
-    with parallel.consolidated(optimizer=False), undisturbed(parallel.model):
+    ranks, limit = run.ranks, run.args.max_eval_steps
+    sums = torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=ranks.device)
+    with run.built.synced_weights(optimizer=False), undisturbed(run.built.model):
         batches = iter(cast(Iterable[Batch], loader))
         try:
             for batch in islice(batches, limit if limit > 0 else None):
@@ -53,12 +53,14 @@ def evaluate(
                 if not getattr(loader, "last_is_dummy", False):
                     sums += figures
                 run.events.fire("on_prediction_step")
-                if parallel.any([stop_requested()])[0]:
+                if ranks.any([stop_requested()])[0]:
                     return None
         finally:
             if not run.args.dataloader_persistent_workers:
                 end_workers(loader, batches)
-    count_of_batches, total, tokens, *metrics = parallel.sum(sums).tolist()
+    # The loss is known on the ranks that hold the end of the model; those of a tensor group have the same.
+    counts = ranks.coordinates["tensor"] == 0
+    count_of_batches, total, tokens, *metrics = ranks.sum(sums, counts=counts).tolist()
     if tokens == 0:
         raise DataError(_nothing_to_score(run, int(count_of_batches), name))
     whole = int(tokens) if tokens.is_integer() else tokens
@@ -74,7 +76,7 @@ def _score(run: Run, batch: Batch, device: torch.device) -> Tensor:
 
     They are 0 on a rank that does not see the predictions.
     """
-    scored = run.parallel.forward(batch, run.loss, run.args)
+    scored = run.built.executor.forward(batch, run.loss)
     if scored is None:
         return torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=device)
     figures = [torch.ones((), device=device), scored.loss, run.loss.count(scored.labels)]
@@ -85,6 +87,7 @@ def _score(run: Run, batch: Batch, device: torch.device) -> Tensor:
 
 def _nothing_to_score(run: Run, batches: int, name: str) -> str:
     args = run.args
+    settings = f", {told}" if (told := run.placement.settings()) else ""
     cause = (
         "the set is empty, or smaller than what every rank needs"
         if batches == 0
@@ -95,8 +98,8 @@ def _nothing_to_score(run: Run, batches: int, name: str) -> str:
         f"{cause} "
         f"(per_device_eval_batch_size={args.per_device_eval_batch_size}, "
         f"dataloader_drop_last={args.dataloader_drop_last} (training only), "
-        f"max_eval_steps={args.max_eval_steps}, world size {run.parallel.env.world_size}"
-        f"{run.parallel.evaluation_settings()}); give more evaluation data, or smaller batches"
+        f"max_eval_steps={args.max_eval_steps}, world size {run.ranks.env.world_size}"
+        f"{settings}); give more evaluation data, or smaller batches"
     )
 
 

@@ -17,7 +17,7 @@ from perf_metrics import (
 )
 
 from .arguments import TrainingArguments
-from .parallelism import Parallelism
+from .distributed.transforms import BuiltModel
 from .precision import fp8_share_of
 
 logger = get_logger(__name__)
@@ -27,12 +27,12 @@ class FlopsAccount:
     """Model FLOPs per token of a run, what of them is computed twice, and the peak of its devices.
 
     Args:
-        parallel: Has the model, and gathers the peaks of all ranks.
+        built: Has the model, and the ranks, whose peaks are gathered.
         args: Types that matrix products run in, `peak_hardware_flops` and `check_flops`.
     """
 
-    def __init__(self, parallel: Parallelism, args: TrainingArguments) -> None:
-        self._parallel = parallel
+    def __init__(self, built: BuiltModel, args: TrainingArguments) -> None:
+        self._built = built
         self._args = args
         self._flops: ModelFlops | None = None
         self._known: dict[int, FlopsPerToken | None] = {}
@@ -64,7 +64,7 @@ class FlopsAccount:
             self._is_counted = True
             if self._args.check_flops and self._flops is not None:
                 length = next(reversed(self._known))
-                self._counted = warn_of_disagreement(self._parallel.whole_model(), length, flops=self._flops)
+                self._counted = warn_of_disagreement(self._built.meta_model, length, flops=self._flops)
         # What a memory budget recomputes is up to the compiler.
         if self._counted is None or self._args.activation_memory_budget is not None:
             return None
@@ -80,12 +80,12 @@ class FlopsAccount:
         if not self._is_gathered:
             self._is_gathered = True
             peak = device_peak_flops(self._types(), value=self._args.peak_hardware_flops)
-            gathered = self._parallel.gather([math.nan if peak is None else peak])
+            gathered = self._built.ranks.gather([math.nan if peak is None else peak])
             self._peak = sum_peaks(None if math.isnan(value) else value for (value,) in gathered)
         return self._peak
 
     def _per_token(self, length: int) -> FlopsPerToken | None:
-        model = self._parallel.whole_model()
+        model = self._built.meta_model
         if length == 1 and not callable(getattr(model, "flops_per_token", None)):
             logger.warning(
                 "the FLOPs of %s are not known: its batches have one label for each example and no input_ids "
@@ -105,8 +105,8 @@ class FlopsAccount:
 
     def _types(self) -> str | Mapping[str, float]:
         """The types that products run in, with their shares where there are several."""
-        usual = self._args.matmul_dtype
-        share = fp8_share_of(self._parallel.unwrapped_model(), self._args)
+        usual = self._built.matmul_dtype or self._args.matmul_dtype
+        share = fp8_share_of(self._built.model, self._args)
         flops = next(reversed(self._known.values()), None)
         if flops is not None and flops.total > 0:
             share *= flops.matmul / flops.total

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from checkpoint_core import Preprocessor
+from checkpoint_core import Preprocessor, StateComponent
 from dist_env import DistributedEnvInterface, DistributedEnvironment, StaticDistributedEnvironment
 
 from .arguments import TrainingArguments
@@ -26,6 +26,21 @@ from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 
 _OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_SCHEDULE = ("warmup_steps", "lr_scheduler_type", "lr_scheduler_kwargs")
+
+RUN_COMPONENTS = (
+    "trainer",
+    "model",
+    "optimizer",
+    "scheduler",
+    "grad_scaler",
+    "callbacks",
+    "dataset",
+    "rng",
+    "replica",
+    "outer",
+    "compression",
+)
+"""Keys of what runs save by themselves, with any transform of these packages."""
 
 OptimizerClass = tuple[type[Optimizer], Mapping[str, object]]
 
@@ -46,6 +61,7 @@ class Ingredients:
     optimizer_groups: OptimizerGroups | None
     scheduler: SchedulerFactory | None
     preprocessor: Preprocessor | None
+    state_components: Sequence[StateComponent]
 
     def facts(self) -> dict[str, object]:
         """What of it has to be the same on all ranks, as plain values by the names that users know."""
@@ -64,7 +80,12 @@ class Ingredients:
         if isinstance(self.eval_data, Mapping):
             facts["eval_dataset"] = names_of_sets(self.eval_data)
         weights = None if self.initial_weights is None else str(self.initial_weights)
-        return {**facts, "eval_metrics": sorted(self.eval_metrics), "initial_weights": weights}
+        return {
+            **facts,
+            "eval_metrics": sorted(self.eval_metrics),
+            "initial_weights": weights,
+            "state_components": [component.key for component in self.state_components],
+        }
 
 
 def model_source(model: nn.Module | None, model_init: ModelInit | None) -> ModelSource:
@@ -132,6 +153,15 @@ def check_ingredients(args: TrainingArguments, parts: Ingredients) -> None:
             "works with one optimizer, and optimizer_groups make several",
             "leave the factories out of optimizer_groups",
         )
+    for number, component in enumerate(parts.state_components):
+        others = {*RUN_COMPONENTS, *(other.key for other in parts.state_components[:number])}
+        if component.key in others:
+            raise ConfigurationError(
+                "state_components",
+                component.key,
+                "is the key of another component of the checkpoint",
+                "give it a key of its own",
+            )
     if parts.optimizer is not None:
         _refuse_beside(args, _OF_ADAMW, "an optimizer of your own")
     if parts.scheduler is not None:

@@ -13,10 +13,11 @@ from torch import Tensor
 from perf_metrics import ThroughputMeter
 
 from .batch import Window, row_length
+from .distributed.ranks import Ranks
 from .flops_account import FlopsAccount
-from .parallelism import Parallelism
 from .speed import RunSpeed
 from .state import TrainerState
+from .traffic import Traffic
 
 _HELD_STEPS = 256
 """Steps whose scalars are held before they are added up, which bounds memory when nothing is logged."""
@@ -131,32 +132,35 @@ class Interval:
     """The current log interval; part of a checkpoint, so that a resumed curve has the same points.
 
     Args:
-        parallel: Sums over ranks.
+        ranks: Sums over ranks.
         state: Receives the token and FLOP totals.
         meter: Net time and time spent waiting for data.
         speed: Speed of the whole session; gets the same time.
         flops: What a token costs.
+        traffic: What this rank has sent; None where nobody counts.
         halts: Whether no step is applied after one whose gradient was not finite.
     """
 
     def __init__(
         self,
-        parallel: Parallelism,
+        ranks: Ranks,
         state: TrainerState,
         meter: ThroughputMeter,
         speed: RunSpeed,
         flops: FlopsAccount,
         *,
+        traffic: Traffic | None = None,
         halts: bool = False,
     ) -> None:
         self.totals = Totals()
-        self._parallel = parallel
+        self._ranks = ranks
+        self._traffic = traffic
         self._state = state
         self._meter = meter
         self._speed = speed
         self._flops = flops
-        self._finite = torch.ones((), device=parallel.device) if halts else None
-        self._sums = _DeviceSums(parallel.device, self._finite)
+        self._finite = torch.ones((), device=ranks.device) if halts else None
+        self._sums = _DeviceSums(ranks.device, self._finite)
         self._sent = 0
 
     def add(self, window: Window, loss_sum: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
@@ -173,7 +177,7 @@ class Interval:
         """Bring the figures to the host, summed over ranks, and add them to the run's totals."""
         if self._sums.updates:
             self._take(self._sums)
-            self._sums = _DeviceSums(self._parallel.device, self._finite)
+            self._sums = _DeviceSums(self._ranks.device, self._finite)
         # The clock is read last: reading the sums above has waited for the device.
         lap = self._meter.lap()
         self._speed.add(lap.net_seconds, lap.gross_seconds)
@@ -182,9 +186,9 @@ class Interval:
         self.totals.data_seconds += lap.phases.get("data", 0.0)
 
     def _take(self, sums: _DeviceSums) -> None:
-        counts = self._parallel.counts_data
+        counts = self._ranks.counts_tokens
         recomputed = self._recomputed(sums) if counts else 0.0
-        ranks = self._parallel.gather([*sums.figures(counts=counts), self._new_traffic(), recomputed])
+        ranks = self._ranks.gather([*sums.figures(counts=counts), self._new_traffic(), recomputed])
         columns = list(zip(*ranks, strict=True))
         loss_sum, applied_tokens, target, masked_inputs = map(sum, columns[:4])
         # Equal on all ranks, but where each trains a model of its own.
@@ -205,7 +209,7 @@ class Interval:
         totals.skipped += sums.updates - int(applied)
         totals.grad_norm_square_sum += square_sum
         totals.grad_norm_max = max(totals.grad_norm_max, *columns[6])
-        if self._parallel.traffic is not None:
+        if self._traffic is not None:
             totals.communicated_bytes = (totals.communicated_bytes or 0) + sent
         state.num_target_tokens_seen += int(target)
         state.num_input_tokens_seen += int(inputs)
@@ -219,8 +223,7 @@ class Interval:
 
     def _new_traffic(self) -> float:
         """Bytes that this rank has sent since the last call."""
-        traffic = self._parallel.traffic
-        before, self._sent = self._sent, 0 if traffic is None else traffic.bytes
+        before, self._sent = self._sent, 0 if self._traffic is None else self._traffic.bytes
         return self._sent - before
 
     def close(self) -> Totals | None:
@@ -246,7 +249,7 @@ class Interval:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Take up an interval where a checkpoint left it."""
         self.begin()
-        self._sums = _DeviceSums(self._parallel.device, self._finite)
+        self._sums = _DeviceSums(self._ranks.device, self._finite)
         known = {field.name for field in fields(Totals)}
         self.totals = Totals(**{name: value for name, value in state.items() if name in known})  # type: ignore[arg-type]
 

@@ -21,20 +21,25 @@ from dist_env import tie_loader_workers
 
 from .arguments import TrainingArguments
 from .batch import Batch
+from .distributed.placement import BatchPlacement
+from .distributed.ranks import Ranks
 from .evaluation import EvaluationData, EvaluationSets, names_of_sets
-from .parallelism import Parallelism
 
 Collator = Callable[[list[object]], Batch]
 
 
 def train_loader(
-    data: object, args: TrainingArguments, parallel: Parallelism, collator: Collator | None
+    data: object,
+    args: TrainingArguments,
+    ranks: Ranks,
+    placement: BatchPlacement,
+    collator: Collator | None,
 ) -> object:
     """This rank's batches of the training data."""
     if isinstance(data, DocumentStream):
-        data = _stream_loader(data, args.per_device_train_batch_size, args, parallel)
+        data = _stream_loader(data, args.per_device_train_batch_size, args, ranks)
     if is_loader(data):
-        return parallel.wrap_loader(tie_loader_workers(data))
+        return placement.train_loader(tie_loader_workers(data))
 
     def build() -> object:
         return build_loader(
@@ -43,33 +48,41 @@ def train_loader(
             collate_fn=collator,
             num_workers=args.dataloader_num_workers,
             drop_last=args.dataloader_drop_last,
-            pin_memory=_pin(args, parallel),
+            pin_memory=_pin(args, ranks),
             prefetch_factor=args.dataloader_prefetch_factor,
             persistent_workers=args.dataloader_persistent_workers,
             shuffle=args.dataloader_shuffle and not isinstance(data, IterableDataset),
             seed=max(0, args.seed),
         )
 
-    return parallel.wrap_loader(_on_all_ranks(build, parallel, "train_dataset"))
+    return placement.train_loader(_on_all_ranks(build, ranks, placement, "train_dataset"))
 
 
 def evaluation_sets(
-    data: object, args: TrainingArguments, parallel: Parallelism, collator: Collator | None
+    data: object,
+    args: TrainingArguments,
+    ranks: Ranks,
+    placement: BatchPlacement,
+    collator: Collator | None,
 ) -> EvaluationSets:
     """This rank's batches of each evaluation set."""
     names = names_of_sets(data)
     given = data if isinstance(data, Mapping) else {"": data}
-    return {name: evaluation_data(given[name], args, parallel, collator) for name in names}
+    return {name: evaluation_data(given[name], args, ranks, placement, collator) for name in names}
 
 
 def evaluation_data(
-    data: object, args: TrainingArguments, parallel: Parallelism, collator: Collator | None
+    data: object,
+    args: TrainingArguments,
+    ranks: Ranks,
+    placement: BatchPlacement,
+    collator: Collator | None,
 ) -> EvaluationData:
     """This rank's batches of the evaluation data, in order."""
     packed = data.dataset if isinstance(data, StreamLoader) else data
     if isinstance(packed, DocumentStream):
         size = data.batch_size if isinstance(data, StreamLoader) else args.per_device_eval_batch_size
-        data = _stream_loader(packed.reader(), size, args, parallel)
+        data = _stream_loader(packed.reader(), size, args, ranks)
 
     def build() -> object:
         return build_loader(
@@ -77,18 +90,20 @@ def evaluation_data(
             args.per_device_eval_batch_size,
             collate_fn=collator,
             num_workers=args.dataloader_num_workers,
-            pin_memory=_pin(args, parallel),
+            pin_memory=_pin(args, ranks),
         )
 
     if isinstance(data, IterableDataset):
         # Asking such a loader for its state would start its workers.
-        return EvaluationData(lambda: parallel.wrap_evaluation_loader(build()))
-    built = None if is_loader(data) else _on_all_ranks(build, parallel, "eval_dataset")
-    loader = parallel.wrap_evaluation_loader(tie_loader_workers(data) if is_loader(data) else built)
+        return EvaluationData(lambda: placement.evaluation_loader(build()))
+    built = None if is_loader(data) else _on_all_ranks(build, ranks, placement, "eval_dataset")
+    loader = placement.evaluation_loader(tie_loader_workers(data) if is_loader(data) else built)
     return EvaluationData(lambda: loader, beginning=position_of(loader))
 
 
-def _on_all_ranks(build: Callable[[], object], parallel: Parallelism, setting: str) -> object:
+def _on_all_ranks(
+    build: Callable[[], object], ranks: Ranks, placement: BatchPlacement, setting: str
+) -> object:
     """What `build` gives, once it has given something on every rank; collective.
 
     A rank that raised alone, as for a shard without an example, would leave the others waiting for it.
@@ -98,8 +113,7 @@ def _on_all_ranks(build: Callable[[], object], parallel: Parallelism, setting: s
         loader = build()
     except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
         failed = error
-    settings = parallel.evaluation_settings().removeprefix(", ")
-    parallel.fail_together(failed, f"load its {setting} ({settings})")
+    ranks.fail_together(failed, f"load its {setting} ({placement.settings()})")
     return loader
 
 
@@ -164,16 +178,16 @@ def epoch_progress_of(loader: object) -> float:
 
 
 def _stream_loader(
-    stream: DocumentStream, batch_size: int, args: TrainingArguments, parallel: Parallelism
+    stream: DocumentStream, batch_size: int, args: TrainingArguments, ranks: Ranks
 ) -> StreamLoader:
     return StreamLoader(
         stream,
         batch_size,
         num_workers=args.dataloader_num_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
-        pin_memory=_pin(args, parallel),
+        pin_memory=_pin(args, ranks),
     )
 
 
-def _pin(args: TrainingArguments, parallel: Parallelism) -> bool:
-    return args.dataloader_pin_memory and parallel.device.type != "cpu"
+def _pin(args: TrainingArguments, ranks: Ranks) -> bool:
+    return args.dataloader_pin_memory and ranks.device.type != "cpu"

@@ -58,11 +58,10 @@ class TrainingLoop:
 
     def _train(self) -> TrainOutput:
         run = self.run
-        run.parallel.trained_module.train()
-        run.parallel.zero_grad()
+        run.built.zero_grad()
         self.update.reset()
         run.interval.begin()
-        run.parallel.begin(run.state.global_step)
+        run.built.begin(run.state.global_step)
         run.meter.start()
         run.speed.begin(run.state)
         run.state.session_start_step = run.state.global_step
@@ -154,8 +153,10 @@ class TrainingLoop:
         run, events = self.run, self.run.events
         events.fire("on_step_begin")
         run.progress.generators_before_epoch = None
-        tokens = run.parallel.sum(window.target_tokens)
-        loss_sum = self._forward_backward(window.batches, self.update.divisor(tokens))
+        tokens = run.ranks.sum(window.target_tokens)
+        loss_sum = run.built.executor.forward_backward(
+            window.batches, run.loss, denominator=self.update.denominator(tokens), fire=events.fire
+        )
         grad_norm = self.update.measure()
         events.fire("on_pre_optimizer_step")
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
@@ -165,27 +166,17 @@ class TrainingLoop:
             events.fire("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=window.target_tokens)
         run.interval.add(window, loss_sum, grad_norm, learning_rate)
         run.state.global_step += 1
-        run.parallel.after_step(run.state.global_step)
+        run.built.after_step(run.state.global_step)
         run.update_epoch()
         events.fire("on_step_end")
         if run.speed.starts_after(run.state):
             run.interval.flush()
             run.speed.mark(run.state)
 
-    def _forward_backward(self, batches: list[Batch], divisor: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of the token losses on this rank."""
-        run, sums = self.run, []
-        for number, batch in enumerate(batches, start=1):
-            run.events.fire("on_forward_backward_begin")
-            last = number == len(batches)
-            sums.append(run.parallel.forward_backward(batch, run.loss, run.args, divisor=divisor, last=last))
-            run.events.fire("on_forward_backward_end")
-        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-
     def _step_optimizer(self) -> None:
         run = self.run
         applied = self.update.apply()
-        run.parallel.zero_grad()
+        run.built.zero_grad()
         run.events.fire("on_optimizer_step")
         if applied and run.scheduler is not None:
             run.scheduler.step()
@@ -227,7 +218,7 @@ class TrainingLoop:
         run, state = self.run, self.run.state
         moved_on = (epoch_of(run.loader) or 0) > state.raw_epoch or state.epoch_data_ended
         # A rank that does not read the data itself may not know.
-        return run.parallel.any([moved_on])[0] or (0 < run.steps_in_epoch == state.epoch_train_steps)
+        return run.ranks.any([moved_on])[0] or (0 < run.steps_in_epoch == state.epoch_train_steps)
 
     def _note_a_short_epoch(self) -> None:
         run = self.run
@@ -249,7 +240,7 @@ class TrainingLoop:
     def _agree(self) -> None:
         """Make what one rank asks for, or was asked by a signal, the wish of all ranks."""
         run, control, cause = self.run, self.run.events.control, self.stops.cause
-        stop, *flags = run.parallel.any([cause is not None, *vars(control).values()])
+        stop, *flags = run.ranks.any([cause is not None, *vars(control).values()])
         for name, raised in zip(vars(control), flags, strict=True):
             setattr(control, name, raised)
         if stop and not control.should_training_stop:
@@ -268,7 +259,7 @@ class TrainingLoop:
         self._told_abort = control.should_abort_without_save
         own = run.events.stop_cause
         told = None if own is None else own._asdict()
-        causes = [StopCause(**found) for found in gather_objects(told, run.parallel.env) if found is not None]
+        causes = [StopCause(**found) for found in gather_objects(told, run.ranks.env) if found is not None]
         # The one that aborts, if any does; of several the lowest rank's. "a signal" was got by another rank.
         causes.sort(key=lambda found: (not found.aborted, found.name == "a signal"))
         if causes:

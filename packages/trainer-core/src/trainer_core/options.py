@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
 from torch import nn
 
-from checkpoint_core import Preprocessor
+from checkpoint_core import Preprocessor, StateComponent
 from dist_env import DistributedEnvInterface
 
+from .distributed.transforms import ModelTransform
 from .evaluation import EvalMetric
 from .given import OptimizerClass
 from .loaders import Collator
 from .loss import FusedLossFactory, TokenLoss
 from .model import ModelInit
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
-from .parallelism import Parallelism
 
 
 class TrainerOptions(TypedDict, total=False):
@@ -39,4 +39,5 @@ class TrainerOptions(TypedDict, total=False):
     optimizer_cls_and_kwargs: OptimizerClass | None
     optimizer_groups: OptimizerGroups | None
     lr_scheduler_factory: SchedulerFactory | None
-    parallelism: Parallelism | None
+    parallel: Sequence[ModelTransform]
+    state_components: Sequence[StateComponent]

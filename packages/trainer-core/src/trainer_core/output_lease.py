@@ -16,8 +16,8 @@ from checkpoint_core import (
 from dist_env import gather_objects, get_logger
 
 from .arguments import TrainingArguments
+from .distributed.ranks import Ranks
 from .errors import ConfigurationError
-from .parallelism import Parallelism
 from .previous_runs import PREVIOUS, checkpoints_in
 
 logger = get_logger(__name__)
@@ -30,10 +30,10 @@ class OutputLease:
 
     Args:
         args: The arguments.
-        parallel: The ranks.
+        ranks: The ranks.
     """
 
-    def __init__(self, args: TrainingArguments, parallel: Parallelism) -> None:
+    def __init__(self, args: TrainingArguments, ranks: Ranks) -> None:
         times = {
             "heartbeat_seconds": args.lease_heartbeat_seconds,
             "takeover_seconds": args.lease_takeover_seconds,
@@ -41,8 +41,8 @@ class OutputLease:
         self.directory = DirectoryLease(args.output_dir, **times)
         """For the manager of the checkpoints."""
         self._args = args
-        self._parallel = parallel
-        env = parallel.env
+        self._ranks = ranks
+        env = ranks.env
         self._leases: list[tuple[str, DirectoryLease]] = []
         if env.rank == 0 or (args.save_on_each_node and env.local_rank == 0):
             self._leases.append(("output_dir", self.directory))
@@ -60,7 +60,7 @@ class OutputLease:
                 run has saved in the output directory since this one left it or loaded its state there.
         """
         if self._users == 0:
-            with self._parallel.guarded("taking the output directory"):
+            with self._ranks.lost_rank_errors("taking the output directory"):
                 self._acquire()
         self._users += 1
         try:
@@ -112,7 +112,7 @@ class OutputLease:
         return holder is None
 
     def _acquire(self) -> None:
-        refusals: list[list[str] | None] = gather_objects(self._refusal(), self._parallel.env)
+        refusals: list[list[str] | None] = gather_objects(self._refusal(), self._ranks.env)
         for refusal in refusals:
             if refusal is not None:
                 self._release()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from .parallelism import Parallelism
+from .distributed.ranks import Ranks
 
 
-def take_peak_memory(parallel: Parallelism) -> list[int] | None:
+def take_peak_memory(ranks: Ranks) -> list[int] | None:
     """Most bytes allocated since the last call, one figure per rank; None without an accelerator."""
-    if parallel.device.type != "cuda":
+    if ranks.device.type != "cuda":
         return None
-    peak = torch.cuda.max_memory_allocated(parallel.device)
-    torch.cuda.reset_peak_memory_stats(parallel.device)
-    return [int(value) for (value,) in parallel.gather([float(peak)])]
+    peak = torch.cuda.max_memory_allocated(ranks.device)
+    torch.cuda.reset_peak_memory_stats(ranks.device)
+    return [int(value) for (value,) in ranks.gather([float(peak)])]

@@ -75,7 +75,7 @@ def make_room(run: Run) -> None:
     Raises:
         ConfigurationError: On every rank, if something cannot be moved.
     """
-    args, env, loaded = run.args, run.parallel.env, run.loaded
+    args, env, loaded = run.args, run.ranks.env, run.loaded
     if args.save_strategy == "no":
         return
     paths: list[Path] = []
@@ -85,7 +85,7 @@ def make_room(run: Run) -> None:
     elif starts_over(run):
         logs = [one.filename for one in run.events.callbacks if isinstance(one, JsonLogger)]
         paths = [*checkpoints_in(args.output_dir), *(args.log_path / name for name in logs)]
-    if not run.parallel.any([bool(paths)])[0]:
+    if not run.ranks.any([bool(paths)])[0]:
         return
     failure = None
     # Where nodes keep checkpoints of their own, each has a directory of its own.
@@ -94,7 +94,7 @@ def make_room(run: Run) -> None:
             move_aside(args.output_dir, paths)
         except ConfigurationError as error:
             failure = error
-    if run.parallel.any([failure is not None])[0]:
+    if run.ranks.any([failure is not None])[0]:
         raise failure or ConfigurationError(
             "output_dir", args.output_dir, "cannot be cleared for this run by another rank", "see its error"
         )

@@ -15,6 +15,9 @@ from perf_metrics import ThroughputMeter, exclude_compilation
 
 from .arguments import TrainingArguments
 from .callbacks import dump_on_oom
+from .distributed.placement import BatchPlacement
+from .distributed.ranks import Ranks
+from .distributed.transforms import BuiltModel
 from .evaluation import EvalMetric, EvaluationSets
 from .events import CallbackHandler
 from .flops_account import FlopsAccount
@@ -24,7 +27,6 @@ from .loss import TokenLoss
 from .memory import GarbagePolicy
 from .model import RecompileCounter, run_settings
 from .output_lease import OutputLease
-from .parallelism import Parallelism
 from .run_state import RunProgress
 from .schedule_state import ScheduleState
 from .speed import RunSpeed
@@ -39,7 +41,9 @@ class Run:
     args: TrainingArguments
     state: TrainerState
     events: CallbackHandler
-    parallel: Parallelism
+    ranks: Ranks
+    built: BuiltModel
+    placement: BatchPlacement
     loss: TokenLoss
     meter: ThroughputMeter
     speed: RunSpeed
@@ -92,7 +96,7 @@ class Run:
 @contextmanager
 def training_switches(run: Run) -> Iterator[None]:
     """What is switched on in the process, or for autograd, while a run trains; all is put back afterwards."""
-    args, device = run.args, run.parallel.device
+    args, device = run.args, run.ranks.device
     with ExitStack() as stack:
         stack.enter_context(run_settings(args, device))
         stack.enter_context(run.recompiles)

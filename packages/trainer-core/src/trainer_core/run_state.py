@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,12 +20,13 @@ from dist_env import get_logger
 
 from .arguments import TrainingArguments
 from .arguments.changes import Changes, compare, plain_arguments
+from .distributed.placement import BatchPlacement
+from .distributed.transforms import BuiltModel
 from .errors import ConfigurationError
 from .events import CallbackHandler, callback_name
 from .hyperparameters import Hyperparameters
 from .interval import Interval
 from .loaders import is_torchdata, keeps_position
-from .parallelism import Parallelism
 from .schedule_state import ScheduleState
 from .state import TrainerState
 
@@ -228,7 +228,8 @@ class RunComponents:
 
     def __init__(
         self,
-        parallel: Parallelism,
+        built: BuiltModel,
+        placement: BatchPlacement,
         progress: RunProgress,
         *,
         callbacks: CallbackStates,
@@ -236,8 +237,11 @@ class RunComponents:
         schedule: ScheduleState | None,
         scaler: object | None,
         dataset: object,
+        further: Sequence[StateComponent] = (),
     ) -> None:
-        self._parallel = parallel
+        self._further = further
+        self._built = built
+        self._placement = placement
         self.progress = progress
         self._optimizer = optimizer
         self._rest: dict[str, object | None] = {
@@ -248,8 +252,8 @@ class RunComponents:
         self._dataset = dataset
 
     def get_state_components(self) -> Sequence[StateComponent]:
-        """The components of the run, as far as they exist: the keys of `Parallelism.sharing`."""
-        model = self._parallel.unwrapped_model()
+        """The components of the run, as far as they exist."""
+        model = self._built.model
         # The trainer's own comes first: it refuses a checkpoint before anything else has changed.
         parts: dict[str, object] = {"trainer": self.progress, "model": ModelState(model)}
         if self._optimizer is not None:
@@ -259,7 +263,7 @@ class RunComponents:
             data = self._dataset
             parts["dataset"] = _TorchdataPosition(data) if is_torchdata(data) else data
         parts["rng"] = _Generators(self.progress)
-        sharing = self._parallel.sharing()
+        sharing = self._sharing()
         components = [
             StateComponent(
                 key=key,
@@ -271,8 +275,23 @@ class RunComponents:
             )
             for key, part in parts.items()
         ]
-        return [*components, *self._parallel.state_components()]
+        return [*components, *self._built.state_components(), *self._further]
 
-    def get_process_groups(self) -> Mapping[str, ProcessGroup]:
-        """The parallelism's named groups."""
-        return self._parallel.process_groups()
+    def get_process_groups(self) -> dict[str, Any]:
+        """None: no component is shared by a named group."""
+        return {}
+
+    def _sharing(self) -> dict[str, SharingPattern]:
+        """What is equal on all ranks, lies on them in parts, or is each rank's own."""
+        several = self._built.ranks.several
+        equal = SharingPattern.REPLICATED if several else SharingPattern.GLOBAL
+        parts = SharingPattern.SHARDED if self._built.is_partial else equal
+        read = SharingPattern.GLOBAL if self._placement.is_dispatched else SharingPattern.PER_RANK
+        keys = ("scheduler", "grad_scaler", "callbacks", "trainer")
+        return {
+            **dict.fromkeys(keys, equal),
+            "model": parts,
+            "optimizer": parts,
+            "dataset": read,
+            "rng": SharingPattern.PER_RANK,
+        }

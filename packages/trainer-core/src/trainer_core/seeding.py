@@ -7,12 +7,19 @@ import sys
 
 import torch
 
+from dist_env import ParallelLayout
+
 from .arguments import TrainingArguments
 
 
-def seed_rank(args: TrainingArguments, rank: int) -> None:
-    """Give each rank generators of its own, once all ranks have built the same model, if asked for."""
+def seed_rank(args: TrainingArguments, layout: ParallelLayout, rank: int) -> None:
+    """Give each rank generators of its own, once all ranks have built the same model, if asked for.
+
+    Ranks that differ in the dimension `tensor` only have the same: what they do not divide, such as a mask of
+    dropout on hidden states, each of them computes, and it has to be equal.
+    """
     if args.seed_per_rank:
+        rank -= layout.coordinates(rank)["tensor"]  # the innermost dimension
         seed_everything((args.seed + rank) % 2**64)
 
 

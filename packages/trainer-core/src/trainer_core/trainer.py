@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -11,18 +11,23 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from checkpoint_core import CheckpointManager, Preprocessor
+from checkpoint_core import CheckpointManager, Preprocessor, StateComponent
 from dist_env import DistributedEnvInterface, get_logger
 from perf_metrics import DefaultMetrics, ProgressCallback
 
 from .actions import Actions
 from .arguments import TrainingArguments
 from .arguments.at_rest import said_in_vain
+from .arguments.changes import plain_arguments
 from .assembly import assemble
 from .callbacks import InfoCallback
 from .checkpointing import checkpoint_to_resume, load, load_best, resume
 from .config import arguments_from_dict
 from .data_rules import check_data
+from .distributed.build import layout_of, transforms_for
+from .distributed.placement import BatchPlacement
+from .distributed.ranks import Ranks, check_device_settings, check_several
+from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
 from .errors import DataError
 from .evaluation import EvalMetric, loaders_of, names_of_sets
@@ -42,7 +47,6 @@ from .loss import FusedLossFactory, TokenLoss
 from .model import ModelInit, run_settings, verify_initialised
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .output_lease import OutputLease
-from .parallelism import Parallelism, SingleDevice
 from .previous_runs import make_room
 from .run import Run, training_switches
 from .seeding import seed_everything
@@ -52,9 +56,12 @@ from .undisturbed import undisturbed
 
 logger = get_logger(__name__)
 
+_OF_ONE_RANK = ("device", "logging_dir")
+"""Arguments that may differ between ranks."""
+
 
 class Trainer:
-    """Trains a model: one loop, whatever the parallelism.
+    """Trains a model: one loop, whatever the devices and how they are used.
 
     Everything is built once, at the first call that needs it. Only `train` goes on from a checkpoint by
     itself; call `load_checkpoint` to evaluate or save another state.
@@ -84,7 +91,12 @@ class Trainer:
         optimizer_groups: Options, or optimizers of their own, for parameters by name pattern.
         lr_scheduler_factory: Called with the optimizer; the schedule of the arguments otherwise. A schedule
             that has handlers of events becomes a callback too.
-        parallelism: How to use the devices; that of the class otherwise, here `SingleDevice`.
+        parallel: How to use several devices: transforms that combine, in any order, such as
+            `[FullyShard(), PipelineStages()]`, beside those of the class. `args.mesh` gives their sizes; a
+            dimension that no transform uses gets the one of the package that offers it.
+
+        state_components: Further state of your own that is saved with each checkpoint and restored from it,
+            after that of the run.
 
     Raises:
         ConfigurationError: For arguments that cannot be used, before any work.
@@ -113,15 +125,24 @@ class Trainer:
         optimizer_cls_and_kwargs: OptimizerClass | None = None,
         optimizer_groups: OptimizerGroups | None = None,
         lr_scheduler_factory: SchedulerFactory | None = None,
-        parallelism: Parallelism | None = None,
+        parallel: Sequence[ModelTransform] = (),
+        state_components: Sequence[StateComponent] = (),
     ) -> None:
         self.args = arguments_from_dict(self.arguments_class, args) if isinstance(args, Mapping) else args
         self.processing_class = processing_class
-        self.parallel = parallelism or self.make_parallelism(distributed_env or environment_of(self.args))
-        check_device(self.args, self.parallel.env)
-        self.parallel.check(self.args)
+        env = distributed_env or environment_of(self.args)
+        check_device(self.args, env)
+        given = [*self.preset(), *parallel]
+        layout = layout_of(self.args, given, env)
+        self.transforms = transforms_for(self.args, given, layout)
+        """How the devices are used, in the order in which they are applied."""
+        self.ranks = Ranks(env, layout)
+        """The ranks of the job: where each stands in the layout, and what they agree on."""
+        self.placement = BatchPlacement(self.args, self.ranks)
+        """Which rank gets which batches."""
+        self._connect()
         check_data(self.args, train_dataset, eval_dataset, data_collator)
-        for line in said_in_vain(self.args, self.parallel.device.type, evaluates=eval_dataset is not None):
+        for line in said_in_vain(self.args, env.device.type, evaluates=eval_dataset is not None):
             logger.warning("%s", line)
         self._parts = Ingredients(
             model=model_source(model, model_init),
@@ -136,21 +157,26 @@ class Trainer:
             optimizer_groups=optimizer_groups,
             scheduler=lr_scheduler_factory,
             preprocessor=processing_class,
+            state_components=tuple(state_components),
         )
         check_ingredients(self.args, self._parts)
-        self.parallel.agree(self._parts.facts())
-        self.state = fresh_state(self.args, self.parallel.env)
+        self.ranks.check_same(self._parts.facts())
+        self.state = fresh_state(self.args, env)
         if callbacks is None:
             callbacks = self.default_callbacks()
         self._events = CallbackHandler(callbacks, self.args, self.state)
-        self._lease = OutputLease(self.args, self.parallel)
+        self._lease = OutputLease(self.args, self.ranks)
         self._prepared: Run | None = None
         self._resumed = False
         self._has_room = False
 
-    def make_parallelism(self, env: DistributedEnvInterface) -> Parallelism:
-        """How this class uses the devices."""
-        return SingleDevice(env)
+    def preset(self) -> list[ModelTransform]:
+        """How this class uses several devices, beside what `parallel` gives; here not at all.
+
+        Raises:
+            ConfigurationError: If the arguments are of another class than it needs.
+        """
+        return []
 
     @staticmethod
     def default_callbacks() -> list[object]:
@@ -177,7 +203,7 @@ class Trainer:
         # Signals are heeded from here on: a checkpoint may take long to load. Also while ranks look for one
         # that is lost: a launcher, which has noticed as well, asks the others to end.
         stopping = StopRequests(self.args.max_train_seconds)
-        with self.owns_output_dir(), stopping as stops, self.parallel.guarded("training"):
+        with self.owns_output_dir(), stopping as stops, self.ranks.lost_rank_errors("training"):
             run = self._prepare()
             self._resume(run)
             if not self._has_room:
@@ -197,20 +223,20 @@ class Trainer:
         Raises:
             DataError: If there is nothing to evaluate on.
         """
-        with self.parallel.guarded("evaluating"):
+        with self.ranks.lost_rank_errors("evaluating"):
             return self._evaluate(eval_dataset)
 
     def _evaluate(self, eval_dataset: object | None) -> dict[str, float]:
         run = self._prepare()
         data = run.evaluation
-        self.parallel.agree(
+        self.ranks.check_same(
             {"eval_dataset of evaluate()": None if eval_dataset is None else names_of_sets(eval_dataset)}
         )
         if eval_dataset is not None:
-            data = evaluation_sets(eval_dataset, self.args, self.parallel, self._parts.collator)
+            data = evaluation_sets(eval_dataset, self.args, self.ranks, self.placement, self._parts.collator)
         if data is None:
             raise DataError("evaluate() needs an eval_dataset; give one here or to the Trainer")
-        with run_settings(self.args, self.parallel.device, training=False):
+        with run_settings(self.args, self.ranks.device, training=False):
             metrics = Actions(run).evaluate(data)
         if metrics is None:
             raise RuntimeError("an evaluation that nobody can stop was stopped")
@@ -232,19 +258,19 @@ class Trainer:
         """
         if self._parts.train_data is None:
             raise DataError("dry_run() needs train_dataset; give one to the Trainer")
-        return dry_run(self.args, self.parallel, self._parts)
+        return dry_run(self.args, self.ranks, self.transforms, self._parts)
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write weights, config and processing class as a Hugging Face directory."""
         directory = output_dir or self.args.output_dir
-        with self.parallel.guarded("saving the model"):
+        with self.ranks.lost_rank_errors("saving the model"):
             manager = self._prepare().manager
-            with self.parallel.consolidated(optimizer=False):
+            with self.synced_weights():
                 manager.save_model(directory, overwrite_output_dir=self.args.overwrite_output_dir)
 
     def save_checkpoint(self) -> None:
         """Save everything that a run needs to go on."""
-        with self.owns_output_dir(), self.parallel.guarded("saving a checkpoint"):
+        with self.owns_output_dir(), self.ranks.lost_rank_errors("saving a checkpoint"):
             Actions(self._prepare()).save()
 
     def owns_output_dir(self) -> AbstractContextManager[None]:
@@ -264,7 +290,7 @@ class Trainer:
         Raises:
             checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it.
         """
-        with self.parallel.guarded("loading a checkpoint"):
+        with self.ranks.lost_rank_errors("loading a checkpoint"):
             self._resumed = load(self._prepare(), path) is not None
             self._has_room = False
         return self._resumed
@@ -275,7 +301,7 @@ class Trainer:
         Returns:
             Whether there is a best checkpoint.
         """
-        with self.parallel.guarded("loading the best model"):
+        with self.ranks.lost_rank_errors("loading the best model"):
             return load_best(self._prepare())
 
     def add_callback(self, callback: object) -> None:
@@ -310,13 +336,24 @@ class Trainer:
         does not count as training. Where the model is sharded, no rank can write alone.
         """
         model = self.unwrapped_model()
-        with self.untimed("text samples"), undisturbed(model), self.parallel.generating():
+        with self.untimed("text samples"), undisturbed(model), self._prepare().built.generating():
             yield
+
+    def synced_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model is the one that would be saved or scored; all ranks enter it together.
+
+        It is another one than each rank trains only where ranks train models of their own, or have buffers of
+        their own such as running means.
+        """
+        return self._prepare().built.synced_weights(optimizer=False)
 
     def unwrapped_model(self) -> nn.Module:
         """The model without parallel wrappers."""
-        self._prepare()
-        return self.parallel.unwrapped_model()
+        return self._prepare().built.model
+
+    def meta_model(self) -> nn.Module:
+        """The model with all its parameters, to count them; where ranks hold parts, they have no storage."""
+        return self._prepare().built.meta_model
 
     @property
     def model(self) -> nn.Module:
@@ -380,19 +417,41 @@ class Trainer:
         saved = cause.resumable and self.saved_step == self.state.global_step
         return EXIT_RESUMABLE if saved else 1
 
+    def _connect(self) -> None:
+        """Check the settings against the ranks, form the groups, and compare the arguments; collective."""
+        args, ranks = self.args, self.ranks
+        check_device_settings(args, ranks.device)
+        for transform in self.transforms:
+            transform.check(args, ranks)
+        check_several(args, ranks.layout)
+        active = [each for each in self.transforms if each.is_active(ranks.layout)]
+        ranks.connect(alone=any(not each.keeps_parameters for each in active))
+        ranks.check_same({"class of args": type(args).__name__})
+        ranks.check_same({"parallel": [type(transform).__name__ for transform in self.transforms]})
+        arguments = plain_arguments(args)
+        ranks.check_same({name: value for name, value in arguments.items() if name not in _OF_ONE_RANK})
+
     def _prepare(self) -> Run:
         """Build everything at the first call; later calls return what was built."""
         if self._prepared is None:
             seed_everything(self.args.seed)
             # One answer for all: the file system may show one rank what another does not see yet.
-            resumes = self.parallel.any([checkpoint_to_resume(self.args) is not None])[0]
-            parts = self.args, self.parallel, self.state, self._events, self._parts
-            run = self._prepared = assemble(*parts, resumes=resumes, lease=self._lease)
+            resumes = self.ranks.any([checkpoint_to_resume(self.args) is not None])[0]
+            devices = self.ranks, self.transforms, self.placement
+            run = self._prepared = assemble(
+                self.args,
+                *devices,
+                self.state,
+                self._events,
+                self._parts,
+                resumes=resumes,
+                lease=self._lease,
+            )
             self._events.shared = self._shared_with_callbacks(run)
             if resumes and self.args.construct_model_on == "meta":
                 self._fill(run)
             elif self._parts.initial_weights is not None and not resumes:
-                self._begin_with(self._parts.initial_weights)
+                self._begin_with(run, self._parts.initial_weights)
             self._events.fire("on_init_end")
         return self._prepared
 
@@ -404,18 +463,17 @@ class Trainer:
     def _fill(self, run: Run) -> None:
         """Load what a model without weights was built for, at once: there is nothing to use until then."""
         self._resume(run)
-        model = self.parallel.unwrapped_model()
+        model = run.built.model
         verify_initialised(model, model.state_dict() if run.saved_step >= 0 else ())
 
-    def _begin_with(self, directory: Path) -> None:
-        model = self.parallel.unwrapped_model()
-        self.parallel.load_weights(directory)
-        verify_initialised(model, model.state_dict())
+    def _begin_with(self, run: Run, directory: Path) -> None:
+        run.built.load_weights(directory)
+        verify_initialised(run.built.model, run.built.model.state_dict())
         logger.info("weights of %s are in the model", directory)
 
     def _shared_with_callbacks(self, run: Run) -> Mapping[str, object]:
         return {
-            "model": self.parallel.unwrapped_model(),
+            "model": run.built.model,
             "processing_class": self.processing_class,
             "optimizer": run.optimizer,
             "lr_scheduler": run.scheduler,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .arguments import TrainingArguments
+from .distributed.transforms import BuiltModel
 from .loss import loss_denominator
 from .optimization import (
     NonFiniteGradientError,
@@ -18,7 +19,6 @@ from .optimization import (
     OptimizerInBackward,
     own_part,
 )
-from .parallelism import Parallelism
 from .precision import LossScaler
 
 _FINITE = NonFiniteReport(bad=False, first_step=-1, skipped=0)
@@ -27,7 +27,7 @@ _FINITE = NonFiniteReport(bad=False, first_step=-1, skipped=0)
 class Update(Protocol):
     """What the loop asks of the optimizer, in this order at every step."""
 
-    def divisor(self, tokens: Tensor) -> Tensor:
+    def denominator(self, tokens: Tensor) -> Tensor:
         """What a sum of token losses is divided by before the backward pass.
 
         Args:
@@ -50,18 +50,18 @@ class Update(Protocol):
 class PlainUpdate:
     """Gradients as they are; steps that are not finite are kept off on the device."""
 
-    def __init__(self, args: TrainingArguments, parallel: Parallelism, optimizer: Optimizer) -> None:
+    def __init__(self, args: TrainingArguments, built: BuiltModel, optimizer: Optimizer) -> None:
         self._max_norm = args.max_grad_norm
-        self._parallel = parallel
-        self._guard = _guard(args, parallel, optimizer)
+        self._built = built
+        self._guard = _guard(args, built, optimizer)
 
-    def divisor(self, tokens: Tensor) -> Tensor:
+    def denominator(self, tokens: Tensor) -> Tensor:
         """The tokens; 1 if there are none."""
         return loss_denominator(tokens)
 
     def measure(self) -> Tensor:
         """Clip the gradient; its norm before that."""
-        norm = self._parallel.clip_grad_norm(self._max_norm)
+        norm = self._built.clip_grad_norm(self._max_norm)
         self._guard.observe(norm)
         return norm
 
@@ -83,23 +83,23 @@ class ScaledUpdate:
     """Float16: the loss is scaled up, the gradients down, and a step that overflowed is skipped."""
 
     def __init__(
-        self, args: TrainingArguments, parallel: Parallelism, optimizer: Optimizer, scaler: LossScaler
+        self, args: TrainingArguments, built: BuiltModel, optimizer: Optimizer, scaler: LossScaler
     ) -> None:
         self._max_norm = args.max_grad_norm
         self._policy = args.nonfinite_policy
-        self._parallel = parallel
+        self._built = built
         self._optimizer = optimizer
         self._scaler = scaler
-        self._one = torch.ones((), device=parallel.device)
+        self._one = torch.ones((), device=built.ranks.device)
 
-    def divisor(self, tokens: Tensor) -> Tensor:
+    def denominator(self, tokens: Tensor) -> Tensor:
         """The tokens, 1 if there are none, over the scale: dividing by it averages and scales at once."""
         return loss_denominator(tokens) / self._scaler.scale(self._one)
 
     def measure(self) -> Tensor:
         """Unscale and clip the gradient; its norm between the two."""
         self._scaler.unscale_(self._optimizer)
-        return self._parallel.clip_grad_norm(self._max_norm)
+        return self._built.clip_grad_norm(self._max_norm)
 
     def apply(self) -> bool:
         """Step the optimizer, unless a gradient overflowed."""
@@ -131,13 +131,11 @@ class ScaledUpdate:
 class UpdateInBackward:
     """The optimizer has stepped during the backward pass; the norm is known afterwards."""
 
-    def __init__(
-        self, args: TrainingArguments, parallel: Parallelism, optimizer: OptimizerInBackward
-    ) -> None:
+    def __init__(self, args: TrainingArguments, built: BuiltModel, optimizer: OptimizerInBackward) -> None:
         self._optimizer = optimizer
-        self._guard = _guard(args, parallel, optimizer)
+        self._guard = _guard(args, built, optimizer)
 
-    def divisor(self, tokens: Tensor) -> Tensor:
+    def denominator(self, tokens: Tensor) -> Tensor:
         """The tokens; 1 if there are none."""
         return loss_denominator(tokens)
 
@@ -163,18 +161,18 @@ class UpdateInBackward:
         return self._guard.check(global_step)
 
 
-def _guard(args: TrainingArguments, parallel: Parallelism, optimizer: Optimizer) -> NonFiniteGuard:
+def _guard(args: TrainingArguments, built: BuiltModel, optimizer: Optimizer) -> NonFiniteGuard:
     # Where the optimizer works: parameters may rest on the host while the device computes.
-    device = own_part(parallel.parameters[0]).device if parallel.parameters else parallel.device
+    device = own_part(built.parameters[0]).device if built.parameters else built.ranks.device
     return NonFiniteGuard(cast(NonFinitePolicy, args.nonfinite_policy), device, optimizer)
 
 
 def build_update(
-    args: TrainingArguments, parallel: Parallelism, optimizer: Optimizer, scaler: LossScaler | None
+    args: TrainingArguments, built: BuiltModel, optimizer: Optimizer, scaler: LossScaler | None
 ) -> Update:
     """The kind of step that optimizer and precision ask for."""
     if isinstance(optimizer, OptimizerInBackward):
-        return UpdateInBackward(args, parallel, optimizer)
+        return UpdateInBackward(args, built, optimizer)
     if scaler is not None:
-        return ScaledUpdate(args, parallel, optimizer, scaler)
-    return PlainUpdate(args, parallel, optimizer)
+        return ScaledUpdate(args, built, optimizer, scaler)
+    return PlainUpdate(args, built, optimizer)

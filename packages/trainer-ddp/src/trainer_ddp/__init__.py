@@ -7,15 +7,21 @@ from .arguments import (
     DiLoCoArguments,
     PostLocalSGDArguments,
 )
-from .parallelism import DDPParallelism
+from .replicate import Replicate
 from .trainer import DDPTrainer
 
 __all__ = [
     "CompressionArguments",
     "DDPArguments",
-    "DDPParallelism",
     "DDPTrainer",
     "DDPTrainingArguments",
     "DiLoCoArguments",
     "PostLocalSGDArguments",
+    "Replicate",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Say what has replaced a name of an earlier version."""
+    replaced = "; use Replicate, as Trainer(args, parallel=[Replicate()])" if name == "DDPParallelism" else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{replaced}")

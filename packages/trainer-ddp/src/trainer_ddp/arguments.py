@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from trainer_core import DataParallelArguments
 
-from .checks import check_ddp
+from .checks import check_beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,4 +101,4 @@ class DDPTrainingArguments(DataParallelArguments):
             ConfigurationError: For the first rule that is broken.
         """
         super().check()
-        check_ddp(self)
+        check_beside(self, self)

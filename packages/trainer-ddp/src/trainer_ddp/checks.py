@@ -4,26 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from trainer_core import ConfigurationError, no_dry_run
+from trainer_core import ConfigurationError, TrainingArguments, no_dry_run
 
 if TYPE_CHECKING:
-    from .arguments import DDPTrainingArguments
+    from .arguments import CompressionArguments, DDPArguments, DiLoCoArguments, PostLocalSGDArguments
 
 METHODS = ("no", "fp16", "bf16", "powerSGD")
 _OF_POWERSGD = ("matrix_rank", "start_step", "min_compression_rate")
 
 
-def check_ddp(args: DDPTrainingArguments) -> None:
+class Modes(Protocol):
+    """How replicas come to one model."""
+
+    @property
+    def ddp(self) -> DDPArguments:
+        """Options of torch's wrapper."""
+
+    @property
+    def compression(self) -> CompressionArguments:
+        """How gradients are made smaller before they travel."""
+
+    @property
+    def post_local_sgd(self) -> PostLocalSGDArguments:
+        """Local steps with averaged weights."""
+
+    @property
+    def diloco(self) -> DiLoCoArguments:
+        """Local steps with an outer optimizer."""
+
+
+def check_beside(args: TrainingArguments, modes: Modes) -> None:
     """Check single values first, then what belongs together.
 
     Raises:
         ConfigurationError: For the first rule that is broken.
     """
-    _check_ranges(args)
-    _check_wrapper(args)
-    _check_modes(args)
+    _check_ranges(modes)
+    _check_wrapper(args, modes)
+    _check_modes(args, modes)
     if args.fuse_optim_with_backward:
         raise ConfigurationError(
             "fuse_optim_with_backward",
@@ -31,44 +51,44 @@ def check_ddp(args: DDPTrainingArguments) -> None:
             "steps each parameter before its gradient was averaged over the ranks",
             "leave it out",
         )
-    for name, condition in _unused(args):
+    for name, condition in _unused(modes):
         group, _, field_name = name.partition(".")
-        settings = getattr(args, group)
+        settings = getattr(modes, group)
         value = getattr(settings, field_name)
         default = next(f.default for f in fields(settings) if f.name == field_name)
         if value != default:
             raise ConfigurationError(name, value, f"has no effect {condition}", f"leave {name} out")
 
 
-def _check_ranges(args: DDPTrainingArguments) -> None:
+def _check_ranges(modes: Modes) -> None:
     lowest: Mapping[str, tuple[object, float]] = {
-        "ddp.bucket_cap_mb": (args.ddp.bucket_cap_mb, 1),
-        "compression.matrix_rank": (args.compression.matrix_rank, 1),
-        "compression.start_step": (args.compression.start_step, 0),
-        "compression.min_compression_rate": (args.compression.min_compression_rate, 1),
-        "post_local_sgd.start_step": (args.post_local_sgd.start_step, 0),
-        "post_local_sgd.period": (args.post_local_sgd.period, 1),
-        "diloco.start_step": (args.diloco.start_step, 0),
-        "diloco.inner_steps": (args.diloco.inner_steps, 1),
-        "diloco.outer_learning_rate": (args.diloco.outer_learning_rate, 0),
-        "diloco.outer_momentum": (args.diloco.outer_momentum, 0),
+        "ddp.bucket_cap_mb": (modes.ddp.bucket_cap_mb, 1),
+        "compression.matrix_rank": (modes.compression.matrix_rank, 1),
+        "compression.start_step": (modes.compression.start_step, 0),
+        "compression.min_compression_rate": (modes.compression.min_compression_rate, 1),
+        "post_local_sgd.start_step": (modes.post_local_sgd.start_step, 0),
+        "post_local_sgd.period": (modes.post_local_sgd.period, 1),
+        "diloco.start_step": (modes.diloco.start_step, 0),
+        "diloco.inner_steps": (modes.diloco.inner_steps, 1),
+        "diloco.outer_learning_rate": (modes.diloco.outer_learning_rate, 0),
+        "diloco.outer_momentum": (modes.diloco.outer_momentum, 0),
     }
     for name, (value, low) in lowest.items():
         if value is not None and not (isinstance(value, int | float) and value >= low):
             raise ConfigurationError(name, value, f"must be at least {low}", "raise it")
-    if not args.diloco.outer_momentum < 1:
+    if not modes.diloco.outer_momentum < 1:
         raise ConfigurationError(
-            "diloco.outer_momentum", args.diloco.outer_momentum, "must be below 1", "lower it"
+            "diloco.outer_momentum", modes.diloco.outer_momentum, "must be below 1", "lower it"
         )
-    if args.compression.method not in METHODS:
+    if modes.compression.method not in METHODS:
         choices = ", ".join(map(repr, METHODS))
         raise ConfigurationError(
-            "compression.method", args.compression.method, f"must be one of {choices}", "choose one of these"
+            "compression.method", modes.compression.method, f"must be one of {choices}", "choose one of these"
         )
 
 
-def _check_wrapper(args: DDPTrainingArguments) -> None:
-    rewrites = [name for name in ("find_unused_parameters", "static_graph") if getattr(args.ddp, name)]
+def _check_wrapper(args: TrainingArguments, modes: Modes) -> None:
+    rewrites = [name for name in ("find_unused_parameters", "static_graph") if getattr(modes.ddp, name)]
     if rewrites and args.fused_loss != "no":
         raise ConfigurationError(
             f"ddp.{rewrites[0]}",
@@ -85,15 +105,15 @@ def _check_wrapper(args: DDPTrainingArguments) -> None:
         )
 
 
-def _check_modes(args: DDPTrainingArguments) -> None:
-    if args.compression.method == "powerSGD" and args.mixed_precision == "fp16":
+def _check_modes(args: TrainingArguments, modes: Modes) -> None:
+    if modes.compression.method == "powerSGD" and args.mixed_precision == "fp16":
         raise ConfigurationError(
             "compression.method",
             "powerSGD",
             "adds what one gradient leaves out to the next, and mixed_precision='fp16' scales each anew",
             "use bf16, or another method",
         )
-    sgd, diloco = args.post_local_sgd, args.diloco
+    sgd, diloco = modes.post_local_sgd, modes.diloco
     if sgd.enabled and diloco.enabled:
         raise ConfigurationError(
             "diloco.enabled", True, "excludes post_local_sgd.enabled: each has its own step", "choose one"
@@ -104,10 +124,10 @@ def _check_modes(args: DDPTrainingArguments) -> None:
                 f"post_local_sgd.{name}", None, "must be set with post_local_sgd.enabled", "give a number"
             )
     mode = "post_local_sgd" if sgd.enabled else "diloco" if diloco.enabled else None
-    if mode and args.compression.method != "no":
+    if mode and modes.compression.method != "no":
         raise ConfigurationError(
             "compression.method",
-            args.compression.method,
+            modes.compression.method,
             f"makes gradients smaller, and with {mode}.enabled they do not travel",
             "leave one of them out",
         )
@@ -118,7 +138,7 @@ def _check_modes(args: DDPTrainingArguments) -> None:
             f"skips steps that overflow on a rank, and with {mode}.enabled the others would go on",
             "use bf16",
         )
-    if mode and args.ddp.static_graph:
+    if mode and modes.ddp.static_graph:
         raise ConfigurationError(
             "ddp.static_graph",
             True,
@@ -127,32 +147,32 @@ def _check_modes(args: DDPTrainingArguments) -> None:
         )
 
 
-def _unused(args: DDPTrainingArguments) -> Iterator[tuple[str, str]]:
-    if args.compression.method != "powerSGD":
+def _unused(modes: Modes) -> Iterator[tuple[str, str]]:
+    if modes.compression.method != "powerSGD":
         for name in _OF_POWERSGD:
-            yield f"compression.{name}", f"with compression.method={args.compression.method!r}"
+            yield f"compression.{name}", f"with compression.method={modes.compression.method!r}"
     for group in ("post_local_sgd", "diloco"):
-        settings = getattr(args, group)
+        settings = getattr(modes, group)
         if not settings.enabled:
             for item in fields(settings):
                 if item.name != "enabled":
                     yield f"{group}.{item.name}", f"while {group}.enabled is off"
-    if not args.ddp.find_unused_parameters:
+    if not modes.ddp.find_unused_parameters:
         yield "ddp.skip_all_reduce_unused_params", "without ddp.find_unused_parameters"
 
 
-def check_dry_run(args: DDPTrainingArguments) -> None:
+def check_dry_run(modes: Modes) -> None:
     """Refuse settings with which a step looks at values, which a dry run does not have.
 
     Raises:
         ConfigurationError: For the first of them.
     """
     for setting, value, usual in (
-        ("compression.method", args.compression.method, "no"),
-        ("post_local_sgd.enabled", args.post_local_sgd.enabled, False),
-        ("diloco.enabled", args.diloco.enabled, False),
-        ("ddp.static_graph", args.ddp.static_graph, False),
-        ("ddp.find_unused_parameters", args.ddp.find_unused_parameters, False),
+        ("compression.method", modes.compression.method, "no"),
+        ("post_local_sgd.enabled", modes.post_local_sgd.enabled, False),
+        ("diloco.enabled", modes.diloco.enabled, False),
+        ("ddp.static_graph", modes.ddp.static_graph, False),
+        ("ddp.find_unused_parameters", modes.ddp.find_unused_parameters, False),
     ):
         if value != usual:
             raise no_dry_run(setting, value)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from dist_env import DistributedEnvInterface
-from trainer_core import Parallelism, Trainer, TrainingArguments
+from trainer_core import ConfigurationError, ModelTransform, Trainer, TrainingArguments
 
 from .arguments import DDPTrainingArguments
-from .parallelism import DDPParallelism
+from .replicate import Replicate
 
 
 class DDPTrainer(Trainer):
@@ -25,6 +24,16 @@ class DDPTrainer(Trainer):
 
     arguments_class: ClassVar[type[TrainingArguments]] = DDPTrainingArguments
 
-    def make_parallelism(self, env: DistributedEnvInterface) -> Parallelism:
-        """Data parallelism over all ranks."""
-        return DDPParallelism(env)
+    def preset(self) -> list[ModelTransform]:
+        """Replicates the model over the dimension `replicate`: all ranks, unless `mesh` says otherwise.
+
+        Raises:
+            ConfigurationError: If the arguments are not for this trainer.
+        """
+        args = self.args
+        if not isinstance(args, DDPTrainingArguments):
+            raise ConfigurationError(
+                "args", type(args).__name__, "is not for DDPTrainer", "make a DDPTrainingArguments"
+            )
+        modes = {"post_local_sgd": args.post_local_sgd, "diloco": args.diloco}
+        return [Replicate(args.ddp, compression=args.compression, **modes)]  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .arguments import FSDP2Arguments, FSDP2TrainingArguments
-from .parallelism import FSDP2Parallelism
+from .full_sharding import FullyShard
 from .trainer import FSDP2Trainer
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FSDP2Arguments",
-    "FSDP2Parallelism",
+    "FullyShard",
     "FSDP2Trainer",
     "FSDP2TrainingArguments",
     "MemoryPlan",
@@ -27,7 +27,9 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import the planner when it is first used: what it needs of torch takes seconds to import."""
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        replaced = "; use FullyShard, as Trainer(args, parallel=[FullyShard()])"
+        told = replaced if name == "FSDP2Parallelism" else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{told}")
     value: object = getattr(import_module(".planning", __name__), name)
     globals()[name] = value
     return value

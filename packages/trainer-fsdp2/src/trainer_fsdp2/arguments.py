@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer_core import DataParallelArguments
+from dist_env import ParallelLayout, get_logger
+from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments
 
-from .checks import check_fsdp2
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +19,7 @@ class FSDP2Arguments:
     pass (true); keep them until then (false): faster, and needs the memory; a number: keep the part that so
     many ranks hold together, usually those of one machine."""
     replicas: int = 1
-    """Copies of the sharded model (HSDP): the model is spread over world size / replicas ranks, usually those
-    of one machine, and the gradients of the copies are added up."""
+    """Deprecated: mesh="dp=2,shard=8" replicates a model twice (HSDP) that is sharded over 8 ranks each."""
     param_dtype: str | None = None
     """What layers compute in: float32, bfloat16 or float16. The weights that the optimizer steps keep their
     own dtype. None: their own, or that of mixed_precision."""
@@ -55,7 +55,42 @@ class FSDP2TrainingArguments(DataParallelArguments):
             ConfigurationError: For the first rule that is broken.
         """
         super().check()
-        check_fsdp2(self)
+        check_beside(self, self.fsdp2)
+        if self.mesh and self.fsdp2.replicas != 1:
+            raise ConfigurationError(
+                "fsdp2.replicas", self.fsdp2.replicas, "is said by mesh", "leave out fsdp2.replicas"
+            )
+
+    def layout(self, world_size: int) -> ParallelLayout | None:
+        """The sizes of all dimensions; None if all ranks share one copy of the model.
+
+        Args:
+            world_size: Number of ranks of the job.
+
+        Raises:
+            ConfigurationError: If fsdp2.replicas does not fit them.
+            dist_env.DistributedEnvironmentError: If `mesh` does not fit them.
+        """
+        replicas = self.fsdp2.replicas
+        if replicas == 1:
+            return super().layout(world_size)
+        if world_size % replicas:
+            raise ConfigurationError(
+                "fsdp2.replicas",
+                replicas,
+                f"must divide the world size, {world_size}",
+                "each copy of the model is shared by world size / replicas ranks",
+            )
+        if replicas == world_size > 1:
+            raise ConfigurationError(
+                "fsdp2.replicas",
+                replicas,
+                f"leaves nothing to shard on {world_size} ranks",
+                "use trainer-ddp, or fewer replicas",
+            )
+        layout = ParallelLayout(replicate=replicas, shard=world_size // replicas)
+        logger.warning("fsdp2.replicas is deprecated: set mesh=%r", str(layout))
+        return layout
 
     @property
     def matmul_dtype(self) -> str:
@@ -74,3 +109,114 @@ class FSDP2TrainingArguments(DataParallelArguments):
         """Whether a setting works on the blocks that transformer_layers_path leads to."""
         by_path = self.fsdp2.shard_transformer_layers and self.fsdp2.layer_classes is None
         return by_path or super().uses_blocks
+
+
+_DTYPES = ("float32", "bfloat16", "float16")
+"""The last one is refused by another rule, which says why."""
+
+
+def _check_values(fsdp2: FSDP2Arguments) -> None:
+    _check_types(fsdp2)
+    for name in ("param_dtype", "reduce_dtype"):
+        value = getattr(fsdp2, name)
+        if value not in (None, *_DTYPES):
+            raise ConfigurationError(
+                f"fsdp2.{name}", value, "must be one of float32, bfloat16", "choose one of these"
+            )
+    if fsdp2.replicas < 1:
+        raise ConfigurationError("fsdp2.replicas", fsdp2.replicas, "must be at least 1", "raise it")
+    if fsdp2.prefetch_depth is not None and fsdp2.prefetch_depth < 1:
+        raise ConfigurationError(
+            "fsdp2.prefetch_depth", fsdp2.prefetch_depth, "must be at least 1", "raise it, or leave it out"
+        )
+    reshard = fsdp2.reshard_after_forward
+    if not isinstance(reshard, bool) and reshard < 2:
+        raise ConfigurationError(
+            "fsdp2.reshard_after_forward", reshard, "must be true, false or at least 2 ranks", "use true"
+        )
+    if fsdp2.layer_classes is not None and not fsdp2.layer_classes:
+        raise ConfigurationError("fsdp2.layer_classes", (), "names no class", "leave it out")
+
+
+def _check_types(fsdp2: FSDP2Arguments) -> None:
+    """Refuse values of other types, which a call from Python may give."""
+    if not isinstance(fsdp2.replicas, int) or isinstance(fsdp2.replicas, bool):
+        raise ConfigurationError("fsdp2.replicas", fsdp2.replicas, "must be a whole number", "give one")
+    if not isinstance(fsdp2.reshard_after_forward, int):
+        raise ConfigurationError(
+            "fsdp2.reshard_after_forward",
+            fsdp2.reshard_after_forward,
+            "must be true, false or a number of ranks",
+            "use true",
+        )
+    if fsdp2.layer_classes is not None and not isinstance(fsdp2.layer_classes, tuple):
+        raise ConfigurationError(
+            "fsdp2.layer_classes",
+            fsdp2.layer_classes,
+            "must be a tuple of names",
+            "put it into one: ('Block',)",
+        )
+
+
+def check_beside(args: TrainingArguments, fsdp2: FSDP2Arguments) -> None:
+    """Check the settings of sharding, and those that do not go with it.
+
+    Raises:
+        ConfigurationError: For the first rule that is broken.
+    """
+    _check_values(fsdp2)
+    if args.fuse_optim_with_backward:
+        raise ConfigurationError(
+            "fuse_optim_with_backward",
+            True,
+            "steps each parameter before its gradient was added up over the ranks",
+            "leave it out",
+        )
+    for setting, value in (
+        ("default_dtype", args.default_dtype),
+        ("fsdp2.param_dtype", fsdp2.param_dtype),
+        ("fsdp2.reduce_dtype", fsdp2.reduce_dtype),
+    ):
+        if value == "float16":
+            raise ConfigurationError(
+                setting,
+                value,
+                "leaves the range of float16 in gradients that no loss scale protects",
+                "use mixed_precision='fp16', which scales the loss, or bfloat16",
+            )
+    if fsdp2.fp8_all_gather and args.fp8_recipe != "tensorwise":
+        raise ConfigurationError(
+            "fsdp2.fp8_all_gather",
+            True,
+            f"needs fp8_recipe='tensorwise', whose scales fit any shard, and it is {args.fp8_recipe!r}",
+            "set fp8_recipe='tensorwise', or leave it out",
+        )
+    if (
+        args.torch_compile_full_graph
+        and args.torch_compile_scope == "model"
+        and fsdp2.shard_transformer_layers
+    ):
+        raise ConfigurationError(
+            "torch_compile_full_graph",
+            True,
+            "excludes torch_compile_scope='model' where layers are sharded by themselves: their weights are "
+            "gathered between compiled pieces",
+            "set torch_compile_scope='blocks', or leave torch_compile_full_graph out",
+        )
+    if fsdp2.reduce_each_microbatch and args.gradient_accumulation_steps == 1:
+        raise ConfigurationError(
+            "fsdp2.reduce_each_microbatch",
+            True,
+            "has no effect with gradient_accumulation_steps=1",
+            "leave it out",
+        )
+    if not fsdp2.shard_transformer_layers:
+        for name in ("layer_classes", "prefetch_depth"):
+            value = getattr(fsdp2, name)
+            if value is not None:
+                raise ConfigurationError(
+                    f"fsdp2.{name}",
+                    value,
+                    "has no effect without fsdp2.shard_transformer_layers",
+                    "leave one of them out",
+                )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from dist_env import DistributedEnvInterface
-from trainer_core import Parallelism, Trainer, TrainingArguments
+from trainer_core import ConfigurationError, ModelTransform, Trainer, TrainingArguments
 
 from .arguments import FSDP2TrainingArguments
-from .parallelism import FSDP2Parallelism
+from .full_sharding import FullyShard
 
 
 class FSDP2Trainer(Trainer):
@@ -26,6 +25,14 @@ class FSDP2Trainer(Trainer):
 
     arguments_class: ClassVar[type[TrainingArguments]] = FSDP2TrainingArguments
 
-    def make_parallelism(self, env: DistributedEnvInterface) -> Parallelism:
-        """Sharded data parallelism over all ranks."""
-        return FSDP2Parallelism(env)
+    def preset(self) -> list[ModelTransform]:
+        """Shards the model over the dimension `shard`: all ranks, unless `mesh` says otherwise.
+
+        Raises:
+            ConfigurationError: If the arguments are not for this trainer.
+        """
+        if not isinstance(self.args, FSDP2TrainingArguments):
+            raise ConfigurationError(
+                "args", type(self.args).__name__, "is not for FSDP2Trainer", "make a FSDP2TrainingArguments"
+            )
+        return [FullyShard(self.args.fsdp2)]

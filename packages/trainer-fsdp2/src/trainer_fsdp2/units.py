@@ -9,30 +9,31 @@ from torch.nn.parameter import is_lazy
 
 from trainer_core import ConfigurationError, find_blocks, suggest
 
-from .arguments import FSDP2TrainingArguments
+from .arguments import FSDP2Arguments
 
 Unit = tuple[str, nn.Module]
 """Qualified name, and the module."""
 
 
-def units_of(model: nn.Module, args: FSDP2TrainingArguments) -> list[Unit]:
+def units_of(model: nn.Module, settings: FSDP2Arguments, path: str | None) -> list[Unit]:
     """Return the modules to shard by themselves; the rest goes with the root.
 
     Args:
         model: The model, before it is sharded.
-        args: fsdp2.shard_transformer_layers, fsdp2.layer_classes and transformer_layers_path.
+        settings: shard_transformer_layers and layer_classes.
+        path: Qualified name of the container of the blocks; None: it is looked for.
 
     Raises:
         ConfigurationError: If nothing is found where the arguments point to, if one unit lies in another, or
             if units share a parameter.
     """
     units: list[Unit] = []
-    if not args.fsdp2.shard_transformer_layers:
+    if not settings.shard_transformer_layers:
         pass
-    elif args.fsdp2.layer_classes is not None:
-        units = _of_classes(model, args.fsdp2.layer_classes)
+    elif settings.layer_classes is not None:
+        units = _of_classes(model, settings.layer_classes)
     else:
-        units = find_blocks(model, args.transformer_layers_path, needed_by="fsdp2.shard_transformer_layers")
+        units = find_blocks(model, path, needed_by="fsdp2.shard_transformer_layers")
     refuse_shared_between(units, model)
     refuse_mixed_dtypes(units, model)
     return units

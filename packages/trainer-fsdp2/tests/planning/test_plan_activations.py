@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from dist_env import StaticDistributedEnvironment
-from trainer_core import ConfigurationError, SingleDevice, loss_of, prepare_model
+from trainer_core import ConfigurationError, EagerExecutor, loss_of, prepare_model
 from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, plan
 
 Settings = Callable[..., FSDP2TrainingArguments]
@@ -29,21 +28,22 @@ class _Real:
 
     def __init__(self, model: Model, args: FSDP2TrainingArguments) -> None:
         self.args = args
-        self.rank = SingleDevice(StaticDistributedEnvironment())
-        self.rank.model = prepare_model(model, args, self.rank.device, weights_follow=False).train()
-        self.loss = loss_of(args, self.rank.model)
+        device = torch.device("cpu")
+        self.model = prepare_model(model, args, device, weights_follow=False).train()
+        self.executor = EagerExecutor(self.model, args, device)
+        self.loss = loss_of(args, self.model)
         ids = torch.randint(23, (2, LENGTH))
         self.batch = {"input_ids": ids, "labels": ids}
 
     def forward(self) -> Tensor:
         """The loss."""
-        return self.rank.forward(self.batch, self.loss, self.args).loss
+        return self.executor.forward(self.batch, self.loss).loss
 
     def saved(self) -> int:
         """Bytes of the storages that autograd keeps, without those of parameters and buffers."""
         kept: dict[int, int] = {}
         holders: list[Tensor] = []
-        own = {t.untyped_storage().data_ptr() for t in self.rank.model.state_dict().values()}
+        own = {t.untyped_storage().data_ptr() for t in self.model.state_dict().values()}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
@@ -59,7 +59,7 @@ class _Real:
 
     def peak(self) -> int:
         """Most bytes that torch's allocator had given out at a time, above what there was before."""
-        for parameter in self.rank.model.parameters():
+        for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         self.forward().backward()  # what is allocated once and for all

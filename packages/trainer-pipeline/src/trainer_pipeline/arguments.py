@@ -1,12 +1,17 @@
-"""The settings of pipeline training."""
+"""The settings of pipeline training, and their rules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer_core import DataParallelArguments
+from dist_env import ParallelLayout, get_logger
+from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments
 
-from .checks import check_pipeline
+from .schedules import ScheduleKind, StageLayout, schedule_kind
+
+logger = get_logger(__name__)
+
+BALANCES = ("flops", "parameters", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +21,7 @@ class PipelineArguments:
     schedule: str = "1f1b"
     """gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv or dualpipe_v."""
     n_microbatches: int = 4
-    """Pieces of a batch that are in the pipeline at a time. A batch that it does not divide is filled up with
-    rows that do not count."""
+    """Pieces of a batch. A batch that it does not divide is filled up with rows that do not count."""
     stages_per_rank: int | None = None
     """Stages of each rank; none: 1, or 2 for schedules that take several."""
     balance: str = "flops"
@@ -26,10 +30,10 @@ class PipelineArguments:
     layers_per_stage: tuple[int, ...] | None = None
     """How many layers each stage has, instead of `balance`."""
     replicas: int = 1
-    """Copies of the pipeline that work on different data; each has world size / replicas ranks. Neighbouring
-    ranks have the same stage."""
+    """Deprecated: say mesh='pp=2,dp=2'. Pipelines that work on different data, each of world size / replicas
+    ranks."""
     shard_replicas: bool = False
-    """The copies of a stage share its weights, gradients and optimizer (FSDP2); false: each holds them."""
+    """Deprecated: say mesh='pp=2,shard=2'. Whether the replicas of a stage share out its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +50,185 @@ class PipelineTrainingArguments(DataParallelArguments):
             ConfigurationError: For the first rule that is broken.
         """
         super().check()
-        check_pipeline(self)
+        check_settings(self.pipeline)
+        check_combinations(self)
+        pipeline = self.pipeline
+        for name, given in (("replicas", pipeline.replicas > 1), ("shard_replicas", pipeline.shard_replicas)):
+            if given and self.mesh:
+                raise ConfigurationError(
+                    f"pipeline.{name}",
+                    getattr(pipeline, name),
+                    f"was given beside mesh={self.mesh!r}, which says it too",
+                    f"leave pipeline.{name} out, and set mesh to 'pp=2,dp=2' or 'pp=2,shard=2', say",
+                )
+
+    def layout(self, world_size: int) -> ParallelLayout | None:
+        """The sizes of all dimensions; None if all ranks are in one pipeline.
+
+        Args:
+            world_size: Number of ranks of the job.
+
+        Raises:
+            ConfigurationError: If `pipeline.replicas` does not fit them.
+            dist_env.DistributedEnvironmentError: If `mesh` does not.
+        """
+        replicas = self.pipeline.replicas
+        if self.mesh or replicas == 1 or world_size == 1:
+            return super().layout(world_size)
+        logger.warning("pipeline.replicas is deprecated; set mesh='pp=..,dp=..', or 'pp=..,shard=..'")
+        if world_size % replicas or replicas == world_size:
+            raise ConfigurationError(
+                "pipeline.replicas",
+                replicas,
+                f"must divide the {world_size} ranks and leave at least two for each pipeline",
+                "lower it, start more ranks, or use trainer-ddp",
+            )
+        if self.pipeline.shard_replicas:
+            return ParallelLayout(pipeline=world_size // replicas, shard=replicas)
+        return ParallelLayout(pipeline=world_size // replicas, replicate=replicas)
 
     @property
     def uses_blocks(self) -> bool:
         """Whether a setting works on the blocks that transformer_layers_path leads to."""
         return True
+
+
+def check_settings(pipeline: PipelineArguments) -> None:
+    """Check what can be said without the other arguments and the ranks.
+
+    Raises:
+        ConfigurationError: For the first rule that is broken.
+    """
+    schedule_kind(pipeline.schedule)
+    for name in ("n_microbatches", "stages_per_rank", "replicas"):
+        value = getattr(pipeline, name)
+        if value is None and name == "stages_per_rank":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigurationError(f"pipeline.{name}", value, "must be a whole number", "give one")
+        if value < 1:
+            raise ConfigurationError(f"pipeline.{name}", value, "must be at least 1", "raise it")
+    if pipeline.balance not in BALANCES:
+        raise ConfigurationError(
+            "pipeline.balance", pipeline.balance, f"must be one of {', '.join(BALANCES)}", "choose one"
+        )
+    if pipeline.shard_replicas and pipeline.replicas == 1:
+        raise ConfigurationError(
+            "pipeline.shard_replicas", True, "has no effect with pipeline.replicas=1", "raise replicas"
+        )
+    layers = pipeline.layers_per_stage
+    if layers is None:
+        return
+    if not isinstance(layers, tuple) or not layers:
+        raise ConfigurationError(
+            "pipeline.layers_per_stage", layers, "must be a tuple of numbers of layers", "such as (4, 4)"
+        )
+    if any(not isinstance(count, int) or count < 1 for count in layers):
+        raise ConfigurationError(
+            "pipeline.layers_per_stage", layers, "must have at least one layer for each stage", "raise it"
+        )
+
+
+def check_combinations(args: TrainingArguments) -> None:
+    """Refuse settings that no pipeline can honour.
+
+    Raises:
+        ConfigurationError: Naming the setting.
+    """
+    if args.fuse_optim_with_backward:
+        raise ConfigurationError(
+            "fuse_optim_with_backward",
+            True,
+            "steps each parameter with every microbatch, and a pipeline has several in each step",
+            "leave it out",
+        )
+    if args.mixed_precision == "fp16" or args.default_dtype == "float16":
+        setting = "mixed_precision" if args.mixed_precision == "fp16" else "default_dtype"
+        raise ConfigurationError(
+            setting,
+            getattr(args, setting),
+            "needs a loss scale that all stages decide on together, which torch does not have",
+            "use bf16",
+        )
+    if isinstance(args, DataParallelArguments) and not (args.dispatch_batches and args.dispatches_evaluation):
+        setting = "dispatch_eval_batches" if args.dispatch_batches else "dispatch_batches"
+        raise ConfigurationError(
+            setting,
+            False,
+            "every stage works on the same batch, which one rank reads for all",
+            f"leave {setting} at its default",
+        )
+
+
+def check_schedule(
+    args: TrainingArguments, pipeline: PipelineArguments, kind: ScheduleKind, layout: ParallelLayout
+) -> None:
+    """Refuse settings that a schedule cannot be carried out with.
+
+    Raises:
+        ConfigurationError: Naming the setting.
+    """
+    if not kind.splits_backward:
+        return
+    why = (
+        f"cannot be used with {kind.name}, which computes the gradients of inputs and of weights apart: "
+        "torch takes its graph of single operators to pieces for that"
+    )
+    instead = "leave it out, or use interleaved_1f1b"
+    if layout.shard > 1:
+        setting = "pipeline.shard_replicas" if pipeline.shard_replicas else "mesh"
+        raise ConfigurationError(
+            setting,
+            True if pipeline.shard_replicas else str(layout),
+            f"{why}, which leaves out what gathers and drops weights",
+            instead,
+        )
+    if args.torch_compile:
+        raise ConfigurationError("torch_compile", True, f"{why}, and compiled code is one piece", instead)
+    if args.recomputation != "no":
+        raise ConfigurationError(
+            "activation_checkpointing",
+            args.recomputation,
+            f"{why}, and a recomputed block is freed after the first half",
+            instead,
+        )
+
+
+def stage_layout(pipeline: PipelineArguments, kind: ScheduleKind, ranks: int) -> StageLayout:
+    """The stages on the ranks of a pipeline, if settings, schedule and ranks fit.
+
+    Args:
+        pipeline: The settings.
+        kind: The schedule.
+        ranks: Number of ranks of a pipeline.
+
+    Raises:
+        ConfigurationError: Naming the setting that does not fit.
+    """
+    default = 2 if kind.several_stages else 1
+    stages = pipeline.stages_per_rank or default
+    if stages > 1 and not kind.several_stages:
+        raise ConfigurationError(
+            "pipeline.stages_per_rank", stages, f"{kind.name} has one stage on each rank", "leave it out"
+        )
+    if kind.layout == "v" and stages != 2:
+        raise ConfigurationError(
+            "pipeline.stages_per_rank", stages, f"{kind.name} has two stages on each rank", "leave it out"
+        )
+    layout = StageLayout(ranks, stages, kind.layout)
+    layers = pipeline.layers_per_stage
+    if layers is not None and len(layers) != layout.num_stages:
+        raise ConfigurationError(
+            "pipeline.layers_per_stage",
+            layers,
+            f"must have one number for each of the {layout.num_stages} stages",
+            f"there are {layout.ranks} ranks with {stages} stages each",
+        )
+    if kind.needs_stages and pipeline.n_microbatches < layout.num_stages:
+        raise ConfigurationError(
+            "pipeline.n_microbatches",
+            pipeline.n_microbatches,
+            f"{kind.name} needs at least as many as there are stages, {layout.num_stages}",
+            "raise it, or use gpipe or interleaved_1f1b",
+        )
+    return layout

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainer_core import ConfigurationError
 
-from .idle import idle
+from .param_pruning import idle
 
 
 class StageEnd(Exception):

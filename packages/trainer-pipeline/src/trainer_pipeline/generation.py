@@ -1,19 +1,106 @@
-"""All ranks call the model alike, and each computes its blocks in turn."""
+"""Write texts with a model whose blocks are on several ranks: all call it alike, each computes its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from trainer_core import ConfigurationError, Sampling
+
 from .blocks import BlockRow, BlockStage, StandIn, hidden_in, with_hidden
-from .idle import idle
-from .layout import Layout
-from .relay import Relay
+from .param_pruning import idle
+from .schedules import StageLayout
+from .stage_forward import ActivationChannel
+
+Step = Callable[[Tensor, Tensor], Tensor]
+"""`(the text so far, what is new of it) -> logits`, those of the last position come last."""
+
+
+def write_on(
+    model: nn.Module,
+    input_ids: Tensor,
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    eos_token_id: int | None,
+    pad_token_id: int | None,
+    use_cache: bool,
+) -> Tensor:
+    """Continue texts; all ranks that the model is on do so together.
+
+    Args:
+        model: The model, in evaluation mode.
+        input_ids: int64 [rows, positions].
+        sampling: How tokens are chosen.
+        max_new_tokens: Most tokens to add.
+        eos_token_id: Ends a row; it is kept.
+        pad_token_id: What fills a row up behind its end; eos_token_id otherwise.
+        use_cache: Keep keys and values, if the model takes a cache.
+
+    Returns:
+        int64 [rows, positions + new].
+
+    Raises:
+        ConfigurationError: If there is no prompt, or a negative number of tokens is asked for.
+    """
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ConfigurationError(
+            "input_ids", tuple(input_ids.shape), "must be [rows, positions], both 1 or more", "give a prompt"
+        )
+    if max_new_tokens < 0:
+        raise ConfigurationError("max_new_tokens", max_new_tokens, "must be 0 or more", "raise it")
+    step = _step(model, input_ids, max_new_tokens) if use_cache else _recomputed(model)
+    text, new = input_ids, input_ids
+    ended = torch.zeros(len(text), dtype=torch.bool, device=text.device)
+    filler = eos_token_id if pad_token_id is None else pad_token_id
+    for _ in range(max_new_tokens):
+        token = sampling.choose(step(text, new)[:, -1], text)
+        if eos_token_id is not None:
+            token = torch.where(ended, filler, token) if filler is not None else token
+            ended |= token == eos_token_id
+        new = token[:, None]
+        text = torch.cat([text, new], dim=1)
+        if eos_token_id is not None and bool(ended.all()):
+            break
+    return text
+
+
+def _step(model: nn.Module, input_ids: Tensor, max_new_tokens: int) -> Step:
+    taken = inspect.signature(model.forward).parameters
+    if "past_key_values" in taken and "use_cache" in taken:
+        return _CachedByTheModel(model)
+    make = getattr(model, "make_cache", None)
+    if callable(make) and "cache" in taken:
+        cache = make(input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
+        return lambda text, new: _logits(model(input_ids=new, cache=cache))
+    return _recomputed(model)
+
+
+def _recomputed(model: nn.Module) -> Step:
+    return lambda text, new: _logits(model(input_ids=text))
+
+
+class _CachedByTheModel:
+    """Hands the cache that a model of Hugging Face returns back to it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._cache: object = None
+
+    def __call__(self, text: Tensor, new: Tensor) -> Tensor:
+        output = self._model(input_ids=new, past_key_values=self._cache, use_cache=True)
+        self._cache = output.past_key_values
+        return _logits(output)
+
+
+def _logits(output: object) -> Tensor:
+    return output if isinstance(output, Tensor) else cast(Tensor, getattr(output, "logits", None))
 
 
 @runtime_checkable
@@ -52,25 +139,27 @@ class Here(StandIn):
 
     Args:
         block: The block.
-        relay: Brings and takes hidden states.
+        channel: Brings and takes hidden states.
         begins: The stage whose first block it is; none if it is not one that something comes for.
         ends: The stage whose last block it is; none if it is not one that something goes on from.
     """
 
-    def __init__(self, block: nn.Module, relay: Relay, begins: int | None, ends: int | None) -> None:
+    def __init__(
+        self, block: nn.Module, channel: ActivationChannel, begins: int | None, ends: int | None
+    ) -> None:
         super().__init__(block)
-        self._relay = relay
+        self._channel = channel
         self._begins = begins
         self._ends = ends
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """What the block returns."""
         if self._begins is not None:
-            args, kwargs = with_hidden(self.block, self._relay.receive(self._begins), args, kwargs)
+            args, kwargs = with_hidden(self.block, self._channel.receive(self._begins), args, kwargs)
         output: object = self.block(*args, **kwargs)
         if self._ends is not None:
             hidden = output if isinstance(output, Tensor) else _first(output)
-            self._relay.send(hidden, self._ends + 1)
+            self._channel.send(hidden, self._ends + 1)
         return output
 
 
@@ -86,9 +175,9 @@ def in_turn(
     model: nn.Module,
     stages: Sequence[BlockStage],
     spans: Sequence[range],
-    layout: Layout,
+    layout: StageLayout,
     rank: int,
-    relay: Relay,
+    channel: ActivationChannel,
 ) -> Iterator[None]:
     """A context in which all ranks may call the model alike: each computes the blocks that it has.
 
@@ -101,7 +190,7 @@ def in_turn(
         spans: The blocks of each stage.
         layout: Which rank has which stage.
         rank: This rank, in the pipeline.
-        relay: Brings and takes hidden states.
+        channel: Brings and takes hidden states.
     """
     standing: list[nn.Module] = []
     row = stages[0].row
@@ -114,17 +203,17 @@ def in_turn(
                 continue
             begins = stage if place == span.start and stage > 0 else None
             ends = stage if place == span.stop - 1 and stage < last else None
-            standing.append(Here(block, relay, begins, ends))
+            standing.append(Here(block, channel, begins, ends))
 
     before, after = stages[0].around
     unused = [*(before if not any(stage.is_first for stage in stages) else ())]
     unused += after if not any(stage.is_last for stage in stages) else ()
-    with torch.no_grad(), row.standing(standing), idle(unused), _inside(model, stages, relay):
+    with torch.no_grad(), row.standing(standing), idle(unused), _inside(model, stages, channel):
         yield
 
 
 @contextmanager
-def _inside(model: nn.Module, stages: Sequence[BlockStage], relay: Relay) -> Iterator[None]:
+def _inside(model: nn.Module, stages: Sequence[BlockStage], channel: ActivationChannel) -> Iterator[None]:
     """A context in which a call of the model is a call of the stages, for what hangs on them as modules."""
     forward = model.forward
     overridden = vars(model).get("forward")
@@ -140,7 +229,7 @@ def _inside(model: nn.Module, stages: Sequence[BlockStage], relay: Relay) -> Ite
         finally:
             for stage in stages:
                 stage.instead = None
-            relay.settle()
+            channel.wait()
 
     model.forward = through_stages
     try:

@@ -1,14 +1,17 @@
-"""Cut a batch into microbatches of one shape, and put together what comes out of them."""
+"""Cut a batch into microbatches of one shape, put together what comes out, and know what is sent between."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer_core import Batch, DataError, ignored_like, labels_of
+from trainer_core import Batch, DataError, TokenLoss, TrainingArguments, ignored_like, labels_of
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class Microbatch(NamedTuple):
@@ -85,3 +88,85 @@ def _labels_out_of(piece: dict[str, object]) -> Tensor:
     if not isinstance(labels, Tensor):
         raise TypeError("labels are a tensor: that was checked before")
     return labels
+
+
+@dataclass
+class MicrobatchQueue:
+    """What the stages of a rank work on in a schedule."""
+
+    args: TrainingArguments
+    loss: TokenLoss
+    microbatches: Sequence[Microbatch] = ()
+    divisor: Tensor | float = 1.0
+    """What the losses are divided by before the backward pass."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Sums of the token losses of the microbatches, where the last stage is."""
+
+    def fill(
+        self, loss: TokenLoss, microbatches: Sequence[Microbatch], divisor: Tensor | float = 1.0
+    ) -> None:
+        """Put in what is to be worked on."""
+        self.loss, self.microbatches, self.divisor = loss, microbatches, divisor
+
+    def clear(self) -> None:
+        """Let go of it."""
+        self.microbatches = ()
+        self.losses.clear()
+
+
+class ActivationSpec(NamedTuple):
+    """A hidden state without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ActivationSpecs:
+    """The hidden state behind each stage but the last one, learnt once for microbatches that are alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[Shapes, tuple[ActivationSpec, ...]] = {}
+
+    def of(self, microbatch: Microbatch) -> tuple[ActivationSpec, ...] | None:
+        """What they look like for a microbatch; None if that is not known.
+
+        Where two unlike microbatches had hidden states of the shape of their labels and the same features
+        behind it, those of all others have that too.
+        """
+        key = shapes_of(microbatch)
+        if key in self._known:
+            return self._known[key]
+        rest = {tuple(_features(labels, hidden) for hidden in found) for (labels, *_), found in self._items()}
+        shapes = {labels for (labels, *_), _ in self._items()}
+        if len(rest) != 1 or len(shapes) < 2:
+            return None
+        (features,) = rest
+        if any(each is None for each in features):
+            return None
+        return tuple(
+            ActivationSpec((*key[0], *each.shape), each.dtype) for each in features if each is not None
+        )
+
+    def learn(
+        self, microbatch: Microbatch, found: Mapping[int, ActivationSpec]
+    ) -> tuple[ActivationSpec, ...]:
+        """Take in what was seen behind each stage."""
+        hidden = tuple(found[stage] for stage in sorted(found))
+        self._known[shapes_of(microbatch)] = hidden
+        return hidden
+
+    def _items(self) -> Sequence[tuple[Shapes, tuple[ActivationSpec, ...]]]:
+        return list(self._known.items())
+
+
+def shapes_of(microbatch: Microbatch) -> Shapes:
+    """The shapes of all tensors of a microbatch, those of the labels first."""
+    tensors = [value for value in microbatch.inputs.values() if isinstance(value, Tensor)]
+    return (tuple(microbatch.labels.shape), *(tuple(tensor.shape) for tensor in tensors))
+
+
+def _features(labels: tuple[int, ...], hidden: ActivationSpec) -> ActivationSpec | None:
+    """What a hidden state has behind rows and positions; None if it does not begin with these."""
+    if len(labels) < 2 or hidden.shape[: len(labels)] != labels:
+        return None
+    return ActivationSpec(hidden.shape[len(labels) :], hidden.dtype)

@@ -1,4 +1,4 @@
-"""The schedules by name: which class of torch carries one out, and what it needs."""
+"""The schedules by name: which class of torch carries one out, what it needs, and where its stages lie."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,6 +21,36 @@ SETTING = "pipeline.schedule"
 ScheduleFactory = Callable[..., "Schedule"]
 """A schedule class of torch, or a partial of one: called with a stage, or a list of them, `n_microbatches`,
 `loss_fn` and `scale_grads=False`."""
+
+
+class StageLayout(NamedTuple):
+    """Stages on the ranks of a pipeline."""
+
+    ranks: int
+    stages_per_rank: int
+    style: str
+    """loop: rank r has the stages r, r + ranks, r + 2 ranks, ...; v: rank r has r and the r-th from the end,
+    so that first and last stage meet on rank 0."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks."""
+        return self.ranks * self.stages_per_rank
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has a stage."""
+        if self.style == "v":
+            return min(stage, self.num_stages - 1 - stage)
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in order."""
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that has the last stage."""
+        return self.rank_of(self.num_stages - 1)
 
 
 @dataclass(frozen=True)

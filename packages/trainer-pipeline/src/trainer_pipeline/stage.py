@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,9 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from trainer_core import has_no_values
 
-from .clock import Clock
-from .gradients import Copies
-from .runner import Runner
+from .stage_forward import StageForward
+from .stage_timer import StageTimer
 
 
 class Shapes(NamedTuple):
@@ -26,32 +26,34 @@ class Shapes(NamedTuple):
 
 
 class Stage(PipelineStage):
-    """A stage of torch that takes its inputs from a feed, tells the time, and says what went wrong.
+    """A stage of torch that takes its inputs from a queue, tells the time, and says what went wrong.
 
     Args:
-        runner: What it computes.
+        forward: What it computes.
         index: Its number.
         num_stages: How many there are.
         device: Where it computes.
         group: The ranks of the pipeline.
         shapes: What it is given and returns.
-        clock: Gets the time.
-        copies: Told of backward passes.
+        timer: Gets the time.
+        before_backward: Called before each backward pass, with whether it is the last one of the schedule.
+        after_backward: Called after the last one.
     """
 
     def __init__(
         self,
-        runner: Runner,
+        forward: StageForward,
         index: int,
         num_stages: int,
         device: torch.device,
         group: ProcessGroup,
         shapes: Shapes,
-        clock: Clock,
-        copies: Copies,
+        timer: StageTimer,
+        before_backward: Callable[[bool], None],
+        after_backward: Callable[[], None],
     ) -> None:
         super().__init__(
-            runner,
+            forward,
             index,
             num_stages,
             device,
@@ -59,9 +61,14 @@ class Stage(PipelineStage):
             input_args=shapes.given,
             output_args=shapes.returned,
         )
-        self._runner = runner
-        self._clock = clock
-        self._copies = copies
+        self._forward = forward
+        self._timer = timer
+        self._before_backward = before_backward
+        self._after_backward = after_backward
+        # Not the tensors: a plan would take them for memory.
+        self._given = [(each.shape, each.dtype) for each in shapes.given]
+        self._returned = [(each.shape, each.dtype) for each in shapes.returned]
+        self._none = torch.empty(0, device=device)
 
     def forward_one_chunk(
         self,
@@ -71,9 +78,17 @@ class Stage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         """Compute the stage for a microbatch."""
-        self._runner.place = fwd_chunk_id
-        with self._clock.work(self.stage_index, "F", fwd_chunk_id), self._own_errors(fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output=False)
+        self._forward.place = fwd_chunk_id
+        if not self.is_first:
+            infos: Sequence[Any] = self.args_recv_info[fwd_chunk_id]
+            for info in infos:
+                # Newer releases do this themselves; torch 2.11 does where it makes buffers.
+                info.buffer.requires_grad_(self.has_backward)
+        with self._timer.work(self.stage_index, "F", fwd_chunk_id), self._own_errors(fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output=False)
+        if not self.is_first:
+            self._drop_buffers(self.args_recv_info[fwd_chunk_id])  # the graph has what it needs of them
+        return output
 
     def backward_one_chunk(
         self,
@@ -83,23 +98,76 @@ class Stage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         """Compute the gradients of a microbatch, or those of its inputs."""
-        self._copies.before_backward(self.stage_index, last=last_backward)
+        self._before_backward(last_backward)
         with (
-            self._clock.work(self.stage_index, "B" if full_backward else "I", bwd_chunk_id),
+            self._timer.work(self.stage_index, "B" if full_backward else "I", bwd_chunk_id),
             self._own_errors(bwd_chunk_id),
         ):
             super().backward_one_chunk(
                 bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
             )
+        if not self.is_last:
+            self._drop_buffers(self.grad_recv_info[bwd_chunk_id])
         if last_backward:
-            self._copies.after_last(self.stage_index)
+            self._after_backward()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the gradients of the weights of a microbatch."""
-        with self._clock.work(self.stage_index, "W", bwd_chunk_id), self._own_errors(bwd_chunk_id):
+        with self._timer.work(self.stage_index, "W", bwd_chunk_id), self._own_errors(bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         if last_backward:
-            self._copies.after_last(self.stage_index)
+            self._after_backward()
+
+    # Torch keeps a buffer to receive into for every microbatch of a schedule and each way, for as long as the
+    # schedule lives. With all microbatches of a step in one that would be much, so here a buffer is made when
+    # something is received and dropped when it was used. Relied on, in torch 2.11 to 2.13: the infos of a
+    # microbatch are tuples in `args_recv_info` and `grad_recv_info`, and each has its `buffer`.
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        """What is received in forward passes, as of one microbatch, for all of them and without buffers."""
+        found = super()._prepare_forward_infra(1, *args, **kwargs)
+        self.args_recv_info = self._for_all(self.args_recv_info[0], num_microbatches, self.is_first)
+        return found
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        """What is received in backward passes, likewise."""
+        found = super()._prepare_backward_infra(1, *args, **kwargs)
+        self.chunks = num_microbatches
+        self.grad_recv_info = self._for_all(self.grad_recv_info[0], num_microbatches, self.is_last)
+        return found
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        """Messages with the hidden state of a microbatch."""
+        if not self.is_first:
+            self._make_buffers(self.args_recv_info[fwd_chunk_id], self._given)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        """Messages with the gradient of a hidden state."""
+        if not self.is_last and self.has_backward:
+            self._make_buffers(self.grad_recv_info[bwd_chunk_id], self._returned)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradient from a stage of this rank; without one torch puts zeros into the buffer."""
+        if any(gradient is None for gradient in next_stage_bwd_outputs):
+            self._make_buffers(self.grad_recv_info[mb_index], self._returned)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _for_all(self, infos: tuple[Any, ...], count: int, nothing_comes: bool) -> dict[int, tuple[Any, ...]]:
+        if nothing_comes:
+            return dict.fromkeys(range(count), infos)
+        self._drop_buffers(infos)
+        return {number: tuple(copy.copy(info) for info in infos) for number in range(count)}
+
+    def _make_buffers(self, infos: Sequence[Any], like: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
+        for info, (shape, dtype) in zip(infos, like, strict=True):
+            if info.buffer is self._none:
+                info.buffer = torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _drop_buffers(self, infos: Sequence[Any]) -> None:
+        for info in infos:
+            info.buffer = self._none  # not None: torch 2.11 sets `buffer.grad` before each step
 
     @contextmanager
     def _own_errors(self, microbatch: int) -> Iterator[None]:

@@ -7,22 +7,28 @@ from typing import ClassVar, Unpack
 
 from torch import Tensor
 
-from dist_env import DistributedEnvInterface
-from trainer_core import Parallelism, Sampling, Trainer, TrainerOptions, TrainingArguments
+from trainer_core import (
+    ConfigurationError,
+    ModelTransform,
+    Sampling,
+    Trainer,
+    TrainerOptions,
+    TrainingArguments,
+)
 
 from .arguments import PipelineTrainingArguments
-from .decoding import write_on
-from .parallelism import PipelineParallelism
+from .generation import write_on
 from .schedules import ScheduleFactory
 from .splitting import ModelSplitter
+from .transform import PipelineStages
 
 
 class PipelineTrainer(Trainer):
-    """Trains a model of which every rank has some layers; microbatches go through them one behind the other.
+    """Trains a model of which every rank has some layers: `trainer_core.Trainer` with `PipelineStages`.
 
-    The curve is that of one process with the same global batch: per_device_train_batch_size times
-    gradient_accumulation_steps times pipeline.replicas. With one rank it is `trainer_core.Trainer`. Making it
-    compares the arguments of all ranks, so all ranks make it together.
+    All ranks are one pipeline unless `args.mesh` says otherwise, such as "pp=2,dp=2". The curve is that of
+    one process with the same global batch: per_device_train_batch_size times gradient_accumulation_steps
+    times the pipelines. Making it compares the arguments of all ranks, so all ranks make it together.
 
     Args:
         args: The arguments, or a dict of them.
@@ -50,9 +56,20 @@ class PipelineTrainer(Trainer):
         self._schedule = pipe_schedule_factory
         super().__init__(args, **options)
 
-    def make_parallelism(self, env: DistributedEnvInterface) -> Parallelism:
-        """A pipeline over all ranks."""
-        return PipelineParallelism(env, self._splitter, self._schedule)
+    def preset(self) -> list[ModelTransform]:
+        """Stages as the arguments say.
+
+        Raises:
+            ConfigurationError: If the arguments are not for this trainer, or the schedule is not one.
+        """
+        if not isinstance(self.args, PipelineTrainingArguments):
+            raise ConfigurationError(
+                "args",
+                type(self.args).__name__,
+                "is not for PipelineTrainer",
+                "make a PipelineTrainingArguments",
+            )
+        return [PipelineStages(self.args.pipeline, splitter=self._splitter, schedule=self._schedule)]
 
     def pipeline_generate(
         self,
@@ -98,10 +115,10 @@ class PipelineTrainer(Trainer):
             top_p=None if top_p == 1 else top_p,
             repetition_penalty=repetition_penalty,
         )
-        with self.parallel.guarded("generating"), self.generating():
+        with self.ranks.lost_rank_errors("generating"), self.generating():
             return write_on(
                 self.unwrapped_model(),
-                input_ids.to(self.parallel.device),
+                input_ids.to(self.ranks.device),
                 sampling,
                 max_new_tokens=max_new_tokens,
                 eos_token_id=eos_token_id,

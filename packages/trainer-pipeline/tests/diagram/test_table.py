@@ -9,8 +9,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from trainer_core import ConfigurationError
 from trainer_pipeline.diagram import simulate
-from trainer_pipeline.diagram.standin import stand_in_stages
-from trainer_pipeline.diagram.table import compute_actions
+from trainer_pipeline.diagram.table import compute_actions, fake_stages
 from trainer_pipeline.schedules import SCHEDULES, kind_of_factory
 
 COUNTS = [
@@ -63,7 +62,7 @@ def test_stages_lie_where_the_trainer_puts_them(
 
 
 def test_what_a_step_of_gpipe_does_is_what_its_own_table_says() -> None:
-    schedule = ScheduleGPipe(stand_in_stages(1, 1, 3)[0], 4)  # type: ignore[arg-type]
+    schedule = ScheduleGPipe(fake_stages(1, 1, 3)[0], 4)  # type: ignore[arg-type]
     assert schedule.pipeline_order is not None
     listed = [
         tuple((action.computation_type.value, action.microbatch_index) for action in actions if action)

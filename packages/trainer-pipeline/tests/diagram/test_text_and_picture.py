@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from trainer_core import ConfigurationError
-from trainer_pipeline.diagram import Timeline, draw_schedule, picture, simulate
-from trainer_pipeline.diagram.command import main
-from trainer_pipeline.diagram.text import timeline_text
+from trainer_pipeline.__main__ import main
+from trainer_pipeline.diagram import Timeline, draw_schedule, drawing, simulate
+from trainer_pipeline.diagram.drawing import timeline_text
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -122,7 +122,7 @@ def test_without_matplotlib_the_error_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     # Only drawing needs it, not the import.
-    importlib.reload(picture)
+    importlib.reload(drawing)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'trainer-pipeline\[plot\]'"):
         draw_schedule("gpipe", 2, 2, tmp_path / "gpipe.png")
     output = str(tmp_path / "gpipe.png")

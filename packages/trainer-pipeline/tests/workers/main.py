@@ -13,6 +13,7 @@ Worlds = dict[str, tuple[int, dict[str, Scenario]]]
 
 def worlds_of_two() -> Worlds:
     """Two ranks."""
+    import accumulating
     import kinds
     import refusals
     import scoring
@@ -21,19 +22,22 @@ def worlds_of_two() -> Worlds:
     import values
 
     scored = scoring.OF_BOTH | scoring.OF_TWO | splitters.SCENARIOS | kinds.SCENARIOS
-    return {"2": (2, values.SCENARIOS | texts.SCENARIOS | scored | refusals.OF_TWO)}
+    others = accumulating.OF_TWO | refusals.OF_TWO
+    return {"2": (2, values.SCENARIOS | texts.SCENARIOS | scored | others)}
 
 
 def worlds_of_four() -> Worlds:
     """Four ranks; first what measures memory."""
+    import accumulating
     import memory
     import planned
     import scoring
     import texts
     import values
 
-    scored = scoring.OF_BOTH | scoring.OF_FOUR
-    return {"4": (4, memory.SCENARIOS | planned.SCENARIOS | values.SCENARIOS | texts.SCENARIOS | scored)}
+    measured = memory.SCENARIOS | planned.SCENARIOS
+    scored = scoring.OF_BOTH | scoring.OF_FOUR | accumulating.OF_FOUR
+    return {"4": (4, measured | values.SCENARIOS | texts.SCENARIOS | scored)}
 
 
 def worlds_that_fail() -> Worlds:

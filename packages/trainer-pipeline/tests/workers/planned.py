@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,8 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from dist_env import DistributedEnvInterface
-from trainer_core import Batch, TokenLoss, TrainingArguments
-from trainer_pipeline import (
-    PipelineArguments,
-    PipelineParallelism,
-    PipelineTrainer,
-    PipelineTrainingArguments,
-)
+from trainer_core import Batch, BuiltModel, Executor, ForwardOutput, TokenLoss, Trainer
+from trainer_pipeline import PipelineArguments, PipelineStages, PipelineTrainingArguments
 
 if TYPE_CHECKING:
     from ranks import Scenario
@@ -29,6 +25,8 @@ SETTINGS: dict[str, dict[str, object]] = {
     "1f1b": {"schedule": "1f1b"},
     "interleaved": {"schedule": "interleaved_1f1b"},
     "zero bubble": {"schedule": "zbv"},
+    "gpipe, accumulated": {"schedule": "gpipe"},
+    "1f1b, accumulated": {"schedule": "1f1b"},
     "copies": {"schedule": "1f1b", "replicas": 2},
     "copies that share": {"schedule": "1f1b", "replicas": 2, "shard_replicas": True},
 }
@@ -77,6 +75,11 @@ class Rows:
             yield {"input_ids": ids, "labels": ids}
 
 
+def accumulation(name: str) -> int:
+    """Batches of a step of what is measured."""
+    return 3 if name.endswith(", accumulated") else 1
+
+
 def arguments(folder: Path, name: str) -> PipelineTrainingArguments:
     """The settings of what is measured."""
     pipeline = PipelineArguments(n_microbatches=8, balance="layers", **SETTINGS[name])  # type: ignore[arg-type]
@@ -84,6 +87,7 @@ def arguments(folder: Path, name: str) -> PipelineTrainingArguments:
         output_dir=str(folder / "run"),
         max_steps=1,
         per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=accumulation(name),
         pipeline=pipeline,
         transformer_layers_path="layers",
         save_strategy="no",
@@ -91,20 +95,37 @@ def arguments(folder: Path, name: str) -> PipelineTrainingArguments:
     )
 
 
-class Measured(PipelineParallelism):
+class Measured(PipelineStages):
+    """Stages whose executor is measured."""
+
+    executor: MeasuredExecutor
+
+    def apply(self, built: BuiltModel) -> None:
+        """Cut the model, and measure what runs it."""
+        super().apply(built)
+        built.executor = self.executor = MeasuredExecutor(built.executor)
+
+
+class MeasuredExecutor:
     """Notes the most that torch's allocator has given out at a time in the passes of the first step.
 
-    What it receives into is allocated there, and kept.
+    What it receives into is allocated there, too.
     """
 
-    peak = 0
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.peak = 0
+
+    def forward(self, batch: Batch, loss: TokenLoss) -> ForwardOutput | None:
+        """Take a batch through the pipeline, forward only."""
+        return self.executor.forward(batch, loss)
 
     def forward_backward(
-        self, batch: Batch, loss: TokenLoss, args: TrainingArguments, *, divisor: Tensor, last: bool
+        self, batches: Sequence[Batch], loss: TokenLoss, *, denominator: Tensor, fire: Callable[[str], object]
     ) -> Tensor:
-        """Take a batch through the pipeline."""
+        """Take the batches of a step through the pipeline."""
         with profile(profile_memory=True) as seen:
-            total = super().forward_backward(batch, loss, args, divisor=divisor, last=last)
+            total = self.executor.forward_backward(batches, loss, denominator=denominator, fire=fire)
         now = self.peak = 0
         for size in _allocations(seen):
             now += size
@@ -124,18 +145,19 @@ def _allocations(seen: profile) -> Iterator[int]:
     return iter(size for _, size in sorted(found))
 
 
-def allocated(env: DistributedEnvInterface, folder: Path) -> object:
+def allocated(env: DistributedEnvInterface, folder: Path, name: str) -> object:
     """Bytes in the passes of a step, gradients among them."""
-    found = {}
-    for name in SETTINGS:
-        parallel = Measured(env)
-        args = arguments(folder / name, name)
-        trainer = PipelineTrainer(
-            args, model_init=Deep, train_dataset=Rows(), callbacks=[], parallelism=parallel
-        )
-        trainer.train()
-        found[name] = {"rank": parallel.pipeline_rank, "peak": parallel.peak}
-    return found
+    stages = Measured()
+    trainer = Trainer(
+        arguments(folder, name),
+        model_init=Deep,
+        train_dataset=Rows(),
+        callbacks=[],
+        distributed_env=env,
+        parallel=[stages],
+    )
+    trainer.train()
+    return {"rank": trainer.ranks.coordinates["pipeline"], "peak": stages.executor.peak}
 
 
-SCENARIOS: dict[str, Scenario] = {"allocated": allocated}
+SCENARIOS: dict[str, Scenario] = {f"allocated, {name}": partial(allocated, name=name) for name in SETTINGS}

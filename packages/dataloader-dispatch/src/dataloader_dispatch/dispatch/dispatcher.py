@@ -17,7 +17,7 @@ from dataloader_dispatch.dispatch.agreement import Facts, agree
 from dataloader_dispatch.dispatch.aside import run_aside
 from dataloader_dispatch.dispatch.inbox import Inbox
 from dataloader_dispatch.dispatch.outbox import Outbox
-from dataloader_dispatch.dispatch.placement import Placement
+from dataloader_dispatch.dispatch.placement import DataDimension, Placement
 from dataloader_dispatch.dispatch.producer import Producer
 from dataloader_dispatch.dispatch.reader import Position, Reader, Uneven, length_of
 from dataloader_dispatch.dispatch.sides import Alone, Follower, Root, Side
@@ -67,7 +67,8 @@ class DataloaderDispatcher(Generic[Batch]):
             may give None, or anything; it is not iterated.
         mesh: The ranks; None for this process alone, which needs no process group.
         device: Where the tensors go.
-        dp_mesh_dim: Index or name of the data-parallel dimension; None for the same batches everywhere.
+        dp_mesh_dim: Index or name of the data-parallel dimension, or a tuple of several, outermost first;
+            None for the same batches everywhere.
         uneven: What becomes of a last round that is not complete: "stop" leaves it out, "pad" fills it with
             dummies that no loss counts (`last_is_dummy` tells them), "error" raises.
         prefetch: Rounds to have under way to each rank, each in a buffer of its own there; at least 1.
@@ -94,7 +95,7 @@ class DataloaderDispatcher(Generic[Batch]):
         loader: Iterable[Batch] | None,
         mesh: DeviceMesh | None,
         device: torch.device | str,
-        dp_mesh_dim: int | str | None = 0,
+        dp_mesh_dim: DataDimension = 0,
         *,
         uneven: Uneven = "stop",
         prefetch: int = 4,

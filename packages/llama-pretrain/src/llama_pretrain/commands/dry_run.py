@@ -7,7 +7,7 @@ from dataclasses import replace
 from dist_env import imagined_job
 from trainer_core import ConfigurationError, DryRun
 
-from ..mesh import Mesh
+from ..mesh import parse_mesh
 from ..options import PretrainArguments
 from ..program import PROG
 from ..run_directory import RunDirectory
@@ -42,7 +42,7 @@ def dry_run(args: PretrainArguments) -> None:
 
 def _processes(args: PretrainArguments) -> int:
     if args.mesh:
-        return Mesh.parse(args.mesh).size
+        return parse_mesh(args.mesh).world_size
     if args.trainer == "single":
         return 1
     raise ConfigurationError(

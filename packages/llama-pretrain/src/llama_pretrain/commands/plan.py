@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments, plan, recommend
 
+from ..mesh import parse_mesh
 from ..model.config import CONFIG_FILE, LlamaConfig
 from ..model.llama import Llama
 from ..model.presets import preset
@@ -39,7 +40,7 @@ class PlanArguments(FSDP2TrainingArguments):
     model: str = "all"
     """A preset, a directory with a config.json, or all: 7b, 13b, 34b and 70b."""
     gpus: int = 8
-    """GPUs of the job."""
+    """GPUs of the job; those of mesh, if it is given."""
     gpus_per_node: int = 8
     """GPUs of one node."""
     gpu_memory: float = 80
@@ -62,7 +63,7 @@ def plan_parser() -> Parser:
         description="Say what memory a run needs on each GPU, before any of it is allocated, "
         "and which layout fits.",
         epilog="With --config: says whether that very layout fits, and if not, which would. "
-        "Without: the recommendation chooses fsdp2.replicas, activation checkpointing, a smaller batch and "
+        "Without: the recommendation chooses mesh, activation checkpointing, a smaller batch and "
         "fsdp2.cpu_offload by itself; all other options are taken as they are given.",
     )
     parser.add_argument(
@@ -71,7 +72,9 @@ def plan_parser() -> Parser:
         help="plan the layout of a configuration file of train, or of a recipe; its mesh tells the GPUs",
     )
     parser.add_argument(
-        "--mesh", metavar="AXES", help="with --config: another mesh of the same trainer, such as dp=2,shard=8"
+        "--mesh",
+        metavar="AXES",
+        help="ranks in each dimension, such as dp=2,shard=8; with --config: instead of its mesh",
     )
     shown = {name for names in _GROUPS.values() for name in names}
     hidden = [each.name for each in fields(PlanArguments) if each.name not in shown]
@@ -92,6 +95,8 @@ def resolve(given: Mapping[str, object]) -> PlanArguments:
     """
     own = {name: value for name, value in given.items() if "." not in name}
     inner = {name.partition(".")[2]: value for name, value in given.items() if "." in name}
+    if "mesh" in own:
+        own.setdefault("gpus", parse_mesh(str(own["mesh"])).world_size)
     if "mixed_precision" not in own:
         inner.setdefault("param_dtype", "bfloat16")
     return arguments_from_dict(PlanArguments, {**own, "fsdp2": inner})

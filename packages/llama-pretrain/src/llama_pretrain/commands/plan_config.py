@@ -8,19 +8,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from dist_env import ParallelLayout
 from trainer_core import ConfigurationError
 from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, Recommendation, plan, recommend
 from trainer_fsdp2 import Mesh as Ranks
 from trainer_pipeline import PipelinePlan, PipelineTrainingArguments
 from trainer_pipeline import plan as plan_pipeline
 
-from ..mesh import Mesh
+from ..mesh import parse_mesh
 from ..model.llama import Llama
 from ..model_choice import model_config
 from ..options import PretrainArguments
 from ..targets import check_writable
 from ..tokenizer import load_tokenizer
-from ..trainers import trainer_arguments
+from ..trainers import ShardedPipelineArguments, trainer_arguments
 from .plan import PlanArguments, quiet
 from .plan_report import Gpus, changed_options, launcher
 from .train_command_line import resolve
@@ -46,11 +47,11 @@ def show_plan(given: Mapping[str, object]) -> None:
         )
     args = resolve({key: value for key, value in given.items() if key not in _OF_THE_GPUS})
     asked = PlanArguments(**{key: given[key] for key in _OF_THE_GPUS if key in given})  # type: ignore[arg-type]
-    mesh = Mesh.parse(args.mesh or "dp=1")
+    mesh = parse_mesh(args.mesh)
     _check_gpus(asked)
     _refuse_unplannable(name, args)
     gpus = Gpus(
-        count=mesh.size,
+        count=mesh.world_size,
         per_node=asked.gpus_per_node,
         memory=asked.gpu_memory,
         sequence_length=args.sequence_length,
@@ -99,18 +100,22 @@ def _refuse_unplannable(name: str, args: PretrainArguments) -> None:
             )
 
 
-def _plan(args: PretrainArguments, mesh: Mesh, model_init: partial[Llama]) -> MemoryPlan | PipelinePlan:
+def _plan(
+    args: PretrainArguments, mesh: ParallelLayout, model_init: partial[Llama]
+) -> MemoryPlan | PipelinePlan:
     length = args.sequence_length
     if args.trainer == "pipeline":
         return plan_pipeline(
             model_init,
-            trainer_arguments(PipelineTrainingArguments, args),
-            world_size=mesh.size,
+            trainer_arguments(
+                ShardedPipelineArguments if args.shards_stages else PipelineTrainingArguments, args
+            ),
+            world_size=mesh.world_size,
             sequence_length=length,
         )
     # For the trainers that do not shard: those settings that all have.
     settings = trainer_arguments(FSDP2TrainingArguments, args)
-    ranks = Ranks(mesh.shard, mesh.dp)
+    ranks = Ranks(mesh.shard, mesh.replicate)
     planned = plan(model_init, settings, world_size=ranks, sequence_length=length)
     return _without_buckets(planned, args)
 
@@ -133,21 +138,23 @@ class _Verdict:
 
 
 def _judge(
-    needed: int, args: PretrainArguments, mesh: Mesh, gpus: Gpus, model_init: partial[Llama]
+    needed: int, args: PretrainArguments, mesh: ParallelLayout, gpus: Gpus, model_init: partial[Llama]
 ) -> _Verdict:
     if needed <= gpus.memory * _GIB:
         return _Verdict(fits=True)
     if gpus.count > gpus.per_node and gpus.count % gpus.per_node:
         return _Verdict(fits=False, why_none=f"the mesh is no multiple of gpus_per_node={gpus.per_node}")
     rows = args.per_device_train_batch_size
-    if rows % mesh.pp:
+    if rows % mesh.pipeline:
         return _Verdict(
             fits=False, why_none=f"{rows} rows of a pipeline are not so many for each of its GPUs"
         )
     found = recommend(
         model_init,
         # Each rank of a pipeline works on all of its rows, and each rank of another layout on its own.
-        replace(trainer_arguments(FSDP2TrainingArguments, args), per_device_train_batch_size=rows // mesh.pp),
+        replace(
+            trainer_arguments(FSDP2TrainingArguments, args), per_device_train_batch_size=rows // mesh.pipeline
+        ),
         world_size=gpus.count,
         gpu_memory=gpus.memory,
         gpus_per_node=gpus.per_node,
@@ -160,11 +167,9 @@ def _to_type(name: str, args: PretrainArguments, found: Recommendation | None, g
     """The same run in the layout that fits, its other settings as they are; None if there is none."""
     if found is None or not found.fits:
         return None
-    copies = gpus.count if found.uses_ddp else found.args.fsdp2.replicas
-    mesh = Mesh(dp=copies, shard=gpus.count // copies)
+    mesh = ParallelLayout(replicate=found.plan.mesh.replicas, shard=found.plan.mesh.shards)
     before = trainer_arguments(FSDP2TrainingArguments, args)
-    layout = replace(found.args, fsdp2=replace(found.args.fsdp2, replicas=before.fsdp2.replicas))
-    options = [f"--config {name}", f"--mesh {mesh}", *changed_options(layout, before)]
+    options = [f"--config {name}", f"--mesh {mesh}", *changed_options(found.args, before)]
     return " ".join([launcher(gpus), *options])
 
 
@@ -174,7 +179,7 @@ class _Report:
 
     name: str
     args: PretrainArguments
-    mesh: Mesh
+    mesh: ParallelLayout
     gpus: Gpus
     planned: MemoryPlan | PipelinePlan
     verdict: _Verdict

@@ -114,9 +114,13 @@ def command(model: str, found: Recommendation, gpus: Gpus) -> str:
         found: The recommendation.
         gpus: The job.
     """
-    trainer = "ddp" if found.uses_ddp else "fsdp2"
+    mesh = found.plan.mesh
+    if mesh.replicas > 1 and mesh.shards > 1:
+        how = f"--mesh dp={mesh.replicas},shard={mesh.shards}"
+    else:
+        how = f"--trainer {'ddp' if found.uses_ddp else 'fsdp2'}"
     batch = found.args.per_device_train_batch_size
-    fixed = f"--trainer {trainer} --model {model} --sequence-length {gpus.sequence_length}"
+    fixed = f"{how} --model {model} --sequence-length {gpus.sequence_length}"
     size = f"--per-device-train-batch-size {batch}"
     others = changed_options(found.args, FSDP2TrainingArguments(per_device_train_batch_size=batch))
     return " ".join([launcher(gpus), fixed, size, *others])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..mesh import Mesh
+from ..mesh import parse_mesh
 from ..options import PretrainArguments
 from ..program import PROG
 from ..recipes import purpose, recipe_names, recipe_text
@@ -31,12 +31,12 @@ def show_recipes(name: str | None) -> None:
 
 def tokens_per_step(args: PretrainArguments) -> int:
     """Tokens of one optimizer step, over all processes of the mesh."""
-    copies = Mesh.parse(args.mesh).data_parallel_size if args.mesh else 1
+    copies = parse_mesh(args.mesh).data_count
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * copies
     return rows * args.sequence_length
 
 
 def _row(name: str) -> tuple[str, ...]:
     args = resolve({"config": name})
-    processes = Mesh.parse(args.mesh).size if args.mesh else 1
+    processes = parse_mesh(args.mesh).world_size
     return name, args.model, args.mesh, str(processes), f"{tokens_per_step(args):,}", purpose(name)

@@ -11,7 +11,7 @@ from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_core import DataError as TrainerDataError
 
 from ..launch import is_launched, launch
-from ..mesh import Mesh
+from ..mesh import parse_mesh
 from ..program import PROG
 from ..train import BrokenRunError, train
 from ..trainers import refuse_several_processes
@@ -45,7 +45,7 @@ def _train(words: Sequence[str]) -> int:
         refuse_several_processes("train --dry-run")
         dry_run(args)
         return 0
-    processes = Mesh.parse(args.mesh).size if args.mesh else 1
+    processes = parse_mesh(args.mesh).world_size
     if processes > 1 and not is_launched():
         return launch(["train", *words], processes, args.output_dir)
     return train(args)
@@ -106,10 +106,6 @@ def _plan(words: Sequence[str]) -> int:
     given = plan.plan_parser().parse_args_strictly(words)
     if "config" in given:
         plan_config.show_plan(given)
-    elif "mesh" in given:
-        raise ConfigurationError(
-            "mesh", given["mesh"], "needs --config, whose layout it changes", "give --gpus instead, or both"
-        )
     else:
         plan.show_plans(plan.resolve(given))
     return 0

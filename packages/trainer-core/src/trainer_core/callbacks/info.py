@@ -58,11 +58,11 @@ class InfoCallback:
         if not state.is_world_process_zero:
             return
         rows = {
-            "model": _model_text(trainer.parallel.whole_model()),
+            "model": _model_text(trainer.meta_model()),
             "step": _step_size_text(args, state, trainer),
             "length": _length_text(state),
-            "device": _device_text(trainer.parallel.device, state.num_processes),
-            "precision": _precision_text(args, trainer.parallel.whole_model()),
+            "device": _device_text(trainer.ranks.device, state.num_processes),
+            "precision": _precision_text(args, trainer.meta_model()),
             "settings": ", ".join(_changed_settings(args)) or "all at their defaults",
             "torch": torch.__version__,
             "checkpoints": "none" if args.save_strategy == "no" else args.output_dir,
@@ -105,7 +105,7 @@ def _bytes_text(size: float) -> str:
 
 
 def _step_size_text(args: TrainingArguments, state: TrainerState, trainer: Trainer) -> str:
-    ranks = trainer.parallel.data_parallel_size
+    ranks = trainer.ranks.data_parallel_size
     each, windows = args.per_device_train_batch_size, args.gradient_accumulation_steps
     factors = f"{each} per device x {windows} accumulated x {ranks} data-parallel"
     return f"{each * windows * ranks} examples = {factors}"

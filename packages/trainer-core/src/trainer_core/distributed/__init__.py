@@ -1,1 +1,1 @@
-"""How a run is laid out over ranks."""
+"""Several devices: ranks, which batches they get, and transforms that divide the model among them."""

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import AdamW, Optimizer
 
 from ..arguments import MinimalTrainingArguments
+from ..distributed.clipping import own_part
 from ..errors import ConfigurationError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -102,6 +103,8 @@ def adamw_of_groups(args: MinimalTrainingArguments, groups: list[Group]) -> Adam
     if not parameters:
         raise ConfigurationError("model", "frozen", "has no trainable parameter", "set requires_grad on some")
     has_kernel = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
+    # torch's kernel takes no DTensors beside plain tensors, which a layout of tensors alone leaves.
+    has_kernel = has_kernel and len({own_part(p) is p for p in parameters}) == 1
     betas = (args.adam_beta1, args.adam_beta2)
     # None rather than False where there is no kernel: torch then takes `foreach` if the device has it.
     fused = True if has_kernel else None

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from dist_env import StaticDistributedEnvironment
-from trainer_core import ConfigurationError, LiveBytes, SingleDevice, TokenLoss, attention_of_gpus, loss_of
+from trainer_core import ConfigurationError, EagerExecutor, LiveBytes, TokenLoss, attention_of_gpus, loss_of
 
 from ..arguments import FSDP2TrainingArguments
 from ..policy import precision_policy
@@ -53,7 +52,11 @@ def estimate_activations(
         ConfigurationError: If the model or the loss cannot run without values.
     """
     dtype = precision_policy(args.fsdp2).param_dtype if is_sharded(args, mesh) else None
-    layers = [] if dtype is None else [module for _, module in units_of(model, args)]
+    layers = (
+        []
+        if dtype is None
+        else [module for _, module in units_of(model, args.fsdp2, args.transformer_layers_path)]
+    )
     loss = _loss(model, args)  # before the tensors are exchanged: a head with others would be refused
     with FakeTensorMode(allow_non_fake_inputs=True):
         exchange_tensors(model, lambda tensor: _fake(tensor, dtype))
@@ -78,13 +81,12 @@ def estimate_activations(
 def _watch(
     model: nn.Module, loss: TokenLoss, args: FSDP2TrainingArguments, batch: Mapping[str, Tensor]
 ) -> Activations:
-    rank = SingleDevice(StaticDistributedEnvironment(device=_HOST))
-    rank.model = model
+    executor = EagerExecutor(model, args, _HOST)
     live = LiveBytes([*model.parameters(), *model.buffers()])
     for tensor in batch.values():
         live.add(tensor)
     with live, attention_of_gpus(args):
-        total = rank.forward(batch, loss, args).loss
+        total = executor.forward(batch, loss).loss
         saved = live.now
         total.backward()  # type: ignore[no-untyped-call]
     return Activations(saved, live.peak)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dist_env import DistributedEnvironmentError
 from trainer_core import ConfigurationError
 
 from ..arguments import FSDP2TrainingArguments
-from ..mesh import check_replicas
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,17 @@ def mesh_of(args: FSDP2TrainingArguments, world_size: int) -> Mesh:
     """
     if world_size < 1:
         raise ConfigurationError("world_size", world_size, "must be at least 1", "raise it")
-    check_replicas(args.fsdp2.replicas, world_size)
-    return Mesh(world_size // args.fsdp2.replicas, args.fsdp2.replicas)
+    try:
+        layout = args.layout(world_size)
+    except DistributedEnvironmentError as error:
+        raise ConfigurationError("mesh", args.mesh, str(error), "change mesh") from error
+    if layout is None:
+        return Mesh(world_size)
+    if layout.world_size != layout.data_count:
+        raise ConfigurationError(
+            "mesh", args.mesh, "has dimensions other than dp and shard", "leave them out"
+        )
+    return Mesh(layout.shard, layout.replicate)
 
 
 def shard_rows(rows: int, shards: int, rank: int) -> int:

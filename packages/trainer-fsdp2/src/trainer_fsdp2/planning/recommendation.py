@@ -75,7 +75,7 @@ def recommend(
     checkpointed: first a copy on each node, so that weights travel inside nodes only (HSDP), then one copy
     over all GPUs (FSDP); then smaller batches; then state in the memory of the host.
 
-    It chooses replicas, activation checkpointing, batch size (at most that of `args`) and cpu_offload; the
+    It chooses mesh, activation checkpointing, batch size (at most that of `args`) and cpu_offload; the
     other settings are those of `args`.
 
     Args:
@@ -174,7 +174,8 @@ def _changed(
 ) -> FSDP2TrainingArguments:
     return replace(
         args,
-        fsdp2=replace(args.fsdp2, replicas=mesh.replicas, cpu_offload=cpu_offload),
+        mesh=f"dp={mesh.replicas},shard={mesh.shards}" if mesh.replicas > 1 else None,
+        fsdp2=replace(args.fsdp2, replicas=1, cpu_offload=cpu_offload),
         per_device_train_batch_size=batch or args.per_device_train_batch_size,
         gradient_checkpointing=False,
         activation_checkpointing=level.mode,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..arguments import FSDP2TrainingArguments
-from ..mesh import resharding
+from ..full_sharding import resharding
 from ..policy import precision_policy
 from ..units import units_of
 from .mesh import Mesh
@@ -83,7 +83,9 @@ def _weights_of_layers(units: list[_Size], args: FSDP2TrainingArguments, mesh: M
 def _sizes(model: nn.Module, args: FSDP2TrainingArguments) -> tuple[list[_Size], _Size]:
     """Each unit of sharding, and the root with all that no unit holds."""
     taken: set[int] = set()
-    units = [_size(module, args, taken) for _, module in units_of(model, args)]
+    units = [
+        _size(module, args, taken) for _, module in units_of(model, args.fsdp2, args.transformer_layers_path)
+    ]
     return units, _size(model, args, taken)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from trainer_core import ConfigurationError
 
 from ..schedules import SETTING, ScheduleKind
-from .standin import no_loss, stand_in_stages
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 """Forward pass, full backward pass, its half for the inputs, its half for the weights: torch's letters."""
@@ -92,7 +92,7 @@ def _check_count(setting: str, value: int) -> None:
 
 
 def _noted_actions(schedule: ScheduleKind, rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    [stage] = stand_in_stages(1, rank, ranks)
+    [stage] = fake_stages(1, rank, ranks)
     made = schedule.factory(stage, n_microbatches=microbatches, loss_fn=no_loss, scale_grads=False)
     with torch.enable_grad():
         made.step(return_outputs=False)
@@ -100,7 +100,7 @@ def _noted_actions(schedule: ScheduleKind, rank: int, ranks: int, microbatches: 
 
 
 def _table_actions(schedule: ScheduleKind, ranks: int, microbatches: int, stages_per_rank: int) -> Table:
-    stages = stand_in_stages(stages_per_rank, 0, ranks)
+    stages = fake_stages(stages_per_rank, 0, ranks)
     made = schedule.factory(stages, n_microbatches=microbatches, loss_fn=no_loss, scale_grads=False)
     order = made.pipeline_order or {}
     if sorted(order) != list(range(ranks)):
@@ -122,3 +122,54 @@ def _table_actions(schedule: ScheduleKind, ranks: int, microbatches: int, stages
             )
         )
     return tuple(table)
+
+
+class FakeStage:
+    """What schedules of torch are given in place of a stage: it notes what they make it do.
+
+    Args:
+        stage_index: Number of the stage in the pipeline.
+        num_stages: Stages of the whole pipeline.
+        rank: The rank that holds it.
+        ranks: Ranks of the pipeline.
+    """
+
+    submod = None
+    device = "cpu"
+    # Neither first nor last: no input is asked for and no loss is computed.
+    is_first = False
+    is_last = False
+
+    def __init__(self, stage_index: int, num_stages: int, rank: int, ranks: int) -> None:
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.group_rank = rank
+        self.group_size = ranks
+        self.noted: list[tuple[Literal["F", "B"], int]] = []
+        """(kind, microbatch) of each forward pass ("F") and full backward pass ("B"), in order."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: object, **kwargs: object) -> None:
+        """Note a forward pass."""
+        self.noted.append(("F", fwd_chunk_id))
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: object, **kwargs: object) -> None:
+        """Note a backward pass."""
+        self.noted.append(("B", bwd_chunk_id))
+
+    def __getattr__(self, name: str) -> Callable[..., list[object]]:
+        """Answer what else a schedule asks of a stage: no messages to send or await, nothing to prepare."""
+        from torch.distributed.pipelining import PipelineStage
+
+        if not hasattr(PipelineStage, name):
+            raise AttributeError(f"a stage of torch has no {name!r}")
+        return lambda *args, **kwargs: []
+
+
+def fake_stages(count: int, rank: int, ranks: int) -> list[FakeStage]:
+    """Return fakes of the `count` stages of a rank; their places do not change a schedule's table."""
+    return [FakeStage(rank + ranks * i, ranks * count, rank, ranks) for i in range(count)]
+
+
+def no_loss(*args: object, **kwargs: object) -> torch.Tensor:
+    """Stand for a loss function: with one, torch takes the schedule for one that trains."""
+    return torch.zeros(())

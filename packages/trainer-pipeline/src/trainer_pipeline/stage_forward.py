@@ -1,4 +1,4 @@
-"""Hidden states from stage to stage, outside of torch's schedules: for evaluation and generation."""
+"""The forward pass of a stage, and hidden states from stage to stage outside of torch's schedules."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .layout import Layout
+from trainer_core import autocast, predict
+
+from .blocks import Bound
+from .microbatches import Microbatch, MicrobatchQueue
+from .schedules import StageLayout
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMENSIONS = 6
 
 
-class Relay:
+class ActivationChannel:
     """Sends and receives tensors whose shape the receiver does not know.
 
     Those that go to a higher rank and those that go to a lower one have a group each: on backends that carry
@@ -30,7 +34,7 @@ class Relay:
     """
 
     def __init__(
-        self, layout: Layout, rank: int, up: ProcessGroup, down: ProcessGroup, device: torch.device
+        self, layout: StageLayout, rank: int, up: ProcessGroup, down: ProcessGroup, device: torch.device
     ) -> None:
         self._layout = layout
         self._rank = rank
@@ -65,14 +69,14 @@ class Relay:
         dist.recv(hidden, group=group, group_src=peer)
         return hidden
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until everything that was sent has arrived."""
         for work, _ in self._sent:
             if work is not None:
                 work.wait()
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Let go of everything, also of what an error has left behind."""
         self._sent.clear()
         self._here.clear()
@@ -83,17 +87,78 @@ Compute = Callable[[int, int, Tensor | None], Tensor | None]
 
 
 @torch.no_grad()
-def run_forward(layout: Layout, rank: int, relay: Relay, count: int, compute: Compute) -> None:
+def run_forward(
+    layout: StageLayout, rank: int, channel: ActivationChannel, count: int, compute: Compute
+) -> None:
     """Take microbatches through all stages, forward only; collective.
 
     Each rank takes all microbatches through one of its stages before it goes on to the next one, which keeps
     every rank busy as soon as the first microbatch has reached it.
     """
-    relay.forget()
+    channel.clear()
     for stage in layout.stages_of(rank):
         for place in range(count):
-            hidden = relay.receive(stage) if stage else None
+            hidden = channel.receive(stage) if stage else None
             output = compute(stage, place, hidden)
             if output is not None:
-                relay.send(output, stage + 1)
-    relay.settle()
+                channel.send(output, stage + 1)
+    channel.wait()
+
+
+class StageForward(nn.Module):
+    """A stage with everything that it needs beside the hidden state.
+
+    Args:
+        stage: Called as `stage(hidden, **inputs)`.
+        model: The model, for losses that ask it for things.
+        last: Whether it is the last stage, which computes the loss.
+        queue: The microbatches.
+        device: Where it computes.
+    """
+
+    def __init__(
+        self, stage: nn.Module, model: nn.Module, queue: MicrobatchQueue, device: torch.device, *, last: bool
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        self.place = 0
+        """Which microbatch is computed next."""
+        self._model = (model,)
+        self._queue = queue
+        self._device = device
+        self._last = last
+
+    def forward(self, hidden: Tensor | None = None) -> Tensor:
+        """The hidden state, or the loss of the microbatch over the divisor."""
+        if self._last:
+            total, _ = self.score(hidden)
+            self._queue.losses.append(total.detach())
+            return total / self._queue.divisor
+        with autocast(self._queue.args, self._device.type):
+            return checked_hidden(self.stage(hidden, **self._microbatch.inputs))
+
+    def score(self, hidden: Tensor | None) -> tuple[Tensor, object]:
+        """For the last stage: the sum of the token losses of the microbatch, and the predictions."""
+        queue, microbatch = self._queue, self._microbatch
+        bound = Bound(self.stage, self._model[0], hidden)
+        with autocast(queue.args, self._device.type):
+            predictions = predict(queue.loss, bound, microbatch.inputs, microbatch.labels)
+        return queue.loss(predictions, microbatch.labels), predictions
+
+    @property
+    def _microbatch(self) -> Microbatch:
+        return self._queue.microbatches[self.place]
+
+
+def checked_hidden(output: object) -> Tensor:
+    """What a stage hands on.
+
+    Raises:
+        TypeError: If it is no tensor.
+    """
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"a stage returned a {type(output).__name__}; every stage but the last one must return the "
+            "hidden state, one tensor"
+        )
+    return output.contiguous()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 _HELD = 64
-"""Steps whose moments are kept until they are added up, which waits for the device."""
+"""Schedules whose moments are kept until they are added up, which waits for the device."""
 
 
 class Work(NamedTuple):
@@ -21,20 +21,20 @@ class Work(NamedTuple):
     """F forward, B backward, I backward of the inputs, W backward of the weights."""
     microbatch: int
     start: float
-    """Seconds since the beginning of the step."""
+    """Seconds since the beginning of the schedule."""
     end: float
 
 
-class Recorded(NamedTuple):
-    """A step of a rank."""
+class RecordedStep(NamedTuple):
+    """A schedule that a rank has carried out."""
 
     began: float
     """Seconds on the clock of the host (`time.perf_counter`), which the ranks of a host have in common."""
     work: list[Work]
 
 
-class Clock:
-    """Adds up busy and whole time of the steps of a rank.
+class StageTimer:
+    """Adds up busy and whole time of the schedules that a rank carries out.
 
     On an accelerator its own events tell the time, so that nothing waits for it before the figures are read.
 
@@ -47,12 +47,12 @@ class Clock:
         self._steps: list[_Step] = []
         self._busy = self._whole = 0.0
         self._step: _Step | None = None
-        self.recording: list[Recorded] | None = None
-        """Give it a list to have every step put into it."""
+        self.recording: list[RecordedStep] | None = None
+        """Give it a list to have every schedule put into it."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context around everything that a step does."""
+        """A context around everything that is done for a schedule."""
         self._step = _Step(self._mark())
         try:
             yield
@@ -61,7 +61,7 @@ class Clock:
             step, self._step = self._step, None
             self._steps.append(step)
             if self.recording is not None:
-                self.recording.append(Recorded(step.began.host, step.work()))
+                self.recording.append(RecordedStep(step.began.host, step.work()))
             if len(self._steps) == _HELD:
                 self._add_up()
 
@@ -76,7 +76,7 @@ class Clock:
                 self._step.parts.append((stage, kind, microbatch, began, self._mark()))
 
     def take(self) -> tuple[float, float]:
-        """Busy and whole seconds of the steps since the last call; waits for the device."""
+        """Busy and whole seconds of the schedules since the last call; waits for the device."""
         self._add_up()
         taken = self._busy, self._whole
         self._busy = self._whole = 0.0

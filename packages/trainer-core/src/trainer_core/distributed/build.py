@@ -1,0 +1,252 @@
+"""From what the user gave to the model that this rank holds: the order is decided here and nowhere else.
+
+1. construct: parameters without storage where a transform divides them, buffers with their values;
+2. convert: FP8 or QAT layers, and the forward of checkpointed blocks, while every module is there. A block
+   whose weights are gathered is gathered once for its recomputation, and conversion, which replaces modules,
+   cannot drop what a transform hangs on them;
+3. transform: split into stages, divide experts and tensors, divide sequences, shard weights or replicate;
+4. fill: storage for what this rank holds, and the values that one process would have drawn;
+5. compile, in place.
+
+The optimizer comes after that and sees what this rank holds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import entry_points
+
+from torch import nn
+
+from dist_env import DistributedEnvInterface, DistributedEnvironmentError, ParallelLayout, gather_objects
+
+from ..arguments import DataParallelArguments, TrainingArguments
+from ..errors import ConfigurationError
+from ..generating import share_generators
+from ..loss import FusedLossFactory, TokenLoss, loss_of
+from ..model import (
+    ModelSource,
+    checkpoint_activations,
+    compile_model,
+    construct_without_weights,
+    convert_model,
+    fill_parameters,
+    move_buffers,
+    ordinary_tensors,
+    prepare_model,
+)
+from .executor import EagerExecutor
+from .ranks import Ranks
+from .transforms import BuiltModel, ModelTransform, copy_weights_of_rank_0, in_order
+
+GROUP = "trainer_core.transforms"
+"""Entry points by which packages offer a transform for a dimension: `shard = "package:factory"`, called with
+the arguments of the run."""
+_COUNTED = ("pipeline", "expert", "tensor", "context")
+"""Dimensions after whose transforms the model cannot be counted by running it."""
+
+
+def layout_of(
+    args: TrainingArguments, transforms: Sequence[ModelTransform], env: DistributedEnvInterface
+) -> ParallelLayout:
+    """The sizes that the arguments give to the dimensions.
+
+    Without `mesh` all ranks are in the dimension of the first transform.
+
+    Raises:
+        ConfigurationError: If the sizes do not fit the ranks, or nothing says what the ranks are for.
+    """
+    world_size = env.world_size
+    if not isinstance(args, DataParallelArguments):
+        if world_size == 1:
+            return ParallelLayout()
+        raise ConfigurationError(
+            "args" if transforms else "world_size",
+            type(args).__name__ if transforms else world_size,
+            "says nothing about several ranks" if transforms else "Trainer runs on one device",
+            "use the arguments class of the trainer, or DataParallelArguments"
+            if transforms
+            else "start one process, or use a trainer for several devices",
+        )
+    try:
+        layout = args.layout(world_size)
+        if layout is None:
+            axis = transforms[0].axis if transforms else None
+            if axis is None and world_size > 1:
+                raise ConfigurationError(
+                    "world_size",
+                    world_size,
+                    "Trainer runs on one device unless mesh or parallel says what the ranks are for",
+                    "start one process, set mesh='dp=2', say, or use a trainer for several devices",
+                )
+            layout = ParallelLayout(**({} if axis is None else {axis: world_size}))
+    except DistributedEnvironmentError as error:
+        raise ConfigurationError("mesh", args.mesh, str(error), "change mesh") from error
+    return layout
+
+
+def transforms_for(
+    args: TrainingArguments, given: Sequence[ModelTransform], layout: ParallelLayout
+) -> list[ModelTransform]:
+    """The transforms of a run, in order: those given, and one for each dimension that none of them uses.
+
+    Raises:
+        ConfigurationError: If nothing that is installed uses a dimension of the layout.
+    """
+    transforms = list(given)
+    used = {transform.axis for transform in given}
+    for axis in ("pipeline", "expert", "tensor", "context", "shard"):
+        if getattr(layout, axis) > 1 and axis not in used:
+            transforms.append(_installed(args, axis, layout))
+    if layout.replicate > 1 and not used & {"replicate"} and layout.shard * layout.context == 1:
+        from .transforms import ReplicateGradients
+
+        transforms.append(ReplicateGradients())
+    return in_order(transforms)
+
+
+def _installed(args: TrainingArguments, axis: str, layout: ParallelLayout) -> ModelTransform:
+    for entry in entry_points(group=GROUP, name=axis):
+        transform: ModelTransform = entry.load()(args)
+        return transform
+    package = {"pipeline": "trainer-pipeline", "shard": "trainer-fsdp2"}.get(axis)
+    raise ConfigurationError(
+        "mesh",
+        str(layout),
+        f"gives several ranks to the dimension {axis}, and nothing that is installed uses it",
+        f"install {package}" if package else f"give a transform with axis={axis!r} in parallel=[...]",
+    )
+
+
+def build_model(
+    source: ModelSource,
+    args: TrainingArguments,
+    ranks: Ranks,
+    transforms: Sequence[ModelTransform],
+    *,
+    skip_init: bool,
+) -> BuiltModel:
+    """Build what this rank holds of the model, with the values that one process would have drawn; collective.
+
+    Args:
+        source: The module, or a function that makes it.
+        args: How to make it.
+        ranks: The ranks.
+        transforms: How they use the model, in order.
+        skip_init: Whether a checkpoint will fill every weight, so that with construct_model_on="meta" none
+            need be drawn.
+
+    Raises:
+        ConfigurationError: If a setting cannot be applied to this model, device or installation, or ranks
+            have built different models.
+    """
+    active = [transform for transform in transforms if transform.is_active(ranks.layout)]
+    if all(transform.keeps_parameters for transform in active):
+        model = prepare_model(source, args, ranks.device, weights_follow=skip_init)
+        built = _begin(model, model, args, ranks)
+        ranks.check_same_model(model)
+        for transform in active:
+            transform.apply(built)
+        return built
+    if ranks.several:
+        share_generators(ranks.env)  # without a seed each rank would draw a model of its own
+    model, values = construct_without_weights(source, args, ranks.device)
+    ranks.check_same_model(model)
+    if values is None and ranks.meshes is not None and ranks.several:
+        _copy_weights(model, ranks)
+    counts_apart = any(transform.axis in _COUNTED for transform in active)
+    built = _begin(model, _meta_copy(model, args) if counts_apart else model, args, ranks)
+    built.is_partial = True
+    for transform in active:
+        transform.before_conversion(built)
+    convert_model(model, args, ranks.device, gathered_in_fp8=built.gathers_fp8)
+    for transform in active:
+        transform.apply(built)
+    draw = not (skip_init and args.construct_model_on == "meta")
+    others = [part for part in built.parts if part is not model]
+    sums = fill_parameters(
+        model, values if draw else None, built.weights_device or ranks.device, also_in=others
+    )
+    move_buffers(model, ranks.device)
+    _check_same_values(sums, ranks)
+    return built
+
+
+def make_loss(
+    built: BuiltModel, given: TokenLoss | None, fused_factory: FusedLossFactory | None
+) -> TokenLoss:
+    """The loss of the run; asked for when the layers have been converted, and before compilation.
+
+    Args:
+        built: The model; a rank that does not hold its end only counts with the loss.
+        given: The user's loss, which goes first.
+        fused_factory: Makes a loss on hidden states from the output head.
+
+    Raises:
+        ConfigurationError: If settings contradict each other, or the loss cannot be fused with the model.
+    """
+    if built.has_loss:
+        return loss_of(built.args, built.model, given, fused_factory)
+    return loss_of(replace(built.args, fused_loss="no"), built.meta_model, given, fused_factory)
+
+
+def compile_built(built: BuiltModel) -> None:
+    """Compile the model as a whole or block by block, if asked to; in place, so that names stay."""
+    args = built.args
+    if args.torch_compile and built.compiled_blocks is not None:
+        args = replace(args, torch_compile_scope="blocks", transformer_layers_path=built.compiled_blocks)
+    compile_model(built.model, args)
+
+
+def _begin(model: nn.Module, meta_model: nn.Module, args: TrainingArguments, ranks: Ranks) -> BuiltModel:
+    # Transforms choose how gradients are summed after this.
+    executor = EagerExecutor(model, args, ranks.device, lambda: built.grad_sync)
+    built = BuiltModel(args, ranks, model, meta_model, executor, [model])
+    return built
+
+
+def _copy_weights(model: nn.Module, ranks: Ranks) -> None:
+    """Give a model that was built already the weights of rank 0."""
+    import torch.distributed as dist
+
+    copy_weights_of_rank_0(model, dist.group.WORLD)
+
+
+def _meta_copy(model: nn.Module, args: TrainingArguments) -> nn.Module:
+    with ordinary_tensors():
+        copied = copy.deepcopy(model)
+    for module in copied.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("meta")
+    # It is counted: what is recomputed must be recomputed in it too.
+    checkpoint_activations(copied, args)
+    return copied
+
+
+def _check_same_values(sums: Mapping[str, tuple[float, float]], ranks: Ranks) -> None:
+    """Refuse to start where ranks that hold the same parameter begin with different values of it."""
+    if not ranks.several or ranks.meshes is None:
+        return
+    # To six digits: processors of different kinds may add up in another order.
+    mine = {name: f"{total:.6g}, {squares:.6g}" for name, (total, squares) in sums.items()}
+    if ranks.layout.pipeline == 1:
+        facts = {f"sum and sum of squares of the initial {name}": value for name, value in mine.items()}
+        ranks.check_same(facts)
+        return
+    told: Iterable[dict[str, str]] = gather_objects(mine, ranks.env)
+    for name in dict.fromkeys(name for each in told for name in each):
+        seen = {each[name] for each in told if name in each}
+        if len(seen) > 1:
+            raise ConfigurationError(
+                "model_init",
+                name,
+                f"gives this parameter different values on ranks that both have it: {sorted(seen)} "
+                "(sum and sum of squares)",
+                "draw weights from torch's generators only, and set the same seed everywhere",
+            )

@@ -1,0 +1,381 @@
+"""Ways to use several devices: transforms of the model, which combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from checkpoint_core import StateComponent, load_model_weights
+from dist_env import ParallelLayout
+
+from ..arguments import TrainingArguments
+from ..errors import ConfigurationError
+from ..generating import generators_of_rank_0, logits_of_one_rank
+from ..traffic import Traffic
+from .clipping import clip_grad_norm_, own_part
+from .executor import Executor, GradSync
+from .ranks import Ranks
+
+ORDER = ("pipeline", "expert", "tensor", "context", "shard", "replicate")
+"""The order in which transforms are applied, by their axes, whatever the order in which they are given."""
+
+
+class ModelTransform(Protocol):
+    """A way to use a dimension of the layout; inherit from it to write one for `Trainer(parallel=[...])`.
+
+    Layers are converted (FP8, QAT, activation checkpointing) before the first transform is applied. After
+    the last one parameters get their values, modules are compiled in place, and the optimizer is made.
+    """
+
+    axis: ClassVar[str]
+    """The dimension of `dist_env.ParallelLayout` that it uses."""
+    keeps_parameters: bool = False
+    """Whether it takes a model whose parameters have values, on the device, and changes none of them. If not,
+    they are on the meta device when it is applied, and get their values for what this rank then holds."""
+
+    def is_active(self, layout: ParallelLayout) -> bool:
+        """Whether it has anything to do in a layout: by default where its dimension has several ranks."""
+        return int(getattr(layout, self.axis)) > 1
+
+    def check(self, args: TrainingArguments, ranks: Ranks) -> None:
+        """Refuse settings that it cannot honour, before any work; on all ranks alike, without communication.
+
+        Raises:
+            ConfigurationError: Naming the setting.
+        """
+        return
+
+    def check_dry_run(self, args: TrainingArguments) -> None:
+        """Refuse settings with which a step reads values of tensors, which a dry run does not have.
+
+        Raises:
+            ConfigurationError: Naming the setting.
+        """
+        return
+
+    def before_conversion(self, built: BuiltModel) -> None:
+        """Say how layers are to be converted, such as `built.gathers_fp8`."""
+        return
+
+    def apply(self, built: BuiltModel) -> None:
+        """Change the model in place, and add what it needs in training to `built`; collective.
+
+        Names of parameters stay those of the user's model.
+        """
+        ...
+
+
+class StepHooks(Protocol):
+    """What a transform adds to a run; inherit from it, and override what is needed. Calls are collective."""
+
+    def attach(self, optimizer: Optimizer | None) -> None:
+        """Model and optimizer are complete; there is no optimizer in a run that does not train."""
+        return
+
+    def begin(self, step: int) -> None:
+        """Training begins, or is resumed, with so many optimizer steps done."""
+        return
+
+    def after_step(self, step: int) -> None:
+        """Optimizer step number `step` was made."""
+        return
+
+    def synced_weights(self, *, optimizer: bool) -> AbstractContextManager[None]:
+        """A context in which the model is the one that would be saved or scored.
+
+        Args:
+            optimizer: Whether the state of the optimizer is wanted too.
+        """
+        return nullcontext()
+
+    def generating(self) -> AbstractContextManager[None]:
+        """A context in which all ranks let the model write the same text, calling it alike."""
+        return nullcontext()
+
+    def log_entries(self) -> Mapping[str, object]:
+        """Further entries for the log, about the time since the last call."""
+        return {}
+
+    def state_components(self) -> Sequence[StateComponent]:
+        """What it saves beside the components of every run; restored after them."""
+        return ()
+
+
+@dataclass
+class BuiltModel:
+    """The model of a run as this rank holds it, and what transforms have added for training."""
+
+    args: TrainingArguments
+    ranks: Ranks
+    model: nn.Module
+    """The user's module; parameters of other stages are missing in it."""
+    meta_model: nn.Module
+    """The model with all its parameters, to count them; they may have no storage."""
+    executor: Executor
+    parts: list[nn.Module]
+    """What is called: the model, or the stages of this rank."""
+    grad_sync: GradSync = field(default_factory=GradSync)
+    hooks: list[StepHooks] = field(default_factory=list)
+    is_partial: bool = False
+    """Whether ranks hold different parts of the weights."""
+    has_loss: bool = True
+    """Whether this rank computes the loss: it holds the end of the model."""
+    gathers_fp8: bool = False
+    """Whether weights of FP8 layers are sharded and gathered in float8."""
+    weights_device: torch.device | None = None
+    """Where parameters rest, if that is not where this rank computes."""
+    matmul_dtype: str | None = None
+    """What matrix products run in, as peak tables name it, where that is another dtype than `args` says."""
+    compiled_blocks: str | None = None
+    """Path of the blocks to compile one by one, where the model cannot be called as a whole."""
+    counted_elsewhere: list[nn.Parameter] = field(default_factory=list)
+    """Parameters whose gradient counts in the norm on another stage."""
+    traffic: Traffic | None = None
+    """What this rank has sent for training; None where nobody counts."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that the optimizer works on, under the model's own names."""
+        return self.model.named_parameters()
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters, each once."""
+        return [parameter for _, parameter in self.named_parameters() if parameter.requires_grad]
+
+    def zero_grad(self) -> None:
+        """Drop every gradient, also those of parameters that no optimizer steps."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Measure the gradient's 2-norm over all ranks, and scale the gradient to `max_norm` if it is longer.
+
+        Returns:
+            The norm before clipping: scalar on the device.
+        """
+        elsewhere = {id(parameter) for parameter in self.counted_elsewhere}
+        counted = self.parameters
+        if elsewhere:
+            counted = [parameter for parameter in counted if id(parameter) not in elsewhere]
+        norm = clip_grad_norm_(
+            counted, max_norm, stages=self.ranks.pipeline_group, counted_elsewhere=self.counted_elsewhere
+        )
+        return norm.to(self.ranks.device)
+
+    def load_weights(self, directory: str | Path) -> None:
+        """Fill what this rank holds of the model from a directory in the Hugging Face layout.
+
+        Raises:
+            checkpoint_core.CheckpointError: If the weights are missing, damaged, or do not fit.
+        """
+        elsewhere = set() if self.meta_model is self.model else set(self.meta_model.state_dict())
+        load_model_weights(self.model, directory, elsewhere=elsewhere)
+
+    def attach(self, optimizer: Optimizer | None) -> None:
+        """Model and optimizer are complete."""
+        for hook in self.hooks:
+            hook.attach(optimizer)
+
+    def begin(self, step: int) -> None:
+        """Training begins, or is resumed, with so many optimizer steps done."""
+        self.model.train()
+        for hook in self.hooks:
+            hook.begin(step)
+
+    def after_step(self, step: int) -> None:
+        """An optimizer step was made."""
+        for hook in self.hooks:
+            hook.after_step(step)
+
+    @contextmanager
+    def synced_weights(self, *, optimizer: bool) -> Iterator[None]:
+        """A context in which the model is the one that would be saved or scored; collective.
+
+        Every rank has the saved buffers of the first one meanwhile, such as running means.
+        """
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.synced_weights(optimizer=optimizer))
+            # After the hooks: what a hook sets aside as a rank's own are its own buffers.
+            stack.enter_context(buffers_of_rank_0(self.model, self.ranks.data_group))
+            yield
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """A context in which all ranks let the model write the same text; collective at each of its calls."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.generating())
+            meshes = self.ranks.meshes
+            if meshes is not None and self.ranks.layout.tensor > 1:
+                # They compute each token together, so that they have to draw the same one.
+                stack.enter_context(generators_of_rank_0(self.ranks.env))
+                stack.enter_context(logits_of_one_rank(self.model, meshes.tensor.get_group()))
+            yield
+
+    def log_entries(self) -> dict[str, object]:
+        """Further entries for the log, about the time since the last call; collective."""
+        return {name: value for hook in self.hooks for name, value in hook.log_entries().items()}
+
+    def state_components(self) -> list[StateComponent]:
+        """What transforms save beside the components of every run."""
+        return [component for hook in self.hooks for component in hook.state_components()]
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the state of a model; others, such as caches, are each rank's own affair."""
+    buffers = {id(buffer) for buffer in model.buffers()}
+    saved = model.state_dict(keep_vars=True)
+    return {name: value for name, value in saved.items() if id(value) in buffers}
+
+
+@torch.no_grad()
+def copy_weights_of_rank_0(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Overwrite parameters and saved buffers of all ranks by those of the first; collective.
+
+    Args:
+        model: The same on all ranks, but for values.
+        group: The ranks; None for one.
+    """
+    if group is None:
+        return
+    for tensor in (*model.parameters(), *saved_buffers(model).values()):
+        dist.broadcast(tensor, group_src=0, group=group)
+
+
+@contextmanager
+def buffers_of_rank_0(model: nn.Module, group: ProcessGroup | None) -> Iterator[None]:
+    """Give every rank the saved buffers of the first, such as running means; collective at entry.
+
+    Each rank sees other batches, so these drift apart within a step. Afterwards each has its own again.
+    """
+    buffers = [] if group is None else list(saved_buffers(model).values())
+    own = [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        dist.broadcast(buffer, group_src=0, group=group)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in zip(buffers, own, strict=True):
+                buffer.copy_(before)
+
+
+class ReplicateGradients(ModelTransform):
+    """Replicas of the model, or of each stage of it, whose gradients are summed at the end of a step.
+
+    The sums of a stage travel while other stages still compute. `trainer_ddp.Replicate` overlaps them with
+    the backward pass of a whole model, too.
+    """
+
+    axis: ClassVar[str] = "replicate"
+    keeps_parameters = True
+
+    def is_active(self, layout: ParallelLayout) -> bool:
+        """Where replicas are not summed by what shards the weights within each of them."""
+        return layout.replicate > 1 and layout.shard * layout.context == 1
+
+    def apply(self, built: BuiltModel) -> None:
+        """Have the gradients of each part summed over its replicas."""
+        meshes = built.ranks.meshes
+        if meshes is None:
+            return
+        group = meshes.replicate.get_group()
+        if not any(parameter.is_meta for parameter in built.model.parameters()):
+            copy_weights_of_rank_0(built.model, group)
+        built.grad_sync = ReplicaGradSync(group)
+
+
+_BUCKET = 25 * 2**20
+"""Bytes that travel as one message, as in torch's DDP."""
+
+
+class ReplicaGradSync(GradSync):
+    """Sums the gradients of a part over its replicas once the last microbatch has passed.
+
+    Args:
+        group: The ranks with the same part.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._under_way: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
+
+    @torch.no_grad()
+    def after_backward(self, part: nn.Module, *, last: bool) -> None:
+        """Begin to sum the gradients of the part; collective among the replicas."""
+        if not last:
+            return
+        gradients = []
+        for parameter in part.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    # Another replica may have used it.
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(own_part(parameter.grad))
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            self._under_way.append((work, flat, bucket))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the sums and put them into the gradients."""
+        for work, flat, bucket in self._under_way:
+            if work is not None:
+                work.wait()
+            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
+            for gradient, piece in zip(bucket, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
+        self._under_way.clear()
+
+
+def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    open_buckets: dict[torch.dtype, list[Tensor]] = {}
+    buckets: list[list[Tensor]] = []
+    for gradient in gradients:
+        bucket = open_buckets.get(gradient.dtype)
+        if bucket is None or sum(each.nbytes for each in bucket) + gradient.nbytes > _BUCKET:
+            bucket = open_buckets[gradient.dtype] = []
+            buckets.append(bucket)
+        bucket.append(gradient)
+    return buckets
+
+
+TransformFactory = Callable[[TrainingArguments], ModelTransform]
+
+
+def in_order(transforms: Sequence[ModelTransform]) -> list[ModelTransform]:
+    """The transforms in the order in which they are applied.
+
+    Raises:
+        ConfigurationError: If one names no dimension of a layout, or two name the same.
+    """
+    for number, transform in enumerate(transforms):
+        axis = getattr(transform, "axis", None)
+        if axis not in ORDER:
+            raise ConfigurationError(
+                "parallel",
+                type(transform).__name__,
+                f"has the axis {axis!r}, which is not a dimension of a layout",
+                f"give it one of {', '.join(ORDER)}",
+            )
+        for other in transforms[:number]:
+            if other.axis == axis:
+                raise ConfigurationError(
+                    "parallel",
+                    type(transform).__name__,
+                    f"uses the dimension {axis}, as {type(other).__name__} does",
+                    "give one of them",
+                )
+    return sorted(transforms, key=lambda transform: ORDER.index(transform.axis))

@@ -1,0 +1,21 @@
+"""What two real ranks have in common that divide each layer between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def ranks(launch: Callable[[str, int], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return launch("tensor_ranks.py", 2)
+
+
+def test_undivided_weights_stay_equal_with_a_seed_for_each_rank(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["embed"] == ranks[1]["embed"]
+
+
+def test_they_write_the_same_text(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["text"] == ranks[1]["text"]

@@ -1,0 +1,77 @@
+"""Two ranks that divide each layer: what they do not divide stays equal, and so do the texts they write."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from trainer_core import BuiltModel, DataParallelArguments, ModelTransform, Trainer
+
+FOLDER, RANK = Path(os.environ["FOLDER"]), int(os.environ["RANK"])
+
+
+class Model(nn.Module):
+    """Drops out hidden states that no rank divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(self.embed(input_ids), 0.5, self.training)
+        return self.head(hidden + self.down(torch.tanh(self.up(hidden))))
+
+
+class Divided(ModelTransform):
+    """Columns of the first layer and rows of the second one."""
+
+    axis: ClassVar[str] = "tensor"
+
+    def apply(self, built: BuiltModel) -> None:
+        meshes = built.ranks.meshes
+        if meshes is not None:
+            parallelize_module(
+                built.model, meshes.tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+
+
+def main() -> None:
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(32 * 6).view(32, 6) % 7]
+    args = DataParallelArguments(
+        output_dir=str(FOLDER / "run"),
+        mesh="tp=2",
+        use_cpu=True,
+        seed=3,
+        seed_per_rank=True,
+        learning_rate=0.1,
+        max_steps=3,
+        save_strategy="no",
+    )
+    trainer = Trainer(args, parallel=[Divided()], model_init=Model, train_dataset=rows, callbacks=[])
+    trainer.train()
+    model = trainer.model
+    torch.rand(RANK + 1)  # as where only one rank reads data
+    with trainer.generating():
+        text = torch.tensor([[1, 2]])
+        for _ in range(20):
+            drawn = torch.multinomial(model(text)[:, -1].softmax(-1), 1)
+            text = torch.cat([text, drawn], dim=1)
+    undivided = {name: value.tolist() for name, value in (*model.embed.named_parameters(),)}
+    (FOLDER / f"notes-{RANK}.json").write_text(json.dumps({"embed": undivided, "text": text.tolist()}))
+
+
+if __name__ == "__main__":
+    store = dist.FileStore(str(FOLDER / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
+    main()
+    dist.destroy_process_group()
