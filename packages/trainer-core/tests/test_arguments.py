@@ -12,7 +12,7 @@ from trainer_core import (
     field_docs,
     load_config_file,
 )
-from trainer_core.arguments.changes import REFUSED, WARNED, Changes, compare, plain_arguments
+from trainer_core.arguments.config import REFUSED, WARNED, Changes, compare, plain_arguments
 
 BAD = [
     # unknown names and wrong types

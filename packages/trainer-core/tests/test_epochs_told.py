@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dataloader_dispatch import DataloaderDispatcher, SynchronizedDataLoader, build_loader
 from trainer_core import Trainer, TrainerControl, TrainingArguments
-from trainer_core.loaders import keeps_position
+from trainer_core.data.loaders import keeps_position
 
 EXAMPLES = 24 * int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 CPU = torch.device("cpu")

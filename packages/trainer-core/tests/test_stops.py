@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from trainer_core import EXIT_RESUMABLE
-from trainer_core.stop_requests import StopRequests
+from trainer_core.periodic import StopRequests
 
 SCRIPT = """
 import json, signal, sys, time
@@ -285,6 +285,6 @@ def test_a_signal_that_comes_again_stops_at_once_whatever_came_first(monkeypatch
         raise_signal(SIGTERM)
         raise_signal(SIGTERM)  # an echo
         assert stops.cause == "SIGUSR1"
-        monkeypatch.setattr("trainer_core.stop_requests._ECHO_SECONDS", 0.0)
+        monkeypatch.setattr("trainer_core.periodic._ECHO_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             raise_signal(SIGTERM)

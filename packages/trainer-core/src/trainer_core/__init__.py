@@ -6,7 +6,7 @@ from .arguments import (
     MinimalTrainingArguments,
     TrainingArguments,
 )
-from .batch import Batch, labels_of, to_device
+from .arguments.config import arguments_from_dict, field_docs, load_config_file, suggest
 from .callbacks import (
     DivergenceDetector,
     EarlyStopping,
@@ -22,12 +22,12 @@ from .callbacks import (
     WandbCallback,
     dump_on_oom,
 )
-from .collectives import Collective
-from .config import arguments_from_dict, field_docs, load_config_file, suggest
+from .checkpoint.output_dir import PREVIOUS, checkpoints_in, move_aside
+from .data.batch import Batch, labels_of, to_device
+from .data.loaders import EvalMetric
 from .distributed.clipping import clip_grad_norm_
 from .distributed.executor import EagerExecutor, Executor, ForwardOutput, GradSync
-from .distributed.placement import BatchPlacement
-from .distributed.ranks import Ranks
+from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import (
     BuiltModel,
     ModelTransform,
@@ -38,9 +38,9 @@ from .distributed.transforms import (
 )
 from .dry_run import DryRun, no_dry_run
 from .errors import ConfigurationError, DataError
-from .evaluation import EvalMetric
 from .events import EVENTS
-from .generating import generators_of_rank_0, logits_of_one_rank, share_generators
+from .generation import Sampling, generators_of_rank_0, logits_of_one_rank, share_generators
+from .inputs import TrainerOptions
 from .loss import (
     CausalLMLoss,
     ClassificationLoss,
@@ -57,7 +57,8 @@ from .loss import (
     loss_of,
     predict,
 )
-from .memory import MARGIN_STANDS_FOR, LiveBytes, PlannedBatch, attention_of_gpus, margin_of
+from .metrics.comm_bytes import Collective, Traffic
+from .metrics.memory import MARGIN_STANDS_FOR, LiveBytes, PlannedBatch, attention_of_gpus, margin_of
 from .model import (
     InitialValues,
     ModelInit,
@@ -76,7 +77,7 @@ from .model import (
     prepare_model,
 )
 from .optimization import Multiopt, NonFiniteGradientError, build_optimizer, clip_grad_norm, own_part
-from .options import TrainerOptions
+from .periodic import EXIT_RESUMABLE
 from .precision import (
     FP8_RECIPES,
     QAT_RECIPES,
@@ -87,11 +88,7 @@ from .precision import (
     prepare_qat,
 )
 from .precision.autocast import autocast
-from .previous_runs import PREVIOUS, checkpoints_in, move_aside
-from .sampling import Sampling
 from .state import StopCause, TrainerControl, TrainerState, TrainOutput
-from .stop_requests import EXIT_RESUMABLE
-from .traffic import Traffic
 from .trainer import Trainer
 
 __all__ = [

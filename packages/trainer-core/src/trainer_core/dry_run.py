@@ -14,20 +14,19 @@ from torch.optim import Optimizer
 from dist_env import StaticDistributedEnvironment
 
 from .arguments import TrainingArguments
-from .assembly import build_model_and_loss, build_optimizer_of, build_scheduler, samples_per_step
-from .batch import Batch, Window, next_window, row_length
-from .collectives import Collective, CollectiveWatch
-from .distributed.placement import BatchPlacement
-from .distributed.ranks import Ranks
+from .build import build_model_and_loss, build_optimizer_of, build_scheduler, samples_per_step
+from .data.batch import Batch, Window, next_window, row_length
+from .data.loaders import train_loader
+from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel, ModelTransform
 from .errors import ConfigurationError, DataError
-from .flops_account import FlopsAccount
-from .given import Ingredients
-from .loaders import train_loader
+from .inputs import TrainerInputs
 from .loss import TokenLoss
-from .model import ordinary_tensors, run_settings, without_values
+from .metrics.comm_bytes import Collective, CollectiveWatch
+from .metrics.throughput import FlopsAccount
+from .model import fake_tensors, ordinary_tensors, run_settings
 from .optimization import own_part
-from .schedule import set_length
+from .periodic import set_length
 from .state import fresh_state
 from .update import Update, build_update
 
@@ -66,7 +65,7 @@ class DryRun:
 
 
 def dry_run(
-    args: TrainingArguments, ranks: Ranks, transforms: Sequence[ModelTransform], parts: Ingredients
+    args: TrainingArguments, ranks: Ranks, transforms: Sequence[ModelTransform], parts: TrainerInputs
 ) -> DryRun:
     """Build model and optimizer of this rank, and make an optimizer step on its own first batches.
 
@@ -89,7 +88,7 @@ def dry_run(
     loader = train_loader(parts.train_data, args, alone, BatchPlacement(args, alone), parts.collator)
     set_length(state, args, loader)
     watch = CollectiveWatch()
-    with without_values(), _settings(args, ranks):
+    with fake_tensors(), _settings(args, ranks):
         built, loss = build_model_and_loss(args, ranks, transforms, parts, skip_init=False)
         optimizer = build_optimizer_of(args, built, parts)
         scheduler = build_scheduler(args, optimizer, state, parts)
@@ -169,8 +168,8 @@ def _make_step(built: BuiltModel, loss: TokenLoss, update: Update, window: Windo
     built.executor.forward_backward(
         window.batches, loss, denominator=update.denominator(tokens), fire=lambda event: None
     )
-    update.measure()
-    update.apply()
+    update.grad_norm()
+    update.step()
 
 
 def _held(built: BuiltModel, optimizer: Optimizer) -> dict[str, int]:

@@ -1,6 +1,11 @@
-"""Errors a user can cause and mend."""
+"""Errors a user can cause and mend, and the one for a setting that would have no effect."""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from typing import NamedTuple
 
 
 class ConfigurationError(ValueError):
@@ -23,3 +28,59 @@ class ConfigurationError(ValueError):
 
 class DataError(ValueError):
     """Data that cannot be trained on or evaluated, with the reason."""
+
+
+class Dependent(NamedTuple):
+    """A setting that does something only under a condition."""
+
+    name: str
+    condition: str
+    """When it has no effect, in words."""
+    fix: str
+    """What to set to give it one."""
+
+
+def refuse_without_effect(args: object, dependents: Iterable[Dependent]) -> None:
+    """Refuse settings that were changed from their default and have no effect.
+
+    Args:
+        args: An argument dataclass.
+        dependents: Settings whose condition is not met.
+
+    Raises:
+        ConfigurationError: Naming the first of them.
+    """
+    for name, condition, fix in dependents:
+        value = getattr(args, name)
+        if value != default_of(args, name):
+            raise ConfigurationError(name, value, f"has no effect {condition}", f"{fix}, or leave {name} out")
+
+
+def unused_settings(args: object, dependents: Iterable[Dependent]) -> list[str]:
+    """Say which settings were changed and rest now, because what they belong to is off.
+
+    These are periods and limits: harmless, but somebody may have meant to switch something on.
+
+    Args:
+        args: An argument dataclass.
+        dependents: Settings whose condition is not met.
+
+    Returns:
+        A line for each.
+    """
+    defaults = {field.name: field.default for field in fields(args)}  # type: ignore[arg-type]
+    return [
+        f"{name}={getattr(args, name)!r} has no effect {condition}; {fix}, or leave {name} out"
+        for name, condition, fix in dependents
+        if getattr(args, name) != defaults[name]
+    ]
+
+
+def default_of(args: object, name: str) -> object:
+    """The default of a field in the class that first declared it; subclasses may have other defaults."""
+    for cls in reversed(type(args).__mro__):
+        if name in inspect.get_annotations(cls):
+            field = next(f for f in fields(cls) if f.name == name)
+            factory = field.default_factory
+            return field.default if factory is MISSING else factory()
+    raise AttributeError(f"{type(args).__name__} has no field {name}")

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from dataloader_dispatch import end_workers
 
-from .batch import Batch
-from .errors import ConfigurationError, DataError
-from .undisturbed import undisturbed
-
-if TYPE_CHECKING:
-    from .run import Run
-
-EvalMetric = Callable[[object, Tensor], tuple[Tensor, Tensor]]
-"""`(predictions, labels) -> (sum, count)`, both scalars; the metric is sum over count, over all batches.
-Sums are kept and predictions dropped, so memory does not grow with the evaluation set."""
+from .data.batch import Batch
+from .data.loaders import prefix_of
+from .errors import DataError
+from .model.run_settings import inference_mode_guard
+from .run import Run
 
 
 def evaluate(
@@ -44,7 +38,7 @@ def evaluate(
     """
     ranks, limit = run.ranks, run.args.max_eval_steps
     sums = torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=ranks.device)
-    with run.built.synced_weights(optimizer=False), undisturbed(run.built.model):
+    with run.built.synced_weights(optimizer=False), inference_mode_guard(run.built.model):
         batches = iter(cast(Iterable[Batch], loader))
         try:
             for batch in islice(batches, limit if limit > 0 else None):
@@ -101,75 +95,3 @@ def _nothing_to_score(run: Run, batches: int, name: str) -> str:
         f"max_eval_steps={args.max_eval_steps}, world size {run.ranks.env.world_size}"
         f"{settings}); give more evaluation data, or smaller batches"
     )
-
-
-def prefix_of(name: str) -> str:
-    """What the metrics of an evaluation set begin with; the only set of a run has the name ''."""
-    return f"eval_{name}_" if name else "eval_"
-
-
-def names_of_sets(data: object) -> list[str]:
-    """The names of evaluation sets given in a mapping; one empty name for a set that is given alone.
-
-    Raises:
-        ConfigurationError: If the mapping is empty, or a name is not a text that metrics can begin with.
-    """
-    if not isinstance(data, Mapping):
-        return [""]
-    for name in data:
-        if not isinstance(name, str) or not name:
-            raise ConfigurationError(
-                "eval_dataset", name, "names an evaluation set and must be a text", "call it 'held_out', say"
-            )
-    if not data:
-        raise ConfigurationError("eval_dataset", data, "has no evaluation set in it", "give one, or None")
-    return list(data)
-
-
-def result_names(data: object, metrics: Iterable[str]) -> list[str]:
-    """The keys of an evaluation's result.
-
-    Raises:
-        ConfigurationError: If two sets would give the same one.
-    """
-    kinds = ("loss", "tokens", "seconds", *metrics)
-    keys = [f"{prefix_of(name)}{kind}" for name in names_of_sets(data) for kind in kinds]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise ConfigurationError(
-            "eval_dataset", sorted(names_of_sets(data)), f"gives {twice} twice", "rename a set or a metric"
-        )
-    return keys
-
-
-class EvaluationData:
-    """Gives the evaluation set from its beginning, as often as asked.
-
-    Args:
-        make: Gives the loader, the same one each time or a new one.
-        beginning: State to set it back to first; none for a loader that begins anew by itself.
-    """
-
-    def __init__(self, make: Callable[[], object], beginning: object | None = None) -> None:
-        self._make = make
-        self._beginning = beginning
-        self.last: object | None = None
-        """The loader that was given last."""
-
-    def fresh(self) -> object:
-        """A loader at the beginning of the set."""
-        loader = self._make()
-        if self._beginning is not None:
-            loader.load_state_dict(copy.deepcopy(self._beginning))  # type: ignore[attr-defined]
-        self.last = loader
-        return loader
-
-
-EvaluationSets = Mapping[str, EvaluationData]
-"""The evaluation sets of a run by name; a set that is given alone has the name ''."""
-
-
-def loaders_of(sets: EvaluationSets | None) -> object:
-    """What callbacks are given: the loader of the evaluation data, or those of several sets by name."""
-    loaders = {name: data.fresh() for name, data in (sets or {}).items()}
-    return loaders.get("", loaders or None)

@@ -11,15 +11,14 @@ from checkpoint_core import RNGState, Stateful
 from dataloader_dispatch import end_workers, set_loader_epoch
 from dist_env import gather_objects, get_logger
 
-from .actions import Actions
-from .batch import Batch, Window, next_window
 from .callbacks import InfoCallback
+from .data.batch import Batch, Window, next_window
+from .data.loaders import epoch_of, is_torchdata, keeps_position, leave_epoch
 from .errors import DataError
-from .loaders import epoch_of, is_torchdata, keeps_position, leave_epoch
 from .loss import loss_denominator
+from .periodic import Actions, StopRequests
 from .run import Run
 from .state import StopCause, TrainOutput
-from .stop_requests import StopRequests
 
 logger = get_logger(__name__)
 
@@ -60,14 +59,14 @@ class TrainingLoop:
         run = self.run
         run.built.zero_grad()
         self.update.reset()
-        run.interval.begin()
+        run.log_window.begin()
         run.built.begin(run.state.global_step)
         run.meter.start()
         run.speed.begin(run.state)
         run.state.session_start_step = run.state.global_step
         run.events.fire("on_train_begin")
         self._agree()
-        self.actions.make_up()
+        self.actions.run_pending_eval()
         self._agree()
         if self._epoch_is_complete():
             self._close_epoch()  # the checkpoint is of the last step of an epoch
@@ -157,25 +156,25 @@ class TrainingLoop:
         loss_sum = run.built.executor.forward_backward(
             window.batches, run.loss, denominator=self.update.denominator(tokens), fire=events.fire
         )
-        grad_norm = self.update.measure()
+        grad_norm = self.update.grad_norm()
         events.fire("on_pre_optimizer_step")
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._step_optimizer()
         if events.listens("on_train_metrics"):
             loss = loss_sum / loss_denominator(window.target_tokens)
             events.fire("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=window.target_tokens)
-        run.interval.add(window, loss_sum, grad_norm, learning_rate)
+        run.log_window.add(window, loss_sum, grad_norm, learning_rate)
         run.state.global_step += 1
         run.built.after_step(run.state.global_step)
         run.update_epoch()
         events.fire("on_step_end")
         if run.speed.starts_after(run.state):
-            run.interval.flush()
+            run.log_window.flush()
             run.speed.mark(run.state)
 
     def _step_optimizer(self) -> None:
         run = self.run
-        applied = self.update.apply()
+        applied = self.update.step()
         run.built.zero_grad()
         run.events.fire("on_optimizer_step")
         if applied and run.scheduler is not None:

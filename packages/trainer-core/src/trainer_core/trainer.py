@@ -15,44 +15,37 @@ from checkpoint_core import CheckpointManager, Preprocessor, StateComponent
 from dist_env import DistributedEnvInterface, get_logger
 from perf_metrics import DefaultMetrics, ProgressCallback
 
-from .actions import Actions
 from .arguments import TrainingArguments
-from .arguments.at_rest import said_in_vain
-from .arguments.changes import plain_arguments
-from .assembly import assemble
+from .arguments.config import arguments_from_dict, plain_arguments
+from .arguments.training import warn_unused_settings
+from .build import assemble, seed_everything
 from .callbacks import InfoCallback
-from .checkpointing import checkpoint_to_resume, load, load_best, resume
-from .config import arguments_from_dict
-from .data_rules import check_data
+from .checkpoint.checkpointing import checkpoint_to_resume, load, load_best, make_room, resume
+from .checkpoint.output_dir import OutputLease
+from .data.loaders import Collator, EvalMetric, check_data, evaluation_sets, loaders_of, names_of_sets
 from .distributed.build import layout_of, transforms_for
-from .distributed.placement import BatchPlacement
-from .distributed.ranks import Ranks, check_device_settings, check_several
+from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, check_several
 from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
 from .errors import DataError
-from .evaluation import EvalMetric, loaders_of, names_of_sets
 from .events import CallbackHandler
-from .given import (
-    Ingredients,
+from .inputs import (
     OptimizerClass,
+    TrainerInputs,
     check_device,
-    check_ingredients,
+    check_inputs,
     environment_of,
     model_source,
     optimizer_factory_of,
 )
-from .loaders import Collator, evaluation_sets
 from .loop import TrainingLoop
 from .loss import FusedLossFactory, TokenLoss
 from .model import ModelInit, run_settings, verify_initialised
+from .model.run_settings import inference_mode_guard
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
-from .output_lease import OutputLease
-from .previous_runs import make_room
+from .periodic import EXIT_RESUMABLE, Actions, StopRequests
 from .run import Run, training_switches
-from .seeding import seed_everything
 from .state import StopCause, TrainerControl, TrainOutput, fresh_state
-from .stop_requests import EXIT_RESUMABLE, StopRequests
-from .undisturbed import undisturbed
 
 logger = get_logger(__name__)
 
@@ -142,9 +135,8 @@ class Trainer:
         """Which rank gets which batches."""
         self._connect()
         check_data(self.args, train_dataset, eval_dataset, data_collator)
-        for line in said_in_vain(self.args, env.device.type, evaluates=eval_dataset is not None):
-            logger.warning("%s", line)
-        self._parts = Ingredients(
+        warn_unused_settings(self.args, env.device.type, evaluates=eval_dataset is not None)
+        self._parts = TrainerInputs(
             model=model_source(model, model_init),
             initial_weights=None if initial_weights is None else Path(initial_weights),
             train_data=train_dataset,
@@ -159,7 +151,7 @@ class Trainer:
             preprocessor=processing_class,
             state_components=tuple(state_components),
         )
-        check_ingredients(self.args, self._parts)
+        check_inputs(self.args, self._parts)
         self.ranks.check_same(self._parts.facts())
         self.state = fresh_state(self.args, env)
         if callbacks is None:
@@ -336,7 +328,7 @@ class Trainer:
         does not count as training. Where the model is sharded, no rank can write alone.
         """
         model = self.unwrapped_model()
-        with self.untimed("text samples"), undisturbed(model), self._prepare().built.generating():
+        with self.untimed("text samples"), inference_mode_guard(model), self._prepare().built.generating():
             yield
 
     def synced_weights(self) -> AbstractContextManager[None]:

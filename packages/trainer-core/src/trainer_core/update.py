@@ -34,16 +34,16 @@ class Update(Protocol):
             tokens: Positions that count in the whole step, over all ranks: scalar on the device.
         """
 
-    def measure(self) -> Tensor:
+    def grad_norm(self) -> Tensor:
         """Clip the gradient; its norm before that: scalar on the device."""
 
-    def apply(self) -> bool:
+    def step(self) -> bool:
         """Step the optimizer; whether the schedule moves on."""
 
     def reset(self) -> None:
         """Forget a step that was left in the middle, and what was observed before."""
 
-    def look(self, global_step: int) -> NonFiniteReport:
+    def check_nonfinite(self, global_step: int) -> NonFiniteReport:
         """Whether gradients were not finite since the last look; waits for the device."""
 
 
@@ -59,13 +59,13 @@ class PlainUpdate:
         """The tokens; 1 if there are none."""
         return loss_denominator(tokens)
 
-    def measure(self) -> Tensor:
+    def grad_norm(self) -> Tensor:
         """Clip the gradient; its norm before that."""
         norm = self._built.clip_grad_norm(self._max_norm)
         self._guard.observe(norm)
         return norm
 
-    def apply(self) -> bool:
+    def step(self) -> bool:
         """Step the optimizer."""
         self._guard.step()
         return True
@@ -74,7 +74,7 @@ class PlainUpdate:
         """Forget what was observed before."""
         self._guard.reset()
 
-    def look(self, global_step: int) -> NonFiniteReport:
+    def check_nonfinite(self, global_step: int) -> NonFiniteReport:
         """What the guard saw."""
         return self._guard.check(global_step)
 
@@ -96,12 +96,12 @@ class ScaledUpdate:
         """The tokens, 1 if there are none, over the scale: dividing by it averages and scales at once."""
         return loss_denominator(tokens) / self._scaler.scale(self._one)
 
-    def measure(self) -> Tensor:
+    def grad_norm(self) -> Tensor:
         """Unscale and clip the gradient; its norm between the two."""
         self._scaler.unscale_(self._optimizer)
         return self._built.clip_grad_norm(self._max_norm)
 
-    def apply(self) -> bool:
+    def step(self) -> bool:
         """Step the optimizer, unless a gradient overflowed."""
         made = self._scaler.step(self._optimizer)
         self._scaler.update()
@@ -111,7 +111,7 @@ class ScaledUpdate:
         """Forget a step that was left in the middle."""
         self._scaler.reset()
 
-    def look(self, global_step: int) -> NonFiniteReport:
+    def check_nonfinite(self, global_step: int) -> NonFiniteReport:
         """Overflow is the scaler's business, unless no scale helps any more.
 
         Raises:
@@ -139,13 +139,13 @@ class UpdateInBackward:
         """The tokens; 1 if there are none."""
         return loss_denominator(tokens)
 
-    def measure(self) -> Tensor:
+    def grad_norm(self) -> Tensor:
         """The norm of the gradients that were applied."""
         norm = self._optimizer.take_norm()
         self._guard.observe(norm)
         return norm
 
-    def apply(self) -> bool:
+    def step(self) -> bool:
         """Count the step."""
         self._guard.step()
         return True
@@ -156,7 +156,7 @@ class UpdateInBackward:
         self._optimizer.take_norm()
         self._guard.reset()
 
-    def look(self, global_step: int) -> NonFiniteReport:
+    def check_nonfinite(self, global_step: int) -> NonFiniteReport:
         """What the guard saw."""
         return self._guard.check(global_step)
 

@@ -89,6 +89,6 @@ def test_plateau_of_transformers():
 
 
 def test_all_schedules_are_covered():
-    from trainer_core.schedule_names import SCHEDULES
+    from trainer_core.arguments.choices import SCHEDULES
 
     assert {name for name, _ in CASES} | {"reduce_lr_on_plateau"} == set(SCHEDULES)

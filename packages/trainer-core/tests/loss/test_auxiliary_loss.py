@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch import Tensor, nn
 
-from trainer_core.loss import CausalLMLoss, predict, predictions
+from trainer_core.loss import CausalLMLoss, predict, token_loss
 
 
 class Router(nn.Module):
@@ -24,8 +24,8 @@ class Router(nn.Module):
 @pytest.fixture(autouse=True)
 def nothing_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said once per process, and the usual logger leaves out a warning that repeats."""
-    predictions._say_what_is_left_out.cache_clear()
-    monkeypatch.setattr(predictions, "logger", logging.getLogger("test_auxiliary_loss"))
+    token_loss._say_what_is_left_out.cache_clear()
+    monkeypatch.setattr(token_loss, "logger", logging.getLogger("test_auxiliary_loss"))
 
 
 def warnings_of(model: nn.Module, batch: dict[str, Tensor], caplog: pytest.LogCaptureFixture) -> list[str]:

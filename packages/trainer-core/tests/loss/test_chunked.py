@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer_core.loss.backends import BACKENDS, torch_has_it
 from trainer_core.loss.chunked import ChunkedOptions, chunked_linear_cross_entropy
+from trainer_core.loss.fused import BACKENDS, torch_has_it
 
 ROWS, FEATURES, CLASSES = 17, 6, 11
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer_core.errors import ConfigurationError
 from trainer_core.loss import CausalLMLoss, FusedLinearCrossEntropy
-from trainer_core.loss.backends import torch_has_it
+from trainer_core.loss.fused import torch_has_it
 
 BACKENDS = ["auto", "chunked", "torch"] if torch_has_it() else ["auto", "chunked"]
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from trainer_core.errors import ConfigurationError
 from trainer_core.loss import CausalLMLoss, FusedLinearCrossEntropy, MeanLoss, check_loss, loss_of, predict
-from trainer_core.loss.backends import choose, torch_has_it
 from trainer_core.loss.chunked import ChunkedOptions
+from trainer_core.loss.fused import choose, torch_has_it
 
 
 def test_the_loss_of_the_logits_is_the_default(tiny_lm, settings) -> None:

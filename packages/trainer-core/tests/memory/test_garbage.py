@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from trainer_core import TrainingArguments
-from trainer_core.memory import GarbagePolicy
-from trainer_core.memory.garbage import next_limit
+from trainer_core.run import GarbagePolicy, next_limit
 
 CPU = torch.device("cpu")
 

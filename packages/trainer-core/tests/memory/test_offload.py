@@ -17,8 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer_core import TrainingArguments
 from trainer_core.errors import ConfigurationError
-from trainer_core.memory import activation_offload, check_activation_offload
-from trainer_core.memory.offload import ActivationOffload, _HostCopy, worth_offloading
+from trainer_core.model.offload import (
+    ActivationOffload,
+    _HostCopy,
+    activation_offload,
+    check_activation_offload,
+    worth_offloading,
+)
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainer_core.model.caches import leave_caches_out
+from trainer_core.model.activation_checkpointing import leave_caches_out
 
 
 class Block(nn.Module):

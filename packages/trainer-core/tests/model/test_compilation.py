@@ -143,7 +143,7 @@ def test_the_compiler_is_imported_only_to_compile() -> None:
 import sys, torch
 from torch import nn
 from trainer_core import TrainingArguments
-from trainer_core.memory import GarbagePolicy
+from trainer_core.run import GarbagePolicy
 from trainer_core.model import RecompileCounter, compile_model, prepare_model, run_settings
 cpu = torch.device("cpu")
 args = TrainingArguments(activation_checkpointing="full", gc_steps=5)

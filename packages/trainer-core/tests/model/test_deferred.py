@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from trainer_core.model import InitialValues, construct_deferred
 from trainer_core.model import deferred as deferred_module
-from trainer_core.model.recording import residence
+from trainer_core.model.recording import storage_cache
 
 Build = Callable[[], nn.Module]
 
@@ -57,8 +57,8 @@ def assert_deferred_equals_built(build: Build) -> tuple[nn.Module, InitialValues
 def pressure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models keep their temporary tensors; with no room for them, all are computed again and again."""
     if request.param == "freed at once":
-        monkeypatch.setattr(residence, "ALWAYS_KEPT", 0)
-        monkeypatch.setattr(residence, "LARGEST_KEPT", 0)
+        monkeypatch.setattr(storage_cache, "ALWAYS_KEPT", 0)
+        monkeypatch.setattr(storage_cache, "LARGEST_KEPT", 0)
 
 
 class LlamaLike(nn.Module):

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from trainer_core import TrainingArguments
 from trainer_core.errors import ConfigurationError
 from trainer_core.model import run_settings
-from trainer_core.model.attention import attention_context
+from trainer_core.model.run_settings import attention_context
 
 Arguments = Callable[..., TrainingArguments]
 CPU = torch.device("cpu")

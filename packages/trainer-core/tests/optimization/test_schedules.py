@@ -10,8 +10,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer_core import ConfigurationError
+from trainer_core.arguments.choices import SCHEDULES, WITHOUT_TOTAL, check_schedule, needs_total
 from trainer_core.optimization import PlateauSchedule, build_schedule, is_callback
-from trainer_core.schedule_names import SCHEDULES, WITHOUT_TOTAL, check_schedule, needs_total
 
 WARMUP, TOTAL, RATE = 4, 20, 0.1
 STEPS = (0, 1, 4, 9, 15, 19, 20, 23)

@@ -7,8 +7,7 @@ from torch import nn
 
 from trainer_core import ConfigurationError
 from trainer_core.precision import ConversionReport
-from trainer_core.precision.layers import choose_layers
-from trainer_core.precision.report import grouped
+from trainer_core.precision.layers import choose_layers, grouped
 
 
 class SpecialLinear(nn.Linear):

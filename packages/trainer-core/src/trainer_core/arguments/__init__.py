@@ -1,8 +1,7 @@
 """What a run can be told: the tree of argument classes, frozen and checked when made."""
 
 from .base import BaseTrainingArguments
-from .data_parallel import DataParallelArguments
 from .minimal import MinimalTrainingArguments
-from .training import TrainingArguments
+from .training import DataParallelArguments, TrainingArguments
 
 __all__ = ["BaseTrainingArguments", "DataParallelArguments", "MinimalTrainingArguments", "TrainingArguments"]

@@ -1,11 +1,17 @@
-"""Adds memory, model construction and bookkeeping."""
+"""Adds memory, model construction, bookkeeping and how ranks share data; with the rules of these."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dist_env import DistributedEnvironmentError, ParallelLayout, get_logger
+
+from ..errors import ConfigurationError, Dependent, refuse_without_effect, unused_settings
+from . import rules
 from .base import BaseTrainingArguments
-from .checks_training import check_training
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +79,195 @@ class TrainingArguments(BaseTrainingArguments):
     def uses_blocks(self) -> bool:
         """Whether a setting works on the blocks that transformer_layers_path leads to."""
         return self.recomputation != "no" or self.torch_compile_scope != "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelArguments(TrainingArguments):
+    """What every trainer with several data-parallel ranks takes: who reads which data."""
+
+    mesh: str | None = None
+    """Ranks in each dimension, such as "dp=2,shard=4" or "pp=2,shard=8": dp replicates the weights, shard
+    divides them, pp divides the layers into stages; one size may be auto. None: all ranks in the dimension of
+    the trainer."""
+    dispatch_batches: bool = True
+    """Rank 0 reads and hands each rank other batches; false: every rank reads data of its own."""
+    dispatch_eval_batches: bool | None = None
+    """The same for evaluation data; none: as dispatch_batches."""
+    uneven_batches: str = "pad"
+    """When some ranks run out of training data before others: pad (with batches that do not count), stop
+    (leave out what the others have left) or error."""
+
+    def check(self) -> None:
+        """Check every rule of this class and its parents.
+
+        Raises:
+            ConfigurationError: For the first rule that is broken.
+        """
+        super().check()
+        rules.one_of("uneven_batches", self.uneven_batches, ("pad", "stop", "error"))
+        if self.mesh:
+            try:
+                ParallelLayout.parse(self.mesh.replace("auto", "1"))
+            except DistributedEnvironmentError as error:
+                raise ConfigurationError("mesh", self.mesh, str(error), "change mesh") from error
+
+    def layout(self, world_size: int) -> ParallelLayout | None:
+        """The sizes of all dimensions; None if the trainer's own dimension has all ranks.
+
+        Args:
+            world_size: Number of ranks of the job.
+
+        Raises:
+            dist_env.DistributedEnvironmentError: If `mesh` does not fit them.
+        """
+        return ParallelLayout.parse(self.mesh, world_size) if self.mesh else None
+
+    @property
+    def dispatches_evaluation(self) -> bool:
+        """Whether rank 0 reads the evaluation data for all."""
+        return self.dispatch_batches if self.dispatch_eval_batches is None else self.dispatch_eval_batches
+
+
+_CHOICES = {
+    "construct_model_on": ("default", "meta", "device"),
+    "activation_checkpointing": ("no", "full", "every_n", "share", "operators"),
+    "torch_compile_scope": ("model", "blocks"),
+}
+_DETAILS = {"every": "every_n", "share": "share", "operators": "operators"}
+"""Setting `activation_checkpointing_<key>` belongs to the mode `<value>`."""
+
+
+def check_training(args: TrainingArguments) -> None:
+    """Check single values first, then what belongs together.
+
+    Raises:
+        ConfigurationError: For the first rule that is broken.
+    """
+    for name, choices in _CHOICES.items():
+        rules.one_of(name, getattr(args, name), choices)
+    rules.within("gc_threshold", args.gc_threshold, 0.0, 1.0)
+    rules.at_least("speed_metrics_start_step", args.speed_metrics_start_step, 0)
+    if args.gc_steps is not None:
+        rules.at_least("gc_steps", args.gc_steps, 1)
+    for name in ("peak_hardware_flops", "max_train_seconds"):
+        _check_positive(args, name)
+    _check_checkpointing(args)
+    _check_memory_budget(args)
+    if args.fuse_optim_with_backward:
+        _check_fused_optimizer(args)
+    refuse_without_effect(args, _unused(args))
+
+
+def _check_positive(args: TrainingArguments, name: str) -> None:
+    value = getattr(args, name)
+    if value is not None and (not rules.is_number(value) or not value > 0):
+        raise ConfigurationError(name, value, "must be a number above 0", "raise it, or leave it out")
+
+
+def _check_checkpointing(args: TrainingArguments) -> None:
+    if args.gradient_checkpointing and args.activation_checkpointing not in ("no", "full"):
+        raise ConfigurationError(
+            "gradient_checkpointing",
+            True,
+            f"means all blocks, and activation_checkpointing={args.activation_checkpointing!r} does not",
+            "leave gradient_checkpointing out",
+        )
+    mode = args.recomputation
+    if mode == "every_n":
+        rules.at_least("activation_checkpointing_every", args.activation_checkpointing_every, 1)
+    if mode == "share":
+        rules.within("activation_checkpointing_share", args.activation_checkpointing_share, 0.0, 1.0)
+
+
+def _check_memory_budget(args: TrainingArguments) -> None:
+    budget = args.activation_memory_budget
+    if budget is None:
+        return
+    rules.within("activation_memory_budget", budget, 0.0, 1.0)
+    if not args.torch_compile:
+        raise ConfigurationError(
+            "activation_memory_budget", budget, "is kept by the compiler only", "set torch_compile=True"
+        )
+    if args.recomputation != "no":
+        raise ConfigurationError(
+            "activation_memory_budget",
+            budget,
+            "lets the compiler choose what to recompute, and activation_checkpointing has chosen already",
+            "leave one of them out",
+        )
+
+
+def _check_fused_optimizer(args: TrainingArguments) -> None:
+    setting, fix = "fuse_optim_with_backward", "leave one of them out"
+    if args.max_grad_norm:
+        rule = f"excludes max_grad_norm={args.max_grad_norm}: the norm is known only after the last step"
+        raise ConfigurationError(setting, True, rule, fix)
+    if args.gradient_accumulation_steps > 1:
+        rule = (
+            f"excludes gradient_accumulation_steps={args.gradient_accumulation_steps}: "
+            "each backward pass would be an optimizer step"
+        )
+        raise ConfigurationError(setting, True, rule, fix)
+    if args.mixed_precision == "fp16":
+        rule = "excludes mixed_precision='fp16': the gradients are still scaled when they appear"
+        raise ConfigurationError(setting, True, rule, "use bf16, or leave one of them out")
+    if args.nonfinite_policy == "skip":
+        rule = "excludes nonfinite_policy='skip': weights have moved before the norm is known"
+        raise ConfigurationError(setting, True, rule, "use stop or raise")
+
+
+def _unused(args: TrainingArguments) -> Iterator[Dependent]:
+    for key, mode in _DETAILS.items():
+        if args.recomputation != mode:
+            yield Dependent(
+                f"activation_checkpointing_{key}",
+                f"with activation_checkpointing={args.recomputation!r}",
+                f"set activation_checkpointing={mode!r}",
+            )
+    if args.seed < 0:
+        yield Dependent("seed_per_rank", "without a seed", "set seed")
+    if not args.torch_compile:
+        yield Dependent("torch_compile_scope", "while torch_compile is off", "set torch_compile=True")
+    if not args.uses_blocks:
+        yield Dependent(
+            "transformer_layers_path",
+            "without activation_checkpointing or torch_compile_scope='blocks'",
+            "set one of them",
+        )
+
+
+def warn_unused_settings(args: TrainingArguments, device_type: str, *, evaluates: bool) -> None:
+    """Warn of settings other than their defaults that nothing will read in this run.
+
+    Args:
+        args: The arguments.
+        device_type: Where the run computes.
+        evaluates: Whether there is evaluation data.
+    """
+    for line in unused_settings(args, _without_effect(args, device_type, evaluates)):
+        logger.warning("%s", line)
+
+
+def _without_effect(args: TrainingArguments, device_type: str, evaluates: bool) -> Iterator[Dependent]:
+    if args.eval_strategy != "steps":
+        condition = f"with eval_strategy={args.eval_strategy!r}"
+        yield Dependent("eval_steps", condition, "set eval_strategy='steps'")
+    if args.eval_strategy == "no":
+        yield Dependent("eval_delay", "with eval_strategy='no'", "set eval_strategy")
+    if not evaluates:
+        for name in ("max_eval_steps", "per_device_eval_batch_size", "eval_on_save"):
+            yield Dependent(name, "without an eval_dataset", "give one")
+    if args.logging_strategy != "steps":
+        condition = f"with logging_strategy={args.logging_strategy!r}"
+        yield Dependent("logging_steps", condition, "set logging_strategy='steps'")
+    if args.save_strategy != "steps":
+        condition = f"with save_strategy={args.save_strategy!r}"
+        yield Dependent("save_steps", condition, "set save_strategy='steps'")
+    if args.save_strategy == "no":
+        for name in ("save_total_limit", "save_on_each_node"):
+            yield Dependent(name, "with save_strategy='no'", "set save_strategy")
+    if 0 <= args.max_steps < args.speed_metrics_start_step:
+        condition = f"in a run of max_steps={args.max_steps}"
+        yield Dependent("speed_metrics_start_step", condition, "lower it")
+    if device_type == "cpu":
+        yield Dependent("gc_threshold", "on the CPU", "leave it at its default")

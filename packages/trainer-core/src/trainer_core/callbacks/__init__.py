@@ -1,17 +1,13 @@
 """Callbacks that come with the trainer."""
 
-from .divergence import DivergenceDetector
-from .early_stopping import EarlyStopping
 from .external_control import ExternalControl
 from .gradient_stats import GradientStatistics
 from .info import InfoCallback
-from .memory_snapshot import MemorySnapshotCallback, dump_on_oom
-from .mlflow import MLflowCallback
-from .profiler import ProfilerCallback
-from .tensorboard import TensorBoardCallback
+from .profiling import MemorySnapshotCallback, ProfilerCallback, dump_on_oom
+from .stopping import DivergenceDetector, EarlyStopping
 from .text_samples import TextSamples
 from .tracker import Tracker
-from .wandb import WandbCallback
+from .trackers import MLflowCallback, TensorBoardCallback, WandbCallback
 
 __all__ = [
     "DivergenceDetector",

@@ -1,12 +1,16 @@
-"""Where callbacks write, and how a file appears whole or not at all."""
+"""Where callbacks write: files that appear whole or not at all, and the standard streams."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from typing import Literal, TextIO
 
 import torch.distributed
+
+from dist_env import get_logger
 
 
 def process_rank() -> int:
@@ -30,3 +34,16 @@ def read_json_object(path: Path) -> dict[str, object]:
     except (FileNotFoundError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+logger = get_logger(__name__)
+
+
+def print_block(text: str, stream: TextIO | None, *, default: Literal["stdout", "stderr"]) -> None:
+    """Print and flush; with no stream, to the standard stream as it is now."""
+    # Looked up at each call: tests, notebooks and loggers replace the standard streams.
+    target = stream if stream is not None else (sys.stdout if default == "stdout" else sys.stderr)
+    try:
+        print(text, file=target, flush=True)
+    except BrokenPipeError:
+        logger.warning("nobody reads %s any more; the run goes on without it", default)

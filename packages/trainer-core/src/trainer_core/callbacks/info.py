@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 import torch
 from torch import nn
 
-from .output import print_block
+from .files import print_block
 
 if TYPE_CHECKING:
     from ..arguments import TrainingArguments
-    from ..state import TrainerControl, TrainerState
-    from ..trainer import Trainer
+    from ..distributed.ranks import Ranks
+    from ..state import StopCause, TrainerControl, TrainerState
 
 SHOWN_ELSEWHERE = frozenset(
     {
@@ -26,6 +26,21 @@ SHOWN_ELSEWHERE = frozenset(
     }
 )
 """Arguments that other rows of the block tell."""
+
+
+class DescribedTrainer(Protocol):
+    """What this callback uses of the trainer."""
+
+    ranks: Ranks
+
+    @property
+    def stop_cause(self) -> StopCause | None:
+        """Who ended the run early; None if it went to its end."""
+        ...
+
+    def meta_model(self) -> nn.Module:
+        """The model with all its parameters, perhaps without storage."""
+        ...
 
 
 class InfoCallback:
@@ -51,7 +66,7 @@ class InfoCallback:
         control: TrainerControl,
         *,
         model: nn.Module,
-        trainer: Trainer,
+        trainer: DescribedTrainer,
         **_: object,
     ) -> None:
         """Print the block."""
@@ -77,7 +92,7 @@ class InfoCallback:
         state: TrainerState,
         control: TrainerControl,
         *,
-        trainer: Trainer,
+        trainer: DescribedTrainer,
         **_: object,
     ) -> None:
         """Print why the run ended."""
@@ -104,7 +119,7 @@ def _bytes_text(size: float) -> str:
     return f"{size:.4g} TiB"
 
 
-def _step_size_text(args: TrainingArguments, state: TrainerState, trainer: Trainer) -> str:
+def _step_size_text(args: TrainingArguments, state: TrainerState, trainer: DescribedTrainer) -> str:
     ranks = trainer.ranks.data_parallel_size
     each, windows = args.per_device_train_batch_size, args.gradient_accumulation_steps
     factors = f"{each} per device x {windows} accumulated x {ranks} data-parallel"
@@ -142,7 +157,7 @@ def _changed_settings(args: object, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{field.name}={value}"
 
 
-def _end_text(state: TrainerState, trainer: Trainer) -> str:
+def _end_text(state: TrainerState, trainer: DescribedTrainer) -> str:
     cause = trainer.stop_cause
     if cause is None:
         done = 0 <= state.max_steps <= state.global_step

@@ -3,26 +3,74 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO, TypeAlias
 
 import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from ..undisturbed import undisturbed
-from .files import write_text
-from .generation import Generate, generate_with_model
-from .output import print_block
+from ..model.run_settings import inference_mode_guard
+from .files import print_block, write_text
 
 if TYPE_CHECKING:
     from ..arguments import TrainingArguments
     from ..state import TrainerControl, TrainerState
-    from ..trainer import Trainer
+
+Generate: TypeAlias = Callable[[nn.Module, str], str]
+"""Called with the model, in evaluation mode, and a prompt; returns the text that follows."""
+
+INPUTS = ("input_ids", "attention_mask")
+"""What is handed from the tokenizer to `model.generate`."""
+
+
+def generate_with_model(model: nn.Module, tokenizer: object, options: Mapping[str, object]) -> Generate:
+    """A function that goes on from a prompt by `model.generate`, as Hugging Face models have it.
+
+    Args:
+        model: A causal language model with `generate`.
+        tokenizer: Called as `tokenizer(prompt, return_tensors="pt")`; has `decode`.
+        options: Keywords of `model.generate`.
+
+    Raises:
+        ConfigurationError: The model has no `generate`, or the tokenizer cannot encode and decode.
+    """
+    if not callable(getattr(model, "generate", None)):
+        raise ConfigurationError(
+            "generate", None, f"is needed, since {type(model).__name__} has no generate()", "give a function"
+        )
+    decode = getattr(tokenizer, "decode", None)
+    if not callable(tokenizer) or not callable(decode):
+        raise ConfigurationError(
+            "processing_class",
+            tokenizer,
+            "is no tokenizer that encodes prompts and decodes texts",
+            "give the Trainer a tokenizer, or give TextSamples a generate function",
+        )
+
+    def generate(model: nn.Module, prompt: str) -> str:
+        device = next(model.parameters()).device
+        encoded = tokenizer(prompt, return_tensors="pt")
+        # Tokenizers may add inputs that generate() refuses, such as token_type_ids.
+        inputs = {name: encoded[name].to(device) for name in INPUTS if name in encoded}
+        written: torch.Tensor = model.generate(**inputs, **options)  # type: ignore[operator]
+        return str(decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+    return generate
+
 
 SAMPLES_FILE = "samples.jsonl"
 TEXT_FILE = "samples.txt"
+
+
+class GeneratingTrainer(Protocol):
+    """What this callback uses of the trainer."""
+
+    def generating(self) -> AbstractContextManager[None]:
+        """A context in which all ranks call the model alike, and write the same."""
+        ...
 
 
 class TextSamples:
@@ -105,7 +153,7 @@ class TextSamples:
         control: TrainerControl,
         *,
         model: nn.Module,
-        trainer: Trainer,
+        trainer: GeneratingTrainer,
         **_: object,
     ) -> None:
         """Write samples after an evaluation."""
@@ -119,7 +167,7 @@ class TextSamples:
         control: TrainerControl,
         *,
         model: nn.Module,
-        trainer: Trainer,
+        trainer: GeneratingTrainer,
         **_: object,
     ) -> None:
         """Write samples after each n-th step."""
@@ -136,9 +184,9 @@ class TextSamples:
         args: TrainingArguments,
         state: TrainerState,
         model: nn.Module,
-        trainer: Trainer,
+        trainer: GeneratingTrainer,
     ) -> None:
-        with trainer.generating(), undisturbed(model):
+        with trainer.generating(), inference_mode_guard(model):
             torch.manual_seed(self._seed)
             texts = [generate(model, prompt) for prompt in self._prompts]
         if not state.is_world_process_zero:

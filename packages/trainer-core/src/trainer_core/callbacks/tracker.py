@@ -1,22 +1,104 @@
-"""What experiment trackers share: one run that goes on after a resume, with steps that never go back."""
+"""What experiment trackers share: one run that continues after a resume, with steps that never go back."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from torch import Tensor
+
 from dist_env import get_logger
 
+from ..errors import ConfigurationError
 from .files import read_json_object, write_text
-from .library import require_library
-from .metric_names import config_of, scalars_of
 
 if TYPE_CHECKING:
     from ..arguments import TrainingArguments
     from ..state import TrainerControl, TrainerState
+
+
+def require_library(callback: str, library: str) -> None:
+    """Check that an optional library is installed, without importing it; its extra has the same name.
+
+    Raises:
+        ConfigurationError: It is not installed.
+    """
+    if find_spec(library) is None:
+        raise ConfigurationError(
+            "callbacks",
+            callback,
+            f"needs the library {library}, which is not installed",
+            f"pip install 'trainer-core[{library}]', or leave the callback out",
+        )
+
+
+def scalars_of(record: Mapping[str, object]) -> dict[str, float]:
+    """The numbers of a log record under grouped names.
+
+    | record | names |
+    |---|---|
+    | training | `train/<key>` |
+    | evaluation | `eval/<key without eval_>`; its `epoch` is left out, the training record has it |
+    | final metrics (with `train_runtime`) | `final/<key>` |
+    | a key with a slash | stays as it is |
+
+    The items of a list become `<name>/rank0`, `<name>/rank1` and so on, those of a dict `<name>/<key>`. None
+    and whatever is no number is left out. A tensor of one element is brought to the host.
+    """
+    return {
+        name: number
+        for key, value in record.items()
+        if (grouped := _grouped(key, record)) is not None
+        for name, number in _flat(grouped, value)
+    }
+
+
+def config_of(args: object) -> dict[str, object]:
+    """The run's arguments as JSON values; what JSON does not have becomes text."""
+    if not is_dataclass(args):
+        return {}
+    return {field.name: _json_value(getattr(args, field.name)) for field in fields(args)}
+
+
+def _grouped(key: str, record: Mapping[str, object]) -> str | None:
+    if "/" in key:
+        return key
+    if "train_runtime" in record:
+        return f"final/{key}"
+    if key.startswith("eval_"):
+        return f"eval/{key.removeprefix('eval_')}"
+    is_evaluation = "loss" not in record and any(name.startswith("eval_") for name in record)
+    return None if key == "epoch" and is_evaluation else f"train/{key}"
+
+
+def _flat(name: str, value: object) -> Iterator[tuple[str, float]]:
+    if isinstance(value, bool):
+        return
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
+        yield name, float(value)
+    elif isinstance(value, list | tuple):
+        for rank, item in enumerate(value):
+            yield from _flat(f"{name}/rank{rank}", item)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(f"{name}/{key}", item)
+
+
+def _json_value(value: object) -> object:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    return str(value)
+
 
 logger = get_logger(__name__)
 

@@ -24,7 +24,7 @@ from dist_env import DistributedEnvInterface, DistributedEnvironmentError, Paral
 
 from ..arguments import DataParallelArguments, TrainingArguments
 from ..errors import ConfigurationError
-from ..generating import share_generators
+from ..generation import share_generators
 from ..loss import FusedLossFactory, TokenLoss, loss_of
 from ..model import (
     ModelSource,

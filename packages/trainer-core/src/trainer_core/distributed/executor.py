@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import TrainingArguments
-from ..batch import Batch, labels_of, to_device
+from ..data.batch import Batch, labels_of, to_device
 from ..loss import TokenLoss, predict
 from ..precision.autocast import autocast
 

@@ -20,8 +20,8 @@ from dist_env import ParallelLayout
 
 from ..arguments import TrainingArguments
 from ..errors import ConfigurationError
-from ..generating import generators_of_rank_0, logits_of_one_rank
-from ..traffic import Traffic
+from ..generation import generators_of_rank_0, logits_of_one_rank
+from ..metrics.comm_bytes import Traffic
 from .clipping import clip_grad_norm_, own_part
 from .executor import Executor, GradSync
 from .ranks import Ranks

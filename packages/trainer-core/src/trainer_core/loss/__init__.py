@@ -2,15 +2,20 @@
 
 from dataloader_dispatch import ignored_like, is_ignored
 
-from .causal import CausalLMLoss
 from .choice import LossSettings, check_loss, loss_of
 from .fused import FusedLinearCrossEntropy, HiddenStates
-from .hidden_states import FusedLossFactory, HiddenStatesLoss
-from .mean import MeanLoss, OutputMeanLoss
-from .model_loss import ModelLoss
-from .predictions import logits_of, predict
+from .head import FusedLossFactory, HiddenStatesLoss
+from .model_loss import MeanLoss, ModelLoss, OutputMeanLoss
 from .supervised import ClassificationLoss, RegressionLoss
-from .token_loss import IGNORE_INDEX, TokenLoss, count_next_tokens, loss_denominator
+from .token_loss import (
+    IGNORE_INDEX,
+    CausalLMLoss,
+    TokenLoss,
+    count_next_tokens,
+    logits_of,
+    loss_denominator,
+    predict,
+)
 
 __all__ = [
     "IGNORE_INDEX",

@@ -7,11 +7,9 @@ from typing import Protocol
 from torch import nn
 
 from ..errors import ConfigurationError
-from .causal import CausalLMLoss
 from .fused import FusedLinearCrossEntropy
-from .head import bare, output_head
-from .hidden_states import FusedLossFactory, HiddenStatesLoss
-from .token_loss import TokenLoss
+from .head import FusedLossFactory, HiddenStatesLoss, bare, output_head
+from .token_loss import CausalLMLoss, TokenLoss
 
 
 class LossSettings(Protocol):

@@ -1,4 +1,4 @@
-"""The output head of a model, and how to have the hidden states that it is given."""
+"""The output head of a model, the hidden states that it is given, and losses of one's own on both."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError
-from ..model.without_values import has_no_values
-from .predictions import logits_of, member
+from ..model.meta_model import has_no_values
+from .token_loss import TokenLoss, logits_of, member
 
 _LEAVE_OUT = "set fused_loss='no' for this model"
 
@@ -210,3 +210,44 @@ def _offered(outputs: object) -> Tensor:
         "last_hidden_state",
         "return the tensor that the output head is given, or take can_return_hidden_states away",
     )
+
+
+FusedLossFactory = Callable[[nn.Module], TokenLoss]
+"""Called with the output head; gives a sum-and-count loss of `(hidden states, labels)`."""
+
+
+class HiddenStatesLoss:
+    """Gives a loss the input of the model's output head in place of the logits.
+
+    Args:
+        head: The output head, a plain nn.Linear.
+        factory: Makes the loss from the head.
+
+    Raises:
+        ConfigurationError: If the head is no plain linear layer, or the factory gives no sum-and-count loss.
+    """
+
+    def __init__(self, head: nn.Module, factory: FusedLossFactory) -> None:
+        checked = checked_head(head)
+        loss = factory(checked)
+        if not callable(loss) or not callable(getattr(loss, "count", None)):
+            raise ConfigurationError(
+                "fused_loss_factory",
+                loss,
+                "must give a loss that returns a sum and tells how many positions count",
+                "return an object with __call__(hidden, labels) and count(labels)",
+            )
+        self.loss = loss
+        self._bypass = HeadBypass(checked)
+
+    def count(self, labels: Tensor) -> Tensor:
+        """Number of positions that count: int64 scalar."""
+        return self.loss.count(labels)
+
+    def predict(self, model: nn.Module, inputs: Mapping[str, object], labels: Tensor) -> Tensor:
+        """Run the model up to its output head: hidden states [batch, sequence, features]."""
+        return self._bypass.hidden_states(model, inputs)
+
+    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+        """Sum of the losses: float32 scalar."""
+        return self.loss(predictions, labels)

@@ -12,8 +12,7 @@ from torch.nn import functional
 from dataloader_dispatch import is_ignored
 
 from ..errors import ConfigurationError
-from .predictions import logits_of
-from .token_loss import IGNORE_INDEX
+from .token_loss import IGNORE_INDEX, logits_of
 
 
 class ElementLoss(Protocol):

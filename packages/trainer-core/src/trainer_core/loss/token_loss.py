@@ -1,15 +1,22 @@
-"""What the trainer needs of a loss, and the labels that do not count."""
+"""What the trainer needs of a loss, and cross-entropy of the next token from logits."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from dataloader_dispatch import is_ignored
+from dist_env import get_logger
 
 from ..errors import ConfigurationError
+
+logger = get_logger(__name__)
+
 
 IGNORE_INDEX = -100
 """Label of a position that does not count."""
@@ -107,3 +114,153 @@ def next_tokens(labels: Tensor) -> Tensor:
         int64 [batch * sequence].
     """
     return torch.constant_pad_nd(labels[..., 1:].long(), (0, 1), IGNORE_INDEX).view(-1)
+
+
+Predict = Callable[[nn.Module, Mapping[str, object], Tensor], object]
+
+
+def predict(loss: TokenLoss, model: nn.Module, inputs: Mapping[str, object], labels: Tensor) -> object:
+    """Run a model for a loss: as the loss wants it, or else for the logits.
+
+    Args:
+        loss: May have a method `predict`.
+        model: The module to call, with all wrappers.
+        inputs: Keyword arguments of the model, without labels.
+        labels: int64 [batch, sequence].
+
+    Returns:
+        What to call the loss with.
+
+    Raises:
+        ConfigurationError: If the model does not return what the loss needs.
+    """
+    own = cast(Predict | None, getattr(loss, "predict", None))
+    if own is not None:
+        return own(model, inputs, labels)
+    outputs = model(**inputs)
+    if not isinstance(outputs, Tensor) and member(outputs, "aux_loss") is not None:
+        _say_what_is_left_out()
+    return logits_of(outputs)
+
+
+@cache
+def _say_what_is_left_out() -> None:
+    logger.warning(
+        "the model returns an auxiliary loss (aux_loss, as routers of experts have it), and the built-in "
+        "loss does not add it; give a compute_loss_func that weighs it, or switch it off in the model"
+    )
+
+
+def logits_of(outputs: object) -> Tensor:
+    """The logits in a model's output: a tensor, or an object or mapping with `logits`.
+
+    Raises:
+        ConfigurationError: If there are none.
+    """
+    if isinstance(outputs, Tensor):
+        return outputs
+    found = member(outputs, "logits")
+    if isinstance(found, Tensor):
+        return found
+    if member(outputs, "loss") is not None:
+        raise ConfigurationError(
+            "compute_loss_func",
+            None,
+            f"the model returned a loss but no logits ({type(outputs).__name__}), "
+            "and the built-in loss is computed from logits",
+            "return logits, or let the model compute the loss: compute_loss_func=ModelLoss(count=...)",
+        )
+    raise ConfigurationError(
+        "model",
+        type(outputs).__name__,
+        "returned neither logits nor a loss: no tensor, and no object or mapping with one of these names",
+        "return the logits as a tensor, or an object with the attribute logits",
+    )
+
+
+def loss_in(outputs: object) -> Tensor:
+    """The loss that a model computed itself: an attribute or item `loss`, or the first of a tuple.
+
+    Raises:
+        ConfigurationError: If there is none, or if it is no scalar.
+    """
+    found = member(outputs, "loss")
+    if found is None:
+        found = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+    if isinstance(found, Tensor) and found.ndim == 0:
+        return found
+    shown = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(outputs).__name__
+    raise ConfigurationError(
+        "compute_loss_func",
+        "ModelLoss",
+        f"the model was given labels and returned {shown}, not a scalar loss",
+        "return an object with a scalar loss, or leave compute_loss_func out to have the loss computed from "
+        "logits",
+    )
+
+
+def member(outputs: object, name: str) -> object:
+    """An item of a mapping or an attribute of another object; None where there is none."""
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+class CausalLMLoss:
+    """Cross-entropy of the next token, in natural units (nats).
+
+    Labels are not shifted beforehand: position t of the logits is held against label t + 1, as in
+    Hugging Face models. Labels of -100 do not count.
+
+    Args:
+        label_smoothing: Share of the target mass spread evenly over the vocabulary, 0 to 1.
+        z_loss: Weight of the squared log-partition term of PaLM (Chowdhery et al. 2022, section 5).
+    """
+
+    def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+
+    def count(self, labels: Tensor) -> Tensor:
+        """Number of predicted positions.
+
+        Args:
+            labels: Integers [batch, sequence].
+
+        Returns:
+            int64 scalar.
+
+        Raises:
+            ConfigurationError: If the labels are something else.
+        """
+        check_next_token_labels(labels)
+        return count_next_tokens(labels)
+
+    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+        """Sum of the losses.
+
+        Args:
+            predictions: Logits, floating [batch, sequence, vocabulary], or a model output that has them.
+            labels: Integers [batch, sequence], not shifted.
+
+        Returns:
+            float32 scalar.
+
+        Raises:
+            ConfigurationError: If there are no logits, or not one prediction for each label.
+        """
+        logits = logits_of(predictions)
+        check_next_token_logits(logits, labels)
+        logits = logits.view(-1, logits.shape[-1]) if logits.is_contiguous() else logits.flatten(0, -2)
+        if logits.dtype is not torch.float32:
+            logits = logits.float()
+        targets = next_tokens(labels)
+        total = functional.cross_entropy(
+            logits,
+            targets,
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        if self.z_loss:
+            partition = torch.logsumexp(logits, dim=-1)
+            total = total + self.z_loss * partition.square().masked_fill(targets == IGNORE_INDEX, 0.0).sum()
+        return total

@@ -1,13 +1,21 @@
-"""Find the blocks of a model: the row of equal modules that makes up most of it."""
+"""The blocks of a model, which make up most of it: how to find, shard and compile them."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Self
 
 from torch import nn
 
 from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch._dynamo.callback import CallbackArgs
+    from torch.distributed.fsdp import FSDPModule
+
+    from ..arguments import TrainingArguments
 
 PATH_SETTING = "transformer_layers_path"
 Block = tuple[str, nn.Module]
@@ -112,3 +120,141 @@ def _is_container(module: nn.Module) -> bool:
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules that are gathered and dropped as one, outer ones first."""
+    from torch.distributed.fsdp import FSDPModule  # takes seconds to import
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def add_up_gradients(model: nn.Module) -> list[FSDPModule]:
+    """Have a sharded model add gradients up over the ranks: the loss is divided by the tokens of all of them.
+
+    Args:
+        model: The model, to which `fully_shard` has been applied.
+
+    Returns:
+        Its `fsdp_modules`.
+    """
+    units = fsdp_modules(model)
+    for unit in units:
+        _keep_name(type(unit))
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        # A rank whose batch leaves a parameter out takes part in the sum with zeros, as the others wait.
+        zeros_for_unused = getattr(unit, "set_reduce_scatter_unused_params", None)
+        if callable(zeros_for_unused):  # torch 2.11 does not have it
+            zeros_for_unused(True)
+    return units
+
+
+def _keep_name(cls: type) -> None:
+    """Call a class that torch has made for sharding by the name of the user's class, in logs and errors."""
+    cls.__name__ = cls.__mro__[2].__name__
+
+
+DEFAULT_BACKEND = "inductor"
+
+
+def compile_model(model: nn.Module, args: TrainingArguments) -> list[str]:
+    """Compile what the arguments name; call it last, after sharding and activation checkpointing.
+
+    Blocks of one class share their compiled code, so that compiling blocks takes the time of one of them.
+
+    Args:
+        model: The model.
+        args: The settings torch_compile_*.
+
+    Returns:
+        Qualified names of the modules that will be compiled at their first call; "" is the model itself.
+
+    Raises:
+        ConfigurationError: If torch has no such backend, the backend has no such mode, or the blocks are not
+            found.
+    """
+    if not args.torch_compile:
+        return []
+    backend = args.torch_compile_backend or DEFAULT_BACKEND
+    _check_backend(backend, args.torch_compile_mode)
+    for _, module in (targets := _targets(model, args)):
+        module.compile(
+            backend=backend,
+            mode=args.torch_compile_mode,
+            dynamic=args.torch_compile_dynamic,
+            fullgraph=args.torch_compile_full_graph,
+        )
+    return [name for name, _ in targets]
+
+
+def _targets(model: nn.Module, args: TrainingArguments) -> list[tuple[str, nn.Module]]:
+    if args.torch_compile_scope == "blocks":
+        return find_blocks(model, args.transformer_layers_path, needed_by="torch_compile_scope")
+    return [("", model)]
+
+
+def _check_backend(backend: str, mode: str | None) -> None:
+    # No list_backends() in general: it would import torch._dynamo's tracing before it is needed.
+    if backend == DEFAULT_BACKEND:
+        return
+    from torch._dynamo import list_backends
+
+    known = list_backends(exclude_tags=())
+    if backend not in known:
+        near = difflib.get_close_matches(backend, known, n=1)
+        fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+        raise ConfigurationError("torch_compile_backend", backend, "torch has no such backend", fix)
+    if mode not in (None, "default"):
+        raise ConfigurationError(
+            "torch_compile_mode",
+            mode,
+            f"is a mode of inductor, and torch_compile_backend is {backend!r}",
+            "leave one of them out",
+        )
+
+
+class RecompileCounter(AbstractContextManager["RecompileCounter"]):
+    """Counts, in its context, compilations of code that was compiled before in it.
+
+    Torch calls it when a compilation starts, so it costs nothing while nothing is compiled. Torch's compiler
+    is imported only if the arguments ask for compilation.
+
+    Args:
+        args: torch_compile.
+    """
+
+    def __init__(self, args: TrainingArguments) -> None:
+        self._on = args.torch_compile
+        self._seen: set[str] = set()
+        self._recompiles = 0
+
+    def __enter__(self) -> Self:
+        if self._on:
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.register_start_callback(self._started)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._on:
+            return
+        from torch._dynamo.callback import callback_handler
+
+        # torch._dynamo.reset() and others may have cleared the list.
+        if self._started in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(self._started)
+
+    def count(self) -> int | None:
+        """Return the number of recompilations since the last call; None when nothing is to be compiled."""
+        taken, self._recompiles = self._recompiles, 0
+        return taken if self._on else None
+
+    def _started(self, compilation: CallbackArgs) -> None:
+        # A backward graph or an autotuning run belongs to a compilation that was counted already.
+        if compilation.callback_trigger.name != "DYNAMO":
+            return
+        code, _, _ = compilation.compile_id.rpartition("/")
+        if code in self._seen:
+            self._recompiles += 1
+        self._seen.add(code)

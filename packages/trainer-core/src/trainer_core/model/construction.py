@@ -1,4 +1,4 @@
-"""Build the model where and as the arguments say."""
+"""Build the model where and as the arguments say, ready to be sharded, compiled and trained."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import nn
 from dist_env import get_logger
 
 from ..errors import ConfigurationError
+from .activation_checkpointing import checkpoint_activations, leave_caches_out
 from .deferred import InitialValues, construct_deferred
-from .meta_construction import SETTING, build_without_storage, materialise
-from .ties import Ties
-from .without_values import build_outline, has_no_values
+from .meta_model import SETTING, Ties, build_meta_model, build_without_storage, has_no_values, materialise
 
 if TYPE_CHECKING:
     from ..arguments import TrainingArguments
@@ -88,7 +87,7 @@ def construct_without_weights(
 
     Returns:
         The model, and the values that `construct` would have given its parameters, of which there are none in
-        `without_values`; None for a model that is built already, which is returned as it is.
+        `fake_tensors`; None for a model that is built already, which is returned as it is.
 
     Raises:
         ConfigurationError: If a model that is built already is to be built in another way, or if `source`
@@ -100,7 +99,7 @@ def construct_without_weights(
     where = device if args.construct_model_on == "device" else torch.device("cpu")
     with default_dtype(args.default_dtype), torch.device(where):
         if has_no_values():
-            return build_outline(lambda: _built(source)), InitialValues()
+            return build_meta_model(lambda: _built(source)), InitialValues()
         return construct_deferred(lambda: _built(source))
 
 
@@ -154,3 +153,53 @@ def _refuse_for_built_model(args: TrainingArguments) -> None:
                 "has no effect on a model that is built already",
                 f"pass model_init instead of model, or leave {name} out",
             )
+
+
+def prepare_model(
+    source: ModelSource, args: TrainingArguments, device: torch.device, *, weights_follow: bool
+) -> nn.Module:
+    """Build the model on the device, convert its layers, and exchange the forward of checkpointed blocks.
+
+    Names of parameters stay as they are. Next come sharding, `compile_model` and the optimizer.
+
+    Args:
+        source: The model, or what builds it.
+        args: construct_model_on, default_dtype, fp8_*, qat_recipe and activation_checkpointing*.
+        device: Where the model computes.
+        weights_follow: Whether a checkpoint will fill every weight.
+
+    Raises:
+        ConfigurationError: If a setting cannot be applied to this model, device or installation.
+    """
+    return convert_model(construct(source, args, device, weights_will_be_loaded=weights_follow), args, device)
+
+
+def convert_model(
+    model: nn.Module, args: TrainingArguments, device: torch.device, *, gathered_in_fp8: bool = False
+) -> nn.Module:
+    """Convert the layers of a built model, and exchange the forward of checkpointed blocks; in place.
+
+    Args:
+        model: The model; its parameters may be on the meta device.
+        args: fp8_*, qat_recipe and activation_checkpointing*.
+        device: Where the model will compute.
+        gathered_in_fp8: Whether the weights of FP8 layers will be sharded, and gathered in float8.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigurationError: If a setting cannot be applied to this model, device or installation.
+    """
+    from ..precision import convert_to_fp8, prepare_qat
+
+    if args.fp8_recipe is not None:
+        convert_to_fp8(model, args, device, gathered=gathered_in_fp8)
+    if args.qat_recipe is not None:
+        prepare_qat(model, args, device)
+    blocks = checkpoint_activations(model, args)
+    if not blocks:
+        leave_caches_out(model)
+    if blocks:
+        logger.info("activation checkpointing: %d blocks, %s to %s", len(blocks), blocks[0], blocks[-1])
+    return model

@@ -1,16 +1,24 @@
 """Optimizers, their parameter groups, and learning-rate schedules."""
 
 from ..distributed.clipping import own_part
-from .adamw import NamedParameters, OptimizerFactory, build_adamw, decay_exemptions
-from .clipping import clip_grad_norm
-from .facade import OptimizerFacade
-from .groups import OptimizerGroups, ParameterGroups, build_optimizer
-from .in_backward import OptimizerInBackward
-from .multi import Multiopt
-from .nonfinite import NonFiniteGradientError, NonFiniteGuard, NonFinitePolicy, NonFiniteReport
-from .plateau import PlateauSchedule
-from .schedules import FactorSchedule, SchedulerFactory, build_schedule, is_callback
-from .table import optimizer_table
+from .gradients import (
+    NonFiniteGradientError,
+    NonFiniteGuard,
+    NonFinitePolicy,
+    NonFiniteReport,
+    clip_grad_norm,
+)
+from .groups import OptimizerGroups, ParameterGroups, build_optimizer, optimizer_table
+from .optimizers import (
+    Multiopt,
+    NamedParameters,
+    OptimizerFacade,
+    OptimizerFactory,
+    OptimizerInBackward,
+    build_adamw,
+    decay_exemptions,
+)
+from .schedules import FactorSchedule, PlateauSchedule, SchedulerFactory, build_schedule, is_callback
 
 __all__ = [
     "FactorSchedule",

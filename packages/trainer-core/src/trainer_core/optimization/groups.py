@@ -1,29 +1,107 @@
-"""Parameter groups by name pattern, and the optimizer or optimizers made of them."""
+"""Parameter groups by name pattern, the optimizers made of them, and a table that shows them."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from fnmatch import translate
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import rules
-from ..arguments import MinimalTrainingArguments
+from ..arguments import MinimalTrainingArguments, rules
 from ..errors import ConfigurationError
-from .adamw import (
+from .optimizers import (
     Group,
+    Multiopt,
     NamedParameters,
     NamedTensors,
+    OptimizerFacade,
     OptimizerFactory,
     adamw_of_groups,
     decay_exemptions,
+    exemption,
     split_by_decay,
 )
-from .multi import Multiopt
-from .patterns import assign
+
+REGEX_PREFIX = "re:"
+
+
+def assign(patterns: Sequence[str], trainable: Mapping[str, bool]) -> dict[str, str | None]:
+    """Give every trainable parameter to the first pattern that matches its whole name.
+
+    Args:
+        patterns: Shell patterns (`*`, `?`, `[...]`; `*` crosses dots), or regular expressions after `re:`.
+        trainable: Names of all parameters, and whether each is trainable.
+
+    Returns:
+        The pattern of each trainable parameter; None for those that none matches.
+
+    Raises:
+        ConfigurationError: For a pattern that is no regular expression, or that gets no parameter.
+    """
+    compiled = {pattern: compile_pattern(pattern) for pattern in patterns}
+    owner: dict[str, str | None] = {}
+    for name in (name for name, is_trainable in trainable.items() if is_trainable):
+        owner[name] = next((p for p, matcher in compiled.items() if matcher.fullmatch(name)), None)
+    for pattern, matcher in compiled.items():
+        if pattern not in owner.values():
+            matched = [name for name in trainable if matcher.fullmatch(name)]
+            raise _gets_nothing(pattern, matched, owner, trainable)
+    return owner
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern; its `fullmatch` decides.
+
+    Raises:
+        ConfigurationError: If what follows `re:` is no regular expression.
+    """
+    if not pattern.startswith(REGEX_PREFIX):
+        return re.compile(translate(pattern))
+    try:
+        return re.compile(pattern.removeprefix(REGEX_PREFIX))
+    except re.error as error:
+        raise ConfigurationError(
+            "optimizer_groups", pattern, f"is no regular expression ({error})", "correct it"
+        ) from error
+
+
+def _gets_nothing(
+    pattern: str, matched: Sequence[str], owner: Mapping[str, str | None], trainable: Mapping[str, bool]
+) -> ConfigurationError:
+    taken = [name for name in matched if trainable[name]]
+    if taken:
+        earlier = owner[taken[0]]
+        return ConfigurationError(
+            "optimizer_groups",
+            pattern,
+            f"comes too late: {taken[0]} and all else that it matches go to {earlier!r} before",
+            "write the narrower pattern first",
+        )
+    if matched:
+        return ConfigurationError(
+            "optimizer_groups",
+            pattern,
+            f"matches only frozen parameters, such as {matched[0]}",
+            "set requires_grad on them, or take the pattern out",
+        )
+    return ConfigurationError(
+        "optimizer_groups",
+        pattern,
+        "matches no parameter; it has to match the whole name",
+        f"the nearest names are: {', '.join(_nearest(pattern, trainable))}",
+    )
+
+
+def _nearest(pattern: str, names: Mapping[str, bool]) -> list[str]:
+    literal = re.sub(r"\\(.)", r"\1", pattern.removeprefix(REGEX_PREFIX)).strip("*^$")
+    near = difflib.get_close_matches(literal, list(names), n=3, cutoff=0.3)
+    return near or list(names)[:3]
+
 
 OptimizerGroups = Mapping[str, Mapping[str, object]]
 """Options (`lr`, `weight_decay`, ... and `factory`) by pattern of parameter names, in order."""
@@ -233,3 +311,75 @@ def _check_value(setting: str, option: str, value: object, default: object) -> N
             raise ConfigurationError(setting, value, "must be two numbers", "write (0.9, 0.999), say")
         for beta in value:
             rules.within(setting, beta, 0.0, 1.0 - 1e-9)
+
+
+_HIDDEN = ("params", "param_names", "initial_lr", "lr", "weight_decay")
+
+
+def optimizer_table(
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    named_parameters: NamedParameters | None = None,
+    groups: OptimizerGroups | None = None,
+) -> str:
+    """One line per parameter: its pattern, its optimizer, and the options it really has.
+
+    Options other than learning rate and weight decay are shown where groups of one optimizer differ in them.
+    The last column says why a parameter does not decay, or that it is frozen.
+
+    Args:
+        optimizer: As it is; nothing is taken from arguments.
+        model: Tells biases and norms from the rest.
+        named_parameters: What to list; all parameters of the model otherwise.
+        groups: `optimizer_groups`, if given.
+
+    Returns:
+        Lines of aligned columns, under a head.
+    """
+    named = list(model.named_parameters() if named_parameters is None else named_parameters)
+    patterns = ParameterGroups(groups or {}).assign(named)
+    places = {id(p): (kind, group) for kind, group in _groups(optimizer) for p in group["params"]}
+    differing = _differing(list(_groups(optimizer)))
+    exempt = decay_exemptions(model)
+    rows = [["parameter", "shape", "group", "optimizer", "lr", "weight decay", *differing, "note"]]
+    for name, parameter in named:
+        shape = "x".join(map(str, parameter.shape)) or "scalar"
+        if id(parameter) not in places:
+            note = "not in the optimizer" if parameter.requires_grad else "frozen"
+            rows.append([name, shape, *["-"] * (4 + len(differing)), note])
+            continue
+        kind, group = places[id(parameter)]
+        decay = group.get("weight_decay")
+        options = [_text(group.get(option)) for option in ("lr", "weight_decay", *differing)]
+        note = "" if decay else exemption(name, parameter, exempt)
+        rows.append([name, shape, patterns.get(name, DEFAULT), kind, *options, note])
+    return _aligned(rows)
+
+
+def _groups(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    members = optimizer.optimizers if isinstance(optimizer, OptimizerFacade) else (optimizer,)
+    for member in members:
+        for group in member.param_groups:
+            yield type(member).__name__, group
+
+
+def _differing(groups: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Options that some groups have otherwise than other groups of the same kind of optimizer."""
+    values: dict[tuple[str, str], set[str]] = {}
+    for kind, group in groups:
+        for name in group:
+            values.setdefault((name, kind), set()).add(_text(group[name]) if name not in _HIDDEN else "")
+    return list(dict.fromkeys(name for (name, _), seen in values.items() if len(seen) > 1))
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

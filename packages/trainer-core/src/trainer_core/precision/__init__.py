@@ -1,13 +1,10 @@
 """In which number formats a run computes: autocast, loss scaling, FP8, quantization-aware training."""
 
-from .autocast import autocast, matmul_precision
-from .exclusions import check_exclusive
+from ..arguments.choices import FP8_RECIPES, QAT_RECIPES, QATRecipe
+from .autocast import LossScaler, autocast, build_scaler, matmul_precision
 from .fp8 import convert_to_fp8, fp8_share_of
-from .qat import convert_qat, prepare_qat
-from .qat_artifact import export_qat, export_qat_checkpoint, load_quantized
-from .recipes import FP8_RECIPES, QAT_RECIPES, QATRecipe
-from .report import ConversionReport
-from .scaler import LossScaler, build_scaler
+from .layers import ConversionReport, check_exclusive
+from .qat import convert_qat, export_qat, export_qat_checkpoint, load_quantized, prepare_qat
 
 __all__ = [
     "ConversionReport",

@@ -10,12 +10,19 @@ from torch import nn
 
 from dist_env import get_logger
 
+from ..arguments.choices import FP8_RECIPES
 from ..errors import ConfigurationError
 from .autocast import autocast
-from .exclusions import check_exclusive, refuse_converted, torchao_versions
-from .layers import LayerChoice, LayerRule, choose_layers, output_layer
-from .recipes import FP8_RECIPES
-from .report import ConversionReport
+from .layers import (
+    ConversionReport,
+    LayerChoice,
+    LayerRule,
+    check_exclusive,
+    choose_layers,
+    output_layer,
+    refuse_converted,
+    torchao_versions,
+)
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig  # type: ignore[import-untyped,import-not-found,unused-ignore]

@@ -1,15 +1,126 @@
-"""Which linear layers of a model may be replaced."""
+"""Which linear layers of a model may be replaced, what excludes that, and a report of what was replaced."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ..arguments import BaseTrainingArguments
+
+
+def check_exclusive(args: BaseTrainingArguments) -> None:
+    """Refuse FP8 together with QAT.
+
+    Raises:
+        ConfigurationError: If `fp8_recipe` and `qat_recipe` are both set.
+    """
+    if args.fp8_recipe is not None and args.qat_recipe is not None:
+        raise ConfigurationError(
+            "fp8_recipe",
+            args.fp8_recipe,
+            f"excludes qat_recipe={args.qat_recipe!r}: both replace the linear layers",
+            "leave one of them out",
+        )
+
+
+def torchao_versions(setting: str, value: object) -> str:
+    """The installed versions of torch and torchao, for reports and errors.
+
+    Raises:
+        ConfigurationError: If torchao is not installed; names `setting`.
+    """
+    try:
+        return f"torch {torch.__version__}, torchao {version('torchao')}"
+    except PackageNotFoundError as error:
+        raise ConfigurationError(
+            setting, value, "needs torchao, which is not installed", "pip install 'trainer-core[quant]'"
+        ) from error
+
+
+def refuse_converted(model: nn.Module, setting: str, value: object) -> None:
+    """Refuse a model some of whose layers torchao has replaced or quantized before.
+
+    Raises:
+        ConfigurationError: Naming the first such layer.
+    """
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        for thing in (module, weight):
+            if thing is not None and type(thing).__module__.partition(".")[0] == "torchao":
+                raise ConfigurationError(
+                    setting,
+                    value,
+                    f"the model's {name!r} is a {type(thing).__name__} of torchao already",
+                    "give the model before any conversion",
+                )
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """Outcome of replacing linear layers; `str()` gives the text for the log.
+
+    Attributes:
+        what: What the layers became.
+        converted: Names of the replaced layers.
+        left_alone: For each reason, the names of the layers that stay.
+        converted_weights: Elements of the weights of the replaced layers.
+        all_weights: Elements of the weights of all linear layers; a shared one counts for each layer.
+        fp8_share: Share of the FLOPs of all products of linear layers, forward and backward, that run in FP8;
+            0 without FP8 hardware. Attention is not among them. For the peak of mixed formats take
+            `1 / (fp8_share / peak_fp8 + (1 - fp8_share) / peak_other)`.
+        notes: What else to know, a line each.
+    """
+
+    what: str
+    converted: tuple[str, ...]
+    left_alone: Mapping[str, tuple[str, ...]]
+    converted_weights: int
+    all_weights: int
+    fp8_share: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Number of linear layers."""
+        return len(self.converted) + sum(map(len, self.left_alone.values()))
+
+    @property
+    def weight_share(self) -> float:
+        """Share of the weight elements of linear layers that were converted."""
+        return self.converted_weights / self.all_weights if self.all_weights else 0.0
+
+    def __str__(self) -> str:
+        head = f"{self.what}: {len(self.converted)} of {self.total} linear layers"
+        lines = [f"{head}, {self.weight_share:.1%} of their weights"]
+        lines += [f"  converted: {', '.join(grouped(self.converted))}"] if self.converted else []
+        lines += [
+            f"  left alone, {why}: {', '.join(grouped(names))}" for why, names in self.left_alone.items()
+        ]
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def grouped(names: Iterable[str]) -> list[str]:
+    """Names that differ in their numbers only, as one: `layers.*.up (12 times)`."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
+    return [f"{p} ({len(of)} times)" if len(of) > 1 else of[0] for p, of in groups.items()]
+
 
 LayerRule = Callable[[str, nn.Linear], str | None]
 """Why a layer of this name must be left alone; None if it may be replaced."""

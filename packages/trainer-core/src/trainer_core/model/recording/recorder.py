@@ -8,8 +8,9 @@ about to look at it. So whatever the code does works as always, only slower wher
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -18,9 +19,10 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .generators import generator_state
-from .interception import OperatorMode, RawAccessMode, is_plain
 from .replay import (
     Constant,
     Content,
@@ -31,17 +33,167 @@ from .replay import (
     Version,
     View,
     dense,
+    generator_state,
     has_storage,
     mapped,
 )
-from .residence import Residence, Tracked
-from .signatures import (
-    changes_geometry_only,
-    devices_used,
-    looks_at_shapes_only,
-    overwrites,
-    written_tensors,
+from .storage_cache import StorageCache, Tracked
+
+_READING = frozenset({"tolist", "__deepcopy__"})
+_EXPOSING = frozenset(
+    {
+        "data_ptr",
+        "numpy",
+        "share_memory_",
+        "storage",
+        "untyped_storage",
+        "__array__",
+        "__dlpack__",
+        "__reduce_ex__",
+    }
 )
+"""Functions that look at the memory of a tensor, and those that give others the means to."""
+
+
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands every operator on plain tensors over; tensor subclasses take theirs apart first."""
+
+    def __init__(self, run: Callable[[Any, tuple[object, ...], dict[str, object]], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not needed, since nothing is compiled here, and it would take seconds to import."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        if any(_is_composed(kind) for kind in types):
+            return NotImplemented
+        return self._run(func, args, kwargs or {})
+
+
+class RawAccessMode(TorchFunctionMode):
+    """Tells of functions that look at the memory of a tensor without an operator."""
+
+    def __init__(self, reach: Callable[..., None]) -> None:
+        super().__init__()
+        self._reach = reach
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        name = getattr(func, "__name__", "")
+        if name in _READING or name in _EXPOSING:
+            for tensor in args:
+                if isinstance(tensor, Tensor):
+                    self._reach(tensor, exposed=name in _EXPOSING)
+        return func(*args, **(kwargs or {}))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has values of its own, in a storage."""
+    return not is_lazy(tensor) and not _is_composed(type(tensor)) and has_storage(tensor)
+
+
+def _is_composed(kind: type) -> bool:
+    """Whether tensors of this class consist of others."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+_OVERWRITING = frozenset(
+    {
+        "aten::bernoulli_",
+        "aten::cauchy_",
+        "aten::copy_",
+        "aten::exponential_",
+        "aten::fill_",
+        "aten::geometric_",
+        "aten::log_normal_",
+        "aten::normal_",
+        "aten::random_",
+        "aten::uniform_",
+        "aten::zero_",
+    }
+)
+"""Operators that set every element of their first argument, whatever it was."""
+_BLIND = frozenset(
+    {
+        "aten::empty_like",
+        "aten::full_like",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::new_full",
+        "aten::new_ones",
+        "aten::new_zeros",
+        "aten::ones_like",
+        "aten::rand_like",
+        "aten::randint_like",
+        "aten::randn_like",
+        "aten::zeros_like",
+    }
+)
+"""Operators that look at the shape of their argument only."""
+
+
+@cache
+def changes_geometry_only(operator: Any) -> bool:
+    """Whether an operator changes how a tensor lies in its storage and nothing else."""
+    return torch.Tag.inplace_view in operator.tags and operator._schema.name != "aten::resize_"
+
+
+@cache
+def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operator writes to."""
+    places = enumerate(operator._schema.arguments)
+    return tuple((k, a.name) for k, a in places if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written_tensors(operator: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
+    """The tensors that an operator writes to."""
+    return dense([args[k] if k < len(args) else kwargs.get(name) for k, name in _written_places(operator)])
+
+
+def looks_at_shapes_only(operator: Any) -> bool:
+    """Whether the values of the operator's arguments have no influence."""
+    return operator._schema.name in _BLIND
+
+
+def overwrites(operator: Any, args: tuple[object, ...], tensors: list[Tensor], nbytes: int) -> bool:
+    """Whether an operator sets the whole storage of its first tensor without looking at it.
+
+    Args:
+        operator: The operator.
+        args: Its positional arguments.
+        tensors: All tensors with a storage among its arguments.
+        nbytes: The size of the first one's storage.
+    """
+    if operator._schema.name not in _OVERWRITING or tensors[0] is not args[0]:
+        return False
+    first, *others = tensors
+    whole = first.numel() * first.element_size() == nbytes
+    address = first.untyped_storage()._cdata
+    return whole and _is_dense(first) and all(other.untyped_storage()._cdata != address for other in others)
+
+
+def devices_used(tensors: list[Tensor], kwargs: Mapping[str, object]) -> set[torch.device]:
+    """The devices whose default generators an operator may use."""
+    asked = kwargs.get("device")
+    found = {torch.device("cpu"), *(tensor.device for tensor in tensors)}
+    return found | {asked} if isinstance(asked, torch.device) and asked.type != "meta" else found
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether each place between the first and the last element belongs to one element."""
+    dense_stride = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1 and stride != dense_stride:
+            return False
+        dense_stride *= size
+    return True
+
 
 _SWEEP_EVERY = 512
 
@@ -54,7 +206,7 @@ class Recording:
 
     def __init__(self) -> None:
         self._tracked: dict[int, Tracked] = {}
-        self._residence = Residence()
+        self._storage_cache = StorageCache()
         self._serial = 0
         self._busy = False
         self._opened = ExitStack()
@@ -198,7 +350,7 @@ class Recording:
             self._tracked[storage._cdata] = used[storage._cdata] = made
         for changed in slots.values():
             changed.measure()
-        self._residence.use(used)
+        self._storage_cache.use(used)
         if step.serial % _SWEEP_EVERY == 0:
             self._tracked = {key: kept for key, kept in self._tracked.items() if kept.alive}
 
@@ -215,7 +367,7 @@ class Recording:
         if parameter is not None and self._is_mine(parameter):
             with self._unseen():
                 tracked = self._track(parameter)
-                self._residence.use({parameter.untyped_storage()._cdata: tracked})
+                self._storage_cache.use({parameter.untyped_storage()._cdata: tracked})
 
     def _on_buffer(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         if buffer is not None and self._is_mine(buffer):
@@ -229,7 +381,7 @@ class Recording:
     def _keep(self, tensor: Tensor) -> None:
         """Never free this storage."""
         self._track(tensor).releasable = False
-        self._residence.forget(tensor.untyped_storage()._cdata)
+        self._storage_cache.forget(tensor.untyped_storage()._cdata)
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:

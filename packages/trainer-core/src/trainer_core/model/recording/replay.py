@@ -7,7 +7,7 @@ that what nobody can reach any more, such as an initialisation that was overwrit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +15,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .generators import generators_kept, set_generator_state
+
+def generator_state(device: torch.device) -> Tensor:
+    """The state of the default generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator.get_state()
+    module = torch.get_device_module(device)
+    state: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """Put the default generator of a device into a state."""
+    if device.type == "cpu":
+        torch.default_generator.set_state(state)
+    elif device.type == "mps":
+        torch.get_device_module(device).set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Put the default generators of these devices back into their states."""
+    before = {device: generator_state(device) for device in set(devices)}
+    with ExitStack() as stack:
+        for device, state in before.items():
+            stack.callback(set_generator_state, device, state)
+        yield
 
 
 class View(NamedTuple):
@@ -160,7 +187,7 @@ def replay(version: Version) -> torch.UntypedStorage:
         uses[content] -= 1
         return values[content] if uses[content] else values.pop(content)
 
-    with _undisturbed(steps):
+    with _recorded_settings(steps):
         for step in steps:
             storages = [take(c, to_write=slot in step.written) for slot, c in enumerate(step.contents)]
             for index, storage in enumerate(step.run(storages)):
@@ -229,7 +256,7 @@ def _needed(version: Version) -> list[Step]:
 
 
 @contextmanager
-def _undisturbed(steps: list[Step]) -> Iterator[None]:
+def _recorded_settings(steps: list[Step]) -> Iterator[None]:
     """Compute as operators did when they were recorded, and leave no trace in torch's settings."""
     devices = {device for step in steps for device in step.states}
     default_dtype = torch.get_default_dtype()

@@ -1,0 +1,220 @@
+"""How a run is put together from what the user gave."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dist_env import ParallelLayout, get_logger
+from perf_metrics import ThroughputMeter
+
+from .arguments import TrainingArguments
+from .checkpoint.checkpointing import build_manager
+from .checkpoint.hyperparameters import Hyperparameters
+from .checkpoint.output_dir import OutputLease
+from .checkpoint.run_state import CallbackStates, RunComponents, RunProgress, ScheduleState
+from .data.loaders import EvaluationSets, evaluation_sets, train_loader
+from .distributed.build import build_model, compile_built, make_loss
+from .distributed.ranks import BatchPlacement, Ranks
+from .distributed.transforms import BuiltModel, ModelTransform
+from .events import CallbackHandler
+from .inputs import TrainerInputs
+from .loss import TokenLoss
+from .metrics.log_window import MetricAccumulator
+from .metrics.throughput import FlopsAccount, RunSpeed
+from .model import RecompileCounter
+from .optimization import (
+    NamedParameters,
+    OptimizerInBackward,
+    build_optimizer,
+    build_schedule,
+    is_callback,
+    optimizer_table,
+)
+from .periodic import set_length
+from .precision import build_scaler
+from .run import GarbagePolicy, Run
+from .state import TrainerState
+from .update import build_update
+
+
+def seed_rank(args: TrainingArguments, layout: ParallelLayout, rank: int) -> None:
+    """Give each rank generators of its own, once all ranks have built the same model, if asked for.
+
+    Ranks that differ in the dimension `tensor` only have the same: what they do not divide, such as a mask of
+    dropout on hidden states, each of them computes, and it has to be equal.
+    """
+    if args.seed_per_rank:
+        rank -= layout.coordinates(rank)["tensor"]  # the innermost dimension
+        seed_everything((args.seed + rank) % 2**64)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, torch (all devices) and, where it is in use, numpy; -1 leaves all alone."""
+    if seed < 0:
+        return
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+logger = get_logger(__name__)
+
+
+def assemble(
+    args: TrainingArguments,
+    ranks: Ranks,
+    transforms: Sequence[ModelTransform],
+    placement: BatchPlacement,
+    state: TrainerState,
+    events: CallbackHandler,
+    parts: TrainerInputs,
+    *,
+    resumes: bool,
+    lease: OutputLease,
+) -> Run:
+    """Build loaders, model, optimizer and all that belongs to a run, in this order.
+
+    Args:
+        args: The arguments.
+        ranks: The ranks.
+        transforms: How they use the model, in order.
+        placement: Which rank gets which batches.
+        state: Receives the length of the run.
+        events: Where a schedule that is a callback is added.
+        parts: What the user gave.
+        resumes: Whether a checkpoint will be loaded into it.
+        lease: What must be held to write to the output directory.
+    """
+    loader, evaluation = _loaders(args, ranks, placement, parts)
+    set_length(state, args, loader)
+    follow = resumes or parts.initial_weights is not None
+    built, loss = build_model_and_loss(args, ranks, transforms, parts, skip_init=follow)
+    optimizer, scheduler = None, None
+    if loader is not None:
+        optimizer = build_optimizer_of(args, built, parts)
+        scheduler = build_scheduler(args, optimizer, state, parts)
+        if scheduler is not None and is_callback(scheduler):
+            events.add(scheduler)
+    built.attach(optimizer)
+    # A rank that has failed alone by now would leave the others waiting for it where none can say why.
+    ranks.check_same({"optimizer": type(optimizer).__name__})
+    seed_rank(args, ranks.layout, ranks.env.rank)
+    meter = ThroughputMeter()
+    speed = RunSpeed(args.speed_metrics_start_step, samples_per_step(args, ranks))
+    flops = FlopsAccount(built, args)
+    scaler = build_scaler(args, built.model, ranks.device)
+    # As `build_update` has it: a scaler's overflow concerns its own step, and a step in backward is done.
+    halts = args.nonfinite_policy != "skip" and scaler is None and not args.fuse_optim_with_backward
+    log_window = MetricAccumulator(ranks, state, meter, speed, flops, traffic=built.traffic, halts=halts)
+    schedule = None if scheduler is None else ScheduleState(scheduler)
+    options = None if optimizer is None else Hyperparameters(optimizer)
+    progress = RunProgress(args, state, log_window, speed.samples_per_step, options=options)
+    components = RunComponents(
+        built,
+        placement,
+        progress,
+        callbacks=CallbackStates(events),
+        optimizer=optimizer,
+        schedule=schedule,
+        scaler=scaler,
+        dataset=loader,
+        further=parts.state_components,
+    )
+    return Run(
+        args=args,
+        state=state,
+        events=events,
+        ranks=ranks,
+        built=built,
+        placement=placement,
+        loss=loss,
+        meter=meter,
+        speed=speed,
+        log_window=log_window,
+        flops=flops,
+        progress=progress,
+        manager=build_manager(args, ranks, components, parts.preprocessor, lease.directory),
+        lease=lease,
+        loader=loader,
+        evaluation=evaluation,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        schedule=schedule,
+        update=None if optimizer is None else build_update(args, built, optimizer, scaler),
+        garbage=GarbagePolicy(args, ranks.device),
+        recompiles=RecompileCounter(args),
+        eval_metrics=parts.eval_metrics,
+    )
+
+
+def build_model_and_loss(
+    args: TrainingArguments,
+    ranks: Ranks,
+    transforms: Sequence[ModelTransform],
+    parts: TrainerInputs,
+    *,
+    skip_init: bool,
+) -> tuple[BuiltModel, TokenLoss]:
+    """Build what this rank holds of the model, compiled if asked to, and the loss that belongs to it."""
+    built = build_model(parts.model, args, ranks, transforms, skip_init=skip_init)
+    loss = make_loss(built, parts.loss, parts.fused_loss)
+    compile_built(built)
+    return built, loss
+
+
+def _loaders(
+    args: TrainingArguments, ranks: Ranks, placement: BatchPlacement, parts: TrainerInputs
+) -> tuple[object | None, EvaluationSets | None]:
+    loader = evaluation = None
+    if parts.train_data is not None:
+        loader = train_loader(parts.train_data, args, ranks, placement, parts.collator)
+    if parts.eval_data is not None:
+        evaluation = evaluation_sets(parts.eval_data, args, ranks, placement, parts.collator)
+    return loader, evaluation
+
+
+def build_optimizer_of(args: TrainingArguments, built: BuiltModel, parts: TrainerInputs) -> Optimizer:
+    """The optimizer of what this rank holds of the model."""
+    model, named = built.model, list(built.named_parameters())
+    among = {name: parameter.requires_grad for name, parameter in built.meta_model.named_parameters()}
+
+    def build(some: NamedParameters) -> Optimizer:
+        return build_optimizer(
+            args,
+            model,
+            named_parameters=some,
+            groups=parts.optimizer_groups,
+            factory=parts.optimizer,
+            among=None if args.fuse_optim_with_backward else among,
+        )
+
+    optimizer = OptimizerInBackward(named, build) if args.fuse_optim_with_backward else build(named)
+    if args.debug_optimizer_groups:
+        table = optimizer_table(optimizer, model, named_parameters=named, groups=parts.optimizer_groups)
+        logger.info("optimizer groups:\n%s", table)
+    return optimizer
+
+
+def build_scheduler(
+    args: TrainingArguments, optimizer: Optimizer, state: TrainerState, parts: TrainerInputs
+) -> LRScheduler | None:
+    """The learning-rate schedule, if there is to be one; the state knows how long the run is."""
+    if parts.scheduler is not None:
+        return parts.scheduler(optimizer)
+    if not args.lr_scheduler_type:
+        return None
+    return build_schedule(args, optimizer, state.max_steps)
+
+
+def samples_per_step(args: TrainingArguments, ranks: Ranks) -> int:
+    """Examples of one optimizer step over all ranks."""
+    per_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return per_rank * ranks.data_parallel_size

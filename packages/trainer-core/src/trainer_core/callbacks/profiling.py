@@ -1,0 +1,269 @@
+"""The callbacks that record traces with torch.profiler and the history of device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dist_env import get_logger
+
+from ..errors import ConfigurationError
+from .files import process_rank, write_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.profiler import profile
+
+    from ..arguments import TrainingArguments
+    from ..state import TrainerControl, TrainerState
+
+logger = get_logger(__name__)
+
+
+class ProfilerCallback:
+    """Records some steps with torch.profiler: a Chrome trace and a table of the top operators.
+
+    Acts from on_train_begin, step by step: `skip_first` steps are left alone, then `repeat` times `wait`
+    steps idle, `warmup` steps traced and thrown away, `active` steps recorded. After each cycle every rank
+    writes into `<log directory>/profile`: `step-<n>-rank<r>.json.gz` (open it in https://ui.perfetto.dev) and
+    `step-<n>-rank<r>.txt`. After the last cycle the profiler is gone and costs nothing. Steps are counted
+    from where this session began. A run that ends within a cycle writes what it has.
+
+    Args:
+        wait: Steps to idle at the start of a cycle, 0 or more.
+        warmup: Steps to trace and throw away, 0 or more; tracing is slow at first.
+        active: Steps to record, 1 or more.
+        repeat: Number of cycles, 1 or more.
+        skip_first: Steps before the first cycle, 0 or more.
+        record_shapes: Record the shapes of operator inputs.
+        with_stack: Record Python stacks; costs much time and memory.
+        profile_memory: Record allocations.
+        top: Rows of the table, 1 or more.
+
+    Raises:
+        ConfigurationError: A number is out of range.
+    """
+
+    name = "profiler"
+
+    def __init__(
+        self,
+        *,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        repeat: int = 1,
+        skip_first: int = 10,
+        record_shapes: bool = False,
+        with_stack: bool = False,
+        profile_memory: bool = False,
+        top: int = 25,
+    ) -> None:
+        least = {"wait": 0, "warmup": 0, "active": 1, "repeat": 1, "skip_first": 0, "top": 1}
+        given = {
+            "wait": wait,
+            "warmup": warmup,
+            "active": active,
+            "repeat": repeat,
+            "skip_first": skip_first,
+            "top": top,
+        }
+        for setting, value in given.items():
+            if value < least[setting]:
+                raise ConfigurationError(setting, value, f"must be {least[setting]} or more", "raise it")
+        self._cycle = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
+        self._skip_first = skip_first
+        self._record_shapes = record_shapes
+        self._with_stack = with_stack
+        self._profile_memory = profile_memory
+        self._top = top
+        self._steps_left = 0
+        self._step = 0
+        self._directory: Path | None = None
+        self._profile: profile | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Start the schedule."""
+        from torch.profiler import profile, schedule, supported_activities
+
+        cycle = self._cycle
+        self._steps_left = self._skip_first + cycle["repeat"] * (
+            cycle["wait"] + cycle["warmup"] + cycle["active"]
+        )
+        self._step = state.global_step
+        self._directory = args.log_path / "profile"
+        self._profile = profile(
+            activities=supported_activities(),  # type: ignore[no-untyped-call]
+            schedule=schedule(skip_first=self._skip_first, **cycle),
+            on_trace_ready=self._write,
+            record_shapes=self._record_shapes,
+            with_stack=self._with_stack,
+            profile_memory=self._profile_memory,
+        )
+        self._profile.start()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Move the schedule on by one step."""
+        if self._profile is None:
+            return
+        self._step = state.global_step
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            self._profile.step()
+        else:
+            self._stop()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Stop; a cycle that is being recorded is written."""
+        if self._profile is not None:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _write(self, finished: profile) -> None:
+        if self._directory is None:
+            raise RuntimeError("on_train_begin comes before the first trace")
+        self._directory.mkdir(parents=True, exist_ok=True)
+        trace = self._directory / f"step-{self._step:08d}-rank{process_rank()}.json.gz"
+        finished.export_chrome_trace(str(trace))
+        averages = finished.key_averages(group_by_input_shape=self._record_shapes)
+        on_device = any(row.self_device_time_total > 0 for row in averages)
+        order = "self_device_time_total" if on_device else "self_cpu_time_total"
+        table = averages.table(sort_by=order, row_limit=self._top)
+        write_text(trace.with_name(trace.name.removesuffix(".json.gz") + ".txt"), table + "\n")
+        logger.info("profile of the steps to %d: %s", self._step, trace)
+
+
+class MemorySnapshotCallback:
+    """Records every allocation of the CUDA allocator during some steps, for https://pytorch.org/memory_viz.
+
+    Acts at on_step_begin of `first_step` and on_step_end of `last_step` (steps count from 1; both are
+    recorded): every rank writes `<log directory>/memory/steps-<a>-<b>-rank<r>.pickle`. A run that ends before
+    `last_step` writes what it has. A session that resumes within the range records the rest of it. Without
+    CUDA it says once that it is unavailable, and does nothing.
+
+    The snapshot is a pickle, PyTorch's own format: open only those that you trust.
+
+    Args:
+        first_step: First step to record, 1 or more.
+        last_step: Last step to record.
+        max_entries: Allocations and frees to keep, the newest; each takes some kilobytes of host memory.
+
+    Raises:
+        ConfigurationError: A number is out of range.
+    """
+
+    name = "memory_snapshot"
+
+    def __init__(self, first_step: int = 3, last_step: int = 5, *, max_entries: int = 100_000) -> None:
+        if first_step < 1:
+            raise ConfigurationError("first_step", first_step, "must be 1 or more", "raise it")
+        if last_step < first_step:
+            raise ConfigurationError(
+                "last_step", last_step, f"lies before first_step={first_step}", "raise it"
+            )
+        if max_entries < 1:
+            raise ConfigurationError("max_entries", max_entries, "must be 1 or more", "raise it")
+        self._first_step = first_step
+        self._last_step = last_step
+        self._max_entries = max_entries
+        self._begun_at: int | None = None
+        self._available = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Say so where there is nothing to record."""
+        reason = why_unavailable()
+        self._available = reason is None
+        if reason is not None:
+            logger.warning("MemorySnapshotCallback is unavailable: %s", reason)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Begin to record, when it is time."""
+        step = state.global_step + 1
+        if self._available and self._begun_at is None and self._first_step <= step <= self._last_step:
+            torch.cuda.memory._record_memory_history(max_entries=self._max_entries)
+            self._begun_at = step
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Write the snapshot after the last step."""
+        if self._begun_at is not None and state.global_step >= self._last_step:
+            self._finish(args, state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Write what there is, if the run ended early."""
+        if self._begun_at is not None:
+            self._finish(args, state)
+
+    def _finish(self, args: TrainingArguments, state: TrainerState) -> None:
+        steps = f"steps-{self._begun_at:08d}-{state.global_step:08d}"
+        path = args.log_path / "memory" / f"{steps}-rank{process_rank()}.pickle"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self._begun_at = None
+        logger.info("memory snapshot: %s", path)
+
+
+def why_unavailable() -> str | None:
+    """Why the CUDA allocator's history cannot be had here; None if it can."""
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device"
+    return None
+
+
+@contextmanager
+def dump_on_oom(directory: str | Path) -> Iterator[None]:
+    """Write what holds the device's memory when it runs out, then raise the error again.
+
+    Every rank that runs out writes `oom-rank<r>.txt`, the allocator's summary, and `oom-rank<r>.pickle`, a
+    snapshot for https://pytorch.org/memory_viz; it has a history of allocations only if a
+    `MemorySnapshotCallback` is recording one. Without CUDA the text says why there is no summary. A failure
+    to write is logged, and does not hide the error.
+
+    Args:
+        directory: Where to write; made if need be.
+
+    Raises:
+        torch.OutOfMemoryError: That of the body.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        try:
+            report = _write_oom_report(Path(directory), error)
+            logger.error("out of memory; what held it: %s", report)
+        except (OSError, RuntimeError) as failure:
+            logger.error("out of memory, and the report could not be written: %r", failure)
+        raise
+
+
+def _write_oom_report(directory: Path, error: torch.OutOfMemoryError) -> Path:
+    report = directory / f"oom-rank{process_rank()}.txt"
+    reason = why_unavailable()
+    summary = torch.cuda.memory_summary() if reason is None else f"memory summary unavailable: {reason}"
+    write_text(report, f"{error}\n\n{summary}\n")
+    if reason is None:
+        torch.cuda.memory._dump_snapshot(str(report.with_suffix(".pickle")))  # type: ignore[no-untyped-call]
+    return report

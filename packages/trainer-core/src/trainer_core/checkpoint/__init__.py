@@ -1,0 +1,1 @@
+"""What of a run is saved, where, and how it is resumed."""

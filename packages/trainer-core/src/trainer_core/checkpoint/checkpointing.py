@@ -1,0 +1,213 @@
+"""The manager of a run's checkpoints, how a run resumes from one, and how it makes room for new ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from checkpoint_core import (
+    CheckpointConfig,
+    CheckpointError,
+    CheckpointManager,
+    DirectoryLease,
+    Preprocessor,
+    find_latest_checkpoint,
+)
+from dist_env import get_logger
+from perf_metrics import JsonLogger
+
+from ..arguments import TrainingArguments
+from ..arguments.config import Changes
+from ..data.loaders import keeps_position
+from ..distributed.ranks import Ranks
+from ..errors import ConfigurationError
+from ..run import Run
+from .output_dir import PREVIOUS, checkpoints_in, move_aside
+from .run_state import RunComponents
+
+logger = get_logger(__name__)
+
+
+def build_manager(
+    args: TrainingArguments,
+    ranks: Ranks,
+    components: RunComponents,
+    preprocessor: Preprocessor | None,
+    lease: DirectoryLease,
+) -> CheckpointManager:
+    """The manager of a run's checkpoints in its output directory; it saves only under the lease of that."""
+    best = {}
+    if args.tracks_best:
+        keep = args.preserve_n_best if args.preserve_best_model else 1
+        best = {
+            "best_metric": args.best_metric,
+            "greater_is_better": args.best_is_greater,
+            "preserve_n_best": keep,
+        }
+    config = CheckpointConfig(
+        output_dir=args.output_dir,
+        save_total_limit=args.save_total_limit,
+        save_on_each_node=args.save_on_each_node,
+        **best,  # type: ignore[arg-type]
+    )
+    return CheckpointManager(
+        config, dist=ranks.env, stateful_provider=components, preprocessor=preprocessor, lease=lease
+    )
+
+
+def resume(run: Run) -> Path | None:
+    """Load the checkpoint that `resume_from_checkpoint` asks for, if there is one.
+
+    Returns:
+        The checkpoint; None for a fresh start.
+
+    Raises:
+        ConfigurationError: If the output directory holds checkpoints that this run would not continue.
+        checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it.
+    """
+    wanted = run.args.resume_from_checkpoint
+    loaded = None if wanted is False else load(run, None if wanted is True else wanted)
+    if loaded is not None:
+        say_changes(run.progress.changes)
+    if run.args.save_strategy == "no" or starts_over(run):
+        return loaded
+    output_dir = Path(run.args.output_dir).absolute()
+    if loaded is not None and loaded.parent.resolve() == output_dir.resolve():
+        if not run.progress.loaded:
+            raise _without_counters(run, loaded)
+        return loaded
+    other = find_latest_checkpoint(output_dir)
+    if other is not None:
+        raise ConfigurationError(
+            "resume_from_checkpoint",
+            wanted,
+            f"starts another run beside {other}, whose place its own checkpoints would need",
+            "choose another output_dir, or set resume_from_checkpoint=False and overwrite_output_dir=True, "
+            f"which moves what is there to {PREVIOUS}<time>/",
+        )
+    return loaded
+
+
+def _without_counters(run: Run, loaded: Path) -> ConfigurationError:
+    """The error for a checkpoint from which the run would begin at step 0, in the same directory."""
+    return ConfigurationError(
+        "resume_from_checkpoint",
+        run.args.resume_from_checkpoint,
+        f"{loaded} lacks trainer.json, so the run would begin at step 0, and replace checkpoints beside it "
+        "or be passed over for them",
+        f"to begin at step 0 with its weights and states, set resume_from_checkpoint={str(loaded)!r} and "
+        "another output_dir; to go on from an older checkpoint, name that one",
+    )
+
+
+def load(run: Run, path: str | None) -> Path | None:
+    """Load a checkpoint, the newest in the output directory when no path is given.
+
+    Returns:
+        The checkpoint; None if there is none.
+
+    Raises:
+        ConfigurationError: If the run trains, and an argument differs that may not.
+        checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it, or its
+            state does not fit this run.
+    """
+    run.progress.loaded = False
+    # Before: what another run saves meanwhile may not be what is loaded.
+    run.lease.note_content()
+    try:
+        loaded = run.manager.load_checkpoint(path)
+    except CheckpointError as error:
+        # What is wrong then is a setting, and not the checkpoint.
+        raise (run.progress.refusal or error) from error
+    if loaded is None:
+        return None
+    run.progress.settle(run.schedule)
+    run.loaded, run.went_back = loaded.path, path is not None
+    run.saved_step = run.state.global_step
+    run.announced_epoch = run.progress.generators_before_epoch = None
+    run.update_epoch()
+    note_best(run)
+    if run.loader is not None and not keeps_position(run.loader):
+        logger.warning(
+            "the training loader (%s) keeps no position: its epoch begins anew, so data will repeat",
+            type(run.loader).__name__,
+        )
+    logger.info("resumed from %s at step %d", loaded.path, run.state.global_step)
+    return loaded.path
+
+
+def say_changes(changes: Changes) -> None:
+    """Say which arguments differ from those of the checkpoint that a run goes on from."""
+    for change in changes.warned:
+        logger.warning("changed since the checkpoint, and changes the curve from here on: %s", change)
+    for change in changes.allowed:
+        logger.info("changed since the checkpoint: %s", change)
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
+    """The checkpoint that training would go on from, if there is one; it is verified when it is loaded."""
+    wanted = args.resume_from_checkpoint
+    if isinstance(wanted, str):
+        return Path(wanted)
+    return find_latest_checkpoint(args.output_dir) if wanted else None
+
+
+def load_best(run: Run) -> bool:
+    """Put the weights of the best checkpoint into the model, and nothing else of it.
+
+    Returns:
+        Whether there is a best checkpoint.
+    """
+    path = run.state.best_model_checkpoint
+    if path is None:
+        logger.warning("no checkpoint has a value of %s: the model stays as it is", run.args.best_metric)
+        return False
+    run.built.load_weights(path)
+    logger.info("weights of the best checkpoint are in the model: %s", path)
+    return True
+
+
+def note_best(run: Run) -> None:
+    """Write into the state which checkpoint is the best one; collective."""
+    if run.args.tracks_best and (ranked := run.manager.best_checkpoints()):
+        run.state.best_metric = ranked[0].value
+        run.state.best_model_checkpoint = str(ranked[0].path)
+
+
+def make_room(run: Run) -> None:
+    """Move aside what a run that begins would replace, or a later start would prefer to it; collective.
+
+    A fresh start (`resume_from_checkpoint=False` with `overwrite_output_dir=True`) leaves all checkpoints and
+    the log behind, one from an older checkpoint of its directory those of later steps.
+
+    Raises:
+        ConfigurationError: On every rank, if something cannot be moved.
+    """
+    args, env, loaded = run.args, run.ranks.env, run.loaded
+    if args.save_strategy == "no":
+        return
+    paths: list[Path] = []
+    if loaded is not None and loaded.parent.resolve() == Path(args.output_dir).resolve():
+        if run.went_back:
+            paths = checkpoints_in(args.output_dir, above=run.state.global_step)
+    elif starts_over(run):
+        logs = [one.filename for one in run.events.callbacks if isinstance(one, JsonLogger)]
+        paths = [*checkpoints_in(args.output_dir), *(args.log_path / name for name in logs)]
+    if not run.ranks.any([bool(paths)])[0]:
+        return
+    failure = None
+    # Where nodes keep checkpoints of their own, each has a directory of its own.
+    if env.rank == 0 or (args.save_on_each_node and env.local_rank == 0):
+        try:
+            move_aside(args.output_dir, paths)
+        except ConfigurationError as error:
+            failure = error
+    if run.ranks.any([failure is not None])[0]:
+        raise failure or ConfigurationError(
+            "output_dir", args.output_dir, "cannot be cleared for this run by another rank", "see its error"
+        )
+
+
+def starts_over(run: Run) -> bool:
+    """Whether the run begins anew where another one was, and was told to move that aside."""
+    args = run.args
+    return args.resume_from_checkpoint is False and args.overwrite_output_dir and run.saved_step < 0

@@ -1,0 +1,1 @@
+"""Batches, the loaders that give them, and whether data and settings fit together."""

@@ -1,0 +1,320 @@
+"""Loaders for the data that a trainer is given: built from datasets, taken as they are otherwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from checkpoint_core import RNGState
+from dataloader_dispatch import (
+    DataloaderDispatcher,
+    DocumentStream,
+    ResumableDataLoader,
+    StreamLoader,
+    SynchronizedDataLoader,
+    build_loader,
+)
+from dist_env import tie_loader_workers
+
+from ..arguments import MinimalTrainingArguments, TrainingArguments
+from ..distributed.ranks import BatchPlacement, Ranks
+from ..errors import ConfigurationError
+from .batch import Batch
+
+if TYPE_CHECKING:
+    pass
+
+EvalMetric = Callable[[object, Tensor], tuple[Tensor, Tensor]]
+"""`(predictions, labels) -> (sum, count)`, both scalars; the metric is sum over count, over all batches.
+Sums are kept and predictions dropped, so memory does not grow with the evaluation set."""
+
+
+def prefix_of(name: str) -> str:
+    """What the metrics of an evaluation set begin with; the only set of a run has the name ''."""
+    return f"eval_{name}_" if name else "eval_"
+
+
+def names_of_sets(data: object) -> list[str]:
+    """The names of evaluation sets given in a mapping; one empty name for a set that is given alone.
+
+    Raises:
+        ConfigurationError: If the mapping is empty, or a name is not a text that metrics can begin with.
+    """
+    if not isinstance(data, Mapping):
+        return [""]
+    for name in data:
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(
+                "eval_dataset", name, "names an evaluation set and must be a text", "call it 'held_out', say"
+            )
+    if not data:
+        raise ConfigurationError("eval_dataset", data, "has no evaluation set in it", "give one, or None")
+    return list(data)
+
+
+def result_names(data: object, metrics: Iterable[str]) -> list[str]:
+    """The keys of an evaluation's result.
+
+    Raises:
+        ConfigurationError: If two sets would give the same one.
+    """
+    kinds = ("loss", "tokens", "seconds", *metrics)
+    keys = [f"{prefix_of(name)}{kind}" for name in names_of_sets(data) for kind in kinds]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ConfigurationError(
+            "eval_dataset", sorted(names_of_sets(data)), f"gives {twice} twice", "rename a set or a metric"
+        )
+    return keys
+
+
+class EvaluationData:
+    """Gives the evaluation set from its beginning, as often as asked.
+
+    Args:
+        make: Gives the loader, the same one each time or a new one.
+        beginning: State to set it back to first; none for a loader that begins anew by itself.
+    """
+
+    def __init__(self, make: Callable[[], object], beginning: object | None = None) -> None:
+        self._make = make
+        self._beginning = beginning
+        self.last: object | None = None
+        """The loader that was given last."""
+
+    def fresh(self) -> object:
+        """A loader at the beginning of the set."""
+        loader = self._make()
+        if self._beginning is not None:
+            loader.load_state_dict(copy.deepcopy(self._beginning))  # type: ignore[attr-defined]
+        self.last = loader
+        return loader
+
+
+EvaluationSets = Mapping[str, EvaluationData]
+"""The evaluation sets of a run by name; a set that is given alone has the name ''."""
+
+
+def loaders_of(sets: EvaluationSets | None) -> object:
+    """What callbacks are given: the loader of the evaluation data, or those of several sets by name."""
+    loaders = {name: data.fresh() for name, data in (sets or {}).items()}
+    return loaders.get("", loaders or None)
+
+
+Collator = Callable[[list[object]], Batch]
+
+
+def train_loader(
+    data: object,
+    args: TrainingArguments,
+    ranks: Ranks,
+    placement: BatchPlacement,
+    collator: Collator | None,
+) -> object:
+    """This rank's batches of the training data."""
+    if isinstance(data, DocumentStream):
+        data = _stream_loader(data, args.per_device_train_batch_size, args, ranks)
+    if is_loader(data):
+        return placement.train_loader(tie_loader_workers(data))
+
+    def build() -> object:
+        return build_loader(
+            cast("Dataset[object]", data),
+            args.per_device_train_batch_size,
+            collate_fn=collator,
+            num_workers=args.dataloader_num_workers,
+            drop_last=args.dataloader_drop_last,
+            pin_memory=_pin(args, ranks),
+            prefetch_factor=args.dataloader_prefetch_factor,
+            persistent_workers=args.dataloader_persistent_workers,
+            shuffle=args.dataloader_shuffle and not isinstance(data, IterableDataset),
+            seed=max(0, args.seed),
+        )
+
+    return placement.train_loader(_on_all_ranks(build, ranks, placement, "train_dataset"))
+
+
+def evaluation_sets(
+    data: object,
+    args: TrainingArguments,
+    ranks: Ranks,
+    placement: BatchPlacement,
+    collator: Collator | None,
+) -> EvaluationSets:
+    """This rank's batches of each evaluation set."""
+    names = names_of_sets(data)
+    given = data if isinstance(data, Mapping) else {"": data}
+    return {name: evaluation_data(given[name], args, ranks, placement, collator) for name in names}
+
+
+def evaluation_data(
+    data: object,
+    args: TrainingArguments,
+    ranks: Ranks,
+    placement: BatchPlacement,
+    collator: Collator | None,
+) -> EvaluationData:
+    """This rank's batches of the evaluation data, in order."""
+    packed = data.dataset if isinstance(data, StreamLoader) else data
+    if isinstance(packed, DocumentStream):
+        size = data.batch_size if isinstance(data, StreamLoader) else args.per_device_eval_batch_size
+        data = _stream_loader(packed.reader(), size, args, ranks)
+
+    def build() -> object:
+        return build_loader(
+            cast("Dataset[object]", data),
+            args.per_device_eval_batch_size,
+            collate_fn=collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=_pin(args, ranks),
+        )
+
+    if isinstance(data, IterableDataset):
+        # Asking such a loader for its state would start its workers.
+        return EvaluationData(lambda: placement.evaluation_loader(build()))
+    built = None if is_loader(data) else _on_all_ranks(build, ranks, placement, "eval_dataset")
+    loader = placement.evaluation_loader(tie_loader_workers(data) if is_loader(data) else built)
+    return EvaluationData(lambda: loader, beginning=position_of(loader))
+
+
+def _on_all_ranks(
+    build: Callable[[], object], ranks: Ranks, placement: BatchPlacement, setting: str
+) -> object:
+    """What `build` gives, once it has given something on every rank; collective.
+
+    A rank that raised alone, as for a shard without an example, would leave the others waiting for it.
+    """
+    loader, failed = None, None
+    try:
+        loader = build()
+    except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
+        failed = error
+    ranks.fail_together(failed, f"load its {setting} ({placement.settings()})")
+    return loader
+
+
+def is_loader(data: object) -> bool:
+    """Whether this yields batches already: it is iterable and tells its `batch_size`."""
+    return hasattr(data, "__iter__") and hasattr(data, "batch_size")
+
+
+def keeps_position(loader: object) -> bool:
+    """Whether a loader has a state that can be saved."""
+    if isinstance(loader, SynchronizedDataLoader):
+        return keeps_position(loader.loader)
+    if isinstance(loader, DataloaderDispatcher):
+        return loader.has_state
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def is_torchdata(loader: object) -> TypeGuard[Any]:
+    """Whether this is a `StatefulDataLoader` as it is, whose state is that of its iterator."""
+    # By the attribute that holds a loaded state (torchdata 0.11), as this package does not import torchdata.
+    is_stateful = isinstance(loader, DataLoader) and hasattr(loader, "next_iter_state")
+    return is_stateful and not isinstance(loader, ResumableDataLoader)
+
+
+def leave_epoch(loader: object) -> None:
+    """Let a torchdata loader, which counts no epochs, begin anew where one was left before its end.
+
+    A checkpoint would hold the place at which it was left, and a resume take the rest for the next epoch. The
+    next pass is begun here, because that decides its order, and is taken up again by its state.
+    """
+    inner = loader
+    if isinstance(loader, SynchronizedDataLoader | DataloaderDispatcher):
+        inner = loader.loader
+        if is_torchdata(inner):
+            loader.load_state_dict({})  # nothing is left of what was read ahead
+    if not is_torchdata(inner):
+        return
+    generators = RNGState()
+    before = generators.state_dict()
+    iter(inner)
+    inner.load_state_dict(inner.state_dict())
+    generators.load_state_dict(before)
+
+
+def position_of(loader: object) -> object | None:
+    """A copy of a loader's state, if it keeps one."""
+    if not keeps_position(loader):
+        return None
+    position: object = loader.state_dict()  # type: ignore[attr-defined]
+    return copy.deepcopy(position)
+
+
+def epoch_of(loader: object) -> int | None:
+    """The epoch that a loader says it stands in, if it keeps count."""
+    epoch = getattr(loader, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
+
+
+def epoch_progress_of(loader: object) -> float:
+    """The share of its epoch that a loader says is done; 0 if it does not say."""
+    return float(getattr(loader, "epoch_progress", 0.0))
+
+
+def _stream_loader(
+    stream: DocumentStream, batch_size: int, args: TrainingArguments, ranks: Ranks
+) -> StreamLoader:
+    return StreamLoader(
+        stream,
+        batch_size,
+        num_workers=args.dataloader_num_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        pin_memory=_pin(args, ranks),
+    )
+
+
+def _pin(args: TrainingArguments, ranks: Ranks) -> bool:
+    return args.dataloader_pin_memory and ranks.device.type != "cpu"
+
+
+# What the loader of a DocumentStream takes from the settings.
+_OF_STREAMS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory")
+
+
+def check_data(
+    args: MinimalTrainingArguments, train_data: object, eval_data: object, collator: Collator | None
+) -> None:
+    """Refuse settings that contradict the data, or that no loader would see.
+
+    Raises:
+        ConfigurationError: Naming the setting.
+    """
+    if args.eval_strategy != "no" and eval_data is None:
+        raise ConfigurationError(
+            "eval_strategy",
+            args.eval_strategy,
+            "needs an eval_dataset",
+            "give one, or set eval_strategy='no'",
+        )
+    size = getattr(train_data, "batch_size", None) if is_loader(train_data) else None
+    if size is not None and size != args.per_device_train_batch_size:
+        raise ConfigurationError(
+            "per_device_train_batch_size",
+            args.per_device_train_batch_size,
+            f"differs from the batch size of the loader given, {size}",
+            "set both to the same number",
+        )
+    sets = eval_data.values() if isinstance(eval_data, Mapping) else [eval_data]
+    given = [data for data in (train_data, *sets) if data is not None]
+    if given and all(is_loader(data) or isinstance(data, DocumentStream) for data in given):
+        streamed = any(isinstance(data, DocumentStream) for data in given)
+        _refuse_loader_settings(args, collator, _OF_STREAMS if streamed else ())
+
+
+def _refuse_loader_settings(
+    args: MinimalTrainingArguments, collator: Collator | None, used: Collection[str]
+) -> None:
+    rule, fix = "has no effect on data that is loaded ready-made", "leave it out, or give a plain dataset"
+    if collator is not None:
+        raise ConfigurationError("data_collator", collator, rule, fix)
+    for field in fields(MinimalTrainingArguments):
+        value = getattr(args, field.name)
+        if field.name.startswith("dataloader_") and field.name not in used and value != field.default:
+            raise ConfigurationError(field.name, value, rule, fix)

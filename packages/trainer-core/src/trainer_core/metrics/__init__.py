@@ -1,0 +1,1 @@
+"""What a run measures: log entries, speed, FLOPs, bytes sent, memory."""
