@@ -154,9 +154,9 @@ def siblings(package: str) -> set[str]:
 
 @nox.session
 def equivalence(session: nox.Session) -> None:
-    """Hold every way to train against a hand-written loop, and print the table."""
+    """Hold every way to train, and a transform from outside, against one process, and print the table."""
     install_everything(session, "test")
-    session.run(*PYTEST, "tests/equivalence", *session.posargs, env=ENV)
+    session.run(*PYTEST, "tests/equivalence", "tests/embedding", *session.posargs, env=ENV)
 
 
 @nox.session

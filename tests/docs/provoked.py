@@ -48,8 +48,14 @@ from llama_pretrain.cli import main
 from llama_pretrain.run_directory import RunDirectory
 from llama_pretrain.trainers import check_processes
 from perf_metrics import compare_flops, diagnose
-from trainer_core import DivergenceDetector, Trainer, TrainingArguments, arguments_from_dict, dump_on_oom
-from trainer_fsdp2.mesh import check_replicas
+from trainer_core import (
+    DataParallelArguments,
+    DivergenceDetector,
+    Trainer,
+    TrainingArguments,
+    arguments_from_dict,
+    dump_on_oom,
+)
 
 IDS = (torch.arange(32)[:, None] + torch.arange(8)) % 64
 DATA = [{"input_ids": row, "labels": row} for row in IDS]
@@ -320,7 +326,11 @@ SAID: dict[str, Callable[[], object]] = {
     "visible cuda devices": lambda: check_visible(4, 4, kind="cuda", rank=4, mapped=False),
     "both use cuda:0": lambda: meet(device_identity="one"),
     "joining the job": without_a_rank,
-    "fsdp2.replicas=3": lambda: check_replicas(3, 8),
+    "replicate=3 needs": lambda: Trainer(
+        DataParallelArguments(output_dir="runs", use_cpu=True, mesh="dp=3"),
+        model_init=Bigram,
+        distributed_env=StaticDistributedEnvironment(rank=0, world_size=8),
+    ),
     "Address already in use": on_a_taken_port,
     "nccl cannot serve": lambda: DistributedEnvironment(backend="nccl", no_accelerator=True),
     "backend differs": lambda: meet(rank=3, backend="gloo"),

@@ -152,6 +152,14 @@ def test_one_process_shards_nothing(tmp_path: Path) -> None:
         assert torch.equal(found[name], value), name
 
 
+def test_one_process_refuses_a_path_to_layers_that_are_not_there(tmp_path: Path) -> None:
+    args = FSDP2TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, transformer_layers_path="nothing", save_strategy="no"
+    )
+    with pytest.raises(ConfigurationError, match="transformer_layers_path='nothing'"):
+        FSDP2Trainer(args, model_init=model).unwrapped_model()
+
+
 def test_utilization_is_held_against_the_peak_of_what_layers_compute_in() -> None:
     in_bfloat16 = FSDP2Arguments(param_dtype="bfloat16")
     assert FSDP2TrainingArguments().matmul_dtype == "fp32"

@@ -29,6 +29,11 @@ OF_MODEL = {
     "weights of the rank": ("layers.1.mixing.weight", "differs between ranks", "rank 0 has", "rank 1 has"),
     "layers of the rank": ("parameter layers.2.", "differs between ranks", "nothing of that name"),
     "layers of the rank, built": ("parameter layers.2.", "differs between ranks", "nothing of that name"),
+    "settings of the rank, in the transform": (
+        "fsdp2.reshard_after_forward",
+        "rank 0 has True",
+        "rank 1 has False",
+    ),
     "settings of the rank": ("fsdp2.reshard_after_forward", "rank 0 has True", "rank 1 has False"),
 }
 OF_MESH = {

@@ -348,6 +348,11 @@ class Trainer:
         return self._prepare().built.meta_model
 
     @property
+    def matmul_dtype(self) -> str:
+        """What matrix products run in, as peak tables name it: what a transform makes of the arguments'."""
+        return self._prepare().built.matmul_dtype or self.args.matmul_dtype
+
+    @property
     def model(self) -> nn.Module:
         """The model without parallel wrappers, as `unwrapped_model()` gives it."""
         return self.unwrapped_model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from trainer_core import (
     ConfigurationError,
     DataParallelArguments,
     GradSync,
+    InfoCallback,
     ModelTransform,
     StepHooks,
     Trainer,
@@ -135,6 +137,23 @@ def test_a_transform_is_told_of_every_step(tmp_path: Path) -> None:
         "step 2",
     ]
     assert [entry["noted"] for entry in trainer.state.log_history if "loss" in entry] == [8, 14]
+
+
+class InBf16(Noting):
+    """Computes in another dtype than the arguments say."""
+
+    keeps_parameters = True
+
+    def apply(self, built: BuiltModel) -> None:
+        built.matmul_dtype = "bf16"
+
+
+def test_the_dtype_that_a_transform_computes_in_is_told(tmp_path: Path) -> None:
+    told = StringIO()
+    trainer_of(
+        arguments(tmp_path, save_strategy="no"), parallel=[InBf16()], callbacks=[InfoCallback(told)]
+    ).train()
+    assert "weights float32; matrix products bf16" in told.getvalue()
 
 
 def test_values_of_a_deferred_model_are_those_of_one_process(tmp_path: Path) -> None:

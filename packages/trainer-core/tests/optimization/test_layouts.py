@@ -134,6 +134,6 @@ def test_initial_values_of_a_partial_parameter_are_refused(
     meshes: dict[int, DeviceMesh], dimensions: int, placements: tuple[Placement, ...]
 ) -> None:
     model = Model(meshes[dimensions], placements)
-    with pytest.raises(ConfigurationError, match=r"parallelism='weight'.*placements.*Partial"):
+    with pytest.raises(ConfigurationError, match=r"parallel='weight'.*placements.*Partial"):
         fill_parameters(model, {"weight": WHOLE}, torch.device("cpu"))  # type: ignore[arg-type]
     assert model.weight.is_meta, "nothing was allocated"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import ClassVar, Literal
 
 import torch
@@ -102,6 +102,9 @@ class Replicate(ReplicateGradients):
     def apply(self, built: BuiltModel) -> None:
         """Have the gradients of the model, or of each stage, summed over its replicas."""
         ranks = built.ranks
+        # They need not be part of the arguments, which are compared.
+        names = ("ddp", "compression", "post_local_sgd", "diloco")
+        ranks.check_same({name: asdict(getattr(self, name)) for name in names})
         if ranks.env.world_size > ranks.layout.replicate:
             super().apply(built)
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 import torch
@@ -55,6 +56,7 @@ class FullyShard(ModelTransform):
     def __init__(self, settings: FSDP2Arguments | None = None) -> None:
         self._settings = settings
         self._is_sharded = False
+        self._names_layers = False
 
     @classmethod
     def from_args(cls, args: TrainingArguments) -> Self:
@@ -68,7 +70,7 @@ class FullyShard(ModelTransform):
 
     def is_active(self, layout: ParallelLayout) -> bool:
         """With several ranks to share the weights, or where only it can do what is asked."""
-        return self._shards(layout) or self.settings.layer_classes is not None
+        return self._shards(layout) or self._names_layers
 
     def check(self, args: TrainingArguments, ranks: Ranks) -> None:
         """Refuse what does not go with sharding, or does not fit the ranks.
@@ -87,6 +89,7 @@ class FullyShard(ModelTransform):
                 "use trainer-ddp, or give some of them to the dimension shard",
             )
         self._is_sharded = self._shards(layout)
+        self._names_layers = bool(self.settings.layer_classes or args.transformer_layers_path)
         # Without it only the layers that were named are looked for, in a model that is whole.
         self.keeps_parameters = not self._is_sharded
         if self._is_sharded:
@@ -103,6 +106,8 @@ class FullyShard(ModelTransform):
             ConfigurationError: If the model cannot be sharded as the settings say.
         """
         args, settings = built.args, self.settings
+        # They need not be part of the arguments, which are compared.
+        built.ranks.check_same({"fsdp2": asdict(settings)})
         if not self._is_sharded:
             units_of(built.model, settings, args.transformer_layers_path)
             return

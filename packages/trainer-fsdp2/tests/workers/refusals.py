@@ -12,6 +12,8 @@ from tiny import VOCABULARY, WIDTH, Batches, Tiny, losses, trainer_of
 from torch import Tensor, nn
 
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
+from trainer_core import DataParallelArguments, Trainer
+from trainer_fsdp2 import FSDP2Arguments, FullyShard
 
 
 class Flat(nn.Module):
@@ -102,6 +104,13 @@ def grown_with_rank(env: DistributedEnvInterface) -> nn.Module:
     return Tiny(layers=2 + env.rank)
 
 
+def settings_in_transform(env: DistributedEnvInterface, folder: Path) -> None:
+    """Settings that are no part of the arguments, and others on each rank."""
+    shard = FullyShard(FSDP2Arguments(reshard_after_forward=env.rank == 0, shard_transformer_layers=False))
+    args = DataParallelArguments(output_dir=str(folder), use_cpu=True, seed=1, mesh=f"shard={env.world_size}")
+    Trainer(args, parallel=[shard], model_init=Tiny, callbacks=[], distributed_env=env).unwrapped_model()
+
+
 def built(
     env: DistributedEnvInterface,
     folder: Path,
@@ -142,6 +151,7 @@ OF_MODEL: dict[str, Scenario] = {
     "weights of the rank": of_rank(of_this_rank),
     "layers of the rank": of_rank(grown_with_rank),
     "layers of the rank, built": of_rank(grown_with_rank, given=True),
+    "settings of the rank, in the transform": settings_in_transform,
     "settings of the rank": lambda env, folder: built(env, folder, reshard_after_forward=env.rank == 0),
 }
 OF_MESH: dict[str, Scenario] = {

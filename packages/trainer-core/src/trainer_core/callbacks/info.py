@@ -38,6 +38,11 @@ class DescribedTrainer(Protocol):
         """Who ended the run early; None if it went to its end."""
         ...
 
+    @property
+    def matmul_dtype(self) -> str:
+        """What matrix products run in."""
+        ...
+
     def meta_model(self) -> nn.Module:
         """The model with all its parameters, perhaps without storage."""
         ...
@@ -77,7 +82,7 @@ class InfoCallback:
             "step": _step_size_text(args, state, trainer),
             "length": _length_text(state),
             "device": _device_text(trainer.ranks.device, state.num_processes),
-            "precision": _precision_text(args, trainer.meta_model()),
+            "precision": _precision_text(trainer.matmul_dtype, trainer.meta_model()),
             "settings": ", ".join(_changed_settings(args)) or "all at their defaults",
             "torch": torch.__version__,
             "checkpoints": "none" if args.save_strategy == "no" else args.output_dir,
@@ -140,9 +145,9 @@ def _device_text(device: torch.device, ranks: int) -> str:
     return f"{name}, {ranks} {'process' if ranks == 1 else 'processes'}"
 
 
-def _precision_text(args: TrainingArguments, model: nn.Module) -> str:
+def _precision_text(matmul_dtype: str, model: nn.Module) -> str:
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
-    return f"weights {', '.join(kinds)}; matrix products {args.matmul_dtype}"
+    return f"weights {', '.join(kinds)}; matrix products {matmul_dtype}"
 
 
 def _changed_settings(args: object, prefix: str = "") -> Iterator[str]:

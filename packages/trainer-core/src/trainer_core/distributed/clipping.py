@@ -219,7 +219,7 @@ def _unsupported(
     parameter: Tensor, found: str, fix: str = "give it a gradient on its mesh"
 ) -> ConfigurationError:
     return ConfigurationError(
-        "parallelism",
+        "parallel",
         f"a parameter of shape {list(parameter.shape)}",
         f"{found}; the norm of its gradient follows from the parameter's placements",
         fix,

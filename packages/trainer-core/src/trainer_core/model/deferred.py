@@ -241,7 +241,7 @@ def _check_placements(name: str, parameter: Tensor) -> None:
 
     if isinstance(parameter, DTensor) and any(placement.is_partial() for placement in parameter.placements):
         raise ConfigurationError(
-            "parallelism",
+            "parallel",
             name,
             f"has the placements {parameter.placements}, and of a Partial parameter no rank holds values",
             "shard or replicate this parameter, or build the model with values",

@@ -93,11 +93,11 @@ def _layout(gradient: Tensor) -> tuple[object, tuple[Placement, ...]]:
 
 def _unsupported(gradient: Tensor, found: str) -> ConfigurationError:
     return ConfigurationError(
-        "parallelism",
+        "parallel",
         f"a gradient of shape {list(gradient.shape)}",
         f"{found}; the norm is added up over ranks for gradients that are all sharded along the last "
         "dimension of one mesh and replicated along the others",
-        "override clip_grad_norm in the Parallelism",
+        "use clip_grad_norm_, which adds up what each placement asks for",
     )
 
 
