@@ -193,6 +193,11 @@ def test_transforms_that_do_not_fit_are_refused(tmp_path: Path, axes: list[str],
         trainer_of(arguments(tmp_path, mesh="dp=1"), parallel=[Other(axis) for axis in axes])
 
 
+def test_a_class_in_place_of_a_transform_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"parallel='Noting': is a class.*parallel=\[Noting\(\)\]"):
+        trainer_of(arguments(tmp_path, mesh="dp=1"), parallel=[Noting])
+
+
 @pytest.mark.parametrize(
     ("mesh", "ranks", "rule"),
     [

@@ -268,7 +268,7 @@ WARNED = frozenset(
         "nonfinite_policy",
     }
 )
-"""The curve goes on in another way than it would have."""
+"""The curve continues differently from the saved run."""
 
 _STOPPING_POINTS = frozenset({"max_steps", "num_train_epochs"})
 _WITHOUT_END = ("", *WITHOUT_TOTAL)

@@ -14,7 +14,7 @@ def at_least(setting: str, value: object, minimum: int) -> None:
     """Require a whole number that is not below `minimum`.
 
     Raises:
-        ConfigurationError: If it is no whole number or too small.
+        ConfigurationError: If it is not an integer, or too small.
     """
     if not _is_int(value) or value < minimum:
         raise ConfigurationError(
@@ -39,7 +39,7 @@ def within(setting: str, value: object, low: float, high: float) -> None:
     """Require a number from `low` to `high`, both included.
 
     Raises:
-        ConfigurationError: If it is no number or outside.
+        ConfigurationError: If it is not a number, or out of range.
     """
     if not is_number(value) or not low <= value <= high:
         raise ConfigurationError(

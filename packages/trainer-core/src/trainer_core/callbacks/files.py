@@ -46,4 +46,4 @@ def print_block(text: str, stream: TextIO | None, *, default: Literal["stdout", 
     try:
         print(text, file=target, flush=True)
     except BrokenPipeError:
-        logger.warning("nobody reads %s any more; the run goes on without it", default)
+        logger.warning("nobody reads %s any more; the run continues without it", default)

@@ -178,7 +178,7 @@ class EarlyStopping:
             raise ConfigurationError(
                 "greater_is_better",
                 None,
-                f"has no default for metric={metric!r}, which is no loss",
+                f"has no default for metric={metric!r}, which is not a loss",
                 "set greater_is_better=True (as for an accuracy) or False (as for a perplexity)",
             )
         self.metric = metric
@@ -263,6 +263,6 @@ class EarlyStopping:
         raise ConfigurationError(
             "metric",
             self.metric,
-            "is no number among the evaluation's metrics",
+            "is not a number among the evaluation's metrics",
             f"choose one of {', '.join(numbers) or 'them: there is none'}",
         )

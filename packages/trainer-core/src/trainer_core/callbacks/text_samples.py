@@ -27,7 +27,7 @@ INPUTS = ("input_ids", "attention_mask")
 
 
 def generate_with_model(model: nn.Module, tokenizer: object, options: Mapping[str, object]) -> Generate:
-    """A function that goes on from a prompt by `model.generate`, as Hugging Face models have it.
+    """A function that continues a prompt with `model.generate`, as Hugging Face models have it.
 
     Args:
         model: A causal language model with `generate`.

@@ -362,6 +362,13 @@ def in_order(transforms: Sequence[ModelTransform]) -> list[ModelTransform]:
         ConfigurationError: If one names no dimension of a layout, or two name the same.
     """
     for number, transform in enumerate(transforms):
+        if isinstance(transform, type):
+            raise ConfigurationError(
+                "parallel",
+                transform.__name__,
+                "is a class, and a run needs a transform made of it",
+                f"write parallel=[{transform.__name__}()]",
+            )
         axis = getattr(transform, "axis", None)
         if axis not in ORDER:
             raise ConfigurationError(
