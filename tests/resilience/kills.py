@@ -112,7 +112,14 @@ def mesh_job(work: Workload, folder: Path) -> Iterator[MeshJob]:
         job.launcher.wait()
 
 
-def kill(target: str, work: Workload, folder: Path, chance: random.Random, start_seconds: float) -> Kill:
+def kill(
+    target: str,
+    work: Workload,
+    folder: Path,
+    chance: random.Random,
+    start_seconds: float,
+    within: float = PROMISED,
+) -> Kill:
     """Start a job, kill a part of it, and look for the rest.
 
     Args:
@@ -121,6 +128,7 @@ def kill(target: str, work: Workload, folder: Path, chance: random.Random, start
         folder: A new directory.
         chance: Chooses the moment, and the rank.
         start_seconds: How long a start takes.
+        within: Seconds after which nobody may be left.
 
     Raises:
         TimeoutError: The job did not come to the moment.
@@ -144,7 +152,7 @@ def kill(target: str, work: Workload, folder: Path, chance: random.Random, start
             raise TimeoutError(f"{folder} was over before the moment")
         os.kill(victim, signal.SIGKILL)
         struck = time.monotonic()
-        while (left := job.pids()) and time.monotonic() - struck < PROMISED:
+        while (left := job.pids()) and time.monotonic() - struck < within:
             time.sleep(0.01)
         return Kill(target, struck_after, victim, before, left, time.monotonic() - struck)
 

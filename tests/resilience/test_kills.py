@@ -6,14 +6,18 @@ import random
 from pathlib import Path
 
 import pytest
-from resilience.kills import kill
+from resilience.kills import PROMISED, kill
 from resilience.workload import Workload
+
+SLOW_MACHINE_S = 8.0
 
 
 @pytest.mark.parametrize("target", ["launcher", "rank in start-up"])
 def test_nothing_is_left_of_a_job_that_is_killed_while_it_starts(target: str, tmp_path: Path) -> None:
     """A rank in training is killed in the tests of llama-pretrain."""
     work = Workload.write(tmp_path / "work", steps=1000)
-    done = kill(target, work, tmp_path / "job", random.Random(0), start_seconds=3.0)
+    done = kill(
+        target, work, tmp_path / "job", random.Random(0), start_seconds=3.0, within=PROMISED + SLOW_MACHINE_S
+    )
     assert done.before
     assert done.left == []

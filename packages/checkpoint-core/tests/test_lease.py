@@ -100,7 +100,7 @@ def test_a_second_run_is_refused_and_told_who_holds_it(tmp_path: Path, owner: Ca
     started = time.monotonic()
     with pytest.raises(LeaseHeldError) as caught:
         DirectoryLease(tmp_path).acquire()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 30  # no look at heartbeats, for which it takes 60 s
     assert f"{tmp_path} is in use by process {first.pid} on {socket.gethostname()}, since" in str(
         caught.value
     )
@@ -134,7 +134,7 @@ def test_a_killed_holder_of_this_machine_is_replaced_at_once(
     first.killed()
     started = time.monotonic()
     with DirectoryLease(tmp_path) as lease:
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 30  # no look at heartbeats, for which it takes 60 s
         lease.check()
     assert f"taken over from process {first.pid}" in caplog.text
     assert not list(tmp_path.iterdir())
@@ -148,7 +148,7 @@ def test_a_living_run_of_another_machine_is_refused_at_its_next_heartbeat(
     started = time.monotonic()
     with pytest.raises(LeaseHeldError, match=f"process {first.pid} on node-7"):
         DirectoryLease(tmp_path).acquire()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25  # and not after the 30 s
 
 
 def test_a_run_of_another_machine_that_gives_no_sign_is_replaced_after_its_time(
@@ -161,7 +161,7 @@ def test_a_run_of_another_machine_that_gives_no_sign_is_replaced_after_its_time(
     started = time.monotonic()
     # The time of this process does not count: the holder has promised another one.
     with DirectoryLease(tmp_path, takeover_seconds=600.0) as lease:
-        assert 1.4 < time.monotonic() - started < 10
+        assert 1.4 < time.monotonic() - started < 60
         os.kill(first.pid, signal.SIGCONT)
         told = first.asked("check")
         assert told.startswith(f"LeaseLostError: {tmp_path} is no longer this run's own")

@@ -123,16 +123,16 @@ def test_state_is_three_numbers() -> None:
 def test_time_and_memory_do_not_depend_on_the_length() -> None:
     tracemalloc.start()
     order = ShuffledIndex(2**48, seed=1)
-    begin = time.perf_counter()
+    begin = time.process_time()
     values = {order[position] for position in range(0, 2**48, 2**34)}
     iterator = iter(order)
     first = [next(iterator) for _ in range(10)]
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(values) == 2**14
     assert first == order[:10]
-    assert seconds < 5
+    assert seconds < 30  # a table of 2**48 places takes years
     assert peak < 10_000_000  # the set of values above, not the order
     assert sys.getsizeof(order) < 200
 

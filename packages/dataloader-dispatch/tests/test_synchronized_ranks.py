@@ -45,9 +45,8 @@ def test_ranks_with_the_same_first_batch_are_named_once(notes: Notes) -> None:
 
 
 def test_ranks_with_lengths_exchange_nothing_from_step_to_step(notes: Notes) -> None:
-    seconds = [note["free running"][0] for note in notes]
-    assert seconds[3] > 0.9
-    assert max(seconds[:3]) < seconds[3] / 3
+    """The last one takes its second batch when all others have taken all of theirs."""
+    assert [note["free running"] for note in notes] == [[20, 0]] * 4
 
 
 def test_settings_that_differ_or_are_unknown_are_refused_on_every_rank(notes: Notes) -> None:
@@ -102,4 +101,4 @@ def test_a_killed_rank_is_named_within_the_timeout_by_those_who_wait_to_begin(no
         assert kind == "RankFailedError"
         assert "no answer came from rank 2 (" in message
         assert "rank 0" not in message
-        assert notes[rank]["seconds"] < 10
+        assert notes[rank]["seconds"] < 45

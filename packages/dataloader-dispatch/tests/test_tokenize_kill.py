@@ -130,8 +130,8 @@ def children(process: int) -> list[int]:
 
 
 def wait_for_the_end_of(processes: list[int]) -> None:
-    """Wait no longer than it may take."""
-    deadline = time.monotonic() + 2
+    """Wait the two seconds that are promised, and what a busy machine may add."""
+    deadline = time.monotonic() + 2 + 8
     while any(map(is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(is_alive, processes))

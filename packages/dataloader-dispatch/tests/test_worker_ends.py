@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 WORKERS = Path(__file__).parent / "workers"
-PROMISED = 2.0
+PROMISED = 2.0 + 8.0
+"""Seconds after which nobody is left, and what a busy machine may add."""
 PATIENCE = 60.0
 
 

@@ -19,8 +19,8 @@ from dist_env import die_with_parent_command, die_with_parent_context, tie_loade
 
 WORKERS = Path(__file__).parent / "workers"
 PATIENCE = 60.0
-PROMISED = 2.0
-"""Seconds after which nothing is left of what was killed."""
+PROMISED = 2.0 + 8.0
+"""Seconds after which nothing is left of what was killed, and what a busy machine may add."""
 
 
 def is_alive(pid: int) -> bool:

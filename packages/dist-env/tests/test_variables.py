@@ -56,7 +56,7 @@ def test_bad_variable_is_named(
     start = time.monotonic()
     with pytest.raises(DistributedEnvironmentError) as refusal:
         DistributedEnvironment()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 45
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert dict(os.environ) == before
@@ -112,7 +112,7 @@ def test_taken_port_is_refused_when_it_was_asked_for(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(DistributedEnvironmentError, match=f"MASTER_PORT={port} cannot be used"):
             DistributedEnvironment().open()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 45
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_wrong_host_is_refused(address: str, message: str) -> None:
     start = time.monotonic()
     with pytest.raises(DistributedEnvironmentError, match=message):
         DistributedEnvironment(master_addr=address).open()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 45
 
 
 def test_absent_ranks_are_named() -> None:

@@ -115,10 +115,10 @@ def test_counting_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 def test_compilation_is_no_training_time(tmp_path: Path) -> None:
     def slow(graph: torch.fx.GraphModule, _: object) -> object:
-        time.sleep(1.0)
+        time.sleep(4.0)
         return graph.forward
 
     torch._dynamo.reset()
     torch._dynamo.register_backend(slow, name="slow_for_a_test")
     first, *_ = records(tmp_path, torch_compile=True, torch_compile_backend="slow_for_a_test")
-    assert first["interval_seconds"] < 0.9
+    assert first["interval_seconds"] < 4.0

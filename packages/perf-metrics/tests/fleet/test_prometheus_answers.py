@@ -261,7 +261,7 @@ def test_one_byte_after_another_holds_nobody_longer_than_the_deadline(start: byt
         began = time.monotonic()
         with pytest.raises(PrometheusError, match=r"the answer was not whole after 0\.4 s"):
             api.query_range("up", 0, 60, 30)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 30  # it would be held for ever
         api.close()
 
 

@@ -63,7 +63,7 @@ def test_activity_clock_and_counters_over_time(fake_nvml) -> None:
     assert [reading["sm_mhz"] for reading in readings] == [1500, 1600, 1980]
     assert [reading["cycles"]["tensor"] for reading in readings] == [1000, 1500, 2000]
     assert readings[0]["cycles"] == {"elapsed": 2000, "active": 1800, "tensor": 1000}
-    assert all(0.1 < reading["seconds"] < 5 for reading in readings)
+    assert all(0.1 < reading["seconds"] < 60 for reading in readings)
     assert fake_nvml.report == {"inits": 1, "shutdowns": 1, "allocated": 2, "freed": 2, "too_soon": 0}
 
 
