@@ -239,6 +239,46 @@ def test_same_step_is_replaced(job, tmp_path: Path) -> None:
     assert find_latest_checkpoint(tmp_path / "run", verify_checksums=True).name == "checkpoint-3"
 
 
+def test_a_checkpoint_of_its_own_place_neither_rotates_nor_is_found(job, tmp_path: Path) -> None:
+    first = job(save_total_limit=1)
+    first.train(2)
+    aside = tmp_path / "elsewhere" / "before warm-up ends"
+    assert first.manager.save_checkpoint(2, path=aside) == aside
+    assert find_latest_checkpoint(tmp_path / "run") is None
+    for step in (3, 4):
+        first.train(1)
+        first.manager.save_checkpoint(step)
+    assert names(tmp_path / "run") == ["checkpoint-4"]
+    assert names(tmp_path / "elsewhere") == [aside.name]
+    assert verify_checkpoint(aside, checksums=True).step == 2
+    second = job()
+    assert second.manager.load_checkpoint(aside).step == 2
+    second.train(2)
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(second.model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(
+    ("place", "rule"),
+    [
+        ("taken", "exists already; name a new directory"),
+        ("link", "exists already"),
+        ("run/checkpoint-2", "is the place of a checkpoint of this run"),
+        ("elsewhere/checkpoint-7", "has the name of step 7, and this is step 2"),
+    ],
+)
+def test_a_place_that_is_taken_or_would_be_misread_is_refused(
+    job, tmp_path: Path, place: str, rule: str
+) -> None:
+    first = job()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=rule):
+        first.manager.save_checkpoint(2, path=tmp_path / place)
+    assert not list(tmp_path.glob("*/*"))
+    assert first.manager.save_checkpoint(2, path=tmp_path / "elsewhere" / "checkpoint-2").is_dir()
+
+
 def test_another_runs_checkpoint_is_not_replaced(job, tmp_path: Path) -> None:
     first = job()
     first.train(1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from checkpoint_core import CheckpointError
 from dist_env import StaticDistributedEnvironment
 from trainer_core import CausalLMLoss, ConfigurationError, DataError, MeanLoss, Trainer, TrainingArguments
 
@@ -213,6 +214,45 @@ def test_the_cause_of_a_stop_and_the_best_checkpoints_are_logged(
     assert "the run stops after step 4: Impatient, in on_step_end" in caplog.text
     assert "Best checkpoints by eval_loss (lower is better):" in caplog.text
     assert str(trainer.state.best_model_checkpoint) in caplog.text
+
+
+def test_a_checkpoint_elsewhere_stands_apart_and_is_resumed_by_its_path(
+    make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    settings = {"max_steps": 4, "logging_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    aside = tmp_path / "kept" / "before the end"
+    trainer: Trainer
+
+    class Keep:
+        def on_step_end(self, args: object, state: object, control: object, **kw: object) -> None:
+            if state.global_step == 2:  # type: ignore[attr-defined]
+                assert trainer.save_checkpoint(aside) == aside
+
+    trainer = make_trainer(callbacks=[Keep()], save_total_limit=1, **settings)
+    trainer.train()
+    assert [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")] == ["checkpoint-4"]
+    with pytest.raises(CheckpointError, match="exists already; name a new directory"):
+        trainer.save_checkpoint(str(aside))
+    again = make_trainer(resume_from_checkpoint=str(aside), output_dir=str(tmp_path / "again"), **settings)
+    again.train()
+    assert [entry["global_step"] for entry in again.state.log_history if "loss" in entry][-2:] == [3, 4]
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], value)
+
+
+def test_recomputation_by_a_function_changes_no_number(make_trainer: Callable[..., Trainer]) -> None:
+    def losses(**settings: object) -> list[object]:
+        trainer = make_trainer(max_steps=3, logging_steps=1, **settings)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    def some(model: torch.nn.Module) -> list[torch.nn.Module]:
+        return [next(iter(model.children()))]
+
+    given = {"activation_checkpointing_fn": some}
+    assert losses(activation_checkpointing="custom", with_trainer=given, dropout=0.2) == losses(dropout=0.2)
+    with pytest.raises(ConfigurationError, match=r"activation_checkpointing_fn=.*has no effect"):
+        make_trainer(with_trainer=given)
 
 
 def test_a_script_reads_the_parts_of_a_run_and_cannot_replace_them(

@@ -107,7 +107,9 @@ class CheckpointManager:
         """
         self._worker.wait()
 
-    def save_checkpoint(self, step: int, *, metrics: Mapping[str, float] | None = None) -> Path:
+    def save_checkpoint(
+        self, step: int, *, metrics: Mapping[str, float] | None = None, path: str | Path | None = None
+    ) -> Path:
         """Save every component as ``<output_dir>/checkpoint-<step>``, then rotate. Collective.
 
         The checkpoint appears by one rename after all of it is on the disk. A checkpoint of the same step
@@ -117,17 +119,20 @@ class CheckpointManager:
         Args:
             step: The training step, 0 or more, equal on all ranks.
             metrics: Evaluation results to keep with it; those of rank 0 are stored.
+            path: A new directory to save to instead. It is never rotated away, and never taken for the
+                newest or best one: load it by its path.
 
         Returns:
             The committed checkpoint; with ``async_save`` where it will be, see :meth:`wait`.
 
         Raises:
             CheckpointError: On every rank, when any failed. Nothing is left behind, and earlier checkpoints
-                are as they were. Or when the asynchronous save before failed: this one is made or begun all
+                are as they were; also if ``path`` exists, or has the name of another checkpoint. Or when the
+                asynchronous save before failed: this one is made or begun all
                 the same, before the error is raised.
         """
         with self._earlier_failure_last():
-            save = self._new_save("saving a checkpoint", step, metrics)
+            save = self._new_save("saving a checkpoint", step, metrics, None if path is None else Path(path))
             save.capture(self._staging if self._config.async_save else None)
             if self._config.async_save:
                 self._worker.start(f"saving {save.final.name}", lambda: self._finish(save))
@@ -280,15 +285,18 @@ class CheckpointManager:
         if earlier is not None:
             raise earlier
 
-    def _new_save(self, phase: str, step: int, metrics: Mapping[str, float] | None) -> CheckpointSave:
+    def _new_save(
+        self, phase: str, step: int, metrics: Mapping[str, float] | None, path: Path | None = None
+    ) -> CheckpointSave:
         if self._closed:
             raise CheckpointError(f"{phase}: the manager was closed; make a new CheckpointManager")
-        plan = make_plan(phase, self._ranks, self._provider, lambda: _describe_save(step))
+        plan = make_plan(phase, self._ranks, self._provider, lambda: _describe_save(step, path))
         return CheckpointSave(
             self._config,
             self._ranks,
             plan,
             step=step,
+            path=path,
             run_id=self._retention.run_id,
             metrics=metrics,
             preprocessor=self._preprocessor,
@@ -297,6 +305,8 @@ class CheckpointManager:
 
     def _finish(self, save: CheckpointSave) -> None:
         save.commit()
+        if save.stands_apart:
+            return
         phase = f"rotating after {save.final.name}"
         self._ranks.run_on_leaders(phase, lambda: self._retention.apply(save.final, save.metrics))
 
@@ -333,7 +343,8 @@ def _check_settings(by_rank: Sequence[Mapping[str, object]]) -> None:
                 )
 
 
-def _describe_save(step: int) -> str:
+def _describe_save(step: int, path: Path | None) -> str:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(f"step={step!r} must be an integer of 0 or more")
-    return f"save of step {step}"
+    # Nodes that save for themselves may name a directory differently.
+    return f"save of step {step}" if path is None else f"save of step {step} to {path.name}"

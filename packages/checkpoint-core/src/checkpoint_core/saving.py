@@ -14,6 +14,7 @@ from checkpoint_core.component_files import ComponentFiles, Shares, plan_files
 from checkpoint_core.components import SharingPattern
 from checkpoint_core.config import CheckpointConfig
 from checkpoint_core.directory.commit import (
+    check_new,
     check_other_runs,
     check_space,
     check_target,
@@ -83,6 +84,7 @@ class CheckpointSave:
         ranks: The ranks that save together.
         plan: Who writes what.
         step: The step.
+        path: A new directory of its own for it; None for the checkpoint of the step.
         run_id: The id of this run.
         metrics: Metrics to store; rank 0's are used.
         preprocessor: Saved beside the weights.
@@ -96,13 +98,15 @@ class CheckpointSave:
         plan: Plan,
         *,
         step: int,
+        path: Path | None,
         run_id: str,
         metrics: Mapping[str, float] | None,
         preprocessor: Preprocessor | None,
         lease: DirectoryLease | None,
     ) -> None:
         self.metrics = metrics
-        self.final = checkpoint_path(Path(config.output_dir), step)
+        self.stands_apart = path is not None
+        self.final = checkpoint_path(Path(config.output_dir), step) if path is None else path.absolute()
         self._config = config
         self._ranks = ranks
         self._plan = plan
@@ -254,8 +258,11 @@ class CheckpointSave:
 
     def _begin(self, needed: int) -> str:
         self._check_lease()
-        check_target(self.final, self._run_id)
-        check_other_runs(self.final.parent, self._step, self._run_id)
+        if self.stands_apart:
+            check_new(self.final, Path(self._config.output_dir), self._step)
+        else:
+            check_target(self.final, self._run_id)
+            check_other_runs(self.final.parent, self._step, self._run_id)
         clean_leftovers(self.final.parent)
         check_space(self.final.parent, needed)
         self._staging = create_staging(self.final.parent, self._step)

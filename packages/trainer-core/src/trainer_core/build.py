@@ -164,7 +164,9 @@ def build_model_and_loss(
     skip_init: bool,
 ) -> tuple[BuiltModel, TokenLoss]:
     """Build what this rank holds of the model, compiled if asked to, and the loss that belongs to it."""
-    built = build_model(parts.model, args, ranks, transforms, skip_init=skip_init)
+    built = build_model(
+        parts.model, args, ranks, transforms, skip_init=skip_init, recompute_fn=parts.recompute_fn
+    )
     loss = make_loss(built, parts.loss, parts.fused_loss)
     compile_built(built)
     return built, loss

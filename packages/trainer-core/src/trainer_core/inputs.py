@@ -15,14 +15,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from checkpoint_core import Preprocessor, StateComponent
-from dist_env import DistributedEnvInterface, DistributedEnvironment, StaticDistributedEnvironment
+from dist_env import (
+    DistributedEnvInterface,
+    DistributedEnvironment,
+    StaticDistributedEnvironment,
+)
 
 from .arguments import TrainingArguments
 from .data.loaders import Collator, EvalMetric, names_of_sets, result_names
 from .distributed.transforms import ModelTransform
 from .errors import ConfigurationError
 from .loss import FusedLossFactory, TokenLoss, check_loss
-from .model import ModelInit, ModelSource
+from .model import ModelInit, ModelSource, RecomputeFn, check_recompute_fn
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 
 _OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -62,6 +66,7 @@ class TrainerInputs:
     optimizer_groups: OptimizerGroups | None
     scheduler: SchedulerFactory | None
     preprocessor: Preprocessor | None
+    recompute_fn: RecomputeFn | None
     state_components: Sequence[StateComponent]
 
     def facts(self) -> dict[str, object]:
@@ -71,6 +76,7 @@ class TrainerInputs:
             "eval_dataset": self.eval_data,
             "compute_loss_func": self.loss,
             "fused_loss_factory": self.fused_loss,
+            "activation_checkpointing_fn": self.recompute_fn,
             "optimizer_factory": self.optimizer,
             "optimizer_groups": self.optimizer_groups,
             "lr_scheduler_factory": self.scheduler,
@@ -131,6 +137,7 @@ def check_inputs(args: TrainingArguments, parts: TrainerInputs) -> None:
         ConfigurationError: Naming the setting.
     """
     check_loss(args, parts.loss, parts.fused_loss)
+    check_recompute_fn(args, parts.recompute_fn)
     results = result_names(parts.eval_data, parts.eval_metrics)
     if args.tracks_best and args.best_metric not in results:
         raise ConfigurationError(
@@ -288,5 +295,6 @@ class TrainerOptions(TypedDict, total=False):
     optimizer_cls_and_kwargs: OptimizerClass | None
     optimizer_groups: OptimizerGroups | None
     lr_scheduler_factory: SchedulerFactory | None
+    activation_checkpointing_fn: RecomputeFn | None
     parallel: Sequence[ModelTransform]
     state_components: Sequence[StateComponent]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType, TracebackType
 
 from dist_env import get_logger
@@ -273,17 +274,21 @@ class Actions:
         self.log({"epoch": run.state.epoch, **metrics})
         return metrics
 
-    def save(self) -> None:
-        """Save a checkpoint of this step."""
+    def save(self, path: str | Path | None = None) -> Path:
+        """Save a checkpoint of this step, in a new directory of its own if a path is given."""
         run = self.run
+        if path is not None:
+            with run.meter.exclude("save"), run.built.synced_weights(optimizer=True):
+                return run.manager.save_checkpoint(run.state.global_step, path=path)
         metrics = None
         if run.evaluated is not None and self._has_result():
             metrics, run.ranked_step = run.evaluated[1], run.state.global_step
         with run.meter.exclude("save"), run.built.synced_weights(optimizer=True):
-            path = run.manager.save_checkpoint(run.state.global_step, metrics=metrics)
+            saved = run.manager.save_checkpoint(run.state.global_step, metrics=metrics)
             note_best(run)
         run.saved_step = run.state.global_step
-        run.events.fire("on_save", checkpoint_path=str(path))
+        run.events.fire("on_save", checkpoint_path=str(saved))
+        return saved
 
     def _serve(self, *, log: bool, evaluate: bool, save: bool) -> bool:
         control = self.run.events.control

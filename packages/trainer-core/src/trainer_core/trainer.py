@@ -27,7 +27,7 @@ from .distributed.build import layout_of, transforms_for
 from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, check_several
 from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
-from .errors import DataError
+from .errors import ConfigurationError, DataError
 from .events import CallbackHandler
 from .inputs import (
     OptimizerClass,
@@ -40,7 +40,7 @@ from .inputs import (
 )
 from .loop import TrainingLoop
 from .loss import FusedLossFactory, TokenLoss
-from .model import ModelInit, run_settings, verify_initialised
+from .model import ModelInit, RecomputeFn, run_settings, verify_initialised
 from .model.run_settings import inference_mode_guard
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .periodic import EXIT_RESUMABLE, Actions, StopRequests
@@ -84,10 +84,11 @@ class Trainer:
         optimizer_groups: Options, or optimizers of their own, for parameters by name pattern.
         lr_scheduler_factory: Called with the optimizer; the schedule of the arguments otherwise. A schedule
             that has handlers of events becomes a callback too.
+        activation_checkpointing_fn: With `activation_checkpointing="custom"`: called with the model, names
+            those of its modules that are recomputed in the backward pass.
         parallel: How to use several devices: transforms that combine, in any order, such as
             `[FullyShard(), PipelineStages()]`, beside those of the class. `args.mesh` gives their sizes; a
             dimension that no transform uses gets the one of the package that offers it.
-
         state_components: Further state of your own that is saved with each checkpoint and restored from it,
             after that of the run.
 
@@ -118,6 +119,7 @@ class Trainer:
         optimizer_cls_and_kwargs: OptimizerClass | None = None,
         optimizer_groups: OptimizerGroups | None = None,
         lr_scheduler_factory: SchedulerFactory | None = None,
+        activation_checkpointing_fn: RecomputeFn | None = None,
         parallel: Sequence[ModelTransform] = (),
         state_components: Sequence[StateComponent] = (),
     ) -> None:
@@ -125,6 +127,13 @@ class Trainer:
         self.processing_class = processing_class
         env = distributed_env or environment_of(self.args)
         check_device(self.args, env)
+        if not isinstance(parallel, Iterable):
+            raise ConfigurationError(
+                "parallel",
+                parallel,
+                "is no list of transforms",
+                "write parallel=[...], also for a single one",
+            )
         given = [*self.preset(), *parallel]
         layout = layout_of(self.args, given, env)
         self.transforms = transforms_for(self.args, given, layout)
@@ -149,6 +158,7 @@ class Trainer:
             optimizer_groups=optimizer_groups,
             scheduler=lr_scheduler_factory,
             preprocessor=processing_class,
+            recompute_fn=activation_checkpointing_fn,
             state_components=tuple(state_components),
         )
         check_inputs(self.args, self._parts)
@@ -260,10 +270,22 @@ class Trainer:
             with self.synced_weights():
                 manager.save_model(directory, overwrite_output_dir=self.args.overwrite_output_dir)
 
-    def save_checkpoint(self) -> None:
-        """Save everything that a run needs to go on."""
+    def save_checkpoint(self, path: str | Path | None = None) -> Path:
+        """Save everything that a run needs to go on; all ranks call it together.
+
+        Args:
+            path: A new directory to save to, which is never removed and never found by itself: name it as
+                `resume_from_checkpoint` to go on from it. None: the checkpoint of this step in the output
+                directory.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            checkpoint_core.CheckpointError: On every rank, if it cannot be saved there.
+        """
         with self.owns_output_dir(), self.ranks.lost_rank_errors("saving a checkpoint"):
-            Actions(self._prepare()).save()
+            return Actions(self._prepare()).save(path)
 
     def owns_output_dir(self) -> AbstractContextManager[None]:
         """A context in which no other run can train in the output directory; all ranks enter it together.

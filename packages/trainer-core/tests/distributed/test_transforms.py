@@ -22,6 +22,7 @@ from trainer_core import (
     GradSync,
     InfoCallback,
     ModelTransform,
+    ReplicateGradients,
     StepHooks,
     Trainer,
     TrainingArguments,
@@ -273,3 +274,10 @@ def test_state_of_ones_own_is_saved_and_restored(tmp_path: Path) -> None:
 def test_state_under_a_key_that_is_taken_is_refused(tmp_path: Path, keys: list[str]) -> None:
     with pytest.raises(ConfigurationError, match="is the key of another component"):
         trainer_of(arguments(tmp_path), state_components=[component(key) for key in keys])
+
+
+def test_transforms_are_a_list_also_a_single_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"parallel=.*is no list of transforms; write parallel=\[\.\.\.\]"
+    ):
+        trainer_of(arguments(tmp_path), parallel=ReplicateGradients())

@@ -111,6 +111,40 @@ def test_same_loss_and_gradients_and_only_chosen_blocks_run_again(
     assert type(model.layers[0]) is type(plain.layers[0])
 
 
+def test_a_function_names_what_is_recomputed(
+    decoder: type[nn.Module], arguments: Arguments, backward: Backward
+) -> None:
+    plain = decoder(dropout=0.3)
+    model = copy.deepcopy(plain)
+    args = arguments(activation_checkpointing="custom")
+    names = checkpoint_activations(model, args, lambda model: [model.layers[3], model.layers[0]])
+    assert names == ["layers.3", "layers.0"]
+    runs = count_forwards(model)
+    loss, gradients = backward(model)
+    plain_loss, plain_gradients = backward(plain)
+    assert torch.equal(loss, plain_loss)
+    assert all(torch.equal(gradients[name], value) for name, value in plain_gradients.items())
+    assert runs == {0: 2, 1: 1, 2: 1, 3: 2}
+
+
+@pytest.mark.parametrize(
+    ("function", "rule"),
+    [
+        (None, "activation_checkpointing='custom': needs activation_checkpointing_fn"),
+        (lambda model: [], "names no module of Decoder"),
+        (lambda model: None, "names NoneType, which is no module inside Decoder"),
+        (lambda model: [model], "names Decoder, which is no module inside Decoder"),
+        (lambda model: [nn.Linear(1, 1)], "names Linear, which is no module inside Decoder"),
+        (lambda model: [model.layers[0], model.layers], r"names layers\.0, and layers around it"),
+    ],
+)
+def test_functions_that_name_nothing_useful_are_refused(
+    function: Any, rule: str, decoder: type[nn.Module], arguments: Arguments
+) -> None:
+    with pytest.raises(ConfigurationError, match=rule):
+        checkpoint_activations(decoder(), arguments(activation_checkpointing="custom"), function)
+
+
 @pytest.mark.parametrize("mode", ["full", "operators"])
 def test_same_gradients_under_autocast(
     mode: str, decoder: type[nn.Module], arguments: Arguments, backward: Backward

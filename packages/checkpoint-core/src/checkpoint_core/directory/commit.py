@@ -77,6 +77,34 @@ def check_target(final: Path, run_id: str) -> None:
         )
 
 
+def check_new(path: Path, output_dir: Path, step: int) -> None:
+    """Refuse a directory of one's own choice that is there already, or would be misread.
+
+    Args:
+        path: Where a checkpoint is to be written that stands apart.
+        output_dir: The directory of the run's other checkpoints.
+        step: The step to be written.
+
+    Raises:
+        CheckpointError: Naming it and the remedy.
+    """
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"path={str(path)!r} exists already; name a new directory, or move that away")
+    number = path.name.removeprefix(CHECKPOINT_PREFIX)
+    if number == path.name or not number.isdecimal():
+        return
+    if path.parent.resolve() == output_dir.resolve():
+        raise CheckpointError(
+            f"path={str(path)!r} is the place of a checkpoint of this run, which rotates; leave path out to "
+            "save it there, or choose another name"
+        )
+    if int(number) != step:
+        raise CheckpointError(
+            f"path={str(path)!r} has the name of step {int(number)}, and this is step {step}; choose another "
+            "name"
+        )
+
+
 def check_other_runs(output_dir: Path, step: int, run_id: str) -> None:
     """Refuse to write checkpoints that an automatic resume would pass over for those of another run.
 

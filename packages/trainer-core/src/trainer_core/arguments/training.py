@@ -24,7 +24,8 @@ class TrainingArguments(BaseTrainingArguments):
     transformer_layers_path: str | None = None
     """Dotted path of the container of the model's blocks; none: it is looked for."""
     activation_checkpointing: str = "no"
-    """Blocks that are recomputed in the backward pass: no, full, every_n, share or operators."""
+    """Blocks that are recomputed in the backward pass: no, full, every_n, share, operators, or custom for
+    those that `Trainer(activation_checkpointing_fn=...)` names."""
     activation_checkpointing_every: int | None = None
     """For every_n: recompute every n-th block."""
     activation_checkpointing_share: float | None = None
@@ -130,7 +131,7 @@ class DataParallelArguments(TrainingArguments):
 
 _CHOICES = {
     "construct_model_on": ("default", "meta", "device"),
-    "activation_checkpointing": ("no", "full", "every_n", "share", "operators"),
+    "activation_checkpointing": ("no", "full", "every_n", "share", "operators", "custom"),
     "torch_compile_scope": ("model", "blocks"),
 }
 _DETAILS = {"every": "every_n", "share": "share", "operators": "operators"}

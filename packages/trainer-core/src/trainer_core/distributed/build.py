@@ -28,6 +28,7 @@ from ..generation import share_generators
 from ..loss import FusedLossFactory, TokenLoss, loss_of
 from ..model import (
     ModelSource,
+    RecomputeFn,
     checkpoint_activations,
     compile_model,
     construct_without_weights,
@@ -127,6 +128,7 @@ def build_model(
     transforms: Sequence[ModelTransform],
     *,
     skip_init: bool,
+    recompute_fn: RecomputeFn | None = None,
 ) -> BuiltModel:
     """Build what this rank holds of the model, with the values that one process would have drawn; collective.
 
@@ -137,6 +139,7 @@ def build_model(
         transforms: How they use the model, in order.
         skip_init: Whether a checkpoint will fill every weight, so that with construct_model_on="meta" none
             need be drawn.
+        recompute_fn: Names the modules that are recomputed, with activation_checkpointing="custom".
 
     Raises:
         ConfigurationError: If a setting cannot be applied to this model, device or installation, or ranks
@@ -144,7 +147,7 @@ def build_model(
     """
     active = [transform for transform in transforms if transform.is_active(ranks.layout)]
     if all(transform.keeps_parameters for transform in active):
-        model = prepare_model(source, args, ranks.device, weights_follow=skip_init)
+        model = prepare_model(source, args, ranks.device, weights_follow=skip_init, recompute_fn=recompute_fn)
         built = _begin(model, model, args, ranks)
         ranks.check_same_model(model)
         for transform in active:
@@ -157,11 +160,11 @@ def build_model(
     if values is None and ranks.meshes is not None and ranks.several:
         _copy_weights(model, ranks)
     counts_apart = any(transform.axis in _COUNTED for transform in active)
-    built = _begin(model, _meta_copy(model, args) if counts_apart else model, args, ranks)
+    built = _begin(model, _meta_copy(model, args, recompute_fn) if counts_apart else model, args, ranks)
     built.is_partial = True
     for transform in active:
         transform.before_conversion(built)
-    convert_model(model, args, ranks.device, gathered_in_fp8=built.gathers_fp8)
+    convert_model(model, args, ranks.device, gathered_in_fp8=built.gathers_fp8, recompute_fn=recompute_fn)
     for transform in active:
         transform.apply(built)
     draw = not (skip_init and args.construct_model_on == "meta")
@@ -214,7 +217,7 @@ def _copy_weights(model: nn.Module, ranks: Ranks) -> None:
     copy_weights_of_rank_0(model, dist.group.WORLD)
 
 
-def _meta_copy(model: nn.Module, args: TrainingArguments) -> nn.Module:
+def _meta_copy(model: nn.Module, args: TrainingArguments, recompute_fn: RecomputeFn | None) -> nn.Module:
     with ordinary_tensors():
         copied = copy.deepcopy(model)
     for module in copied.modules():
@@ -225,7 +228,7 @@ def _meta_copy(model: nn.Module, args: TrainingArguments) -> nn.Module:
             if buffer is not None:
                 module._buffers[name] = buffer.to("meta")
     # It is counted: what is recomputed must be recomputed in it too.
-    checkpoint_activations(copied, args)
+    checkpoint_activations(copied, args, recompute_fn)
     return copied
 
 

@@ -1,6 +1,11 @@
 """What is done to a model before it trains: construction, activation checkpointing, compilation."""
 
-from .activation_checkpointing import blocks_to_checkpoint, checkpoint_activations
+from .activation_checkpointing import (
+    RecomputeFn,
+    blocks_to_checkpoint,
+    check_recompute_fn,
+    checkpoint_activations,
+)
 from .blocks import RecompileCounter, add_up_gradients, compile_model, find_blocks, fsdp_modules
 from .construction import (
     ModelInit,
@@ -18,9 +23,11 @@ __all__ = [
     "InitialValues",
     "ModelInit",
     "ModelSource",
+    "RecomputeFn",
     "RecompileCounter",
     "add_up_gradients",
     "blocks_to_checkpoint",
+    "check_recompute_fn",
     "checkpoint_activations",
     "compile_model",
     "construct",

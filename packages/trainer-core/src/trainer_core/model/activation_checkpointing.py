@@ -194,7 +194,35 @@ def _not_empty(chosen: set[int], count: int, key: str, value: object) -> set[int
     raise ConfigurationError(f"{SETTING}_{key}", value, rule, f"{fix}, or set {SETTING}='no'")
 
 
-def checkpoint_activations(model: nn.Module, args: TrainingArguments) -> list[str]:
+RecomputeFn = Callable[[nn.Module], Iterable[nn.Module]]
+"""Given the whole model, names those of its modules that are recomputed: a policy of one's own."""
+
+
+def check_recompute_fn(args: TrainingArguments, function: RecomputeFn | None) -> None:
+    """Refuse `custom` without a function, and a function that has no effect.
+
+    Raises:
+        ConfigurationError: If only one of them is given.
+    """
+    if function is None and args.recomputation == "custom":
+        raise ConfigurationError(
+            SETTING,
+            "custom",
+            "needs activation_checkpointing_fn",
+            "give it to the trainer, or choose another mode",
+        )
+    if function is not None and args.recomputation != "custom":
+        raise ConfigurationError(
+            f"{SETTING}_fn",
+            function,
+            f"has no effect with {SETTING}={args.recomputation!r}",
+            f"set {SETTING}='custom', or leave it out",
+        )
+
+
+def checkpoint_activations(
+    model: nn.Module, args: TrainingArguments, function: RecomputeFn | None = None
+) -> list[str]:
     """Exchange the forward of the blocks that the arguments choose.
 
     Takes effect in training mode while gradients are recorded; evaluation and generation run as before.
@@ -203,18 +231,27 @@ def checkpoint_activations(model: nn.Module, args: TrainingArguments) -> list[st
     Args:
         model: The model, before it is sharded or compiled.
         args: What to recompute.
+        function: For `custom`: names the modules.
 
     Returns:
         Names of the blocks that are recomputed; none when the arguments ask for nothing.
 
     Raises:
-        ConfigurationError: If the blocks are not found, an operator is unknown, no block is chosen, or the
-            model checkpoints activations already.
+        ConfigurationError: If the blocks are not found, an operator is unknown, no block is chosen, the
+            function is missing or names what is no part of the model, or the model checkpoints activations
+            already.
     """
     mode = args.recomputation
     if mode == "no":
         return []
     _refuse_second_switch(model, mode)
+    if mode == "custom":
+        check_recompute_fn(args, function)
+        named = _named_by(function, model) if function is not None else {}
+        for block in named.values():
+            _exchange_forward(block, None)
+        leave_caches_out(model)
+        return list(named)
     contexts = selective_contexts(args.activation_checkpointing_operators) if mode == "operators" else None
     blocks = find_blocks(model, args.transformer_layers_path, needed_by=SETTING)
     chosen = blocks_to_checkpoint(
@@ -230,6 +267,37 @@ def checkpoint_activations(model: nn.Module, args: TrainingArguments) -> list[st
             names.append(name)
     leave_caches_out(model)
     return names
+
+
+def _named_by(function: RecomputeFn, model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that a function names, by their names in the model, in its order."""
+    setting, told = f"{SETTING}_fn", getattr(function, "__qualname__", type(function).__name__)
+    chosen = function(model)
+    names = {module: name for name, module in model.named_modules() if name}
+    found: dict[str, nn.Module] = {}
+    for module in chosen if isinstance(chosen, Iterable) else (chosen,):
+        if not isinstance(module, nn.Module) or module not in names:
+            raise ConfigurationError(
+                setting,
+                told,
+                f"names {type(module).__name__}, which is no module inside {type(model).__name__}",
+                "return modules of the model that it is given",
+            )
+        found[names[module]] = module
+    if not found:
+        raise ConfigurationError(
+            setting, told, f"names no module of {type(model).__name__}", f"name one, or set {SETTING}='no'"
+        )
+    for name in found:
+        outer = next((other for other in found if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise ConfigurationError(
+                setting,
+                told,
+                f"names {name}, and {outer} around it, which would compute it three times",
+                "name one of the two",
+            )
+    return found
 
 
 def selective_contexts(names: tuple[str, ...] | None) -> Contexts:

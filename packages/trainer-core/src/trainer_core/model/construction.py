@@ -12,7 +12,7 @@ from torch import nn
 from dist_env import get_logger
 
 from ..errors import ConfigurationError
-from .activation_checkpointing import checkpoint_activations, leave_caches_out
+from .activation_checkpointing import RecomputeFn, checkpoint_activations, leave_caches_out
 from .deferred import InitialValues, construct_deferred
 from .meta_model import SETTING, Ties, build_meta_model, build_without_storage, has_no_values, materialise
 
@@ -156,7 +156,12 @@ def _refuse_for_built_model(args: TrainingArguments) -> None:
 
 
 def prepare_model(
-    source: ModelSource, args: TrainingArguments, device: torch.device, *, weights_follow: bool
+    source: ModelSource,
+    args: TrainingArguments,
+    device: torch.device,
+    *,
+    weights_follow: bool,
+    recompute_fn: RecomputeFn | None = None,
 ) -> nn.Module:
     """Build the model on the device, convert its layers, and exchange the forward of checkpointed blocks.
 
@@ -167,15 +172,22 @@ def prepare_model(
         args: construct_model_on, default_dtype, fp8_*, qat_recipe and activation_checkpointing*.
         device: Where the model computes.
         weights_follow: Whether a checkpoint will fill every weight.
+        recompute_fn: Names the modules that are recomputed, with activation_checkpointing="custom".
 
     Raises:
         ConfigurationError: If a setting cannot be applied to this model, device or installation.
     """
-    return convert_model(construct(source, args, device, weights_will_be_loaded=weights_follow), args, device)
+    model = construct(source, args, device, weights_will_be_loaded=weights_follow)
+    return convert_model(model, args, device, recompute_fn=recompute_fn)
 
 
 def convert_model(
-    model: nn.Module, args: TrainingArguments, device: torch.device, *, gathered_in_fp8: bool = False
+    model: nn.Module,
+    args: TrainingArguments,
+    device: torch.device,
+    *,
+    gathered_in_fp8: bool = False,
+    recompute_fn: RecomputeFn | None = None,
 ) -> nn.Module:
     """Convert the layers of a built model, and exchange the forward of checkpointed blocks; in place.
 
@@ -184,6 +196,7 @@ def convert_model(
         args: fp8_*, qat_recipe and activation_checkpointing*.
         device: Where the model will compute.
         gathered_in_fp8: Whether the weights of FP8 layers will be sharded, and gathered in float8.
+        recompute_fn: Names the modules that are recomputed, with activation_checkpointing="custom".
 
     Returns:
         The model.
@@ -197,7 +210,7 @@ def convert_model(
         convert_to_fp8(model, args, device, gathered=gathered_in_fp8)
     if args.qat_recipe is not None:
         prepare_qat(model, args, device)
-    blocks = checkpoint_activations(model, args)
+    blocks = checkpoint_activations(model, args, recompute_fn)
     if not blocks:
         leave_caches_out(model)
     if blocks:
