@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dataloader_dispatch import end_workers
 
-from .data.batch import Batch
+from .data.batch import Batch, labels_of, with_targets
 from .data.loaders import prefix_of
 from .errors import DataError
 from .model.run_settings import inference_mode_guard
@@ -70,12 +70,13 @@ def _score(run: Run, batch: Batch, device: torch.device) -> Tensor:
 
     They are 0 on a rank that does not see the predictions.
     """
-    scored = run.built.executor.forward(batch, run.loss)
+    scored = run.built.executor.forward(with_targets(batch, run.loss), run.loss)
     if scored is None:
         return torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=device)
-    figures = [torch.ones((), device=device), scored.loss, run.loss.count(scored.labels)]
+    labels = labels_of(batch).to(device, non_blocking=True)
+    figures = [torch.ones((), device=device), scored.loss, run.loss.count(labels)]
     for metric in run.eval_metrics.values():
-        figures += metric(scored.predictions, scored.labels)
+        figures += metric(scored.predictions, labels)
     return torch.stack([figure.to(device=device, dtype=torch.float64) for figure in figures])
 
 

@@ -18,6 +18,7 @@ from checkpoint_core import Preprocessor, StateComponent
 from dist_env import (
     DistributedEnvInterface,
     DistributedEnvironment,
+    ParallelLayout,
     StaticDistributedEnvironment,
 )
 
@@ -25,7 +26,7 @@ from .arguments import TrainingArguments
 from .data.loaders import Collator, EvalMetric, names_of_sets, result_names
 from .distributed.transforms import ModelTransform
 from .errors import ConfigurationError
-from .loss import FusedLossFactory, TokenLoss, check_loss
+from .loss import FusedLossFactory, TokenLoss, check_loss, check_takes_targets
 from .model import ModelInit, ModelSource, RecomputeFn, check_recompute_fn
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 
@@ -130,13 +131,15 @@ def optimizer_factory_of(
     return partial(_make_optimizer, cls, dict(options))
 
 
-def check_inputs(args: TrainingArguments, parts: TrainerInputs) -> None:
-    """Refuse what contradicts the arguments, or would have no effect beside them.
+def check_inputs(args: TrainingArguments, parts: TrainerInputs, layout: ParallelLayout) -> None:
+    """Refuse what contradicts the arguments or the layout, or would have no effect beside them.
 
     Raises:
         ConfigurationError: Naming the setting.
     """
     check_loss(args, parts.loss, parts.fused_loss)
+    if parts.loss is not None:
+        check_takes_targets(parts.loss, layout)
     check_recompute_fn(args, parts.recompute_fn)
     results = result_names(parts.eval_data, parts.eval_metrics)
     if args.tracks_best and args.best_metric not in results:

@@ -39,7 +39,7 @@ from .inputs import (
     optimizer_factory_of,
 )
 from .loop import TrainingLoop
-from .loss import FusedLossFactory, TokenLoss
+from .loss import FusedLossFactory, OnTargets, TokenLoss
 from .model import ModelInit, RecomputeFn, run_settings, verify_initialised
 from .model.run_settings import inference_mode_guard
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
@@ -161,7 +161,7 @@ class Trainer:
             recompute_fn=activation_checkpointing_fn,
             state_components=tuple(state_components),
         )
-        check_inputs(self.args, self._parts)
+        check_inputs(self.args, self._parts, self.ranks.layout)
         self.ranks.check_same(self._parts.facts())
         self.state = fresh_state(self.args, env)
         if callbacks is None:
@@ -401,7 +401,8 @@ class Trainer:
     @property
     def loss(self) -> TokenLoss:
         """The loss of the run."""
-        return self._prepare().loss
+        loss = self._prepare().loss
+        return loss.loss if isinstance(loss, OnTargets) else loss
 
     @property
     def optimizer(self) -> Optimizer | None:

@@ -127,8 +127,8 @@ class PipelineExecutor:
             self._queue.clear()
         if not losses:
             return None
-        labels = labels_of(inputs)
-        return ForwardOutput(torch.stack(losses).sum(), join(predictions, len(labels)), labels)
+        rows = len(labels_of(inputs))
+        return ForwardOutput(torch.stack(losses).sum(), join(predictions, rows))
 
     def forward_backward(
         self, batches: Sequence[Batch], loss: TokenLoss, *, denominator: Tensor, fire: Callable[[str], object]

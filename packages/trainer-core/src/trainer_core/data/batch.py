@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..loss import TokenLoss
+from ..loss import OnTargets, TokenLoss
 
 Batch = Mapping[str, object]
 """`labels`, for a language model int64 [batch, sequence], and the model's keyword arguments, usually
@@ -24,6 +24,7 @@ class Window(NamedTuple):
     """
 
     batches: list[Batch]
+    """As `with_targets` has them."""
     positions: list[Tensor]
     """What the model works on, position by position: of each microbatch `input_ids`, or else the labels."""
     target_tokens: Tensor
@@ -48,11 +49,23 @@ def next_window(batches: Iterator[Batch], size: int, loss: TokenLoss) -> Window 
     counts = [loss.count(part) for part in labels]
     positions = [_positions(batch, part) for batch, part in zip(taken, labels, strict=True)]
     return Window(
-        batches=taken,
+        batches=[with_targets(batch, loss) for batch in taken],
         positions=positions,
         target_tokens=counts[0] if len(counts) == 1 else torch.stack(counts).sum(),
         input_tokens=[_input_tokens(batch, part) for batch, part in zip(taken, positions, strict=True)],
     )
+
+
+def with_targets(batch: Batch, loss: TokenLoss) -> Batch:
+    """A batch for the executor: with targets in the place of labels, if the loss is one of targets.
+
+    Raises:
+        ConfigurationError: If targets cannot be made from these labels.
+        DataError: If the batch is not a mapping with a `labels` tensor.
+    """
+    if not isinstance(loss, OnTargets):
+        return batch
+    return {**batch, "labels": loss.loss.make_targets(labels_of(batch))}
 
 
 def row_length(positions: Tensor) -> int:

@@ -25,7 +25,7 @@ from dist_env import DistributedEnvInterface, DistributedEnvironmentError, Paral
 from ..arguments import DataParallelArguments, TrainingArguments
 from ..errors import ConfigurationError
 from ..generation import share_generators
-from ..loss import FusedLossFactory, TokenLoss, loss_of
+from ..loss import FusedLossFactory, OnTargets, TokenLoss, check_takes_targets, loss_of, takes_targets
 from ..model import (
     ModelSource,
     RecomputeFn,
@@ -180,7 +180,9 @@ def build_model(
 def make_loss(
     built: BuiltModel, given: TokenLoss | None, fused_factory: FusedLossFactory | None
 ) -> TokenLoss:
-    """The loss of the run; asked for when the layers have been converted, and before compilation.
+    """The loss of the run, which `Window` and evaluation give targets if it takes them.
+
+    It is asked for when the layers have been converted, and before compilation.
 
     Args:
         built: The model; a rank that does not hold its end only counts with the loss.
@@ -191,8 +193,11 @@ def make_loss(
         ConfigurationError: If settings contradict each other, or the loss cannot be fused with the model.
     """
     if built.has_loss:
-        return loss_of(built.args, built.model, given, fused_factory)
-    return loss_of(replace(built.args, fused_loss="no"), built.meta_model, given, fused_factory)
+        loss = loss_of(built.args, built.model, given, fused_factory)
+    else:
+        loss = loss_of(replace(built.args, fused_loss="no"), built.meta_model, given, fused_factory)
+    check_takes_targets(loss, built.ranks.layout)
+    return OnTargets(loss) if takes_targets(loss) else loss
 
 
 def compile_built(built: BuiltModel) -> None:

@@ -24,7 +24,6 @@ class ForwardOutput(NamedTuple):
     """Sum of the token losses: float32 scalar on the device."""
     predictions: object
     """What the loss was computed from, usually logits [batch, sequence, vocabulary]."""
-    labels: Tensor
 
 
 class Executor(Protocol):
@@ -32,6 +31,10 @@ class Executor(Protocol):
 
     def forward(self, batch: Batch, loss: TokenLoss) -> ForwardOutput | None:
         """Run the model on one batch and score it, without gradients; ranks of one replica do so together.
+
+        Args:
+            batch: Its `labels` are what the loss is called with: labels, or targets made of them.
+            loss: Sum-and-count loss.
 
         Returns:
             The scores; None on a rank that does not hold the end of the model.
@@ -44,7 +47,7 @@ class Executor(Protocol):
         """Run all microbatches of an optimizer step forward and backward.
 
         Args:
-            batches: The microbatches of this rank.
+            batches: The microbatches of this rank; `labels` as for `forward`.
             loss: Sum-and-count loss.
             denominator: What the sum of the losses is divided by before the backward pass: the tokens that
                 count in the whole step over all ranks, at least 1, over the scale of the gradients.
@@ -136,4 +139,4 @@ class EagerExecutor:
         del inputs["labels"]
         with autocast(self._args, self._device.type):
             predictions = predict(loss, module, inputs, labels)
-        return ForwardOutput(loss(predictions, labels), predictions, labels)
+        return ForwardOutput(loss(predictions, labels), predictions)

@@ -2,7 +2,7 @@
 
 from dataloader_dispatch import ignored_like, is_ignored
 
-from .choice import LossSettings, check_loss, loss_of
+from .choice import LossSettings, check_loss, check_takes_targets, loss_of
 from .fused import FusedLinearCrossEntropy, HiddenStates
 from .head import FusedLossFactory, HiddenStatesLoss
 from .model_loss import MeanLoss, ModelLoss, OutputMeanLoss
@@ -10,11 +10,14 @@ from .supervised import ClassificationLoss, RegressionLoss
 from .token_loss import (
     IGNORE_INDEX,
     CausalLMLoss,
+    OnTargets,
+    TargetLoss,
     TokenLoss,
     count_next_tokens,
     logits_of,
     loss_denominator,
     predict,
+    takes_targets,
 )
 
 __all__ = [
@@ -28,10 +31,13 @@ __all__ = [
     "LossSettings",
     "MeanLoss",
     "ModelLoss",
+    "OnTargets",
     "OutputMeanLoss",
     "RegressionLoss",
+    "TargetLoss",
     "TokenLoss",
     "check_loss",
+    "check_takes_targets",
     "count_next_tokens",
     "ignored_like",
     "is_ignored",
@@ -39,4 +45,5 @@ __all__ = [
     "loss_denominator",
     "loss_of",
     "predict",
+    "takes_targets",
 ]

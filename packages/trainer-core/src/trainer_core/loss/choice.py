@@ -6,10 +6,12 @@ from typing import Protocol
 
 from torch import nn
 
+from dist_env import ParallelLayout
+
 from ..errors import ConfigurationError
 from .fused import FusedLinearCrossEntropy
-from .head import FusedLossFactory, HiddenStatesLoss, bare, output_head
-from .token_loss import CausalLMLoss, TokenLoss
+from .head import FusedLossFactory, bare, hidden_states_loss, output_head
+from .token_loss import CausalLMLoss, TokenLoss, takes_targets
 
 
 class LossSettings(Protocol):
@@ -61,6 +63,22 @@ def check_loss(args: LossSettings, given: object, fused_factory: object = None) 
     _refuse_settings(args, "compute_loss_func")
 
 
+def check_takes_targets(loss: TokenLoss, layout: ParallelLayout) -> None:
+    """Refuse a loss that needs whole rows of labels where rows are cut.
+
+    Raises:
+        ConfigurationError: Naming the loss and the layout.
+    """
+    if layout.context > 1 and not takes_targets(loss):
+        raise ConfigurationError(
+            "compute_loss_func",
+            type(loss).__name__,
+            f"is given labels as the data has them, and {layout} cuts each row into parts, between which it "
+            "would lose targets",
+            "give it make_targets(labels) and on_targets(predictions, targets), or train without cp",
+        )
+
+
 def _refuse_settings(args: LossSettings, beside: str) -> None:
     defaults: dict[str, object] = {"label_smoothing": 0.0, "z_loss": 0.0, "fused_loss": "no"}
     for name, default in defaults.items():
@@ -97,7 +115,7 @@ def loss_of(
     if given is not None:
         return given
     if fused_factory is not None:
-        return HiddenStatesLoss(output_head(model), fused_factory)
+        return hidden_states_loss(output_head(model), fused_factory)
     _refuse_other_tasks(bare(model))
     if args.fused_loss == "no":
         return CausalLMLoss(label_smoothing=args.label_smoothing, z_loss=args.z_loss)

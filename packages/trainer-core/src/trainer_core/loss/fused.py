@@ -317,6 +317,18 @@ class FusedLinearCrossEntropy:
         check_next_token_labels(labels)
         return count_next_tokens(labels)
 
+    def make_targets(self, labels: Tensor) -> Tensor:
+        """The next token of each position: int64 [batch, sequence]; the last of a row is -100.
+
+        Args:
+            labels: Integers [batch, sequence], not shifted.
+
+        Raises:
+            ConfigurationError: If the labels are something else.
+        """
+        check_next_token_labels(labels)
+        return next_tokens(labels)
+
     def predict(self, model: nn.Module, inputs: Mapping[str, object], labels: Tensor) -> HiddenStates:
         """Run a model up to its output head.
 
@@ -344,6 +356,21 @@ class FusedLinearCrossEntropy:
         Raises:
             ConfigurationError: If these are no hidden states for the head and the labels.
         """
+        return self.on_targets(predictions, self.make_targets(labels))
+
+    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+        """Sum of the losses over what `make_targets` made, or any part of it.
+
+        Args:
+            predictions: As for a call.
+            targets: int64 [batch, sequence]; nothing is shifted.
+
+        Returns:
+            float32 scalar.
+
+        Raises:
+            ConfigurationError: If these are no hidden states for the head and the targets.
+        """
         if isinstance(predictions, Tensor):
             predictions = HiddenStates(predictions, _autocast_dtype(predictions))
         if not isinstance(predictions, HiddenStates):
@@ -358,19 +385,18 @@ class FusedLinearCrossEntropy:
             hidden = whole(hidden, None)  # a DTensor here is data that all ranks of its mesh share
         else:
             same_data = self.same_data
-        check_next_token_labels(labels)
-        self._check_shapes(hidden, labels)
+        self._check_shapes(hidden, targets)
         head, options = self.head, self._options_for(predictions.autocast_dtype or hidden.dtype)
         return BACKENDS[self._backend_for(options)](
             hidden.reshape(-1, hidden.shape[-1]),
             whole(head.weight, same_data),
             None if head.bias is None else whole(head.bias, same_data),
-            next_tokens(labels),
+            targets.reshape(-1),
             options,
         )
 
-    def _check_shapes(self, hidden: Tensor, labels: Tensor) -> None:
-        expected = (*labels.shape, self.head.in_features)
+    def _check_shapes(self, hidden: Tensor, targets: Tensor) -> None:
+        expected = (*targets.shape, self.head.in_features)
         if hidden.shape != expected:
             raise ConfigurationError(
                 "fused_loss",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError
 from ..model.meta_model import has_no_values
-from .token_loss import TokenLoss, logits_of, member
+from .token_loss import TargetLoss, TokenLoss, logits_of, member, takes_targets
 
 _LEAVE_OUT = "set fused_loss='no' for this model"
 
@@ -221,24 +221,12 @@ class HiddenStatesLoss:
 
     Args:
         head: The output head, a plain nn.Linear.
-        factory: Makes the loss from the head.
-
-    Raises:
-        ConfigurationError: If the head is no plain linear layer, or the factory gives no sum-and-count loss.
+        loss: The loss of what the head is given.
     """
 
-    def __init__(self, head: nn.Module, factory: FusedLossFactory) -> None:
-        checked = checked_head(head)
-        loss = factory(checked)
-        if not callable(loss) or not callable(getattr(loss, "count", None)):
-            raise ConfigurationError(
-                "fused_loss_factory",
-                loss,
-                "must give a loss that returns a sum and tells how many positions count",
-                "return an object with __call__(hidden, labels) and count(labels)",
-            )
+    def __init__(self, head: nn.Linear, loss: TokenLoss) -> None:
         self.loss = loss
-        self._bypass = HeadBypass(checked)
+        self._bypass = HeadBypass(head)
 
     def count(self, labels: Tensor) -> Tensor:
         """Number of positions that count: int64 scalar."""
@@ -251,3 +239,39 @@ class HiddenStatesLoss:
     def __call__(self, predictions: object, labels: Tensor) -> Tensor:
         """Sum of the losses: float32 scalar."""
         return self.loss(predictions, labels)
+
+
+class HiddenStatesTargetLoss(HiddenStatesLoss):
+    """The same, of a loss that takes targets."""
+
+    loss: TargetLoss
+
+    def make_targets(self, labels: Tensor) -> Tensor:
+        """What the prediction at each place is held against, in the shape of the labels."""
+        return self.loss.make_targets(labels)
+
+    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+        """Sum of the losses: float32 scalar."""
+        return self.loss.on_targets(predictions, targets)
+
+
+def hidden_states_loss(head: nn.Module, factory: FusedLossFactory) -> HiddenStatesLoss:
+    """The loss that a factory makes from the output head, with the head's input in place of logits.
+
+    Args:
+        head: The output head, a plain nn.Linear.
+        factory: Makes the loss.
+
+    Raises:
+        ConfigurationError: If the head is no plain linear layer, or the factory gives no sum-and-count loss.
+    """
+    checked = checked_head(head)
+    loss = factory(checked)
+    if not callable(loss) or not callable(getattr(loss, "count", None)):
+        raise ConfigurationError(
+            "fused_loss_factory",
+            loss,
+            "must give a loss that returns a sum and tells how many positions count",
+            "return an object with __call__(hidden, labels) and count(labels)",
+        )
+    return (HiddenStatesTargetLoss if takes_targets(loss) else HiddenStatesLoss)(checked, loss)

@@ -72,6 +72,14 @@ class ClassificationLoss:
             return counts.sum()
         return weight[labels.where(counts, 0).long()].where(counts, 0).sum()
 
+    def make_targets(self, labels: Tensor) -> Tensor:
+        """The labels: each is held against the prediction at its place."""
+        return labels
+
+    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+        """Sum of the losses, as a call has it."""
+        return self(predictions, targets)
+
     def __call__(self, predictions: object, labels: Tensor) -> Tensor:
         """Sum of the losses.
 
@@ -162,6 +170,14 @@ class RegressionLoss:
         """
         _check_numbers(labels)
         return self._counts(labels).sum()
+
+    def make_targets(self, labels: Tensor) -> Tensor:
+        """The labels: each is held against the prediction at its place."""
+        return labels
+
+    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+        """Sum of the losses, as a call has it."""
+        return self(predictions, targets)
 
     def __call__(self, predictions: object, labels: Tensor) -> Tensor:
         """Sum of the losses.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Protocol, cast
+from typing import Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,58 @@ class TokenLoss(Protocol):
 
     def __call__(self, predictions: object, labels: Tensor) -> Tensor:
         """Sum of the losses of these positions: float32 scalar."""
+
+
+class TargetLoss(TokenLoss, Protocol):
+    """A loss that can be given targets in the place of labels, and so any part of a row.
+
+    A trainer makes targets once, from whole rows, before it cuts microbatches or sequences, and calls
+    `on_targets`; a method `predict` is then given targets, too. `count` is always given labels.
+    """
+
+    def make_targets(self, labels: Tensor) -> Tensor:
+        """What the prediction at each place is held against: in the shape of the labels, on their device."""
+
+    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+        """Sum of the losses, as `__call__` has it of labels: float32 scalar."""
+
+
+def takes_targets(loss: object) -> TypeGuard[TargetLoss]:
+    """Whether a loss declares that it can be given targets, and means it.
+
+    A class that inherits this, and has a `__call__` or `predict` of its own, is given labels.
+    """
+    if not (callable(getattr(loss, "make_targets", None)) and callable(getattr(loss, "on_targets", None))):
+        return False
+    classes = type(loss).__mro__
+
+    def depth(name: str) -> int:
+        return next((place for place, cls in enumerate(classes) if name in vars(cls)), len(classes))
+
+    return depth("on_targets") <= min(depth("__call__"), depth("predict"))
+
+
+class OnTargets:
+    """A loss that takes targets, as the trainer calls it: with targets, where others are given labels.
+
+    Args:
+        loss: The loss.
+    """
+
+    def __init__(self, loss: TargetLoss) -> None:
+        self.loss = loss
+
+    def count(self, labels: Tensor) -> Tensor:
+        """Number of positions that count, from labels."""
+        return self.loss.count(labels)
+
+    def predict(self, model: nn.Module, inputs: Mapping[str, object], labels: Tensor) -> object:
+        """Run a model for the loss; likewise with targets."""
+        return predict(self.loss, model, inputs, labels)
+
+    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+        """Sum of the losses of targets, which stand where labels do: float32 scalar."""
+        return self.loss.on_targets(predictions, labels)
 
 
 def loss_denominator(count: Tensor) -> Tensor:
@@ -111,9 +163,9 @@ def next_tokens(labels: Tensor) -> Tensor:
         labels: Integers [batch, sequence], not shifted.
 
     Returns:
-        int64 [batch * sequence].
+        int64 [batch, sequence].
     """
-    return torch.constant_pad_nd(labels[..., 1:].long(), (0, 1), IGNORE_INDEX).view(-1)
+    return torch.constant_pad_nd(labels[..., 1:].long(), (0, min(1, labels.shape[-1])), IGNORE_INDEX)
 
 
 Predict = Callable[[nn.Module, Mapping[str, object], Tensor], object]
@@ -234,6 +286,21 @@ class CausalLMLoss:
         check_next_token_labels(labels)
         return count_next_tokens(labels)
 
+    def make_targets(self, labels: Tensor) -> Tensor:
+        """The next token of each position.
+
+        Args:
+            labels: Integers [batch, sequence], not shifted.
+
+        Returns:
+            int64 [batch, sequence]; the last of a row is -100.
+
+        Raises:
+            ConfigurationError: If the labels are something else.
+        """
+        check_next_token_labels(labels)
+        return next_tokens(labels)
+
     def __call__(self, predictions: object, labels: Tensor) -> Tensor:
         """Sum of the losses.
 
@@ -249,10 +316,27 @@ class CausalLMLoss:
         """
         logits = logits_of(predictions)
         check_next_token_logits(logits, labels)
+        return self.on_targets(logits, next_tokens(labels))
+
+    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+        """Sum of the losses over what `make_targets` made, or any part of it.
+
+        Args:
+            predictions: As for a call.
+            targets: Integers [batch, sequence]; nothing is shifted.
+
+        Returns:
+            float32 scalar.
+
+        Raises:
+            ConfigurationError: If there are no logits, or not one prediction for each target.
+        """
+        logits = logits_of(predictions)
+        check_next_token_logits(logits, targets)
         logits = logits.view(-1, logits.shape[-1]) if logits.is_contiguous() else logits.flatten(0, -2)
         if logits.dtype is not torch.float32:
             logits = logits.float()
-        targets = next_tokens(labels)
+        targets = targets.reshape(-1)
         total = functional.cross_entropy(
             logits,
             targets,
