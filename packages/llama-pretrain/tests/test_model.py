@@ -60,7 +60,7 @@ def test_scores_depend_on_distances_alone(small_config: MakeConfig) -> None:
     rotary = model.model.rotary_emb
     generator = torch.Generator().manual_seed(2)
     query, key = torch.randn(2, 1, 1, 9, 10, generator=generator)
-    from llama_pretrain.model.rotary import apply_rotary
+    from llama_pretrain.model.llama import apply_rotary
 
     products = []
     for start in (0, 37):

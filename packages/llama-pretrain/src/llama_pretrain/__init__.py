@@ -6,11 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .model.cache import KVCache
     from .model.config import LlamaConfig
     from .model.generation import generate
     from .model.interchange import load_pretrained, save_pretrained
-    from .model.llama import Llama
+    from .model.llama import KVCache, Llama
     from .model.presets import preset, preset_names
     from .options import PretrainArguments
     from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -32,7 +31,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "KVCache": "model.cache",
+    "KVCache": "model.llama",
     "LlamaConfig": "model.config",
     "generate": "model.generation",
     "load_pretrained": "model.interchange",

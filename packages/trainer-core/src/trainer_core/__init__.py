@@ -25,7 +25,7 @@ from .callbacks import (
 from .checkpoint.output_dir import PREVIOUS, checkpoints_in, move_aside
 from .data.batch import Batch, labels_of, to_device
 from .data.loaders import EvalMetric
-from .distributed.clipping import clip_grad_norm_
+from .distributed.clipping import clip_grad_norm_, own_part
 from .distributed.executor import EagerExecutor, Executor, ForwardOutput, GradSync
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import (
@@ -77,7 +77,7 @@ from .model import (
     ordinary_tensors,
     prepare_model,
 )
-from .optimization import Multiopt, NonFiniteGradientError, build_optimizer, clip_grad_norm, own_part
+from .optimization import Multiopt, build_optimizer
 from .periodic import EXIT_RESUMABLE
 from .precision import (
     FP8_RECIPES,
@@ -91,6 +91,7 @@ from .precision import (
 from .precision.autocast import autocast
 from .state import StopCause, TrainerControl, TrainerState, TrainOutput
 from .trainer import Trainer
+from .update import NonFiniteGradientError
 
 __all__ = [
     "EVENTS",
@@ -163,7 +164,6 @@ __all__ = [
     "build_optimizer",
     "checkpoint_activations",
     "checkpoints_in",
-    "clip_grad_norm",
     "clip_grad_norm_",
     "compile_model",
     "construct_without_weights",
@@ -207,6 +207,7 @@ _REPLACED = {
     "SingleDevice": "Trainer without parallel=[...]; for hooks of a run see StepHooks",
     "DataParallel": "ModelTransform and Ranks",
     "Scored": "ForwardOutput",
+    "clip_grad_norm": "clip_grad_norm_",
     "DATA_PARALLEL": "the views of trainer.ranks.meshes, such as meshes.data",
 }
 

@@ -17,6 +17,7 @@ from .arguments import TrainingArguments
 from .build import build_model_and_loss, build_optimizer_of, build_scheduler, samples_per_step
 from .data.batch import Batch, Window, next_window, row_length
 from .data.loaders import train_loader
+from .distributed.clipping import own_part
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel, ModelTransform
 from .errors import ConfigurationError, DataError
@@ -25,7 +26,6 @@ from .loss import TokenLoss
 from .metrics.comm_bytes import Collective, CollectiveWatch
 from .metrics.throughput import FlopsAccount
 from .model import fake_tensors, ordinary_tensors, run_settings
-from .optimization import own_part
 from .periodic import set_length
 from .state import fresh_state
 from .update import Update, build_update

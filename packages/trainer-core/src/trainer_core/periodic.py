@@ -22,9 +22,9 @@ from .errors import ConfigurationError, DataError
 from .evaluation import evaluate
 from .metrics.log_window import plain_record, record_of
 from .metrics.memory import take_peak_memory
-from .optimization import NonFiniteGradientError
 from .run import Run
 from .state import StopCause, TrainerState
+from .update import NonFiniteGradientError
 
 logger = get_logger(__name__)
 

@@ -12,13 +12,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.checkpoint import checkpoint
 
 from checkpoint_core import OptimizerState
-from trainer_core import ConfigurationError
+from trainer_core import ConfigurationError, clip_grad_norm_
 from trainer_core.optimization import (
     Multiopt,
     OptimizerInBackward,
     ParameterGroups,
     build_adamw,
-    clip_grad_norm,
 )
 
 
@@ -41,7 +40,7 @@ def train(model, optimizer, scheduler, loss_of, steps, first=0):
             assert all(p.grad is None for p in model.parameters())
             norm = optimizer.take_norm()
         else:
-            norm = clip_grad_norm(model.parameters(), None)
+            norm = clip_grad_norm_(model.parameters(), None)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -10,12 +10,9 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer_core.optimization import (
-    Multiopt,
-    NonFiniteGuard,
-    OptimizerInBackward,
-    clip_grad_norm,
-)
+from trainer_core import clip_grad_norm_
+from trainer_core.optimization import Multiopt, OptimizerInBackward
+from trainer_core.update import NonFiniteGuard
 
 CPU = torch.device("cpu")
 BAD = {"nan": float("nan"), "inf": float("inf"), "minus inf": -float("inf")}
@@ -87,7 +84,7 @@ def one_step(model, guard, loss_of, step, bad=None, max_norm=1.0):
     loss_of(model, step).backward()
     if bad is not None:
         model.head.weight.grad[0, 0] = bad
-    norm = clip_grad_norm(model.parameters(), max_norm)
+    norm = clip_grad_norm_(model.parameters(), max_norm)
     guard.observe(norm)
     guard.step()
     return norm

@@ -38,7 +38,6 @@ from ..model import (
     ordinary_tensors,
     prepare_model,
 )
-from .executor import EagerExecutor
 from .ranks import Ranks
 from .transforms import BuiltModel, ModelTransform, copy_weights_of_rank_0, in_order
 
@@ -148,7 +147,7 @@ def build_model(
     active = [transform for transform in transforms if transform.is_active(ranks.layout)]
     if all(transform.keeps_parameters for transform in active):
         model = prepare_model(source, args, ranks.device, weights_follow=skip_init, recompute_fn=recompute_fn)
-        built = _begin(model, model, args, ranks)
+        built = BuiltModel(args, ranks, model, model)
         ranks.check_same_model(model)
         for transform in active:
             transform.apply(built)
@@ -160,7 +159,7 @@ def build_model(
     if values is None and ranks.meshes is not None and ranks.several:
         _copy_weights(model, ranks)
     counts_apart = any(transform.axis in _COUNTED for transform in active)
-    built = _begin(model, _meta_copy(model, args, recompute_fn) if counts_apart else model, args, ranks)
+    built = BuiltModel(args, ranks, model, _meta_copy(model, args, recompute_fn) if counts_apart else model)
     built.is_partial = True
     for transform in active:
         transform.before_conversion(built)
@@ -206,13 +205,6 @@ def compile_built(built: BuiltModel) -> None:
     if args.torch_compile and built.compiled_blocks is not None:
         args = replace(args, torch_compile_scope="blocks", transformer_layers_path=built.compiled_blocks)
     compile_model(built.model, args)
-
-
-def _begin(model: nn.Module, meta_model: nn.Module, args: TrainingArguments, ranks: Ranks) -> BuiltModel:
-    # Transforms choose how gradients are summed after this.
-    executor = EagerExecutor(model, args, ranks.device, lambda: built.grad_sync)
-    built = BuiltModel(args, ranks, model, meta_model, executor, [model])
-    return built
 
 
 def _copy_weights(model: nn.Module, ranks: Ranks) -> None:

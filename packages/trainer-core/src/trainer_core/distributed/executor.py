@@ -106,7 +106,7 @@ class EagerExecutor:
     ) -> None:
         self.model = model
         self._sync = sync
-        self._args = args
+        self._autocast = autocast(args, device.type)
         self._device = device
 
     def forward(self, batch: Batch, loss: TokenLoss) -> ForwardOutput:
@@ -137,6 +137,6 @@ class EagerExecutor:
         inputs = to_device(batch, self._device)
         labels = labels_of(inputs)
         del inputs["labels"]
-        with autocast(self._args, self._device.type):
+        with self._autocast:
             predictions = predict(loss, module, inputs, labels)
         return ForwardOutput(loss(predictions, labels), predictions)

@@ -23,7 +23,7 @@ from ..errors import ConfigurationError
 from ..generation import generators_of_rank_0, logits_of_one_rank
 from ..metrics.comm_bytes import Traffic
 from .clipping import clip_grad_norm_, own_part
-from .executor import Executor, GradSync
+from .executor import EagerExecutor, Executor, GradSync
 from .ranks import Ranks
 
 ORDER = ("pipeline", "expert", "tensor", "context", "shard", "replicate")
@@ -121,8 +121,8 @@ class BuiltModel:
     """The user's module; parameters of other stages are missing in it."""
     meta_model: nn.Module
     """The model with all its parameters, to count them; they may have no storage."""
-    executor: Executor
-    parts: list[nn.Module]
+    executor: Executor = field(init=False)
+    parts: list[nn.Module] = field(init=False)
     """What is called: the model, or the stages of this rank."""
     grad_sync: GradSync = field(default_factory=GradSync)
     hooks: list[StepHooks] = field(default_factory=list)
@@ -142,6 +142,11 @@ class BuiltModel:
     """Parameters whose gradient counts in the norm on another stage."""
     traffic: Traffic | None = None
     """What this rank has sent for training; None where nobody counts."""
+
+    def __post_init__(self) -> None:
+        # A transform may choose another way to sum gradients later.
+        self.executor = EagerExecutor(self.model, self.args, self.ranks.device, lambda: self.grad_sync)
+        self.parts = [self.model]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that the optimizer works on, under the model's own names."""

@@ -15,7 +15,7 @@ from dist_env import get_logger
 from ..errors import ConfigurationError
 from .chunked import LOGITS_AT_A_TIME, ChunkedOptions, chunked_linear_cross_entropy
 from .head import HeadBypass, checked_head
-from .token_loss import IGNORE_INDEX, check_next_token_labels, count_next_tokens, next_tokens
+from .token_loss import IGNORE_INDEX, NextTokenLoss
 
 
 def whole(weight: Tensor, same_data: Collection[str] | None = ()) -> Tensor:
@@ -249,7 +249,7 @@ class HiddenStates:
     autocast_dtype: torch.dtype | None
 
 
-class FusedLinearCrossEntropy:
+class FusedLinearCrossEntropy(NextTokenLoss):
     """Cross-entropy of the next token from hidden states, for large vocabularies.
 
     Same numbers as `CausalLMLoss` over the logits of the head, without the logits: their memory, tokens x
@@ -302,33 +302,6 @@ class FusedLinearCrossEntropy:
         self._bypass = HeadBypass(self.head)
         self._options: dict[torch.dtype, ChunkedOptions] = {}
 
-    def count(self, labels: Tensor) -> Tensor:
-        """Number of predicted positions.
-
-        Args:
-            labels: Integers [batch, sequence].
-
-        Returns:
-            int64 scalar.
-
-        Raises:
-            ConfigurationError: If the labels are something else.
-        """
-        check_next_token_labels(labels)
-        return count_next_tokens(labels)
-
-    def make_targets(self, labels: Tensor) -> Tensor:
-        """The next token of each position: int64 [batch, sequence]; the last of a row is -100.
-
-        Args:
-            labels: Integers [batch, sequence], not shifted.
-
-        Raises:
-            ConfigurationError: If the labels are something else.
-        """
-        check_next_token_labels(labels)
-        return next_tokens(labels)
-
     def predict(self, model: nn.Module, inputs: Mapping[str, object], labels: Tensor) -> HiddenStates:
         """Run a model up to its output head.
 
@@ -343,26 +316,11 @@ class FusedLinearCrossEntropy:
         values = self._bypass.hidden_states(model, inputs)
         return HiddenStates(values, _autocast_dtype(values))
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
-        """Sum of the losses.
-
-        Args:
-            predictions: What `predict` returned, or hidden states [batch, sequence, features].
-            labels: int64 [batch, sequence], not shifted.
-
-        Returns:
-            float32 scalar.
-
-        Raises:
-            ConfigurationError: If these are no hidden states for the head and the labels.
-        """
-        return self.on_targets(predictions, self.make_targets(labels))
-
     def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
         """Sum of the losses over what `make_targets` made, or any part of it.
 
         Args:
-            predictions: As for a call.
+            predictions: What `predict` returned, or hidden states [batch, sequence, features].
             targets: int64 [batch, sequence]; nothing is shifted.
 
         Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Protocol, TypeGuard, cast
@@ -256,20 +257,8 @@ def member(outputs: object, name: str) -> object:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
-class CausalLMLoss:
-    """Cross-entropy of the next token, in natural units (nats).
-
-    Labels are not shifted beforehand: position t of the logits is held against label t + 1, as in
-    Hugging Face models. Labels of -100 do not count.
-
-    Args:
-        label_smoothing: Share of the target mass spread evenly over the vocabulary, 0 to 1.
-        z_loss: Weight of the squared log-partition term of PaLM (Chowdhery et al. 2022, section 5).
-    """
-
-    def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
-        self.label_smoothing = label_smoothing
-        self.z_loss = z_loss
+class NextTokenLoss(ABC):
+    """What losses of the next token share: they count and shift labels, and see targets only."""
 
     def count(self, labels: Tensor) -> Tensor:
         """Number of predicted positions.
@@ -301,28 +290,46 @@ class CausalLMLoss:
         check_next_token_labels(labels)
         return next_tokens(labels)
 
+    @abstractmethod
+    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+        """Sum of the losses over what `make_targets` made, or any part of it: float32 scalar."""
+
     def __call__(self, predictions: object, labels: Tensor) -> Tensor:
         """Sum of the losses.
 
         Args:
-            predictions: Logits, floating [batch, sequence, vocabulary], or a model output that has them.
+            predictions: As for `on_targets`.
             labels: Integers [batch, sequence], not shifted.
 
         Returns:
             float32 scalar.
 
         Raises:
-            ConfigurationError: If there are no logits, or not one prediction for each label.
+            ConfigurationError: If predictions and labels do not belong together.
         """
-        logits = logits_of(predictions)
-        check_next_token_logits(logits, labels)
-        return self.on_targets(logits, next_tokens(labels))
+        return self.on_targets(predictions, self.make_targets(labels))
+
+
+class CausalLMLoss(NextTokenLoss):
+    """Cross-entropy of the next token, in natural units (nats).
+
+    Labels are not shifted beforehand: position t of the logits is held against label t + 1, as in
+    Hugging Face models. Labels of -100 do not count.
+
+    Args:
+        label_smoothing: Share of the target mass spread evenly over the vocabulary, 0 to 1.
+        z_loss: Weight of the squared log-partition term of PaLM (Chowdhery et al. 2022, section 5).
+    """
+
+    def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
 
     def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
         """Sum of the losses over what `make_targets` made, or any part of it.
 
         Args:
-            predictions: As for a call.
+            predictions: Logits, floating [batch, sequence, vocabulary], or a model output that has them.
             targets: Integers [batch, sequence]; nothing is shifted.
 
         Returns:

@@ -143,6 +143,7 @@ class FlopsAccount:
         self._args = args
         self._flops: ModelFlops | None = None
         self._known: dict[int, FlopsPerToken | None] = {}
+        self._totals: dict[int, float] = {}
         self._counted: CountedFlops | None = None
         self._is_counted = False
         self._peak: float | None = None
@@ -154,10 +155,10 @@ class FlopsAccount:
 
     def per_token(self, length: int) -> float:
         """Model FLOPs per token of rows of this length; 0 if they cannot be told."""
-        if length not in self._known:
-            self._known[length] = self._per_token(length)
-        flops = self._known[length]
-        return 0.0 if flops is None else flops.total
+        if length not in self._totals:
+            flops = self._known[length] = self._per_token(length)
+            self._totals[length] = 0.0 if flops is None else flops.total
+        return self._totals[length]
 
     def recomputed(self, tokens: Mapping[int, int]) -> float | None:
         """FLOPs that are done for the second time; None if that is not known.

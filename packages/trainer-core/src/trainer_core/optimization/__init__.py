@@ -1,13 +1,5 @@
 """Optimizers, their parameter groups, and learning-rate schedules."""
 
-from ..distributed.clipping import own_part
-from .gradients import (
-    NonFiniteGradientError,
-    NonFiniteGuard,
-    NonFinitePolicy,
-    NonFiniteReport,
-    clip_grad_norm,
-)
 from .groups import OptimizerGroups, ParameterGroups, build_optimizer, optimizer_table
 from .optimizers import (
     Multiopt,
@@ -24,10 +16,6 @@ __all__ = [
     "FactorSchedule",
     "Multiopt",
     "NamedParameters",
-    "NonFiniteGradientError",
-    "NonFiniteGuard",
-    "NonFinitePolicy",
-    "NonFiniteReport",
     "OptimizerFacade",
     "OptimizerFactory",
     "OptimizerGroups",
@@ -38,8 +26,6 @@ __all__ = [
     "build_adamw",
     "build_optimizer",
     "build_schedule",
-    "clip_grad_norm",
-    "own_part",
     "decay_exemptions",
     "is_callback",
     "optimizer_table",
