@@ -94,6 +94,7 @@ class TrainingLoop:
         while not (ended or self._run_is_over()):
             with run.meter.measure("data"):
                 window = next_window(batches, run.args.gradient_accumulation_steps, run.loss)
+                run.ranks.share_generator()
             if window is not None:
                 run.state.epoch_data_ended = len(window.batches) < run.args.gradient_accumulation_steps
                 self._train_step(window)

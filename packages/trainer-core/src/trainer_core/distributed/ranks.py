@@ -193,6 +193,19 @@ class Ranks:
         gathered = self._hosts.sum(places)
         return [gathered[rank * size : (rank + 1) * size] for rank in ranks]
 
+    def share_generator(self) -> None:
+        """Give ranks that divide tensors the generator of the host that their first one has; collective.
+
+        Only one rank reads the data, so a collator that draws random numbers moves the generator of that rank
+        alone. What the ranks do not divide, such as a mask of dropout, each of them computes, and it has to be
+        equal. On an accelerator the model draws from the generator of the device, which no data moves.
+        """
+        if self.meshes is None or self.layout.tensor == 1 or self.device.type != "cpu":
+            return
+        state = torch.get_rng_state()
+        dist.broadcast(state, group=self.meshes.tensor.get_group(), group_src=0)
+        torch.set_rng_state(state)
+
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether any rank has raised it; asked by the hosts, which wait for no device."""
         return list(flags) if self._hosts is None else [total > 0 for total in self._hosts.sum(flags)]

@@ -45,6 +45,12 @@ class Divided(ModelTransform):
             )
 
 
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Draws random numbers, as one does that masks or crops; only the rank that reads the data calls it."""
+    torch.rand(3)
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
 def main() -> None:
     rows = [{"input_ids": row, "labels": row} for row in torch.arange(32 * 6).view(32, 6) % 7]
     args = DataParallelArguments(
@@ -57,7 +63,9 @@ def main() -> None:
         max_steps=3,
         save_strategy="no",
     )
-    trainer = Trainer(args, parallel=[Divided()], model_init=Model, train_dataset=rows, callbacks=[])
+    trainer = Trainer(
+        args, parallel=[Divided()], model_init=Model, train_dataset=rows, data_collator=collate, callbacks=[]
+    )
     trainer.train()
     model = trainer.model
     torch.rand(RANK + 1)  # as where only one rank reads data
