@@ -27,6 +27,7 @@ from trainer_core import (
     Trainer,
     TrainingArguments,
 )
+from trainer_core.distributed.build import meta_copy
 
 
 class Model(nn.Module):
@@ -281,3 +282,18 @@ def test_transforms_are_a_list_also_a_single_one(tmp_path: Path) -> None:
         ConfigurationError, match=r"parallel=.*is no list of transforms; write parallel=\[\.\.\.\]"
     ):
         trainer_of(arguments(tmp_path), parallel=ReplicateGradients())
+
+
+class Tied(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(4, 7, bias=False)
+        self.again.weight = self.head.weight
+
+
+def test_the_copy_that_is_counted_has_tied_weights_once(tmp_path: Path) -> None:
+    model = Tied()
+    copied = meta_copy(model, arguments(tmp_path))
+    assert [p.shape for p in copied.parameters()] == [p.shape for p in model.parameters()]
+    assert all(p.is_meta for p in copied.parameters())
+    assert not any(p.is_meta for p in model.parameters())

@@ -159,7 +159,7 @@ def build_model(
     if values is None and ranks.meshes is not None and ranks.several:
         _copy_weights(model, ranks)
     counts_apart = any(transform.axis in _COUNTED for transform in active)
-    built = BuiltModel(args, ranks, model, _meta_copy(model, args, recompute_fn) if counts_apart else model)
+    built = BuiltModel(args, ranks, model, meta_copy(model, args, recompute_fn) if counts_apart else model)
     built.is_partial = True
     for transform in active:
         transform.before_conversion(built)
@@ -214,17 +214,22 @@ def _copy_weights(model: nn.Module, ranks: Ranks) -> None:
     copy_weights_of_rank_0(model, dist.group.WORLD)
 
 
-def _meta_copy(model: nn.Module, args: TrainingArguments, recompute_fn: RecomputeFn | None) -> nn.Module:
+def meta_copy(
+    model: nn.Module, args: TrainingArguments, recompute_fn: RecomputeFn | None = None
+) -> nn.Module:
+    """A copy of a model without storage, to count what it has and computes; blocks recompute in it too."""
     with ordinary_tensors():
         copied = copy.deepcopy(model)
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
     for module in copied.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
-                module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to("meta")
-    # It is counted: what is recomputed must be recomputed in it too.
     checkpoint_activations(copied, args, recompute_fn)
     return copied
 

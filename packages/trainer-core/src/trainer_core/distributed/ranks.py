@@ -197,8 +197,8 @@ class Ranks:
         """Give ranks that divide tensors the generator of the host that their first one has; collective.
 
         Only one rank reads the data, so a collator that draws random numbers moves the generator of that rank
-        alone. What the ranks do not divide, such as a mask of dropout, each of them computes, and it has to be
-        equal. On an accelerator the model draws from the generator of the device, which no data moves.
+        alone. What the ranks do not divide, such as a mask of dropout, each of them computes, and it has to
+        be equal. On an accelerator the model draws from the generator of the device, which no data moves.
         """
         if self.meshes is None or self.layout.tensor == 1 or self.device.type != "cpu":
             return
