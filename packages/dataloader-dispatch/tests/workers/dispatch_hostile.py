@@ -51,6 +51,7 @@ PICKLED = b"x" + struct.pack("<I", 6) + b"pickle" + encode_value(BOMB)
 BATCH = message(Kind.BATCH, description(encode_value([(torch.uint8, 2**40)]), encode_value(0)), 64)
 CASES = {
     "a pickle": message(Kind.BATCH, BOMB, 64),
+    "a pickle as a structure": message(Kind.BATCH, description(NO_TENSORS, BOMB), 64),
     "a pickle in a structure": message(Kind.BATCH, description(NO_TENSORS, PICKLED), 64),
     "a pickle as specs": message(Kind.BATCH, description(BOMB, encode_value(0)), 64),
     "a pickled failure": message(Kind.FAILURE, b"", len(BOMB), rest=BOMB),
