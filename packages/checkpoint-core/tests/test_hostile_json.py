@@ -32,6 +32,7 @@ from checkpoint_core.cli import main
 from checkpoint_core.directory.manifest import _digest, read_manifest
 from checkpoint_core.state.receive import StoredState, decode
 from checkpoint_core.storage.files import MAX_NESTING, checksum_file, read_json
+from checkpoint_core.storage.layout import read_layout
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 COUNT = 15
@@ -250,6 +251,27 @@ def test_fields_of_the_manifest(saved: Path, tmp_path: Path, case: str) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "checksum": _digest(manifest)}))
     with pytest.raises(CheckpointError, match=rf"manifest\.json is malformed \({re.escape(part)}"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "part"),
+    [
+        ("shape", [2.0], "shape of a is not a list of integers"),
+        ("shape", [True, 2], "shape of a is not a list of integers"),
+        ("shape", 2, "shape of a is not a list of integers"),
+        ("data_offsets", [0, 8.0], "data_offsets of a is not a list of integers"),
+        ("data_offsets", [False, 8], "data_offsets of a is not a list of integers"),
+        ("dtype", ["F32"], "dtype of a is not text"),
+    ],
+)
+def test_fields_of_the_header_of_tensors(tmp_path: Path, field: str, value: object, part: str) -> None:
+    """Python takes some of them for the number that belongs there."""
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], field: value}
+    header = json.dumps({"a": entry}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match=re.escape(part)):
+        read_layout(path)
 
 
 @pytest.mark.parametrize(
