@@ -41,7 +41,16 @@ def test_malformed_state_changes_no_generator() -> None:
     now = RNGState().state_dict()
     expected = draw()
     RNGState().load_state_dict(now)
-    for key, value in (("python", (1, 2, 3)), ("torch", torch.zeros(3)), ("numpy", {"bit_generator": "x"})):
+    version, (_, *words), spare = random.getstate()
+    wrong: list[tuple[str, object]] = [
+        ("python", (1, 2, 3)),
+        ("python", ()),
+        ("python", (version, (-1, *words), spare)),
+        ("torch", torch.zeros(3)),
+        ("numpy", {"bit_generator": "x"}),
+        ("numpy", 0),
+    ]
+    for key, value in wrong:
         with pytest.raises(CheckpointError, match="generator state is malformed"):
             RNGState().load_state_dict({**state, key: value})
     with pytest.raises(CheckpointError, match="malformed"):
