@@ -151,6 +151,32 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(work: Path) -> None:
     assert {path.name.partition("_")[0] for path in (work / "temporary").iterdir()} <= {"torchinductor"}
 
 
+def is_alive(pid: int) -> bool:
+    """Not a zombie either, which nobody may have asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_ranks_that_can_do_nothing_themselves_end_with_a_launcher_that_is_killed(work: Path) -> None:
+    process = start(work, "run", "--mesh", "dp=2", steps=100_000)
+    wait_for(lambda: is_rank(0, process.pid) and is_rank(1, process.pid), process)
+    ranks = [process_of_rank(rank, process.pid) for rank in (0, 1)]
+    # Each asks to die with the launcher before it runs the program, with Python's site-packages.
+    wait_for(lambda: all(b"-S" not in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in ranks), process)
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    deadline = time.monotonic() + 2 + SLOW_MACHINE_S
+    while (left := [pid for pid in ranks if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    assert left == []
+
+
 def test_a_signal_that_comes_again_stops_at_once(work: Path) -> None:
     process = start(work, "run", "--mesh", "dp=2", steps=100_000)
     wait_for_a_step(process, work / "run" / "trainer_logs.json")
