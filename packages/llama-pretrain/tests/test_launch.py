@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,26 @@ def test_a_disk_that_fills_up_is_no_wrong_input_and_is_named_last(work: Path) ->
     # Rank 1 repeats it, in a sentence on rank 0, before or after.
     assert err.splitlines()[-1].startswith("llama-pretrain: error: [rank 0] [Errno 27] File too large: ")
     assert "SIGTERM" not in err
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses that a process listens on, as digits of the kernel."""
+    own = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            own.add(str(path.readlink()))
+    tables = (Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [row.split() for table in tables for row in table.splitlines()]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
+def test_the_store_of_the_launcher_is_reached_from_this_machine_only(work: Path) -> None:
+    process = start(work, "run", "--mesh", "dp=2", steps=100_000)
+    wait_for(lambda: is_rank(1, process.pid), process)
+    found = listening(process.pid)
+    process.kill()
+    process.communicate()
+    assert found == {"0100007F"}
 
 
 def test_wrong_input_is_told_in_one_line_before_anything_starts(work: Path) -> None:
