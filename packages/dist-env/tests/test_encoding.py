@@ -263,6 +263,20 @@ class Bomb:
         return pytest.fail, ("code of the bytes ran",)
 
 
+class Loud(Point):
+    """Making one as its class does would show."""
+
+    def __new__(cls, *items: object) -> Loud:
+        pytest.fail("code of the class ran")
+
+
+def test_a_class_that_a_stranger_names_runs_no_code() -> None:
+    named = b"n" + b"s".join(struct.pack("<I", len(text)) + text.encode() for text in (__name__, "Loud"))
+    made = decode_value(named + encode_value(("x", "y")) + encode_value(1) + encode_value(2))
+    assert type(made) is Loud
+    assert (made.x, made.y) == (1, 2)
+
+
 U = struct.Struct("<I").pack
 HOSTILE = {
     "nothing": b"",
