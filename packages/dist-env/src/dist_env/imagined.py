@@ -15,7 +15,11 @@ from dist_env.interface import IMAGINED, DistributedEnvInterface, StaticDistribu
 
 @contextmanager
 def imagined_job(
-    world_size: int, *, local_world_size: int | None = None, rank: int = 0
+    world_size: int,
+    *,
+    local_world_size: int | None = None,
+    rank: int = 0,
+    process_group: bool | None = None,
 ) -> Iterator[DistributedEnvInterface]:
     """A context in which this process is one rank of a job whose other ranks are imagined.
 
@@ -24,9 +28,10 @@ def imagined_job(
     does as if the others had the same to say. It computes on the CPU.
 
     Args:
-        world_size: Number of ranks, this one included; one rank gets no process group.
+        world_size: Number of ranks, this one included.
         local_world_size: Ranks on this host; all of them by default.
         rank: This one.
+        process_group: Whether there is a process group; by default if there are several ranks.
 
     Yields:
         The environment of the rank.
@@ -35,14 +40,15 @@ def imagined_job(
         DistributedEnvironmentError: There is a process group already, or the numbers contradict one another.
     """
     on_a_host = local_world_size or world_size
+    has_group = world_size > 1 if process_group is None else process_group
     env = StaticDistributedEnvironment(
         rank=rank,
         local_rank=rank % on_a_host,
         world_size=world_size,
         local_world_size=on_a_host,
-        backend=IMAGINED if world_size > 1 else None,
+        backend=IMAGINED if has_group else None,
     )
-    if world_size == 1:
+    if not has_group:
         yield env
         return
     if not dist.is_available():

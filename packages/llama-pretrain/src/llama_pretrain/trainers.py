@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import TypeVar
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from typing import Self, TypeVar
 
 from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments, suggest
@@ -46,6 +46,11 @@ class ShardedPipelineArguments(PipelineTrainingArguments):
             raise ConfigurationError(
                 "fsdp2.replicas", self.fsdp2.replicas, "has no effect in a pipeline", "set dp in mesh"
             )
+
+    def for_planning(self, batch_size: int) -> Self:
+        """The settings of a run that takes as much memory, without an accelerator; of FP8 it takes bf16's."""
+        plain = replace(self, fsdp2=replace(self.fsdp2, fp8_all_gather=False))
+        return super(ShardedPipelineArguments, plain).for_planning(batch_size)
 
 
 def arguments_class(name: str, *, shards_stages: bool) -> type[TrainingArguments]:

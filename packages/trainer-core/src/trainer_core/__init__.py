@@ -59,7 +59,7 @@ from .loss import (
     predict,
 )
 from .metrics.comm_bytes import Collective, Traffic
-from .metrics.memory import MARGIN_STANDS_FOR, LiveBytes, PlannedBatch, attention_of_gpus, margin_of
+from .metrics.memory import RankMemory
 from .model import (
     InitialValues,
     ModelInit,
@@ -79,6 +79,7 @@ from .model import (
 )
 from .optimization import Multiopt, build_optimizer
 from .periodic import EXIT_RESUMABLE
+from .planning import Plan, margin_of, plan
 from .precision import (
     FP8_RECIPES,
     QAT_RECIPES,
@@ -97,7 +98,6 @@ __all__ = [
     "EVENTS",
     "EXIT_RESUMABLE",
     "FP8_RECIPES",
-    "MARGIN_STANDS_FOR",
     "PREVIOUS",
     "QAT_RECIPES",
     "BaseTrainingArguments",
@@ -124,7 +124,6 @@ __all__ = [
     "GradientStatistics",
     "InfoCallback",
     "InitialValues",
-    "LiveBytes",
     "MLflowCallback",
     "MeanLoss",
     "MemorySnapshotCallback",
@@ -136,8 +135,9 @@ __all__ = [
     "Multiopt",
     "NonFiniteGradientError",
     "OutputMeanLoss",
-    "PlannedBatch",
+    "Plan",
     "ProfilerCallback",
+    "RankMemory",
     "Ranks",
     "RegressionLoss",
     "ReplicateGradients",
@@ -159,7 +159,6 @@ __all__ = [
     "WandbCallback",
     "add_up_gradients",
     "arguments_from_dict",
-    "attention_of_gpus",
     "autocast",
     "build_optimizer",
     "checkpoint_activations",
@@ -193,6 +192,7 @@ __all__ = [
     "no_dry_run",
     "ordinary_tensors",
     "own_part",
+    "plan",
     "predict",
     "prepare_model",
     "prepare_qat",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dist_env import StaticDistributedEnvironment
@@ -24,11 +24,23 @@ from .errors import ConfigurationError, DataError
 from .inputs import TrainerInputs
 from .loss import TokenLoss
 from .metrics.comm_bytes import Collective, CollectiveWatch
+from .metrics.memory import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    REDUCED,
+    LiveBytes,
+    RankMemory,
+    attention_of_gpus,
+)
 from .metrics.throughput import FlopsAccount
 from .model import fake_tensors, ordinary_tensors, run_settings
 from .periodic import set_length
 from .state import fresh_state
 from .update import Update, build_update
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +57,10 @@ class DryRun:
     """What it holds of the optimizer's state."""
     optimizer_name: str
     """Class of the optimizer."""
+    per_rank_state: tuple[int, ...]
+    """Parameters, gradients and optimizer state of each of the ranks that share the weights of this one."""
+    memory: RankMemory | None
+    """What a step takes of memory; None on an accelerator, where not all of it is seen."""
     rows: int
     """Examples of one optimizer step, over all ranks."""
     row_length: int
@@ -65,7 +81,13 @@ class DryRun:
 
 
 def dry_run(
-    args: TrainingArguments, ranks: Ranks, transforms: Sequence[ModelTransform], parts: TrainerInputs
+    args: TrainingArguments,
+    ranks: Ranks,
+    transforms: Sequence[ModelTransform],
+    parts: TrainerInputs,
+    *,
+    passes: bool = True,
+    memory_only: bool = False,
 ) -> DryRun:
     """Build model and optimizer of this rank, and make an optimizer step on its own first batches.
 
@@ -74,6 +96,10 @@ def dry_run(
         ranks: The ranks.
         transforms: How they use the model, in order; checked already.
         parts: What the user gave.
+        passes: Whether to make the forward and backward passes; without them the optimizer is stepped with
+            gradients out of nowhere, which is enough to know the state.
+        memory_only: Whether to leave out what tells nothing of memory: FLOPs, clipping, and microbatches
+            behind the second where there is no pipeline, which find what the second one found.
 
     Raises:
         ConfigurationError: If a setting cannot be applied, as in training.
@@ -83,33 +109,62 @@ def dry_run(
         raise no_dry_run("mixed_precision", "fp16")
     for transform in transforms:
         transform.check_dry_run(args)
+    if memory_only and ranks.layout.pipeline == 1:
+        args = replace(args, gradient_accumulation_steps=min(2, args.gradient_accumulation_steps))
     state = fresh_state(args, ranks.env)
     alone = Ranks(StaticDistributedEnvironment(device=ranks.device))
     loader = train_loader(parts.train_data, args, alone, BatchPlacement(args, alone), parts.collator)
     set_length(state, args, loader)
     watch = CollectiveWatch()
     with fake_tensors(), _settings(args, ranks):
-        built, loss = build_model_and_loss(args, ranks, transforms, parts, skip_init=False)
+        source = getattr(parts.model, "__qualname__", type(parts.model).__name__)
+        with _needs_no_values("model", source, "be built"):
+            built, loss = build_model_and_loss(args, ranks, transforms, parts, skip_init=False)
         optimizer = build_optimizer_of(args, built, parts)
         scheduler = build_scheduler(args, optimizer, state, parts)
-        built.attach(optimizer)
+        own = map(own_part, [*built.model.parameters(), *built.model.buffers()])
+        live = LiveBytes(own, keeps_sends=built.keeps_sends)
+        with live:
+            built.attach(optimizer)  # which makes the buckets of DDP, and they stay
         update = build_update(args, built, optimizer, scaler=None)
         with ordinary_tensors():
             window = _first_window(loader, args, loss)
         built.zero_grad()
         built.begin(0)
-        with watch, _naming_the_model(built):
-            _make_step(built, loss, update, window)
+        if passes and ranks.layout.tensor * ranks.layout.context * ranks.layout.expert > 1:
+            # The first time DTensor finds the shapes of results on whole tensors, which would be counted.
+            with _needs_no_values("model", type(built.model).__name__):
+                _make_passes(built, loss, update, window, LiveBytes())
+            built.zero_grad()
+        with watch:
+            if passes:
+                with _needs_no_values("model", type(built.model).__name__):
+                    _make_passes(built, loss, update, window, live)
+            else:
+                for parameter in built.parameters:
+                    parameter.grad = torch.empty_like(parameter)
+            with _needs_no_values("optimizer_factory", type(optimizer).__name__, "step"):
+                if memory_only:
+                    _step_in_parts(built.parameters, optimizer)
+                else:
+                    update.grad_norm()
+                    update.step()
         if scheduler is not None:
             scheduler.step()
         held = _held(built, optimizer)
+        live.mark(map(own_part, held["gradients"]), GRADIENTS)
+        # That of steps which are made in the backward pass.
+        live.mark(map(own_part, held["optimizer"]), "optimizer")
     length = row_length(window.positions[0])
     rows = samples_per_step(args, ranks)
-    flops, executed = _flops(built, args, length, rows * length)
+    flops, executed = _flops(built, args, length, rows * length) if not memory_only else (None, None)
+    sizes = {name: sum(map(_bytes, tensors)) for name, tensors in held.items()}
     return DryRun(
         parameters=sum(parameter.numel() for parameter in built.meta_model.parameters()),
-        **held,
+        **sizes,
         optimizer_name=type(optimizer).__name__,
+        per_rank_state=_per_rank([tensor for tensors in held.values() for tensor in tensors]),
+        memory=_memory(built, live, sizes, passes=passes) if ranks.device.type == "cpu" else None,
         rows=rows,
         row_length=length,
         flops=flops,
@@ -139,18 +194,18 @@ def _settings(args: TrainingArguments, ranks: Ranks) -> Iterator[None]:
 
 
 @contextmanager
-def _naming_the_model(built: BuiltModel) -> Iterator[None]:
-    """A context in which it is the model's fault that something needs a value."""
+def _needs_no_values(setting: str, name: str, does: str = "run") -> Iterator[None]:
+    """A context in which it is the fault of what a setting names that something needs a value."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigurationError(
-            "model",
-            type(built.model).__name__,
-            f"cannot run on tensors without values ({type(error).__name__}: {error})",
-            "take what reads values, such as .item() or `if tensor:`, out of model and loss",
+            setting,
+            name,
+            f"cannot {does} on tensors without values ({type(error).__name__}: {error})",
+            "take what reads values, such as .item() or `if tensor:`, out of model, loss and optimizer",
         ) from error
 
 
@@ -162,29 +217,110 @@ def _first_window(loader: object, args: TrainingArguments, loss: TokenLoss) -> W
     return window
 
 
-def _make_step(built: BuiltModel, loss: TokenLoss, update: Update, window: Window) -> None:
+def _make_passes(built: BuiltModel, loss: TokenLoss, update: Update, window: Window, live: LiveBytes) -> None:
     """What the loop does in a step; gradients stay."""
     tokens = built.ranks.sum(window.target_tokens)
-    built.executor.forward_backward(
-        window.batches, loss, denominator=update.denominator(tokens), fire=lambda event: None
-    )
-    update.grad_norm()
-    update.step()
+    batches = [_without_values(batch) for batch in window.batches]
+    for tensor in filter(torch.is_tensor, batches[0].values()):
+        live.add(cast(Tensor, tensor))  # on the device there is one batch at a time
+    with live, attention_of_gpus(built.args):
+        built.executor.forward_backward(
+            batches, loss, denominator=update.denominator(tokens), fire=lambda event: None
+        )
 
 
-def _held(built: BuiltModel, optimizer: Optimizer) -> dict[str, int]:
-    parameters = [own_part(parameter) for parameter in built.model.parameters()]
-    gradients = [own_part(each.grad) for each in built.parameters if each.grad is not None]
-    states = [value for state in optimizer.state.values() for value in state.values()]
+_AT_ONCE = 32
+"""Parameters that are stepped together."""
+
+
+def _step_in_parts(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
+    """Step some parameters at a time: DTensor looks at each pair of tensors that are stepped together."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    for first in range(0, len(parameters), _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        for parameter, gradient in zip(parameters[part], gradients[part], strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        for parameter in parameters[part]:
+            parameter.grad = None
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _without_values(batch: Batch) -> dict[str, object]:
+    """A batch on fake tensors of its own, whose memory is theirs alone."""
     return {
-        "weights": _bytes(parameters),
-        "gradients": _bytes(gradients),
-        "optimizer": _bytes([own_part(value) for value in states if isinstance(value, Tensor)]),
+        name: torch.empty_like(value) if isinstance(value, Tensor) else value for name, value in batch.items()
     }
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _held(built: BuiltModel, optimizer: Optimizer) -> dict[str, list[Tensor]]:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "weights": list(built.model.parameters()),
+        "gradients": [each.grad for each in built.parameters if each.grad is not None],
+        "optimizer": [value for value in states if isinstance(value, Tensor)],
+    }
+
+
+def _bytes(tensor: Tensor) -> int:
+    return own_part(tensor).nbytes
+
+
+def _per_rank(held: Sequence[Tensor]) -> tuple[int, ...]:
+    """The bytes of these tensors on each of the ranks that share one copy of the weights, this one first."""
+    shared: dict[tuple[int, int, int], int] = {}  # of so many, by length and bytes of a row
+    ranks, equal = 1, 0
+    for tensor in held:
+        dims = [
+            (mesh_dim, placement.dim)
+            for mesh_dim, placement in enumerate(getattr(tensor, "placements", ()))
+            if placement.is_shard()
+        ]
+        if len(dims) != 1:
+            equal += _bytes(
+                tensor
+            )  # whole on each, or divided by several dimensions, which no plan looks into
+            continue
+        ((mesh_dim, dim),) = dims
+        of = cast("DTensor", tensor).device_mesh.size(mesh_dim)
+        ranks = max(ranks, of)
+        length = tensor.shape[dim]
+        row = tensor.numel() // max(length, 1) * tensor.element_size()
+        shared[of, length, row] = shared.get((of, length, row), 0) + 1
+    return tuple(
+        equal + sum(count * row * _rows(length, of, rank) for (of, length, row), count in shared.items())
+        for rank in range(ranks)
+    )
+
+
+def _rows(length: int, ranks: int, rank: int) -> int:
+    """Rows that a rank holds: those of `torch.chunk`, whose last ones get fewer or none."""
+    most = -(-length // ranks)
+    return max(0, min(most, length - rank * most))
+
+
+def _memory(built: BuiltModel, live: LiveBytes, held: dict[str, int], *, passes: bool) -> RankMemory:
+    """What the step took."""
+    on_host = built.weights_device is not None
+    kinds = (ACTIVATIONS, GATHERED, REDUCED, *(() if on_host else (GRADIENTS,)))
+    return RankMemory(
+        rank=built.ranks.coordinates["pipeline"],
+        stages=built.stages,
+        layers=built.layers,
+        parameters=held["weights"],
+        gradients=held["gradients"],
+        optimizer=held["optimizer"],
+        gathered=live.most((GATHERED,)),
+        reduced=live.most((REDUCED,)),
+        saved_activations=live.saved,
+        activations=live.most((ACTIVATIONS,)),
+        peak=live.most(kinds) if passes or on_host else held["gradients"],
+        on_host=sum(held.values()) if on_host else 0,
+        state_on_host=on_host,
+    )
 
 
 def _flops(

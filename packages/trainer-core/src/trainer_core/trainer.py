@@ -244,12 +244,17 @@ class Trainer:
             raise RuntimeError("an evaluation that nobody can stop was stopped")
         return metrics
 
-    def dry_run(self) -> DryRun:
+    def dry_run(self, *, passes: bool = True, memory_only: bool = False) -> DryRun:
         """Build this rank's part of the run and make a step, on tensors without values.
 
         It takes little memory and time, whatever the model, and shows what would be built, held and sent. In
         `dist_env.imagined_job` it does so for the first rank of a job of any size. It reads the first batches
         of the training data, and writes nothing. The trainer is of no use afterwards.
+
+        Args:
+            passes: Whether to make the forward and backward passes; without them only the state is known.
+            memory_only: Whether to leave out what tells nothing of memory: FLOPs, clipping, and microbatches
+                behind the second where there is no pipeline.
 
         Returns:
             What this rank would hold and do.
@@ -260,7 +265,14 @@ class Trainer:
         """
         if self._parts.train_data is None:
             raise DataError("dry_run() needs train_dataset; give one to the Trainer")
-        return dry_run(self.args, self.ranks, self.transforms, self._parts)
+        return dry_run(
+            self.args,
+            self.ranks,
+            self.transforms,
+            self._parts,
+            passes=passes,
+            memory_only=memory_only,
+        )
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write weights, config and processing class as a Hugging Face directory."""

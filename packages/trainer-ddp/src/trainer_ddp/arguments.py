@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from trainer_core import DataParallelArguments
 
@@ -102,3 +103,16 @@ class DDPTrainingArguments(DataParallelArguments):
         """
         super().check()
         check_beside(self, self)
+
+    def for_planning(self, batch_size: int) -> Self:
+        """The settings of a run that takes as much memory, where no step reads values.
+
+        Gradients that are rounded to 16 bits for each bucket, one after the other, take next to none.
+        """
+        ddp = replace(
+            self.ddp, find_unused_parameters=False, static_graph=False, skip_all_reduce_unused_params=False
+        )
+        rounded = self.compression.method in ("fp16", "bf16")
+        compression = CompressionArguments() if rounded else self.compression
+        plain = replace(self, ddp=ddp, compression=compression)
+        return super(DDPTrainingArguments, plain).for_planning(batch_size)

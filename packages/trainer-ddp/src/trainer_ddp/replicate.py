@@ -99,6 +99,15 @@ class Replicate(ReplicateGradients):
         if self._several:
             check_dry_run(self)
 
+    def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
+        """What the buckets take."""
+        if self.ddp.gradient_as_bucket_view or layout.pipeline > 1:
+            return ()
+        return (
+            "gradients under way are the buckets in which replicas sum them; ddp.gradient_as_bucket_view "
+            "does without",
+        )
+
     def apply(self, built: BuiltModel) -> None:
         """Have the gradients of the model, or of each stage, summed over its replicas."""
         ranks = built.ranks

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from dist_env import ParallelLayout, get_logger
 from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments
@@ -91,6 +92,11 @@ class FSDP2TrainingArguments(DataParallelArguments):
         layout = ParallelLayout(replicate=replicas, shard=world_size // replicas)
         logger.warning("fsdp2.replicas is deprecated: set mesh=%r", str(layout))
         return layout
+
+    def for_planning(self, batch_size: int) -> Self:
+        """The settings of a run that takes as much memory, without an accelerator; of FP8 it takes bf16's."""
+        plain = replace(self, fsdp2=replace(self.fsdp2, fp8_all_gather=False))
+        return super(FSDP2TrainingArguments, plain).for_planning(batch_size)
 
     @property
     def matmul_dtype(self) -> str:

@@ -95,6 +95,17 @@ class FullyShard(ModelTransform):
         if self._is_sharded:
             resharding(self.settings.reshard_after_forward, layout.shard * layout.context)
 
+    def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
+        """What sharding keeps whole."""
+        waits = args.gradient_accumulation_steps > 1 and not self.settings.reduce_each_microbatch
+        told = {
+            "mixed_precision keeps a cast of every weight from forward to backward, with the activations; "
+            "fsdp2.param_dtype='bfloat16' computes in bf16 without them": args.autocast_dtype is not None,
+            "gradient_accumulation_steps above 1 keeps whole gradients on every rank until the last "
+            "microbatch; fsdp2.reduce_each_microbatch adds them up at once": waits,
+        }
+        return [note for note, applies in told.items() if applies and self._shards(layout)]
+
     def before_conversion(self, built: BuiltModel) -> None:
         """FP8 layers whose weights are gathered in float8 are converted for it."""
         built.gathers_fp8 = self.settings.fp8_all_gather

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
+from dist_env import ParallelLayout
 from trainer_core import ConfigurationError
-from trainer_fsdp2 import FSDP2TrainingArguments, Mesh, Recommendation, plan, recommend
+from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, plan, recommend
 
 Settings = Callable[..., FSDP2TrainingArguments]
 Model = Callable[..., nn.Module]
@@ -55,8 +56,8 @@ def test_first_layout_that_fits_is_taken(recommended: Callable[..., Recommendati
 def test_recommended_settings_give_the_same_plan(
     recommended: Callable[..., Recommendation], tiny: Model
 ) -> None:
-    found = recommended(6.4, fused_loss="chunked")
-    assert found.plan.mesh == Mesh(16)
+    found = recommended(5.7, fused_loss="chunked")
+    assert found.plan.layout == ParallelLayout(shard=16)
     assert found.args.activation_checkpointing == "share"
     assert found.args.fused_loss == "chunked"
     model = lambda: tiny(width=4096, layers=3, frozen=False)  # noqa: E731
@@ -81,14 +82,14 @@ def test_one_node_needs_no_second_kind_of_sharding(recommended: Callable[..., Re
 
 
 def test_state_goes_to_the_host_only_if_gpus_are_too_few(recommended: Callable[..., Recommendation]) -> None:
-    short = recommended(4.5, gpus=8)
+    short = recommended(4, gpus=8)
     assert short.fits
     assert short.args.fsdp2.cpu_offload
     assert short.gpus_needed is not None
     assert f"or   {short.gpus_needed} GPUs, without state on the host" in str(short)
-    enough = recommended(4.5, gpus=short.gpus_needed)
+    enough = recommended(4, gpus=short.gpus_needed)
     assert not enough.args.fsdp2.cpu_offload
-    assert recommended(4.5, gpus=short.gpus_needed // 2).args.fsdp2.cpu_offload
+    assert recommended(4, gpus=short.gpus_needed // 2).args.fsdp2.cpu_offload
 
 
 def test_no_number_of_gpus_is_enough_for_too_long_a_sequence(

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Optimizer
 
+from dist_env import ParallelLayout
 from trainer_core import ConfigurationError
-from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, Mesh, plan
+from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, plan
 
 WORKERS = Path(__file__).parent / "workers"
+PEAKS = ("plain", "bf16", "accumulated", "stays gathered", "one unit", "recomputed")
+"""What the workers measure."""
 Settings = Callable[..., FSDP2TrainingArguments]
 Model = Callable[..., nn.Module]
 
@@ -35,7 +38,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     processes = [_start(rank, folder) for rank in range(2)]
     try:
-        told = [process.communicate(timeout=120)[1] for process in processes]
+        told = [process.communicate(timeout=300)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -47,7 +50,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_state_is_that_of_real_ranks(notes: list[dict[str, Any]], case: str) -> None:
     measured = [each[case]["measured"][:3] for each in notes]
     said = notes[0][case]["planned"]
-    assert said["per_rank"] == [sum(sizes) for sizes in measured]
+    assert said["per_rank_state"] == [sum(sizes) for sizes in measured]
     # Rank 0 is the fullest: 23 rows of vocabulary are 12 and 11, and parameters of one row are rank 0's.
     assert sum(measured[0]) > sum(measured[1])
     assert [said["parameters"], said["gradients"], said["optimizer"]] == measured[0]
@@ -56,8 +59,18 @@ def test_state_is_that_of_real_ranks(notes: list[dict[str, Any]], case: str) -> 
 @pytest.mark.parametrize("case", ["AdamW", "bf16"])
 def test_activations_are_those_of_sharded_layers(notes: list[dict[str, Any]], case: str) -> None:
     *_, saved = notes[0][case]["measured"]
-    labels_and_loss = 2 * 6 * 8 + 4
-    assert notes[0][case]["planned"]["saved_activations"] == saved + labels_and_loss
+    labels_and_scalars = 2 * 6 * 8 + 20
+    assert notes[0][case]["planned"]["saved_activations"] == saved + labels_and_scalars
+
+
+@pytest.mark.parametrize("case", PEAKS)
+def test_peak_is_that_of_the_allocator_of_real_ranks(notes: list[dict[str, Any]], case: str) -> None:
+    measured, planned = (notes[0]["peaks"][case][name] for name in ("measured", "planned"))
+    print(f"{case}: planned {planned:,}, measured {measured:,}")
+    # What kernels allocate inside themselves is not seen, which is more in bf16; nor is how long
+    # gloo, in threads of its own, holds on to gradients that have waited to be sent. The batch is counted.
+    least = {"bf16": 0.94, "accumulated": 0.88}.get(case, 0.99)
+    assert least * measured <= planned <= 1.01 * measured
 
 
 def _plan(model: Model, args: FSDP2TrainingArguments, world_size: int = 1, **more: Any) -> MemoryPlan:
@@ -74,22 +87,23 @@ def test_one_rank_holds_each_parameter_once(tiny: Model, settings: Settings) -> 
     assert found.parameters == 4 * (trained + frozen)
     assert found.gradients == 4 * trained
     assert found.optimizer == 8 * trained + 4 * count
-    assert (found.gathered, found.reduced, found.accumulated, found.on_host) == (0, 0, 0, 0)
-    assert found.total == found.state + found.activations + found.margin
+    assert (found.gathered, found.reduced, found.on_host) == (0, 0, 0)
+    assert found.peak >= max(found.gradients, found.activations)
+    assert found.total == found.parameters + found.optimizer + found.peak + found.margin
 
 
 def test_copies_share_like_a_single_copy(tiny: Model, settings: Settings) -> None:
     one, two = _plan(tiny, settings(), 2), _plan(tiny, settings(replicas=2), 4)
-    assert two.mesh == Mesh(2, 2)
-    assert two.per_rank == one.per_rank
+    assert two.layout == ParallelLayout(shard=2, replicate=2)
+    assert two.per_rank_state == one.per_rank_state
 
 
 def test_ranks_beyond_the_rows_hold_nothing(tiny: Model, settings: Settings) -> None:
     found = _plan(tiny, settings(), 97)
     scalars = 4 * sum(1 for p in tiny().parameters() if p.requires_grad)
     # The step count of each parameter is there, also for a shard without rows.
-    assert found.per_rank[-1] == scalars
-    assert found.per_rank[0] == max(found.per_rank)
+    assert found.per_rank_state[-1] == scalars
+    assert found.per_rank_state[0] == max(found.per_rank_state)
 
 
 def test_state_with_cpu_offload_is_on_the_host(tiny: Model, settings: Settings) -> None:
@@ -114,27 +128,34 @@ def _layer(width: int = 16) -> int:
 def test_gathered_weights_follow_the_settings(tiny: Model, settings: Settings) -> None:
     root, layer = 23 * 16 + 2 * 16, _layer()
     assert sum(p.numel() for p in tiny().parameters()) == root + 3 * layer
-    assert _plan(tiny, settings(), 2).gathered == 4 * (root + 2 * layer)
-    assert _plan(tiny, settings(param_dtype="bfloat16"), 2).gathered == 2 * (root + 2 * layer)
-    assert _plan(tiny, settings(prefetch_depth=7), 2).gathered == 4 * (root + 3 * layer)
-    assert _plan(tiny, settings(reshard_after_forward=False), 2).gathered == 4 * (root + 3 * layer)
-    assert _plan(tiny, settings(reshard_after_forward=2), 4).gathered == 4 * (root + 2 * layer) + 6 * layer
-    assert _plan(tiny, settings(shard_transformer_layers=False), 2).gathered == 4 * (root + 3 * layer)
-    mlp = settings(layer_classes=("LayerNorm",))
+
+    def layers(shards: int = 2, size: int = 4, **given: Any) -> float:
+        """Layers whose weights are there at a time, beside those of the root."""
+        return (_plan(tiny, settings(**given), shards).gathered / size - root) / layer
+
+    # A layer, the next one as it is received, and what the last one was received into. Shards are padded.
+    assert layers() == pytest.approx(3, rel=0.03)
+    assert layers(size=2, param_dtype="bfloat16") == pytest.approx(3, rel=0.03)
+    assert layers(prefetch_depth=7) > layers()
+    # All of them, and what the last one and the root were received into, or a layer of which more is kept.
+    assert layers(reshard_after_forward=False) > 4
+    assert layers(4) < layers(4, reshard_after_forward=2) < layers(4, reshard_after_forward=False)
+    assert layers(shard_transformer_layers=False) > 3
     with pytest.raises(ConfigurationError, match="layer_classes"):
         _plan(tiny, settings(layer_classes=("Blok",)), 2)
-    assert _plan(tiny, mlp, 2).gathered == 4 * (root + 3 * layer - 4 * 32 + 2 * 32)
 
 
 def test_travelling_and_waiting_gradients(tiny: Model, settings: Settings) -> None:
     root, layer = 23 * 16 + 16, _layer()  # the weight of the last norm is frozen
     plain = _plan(tiny, settings(), 2)
-    assert plain.reduced == 4 * (root + layer + layer)
-    assert plain.accumulated == 0
+    # Those of a layer as computed and as they travel, and those of the root.
+    assert plain.reduced == pytest.approx(4 * (2 * layer), rel=0.03)
     half = _plan(tiny, settings(param_dtype="bfloat16", gradient_accumulation_steps=4), 2)
-    assert half.reduced == 2 * (root + layer) + 4 * layer
-    assert half.accumulated == 4 * (root + 3 * layer)
+    # All of them wait for the last microbatch in the dtype that they travel in.
+    assert half.reduced == pytest.approx(4 * (root + 4 * layer), rel=0.1)
     assert any("gradient_accumulation_steps" in note for note in half.notes)
+    each = settings(gradient_accumulation_steps=4, reduce_each_microbatch=True)
+    assert _plan(tiny, each, 2).reduced == pytest.approx(plain.reduced, rel=0.1)
 
 
 def test_number_for_resharding_must_divide(tiny: Model, settings: Settings) -> None:
@@ -168,7 +189,7 @@ def _adafactor(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
 
 
 def test_optimizer_that_reads_values_is_named(tiny: Model, settings: Settings) -> None:
-    with pytest.raises(ConfigurationError, match=r"Adafactor.*cannot step on the meta device"):
+    with pytest.raises(ConfigurationError, match=r"Adafactor.*cannot step on tensors without values"):
         _plan(tiny, settings(), optimizer_factory=_adafactor)
 
 
@@ -178,7 +199,7 @@ def test_model_that_reads_values_while_built_is_named(settings: Settings) -> Non
         layer.bias.data.fill_(layer.weight.norm().item())
         return layer
 
-    with pytest.raises(ConfigurationError, match=r"model_init.*meta device \(RuntimeError: .*item"):
+    with pytest.raises(ConfigurationError, match=r"cannot be built on tensors without values \(.*item"):
         _plan(reads, settings())
 
 
@@ -190,6 +211,6 @@ def test_length_of_the_batch_is_needed(tiny: Model, settings: Settings) -> None:
 def test_whole_copies_are_those_of_one_rank_and_their_buckets(tiny: Model, settings: Settings) -> None:
     args = settings()
     one = plan(tiny, args, world_size=1, sequence_length=8)
-    copies = plan(tiny, args, world_size=Mesh(shards=1, replicas=64), sequence_length=8)
+    copies = plan(tiny, args, world_size=ParallelLayout(replicate=64), sequence_length=8)
     assert copies.state == one.state
     assert (one.reduced, copies.reduced) == (0, one.gradients)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dist_env import ParallelLayout
 from trainer_core import (
     BuiltModel,
     ConfigurationError,
@@ -99,6 +100,12 @@ class PipelineStages(ModelTransform):
         check_schedule(args, settings, kind, layout)
         stage_layout(settings, kind, layout.pipeline)
 
+    def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
+        """The schedule, which decides how many microbatches are under way."""
+        if layout.pipeline == 1:
+            return ()
+        return (f"{self._kind_of(args).name}, {self._settings_of(args).n_microbatches} microbatches",)
+
     def before_conversion(self, built: BuiltModel) -> None:
         """Refuse a model that has values: no rank may hold the whole of it.
 
@@ -146,8 +153,11 @@ class PipelineStages(ModelTransform):
             built, place, kind, settings.n_microbatches, own, channel, tied, self.activation_specs
         )
         built.parts = list(own.values())
+        built.stages = tuple(own)
+        built.keeps_sends = kind.several_stages  # such schedules do not wait for what they send
         built.has_loss = place.rank == layout.last_rank
         spans = tuple(stage.span for stage in blocks) if row else ()
+        built.layers = tuple((spans[number].start, spans[number].stop - 1) for number in own if spans)
         built.hooks.append(PipelineHooks(built, place, executor, channel, tied, spans))
         if row is not None:
             built.compiled_blocks = row.path

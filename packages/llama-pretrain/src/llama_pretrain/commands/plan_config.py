@@ -9,11 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from dist_env import ParallelLayout
-from trainer_core import ConfigurationError
-from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, Recommendation, plan, recommend
-from trainer_fsdp2 import Mesh as Ranks
-from trainer_pipeline import PipelinePlan, PipelineTrainingArguments
-from trainer_pipeline import plan as plan_pipeline
+from trainer_core import ConfigurationError, Plan, plan
+from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, recommend
 
 from ..mesh import parse_mesh
 from ..model.llama import Llama
@@ -21,7 +18,7 @@ from ..model_choice import model_config
 from ..options import PretrainArguments
 from ..targets import check_writable
 from ..tokenizer import load_tokenizer
-from ..trainers import ShardedPipelineArguments, trainer_arguments
+from ..trainers import TRAINERS, arguments_class, trainer_arguments
 from .plan import PlanArguments, quiet
 from .plan_report import Gpus, changed_options, launcher
 from .train_command_line import resolve
@@ -58,7 +55,13 @@ def show_plan(given: Mapping[str, object]) -> None:
     )
     model_init = partial(Llama, model_config(args, load_tokenizer(args.tokenizer)))
     with quiet():
-        planned = _plan(args, mesh, model_init)
+        planned = plan(
+            trainer_arguments(arguments_class(args.trainer, shards_stages=args.shards_stages), args),
+            model_init=model_init,
+            world_size=mesh.world_size,
+            sequence_length=args.sequence_length,
+            trainer=TRAINERS[args.trainer],
+        )
         verdict = _judge(planned.total, args, mesh, gpus, model_init)
     report = _Report(
         name=name,
@@ -100,34 +103,6 @@ def _refuse_unplannable(name: str, args: PretrainArguments) -> None:
             )
 
 
-def _plan(
-    args: PretrainArguments, mesh: ParallelLayout, model_init: partial[Llama]
-) -> MemoryPlan | PipelinePlan:
-    length = args.sequence_length
-    if args.trainer == "pipeline":
-        return plan_pipeline(
-            model_init,
-            trainer_arguments(
-                ShardedPipelineArguments if args.shards_stages else PipelineTrainingArguments, args
-            ),
-            world_size=mesh.world_size,
-            sequence_length=length,
-        )
-    # For the trainers that do not shard: those settings that all have.
-    settings = trainer_arguments(FSDP2TrainingArguments, args)
-    ranks = Ranks(mesh.shard, mesh.replicate)
-    planned = plan(model_init, settings, world_size=ranks, sequence_length=length)
-    return _without_buckets(planned, args)
-
-
-def _without_buckets(planned: MemoryPlan, args: PretrainArguments) -> MemoryPlan:
-    """The same plan where gradients are views of the buckets that the plan of whole copies counts."""
-    if args.trainer != "ddp" or not args.ddp.gradient_as_bucket_view:
-        return planned
-    notes = tuple(note for note in planned.notes if "gradient_as_bucket_view" not in note)
-    return replace(planned, reduced=0, notes=notes)
-
-
 @dataclass(frozen=True)
 class _Verdict:
     """Whether a plan fits, and if not, the layout that would; without one, why none was looked for."""
@@ -167,9 +142,8 @@ def _to_type(name: str, args: PretrainArguments, found: Recommendation | None, g
     """The same run in the layout that fits, its other settings as they are; None if there is none."""
     if found is None or not found.fits:
         return None
-    mesh = ParallelLayout(replicate=found.plan.mesh.replicas, shard=found.plan.mesh.shards)
     before = trainer_arguments(FSDP2TrainingArguments, args)
-    options = [f"--config {name}", f"--mesh {mesh}", *changed_options(found.args, before)]
+    options = [f"--config {name}", f"--mesh {found.plan.layout}", *changed_options(found.args, before)]
     return " ".join([launcher(gpus), *options])
 
 
@@ -181,7 +155,7 @@ class _Report:
     args: PretrainArguments
     mesh: ParallelLayout
     gpus: Gpus
-    planned: MemoryPlan | PipelinePlan
+    planned: Plan
     verdict: _Verdict
     to_type: str | None
     """The command for the layout that would fit."""

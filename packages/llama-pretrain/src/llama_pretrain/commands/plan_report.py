@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
-from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, Recommendation
+from trainer_core import Plan
+from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation
 
 from ..text_table import table
 
@@ -57,7 +58,7 @@ class Planned:
     """One model: what was asked about, and what is recommended."""
 
     name: str
-    asked: MemoryPlan | None
+    asked: Plan | None
     """Of one model only."""
     recommended: Recommendation
 
@@ -114,9 +115,9 @@ def command(model: str, found: Recommendation, gpus: Gpus) -> str:
         found: The recommendation.
         gpus: The job.
     """
-    mesh = found.plan.mesh
-    if mesh.replicas > 1 and mesh.shards > 1:
-        how = f"--mesh dp={mesh.replicas},shard={mesh.shards}"
+    layout = found.plan.layout
+    if layout.replicate > 1 and layout.shard > 1:
+        how = f"--mesh {layout}"
     else:
         how = f"--trainer {'ddp' if found.uses_ddp else 'fsdp2'}"
     batch = found.args.per_device_train_batch_size

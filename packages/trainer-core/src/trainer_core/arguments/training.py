@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from dist_env import DistributedEnvironmentError, ParallelLayout, get_logger
 
@@ -70,6 +71,26 @@ class TrainingArguments(BaseTrainingArguments):
         """
         super().check()
         check_training(self)
+
+    def for_planning(self, batch_size: int) -> Self:
+        """The settings of a run that takes as much memory, without an accelerator and its kernels.
+
+        Args:
+            batch_size: Examples of one rank at a time.
+        """
+        fp8 = {"fp8_recipe": None, "fp8_dim_alignment": 16, "fp8_exclude": (), "fp8_emulate": False}
+        return replace(
+            self,
+            use_cpu=True,
+            device=None,
+            mixed_precision="bf16" if self.mixed_precision == "fp16" else self.mixed_precision,
+            fused_loss="chunked" if self.fused_loss in ("liger", "cut") else self.fused_loss,
+            enable_activation_offloading=False,
+            gc_threshold=0.5,
+            per_device_train_batch_size=batch_size,
+            max_steps=max(self.max_steps, 1),
+            **(fp8 if self.fp8_recipe is not None else {}),  # type: ignore[arg-type]
+        )
 
     @property
     def recomputation(self) -> str:

@@ -63,6 +63,10 @@ class ModelTransform(Protocol):
         """
         return
 
+    def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
+        """What one should know about a plan of memory with it, as phrases for the table."""
+        return ()
+
     def before_conversion(self, built: BuiltModel) -> None:
         """Say how layers are to be converted, such as `built.gathers_fp8`."""
         return
@@ -142,6 +146,12 @@ class BuiltModel:
     """Parameters whose gradient counts in the norm on another stage."""
     traffic: Traffic | None = None
     """What this rank has sent for training; None where nobody counts."""
+    stages: tuple[int, ...] = (0,)
+    """Stages of the pipeline that this rank holds."""
+    layers: tuple[tuple[int, int], ...] = ()
+    """First and last layer of each of these stages; empty where they are not made of layers."""
+    keeps_sends: bool = False
+    """Whether what is sent to other stages may have to be kept until the step ends."""
 
     def __post_init__(self) -> None:
         # A transform may choose another way to sum gradients later.
@@ -289,6 +299,10 @@ class ReplicateGradients(ModelTransform):
     def is_active(self, layout: ParallelLayout) -> bool:
         """Where replicas are not summed by what shards the weights within each of them."""
         return layout.replicate > 1 and layout.shard * layout.context == 1
+
+    def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
+        """That nothing is divided, and what gradients under way are."""
+        return ("gradients under way are the buckets in which replicas sum them",)
 
     def apply(self, built: BuiltModel) -> None:
         """Have the gradients of each part summed over its replicas."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
+from torch.profiler import profile
 
-from trainer_core import CausalLMLoss
-from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments, plan
+from trainer_core import BuiltModel, CausalLMLoss, Trainer
+from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments, FullyShard, plan
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -76,6 +78,80 @@ def planned(ranks: int, make: Make | None, param_dtype: str | None) -> dict[str,
     return found.to_json()
 
 
+PEAKS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "bf16": {"fsdp2": FSDP2Arguments(param_dtype="bfloat16")},
+    "accumulated": {"gradient_accumulation_steps": 4},
+    "stays gathered": {"fsdp2": FSDP2Arguments(reshard_after_forward=False)},
+    "one unit": {"fsdp2": FSDP2Arguments(shard_transformer_layers=False)},
+    "recomputed": {"activation_checkpointing": "full"},
+}
+"""Settings of which the most memory at a time is measured."""
+LENGTH = 64
+
+
+def wide() -> nn.Module:
+    """Weights of about the size of the activations."""
+    return Tiny(width=64)
+
+
+def peak_settings(folder: Path, case: str) -> FSDP2TrainingArguments:
+    """The run."""
+    return FSDP2TrainingArguments(
+        output_dir=str(folder / f"run {case}"),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        save_strategy="no",
+        use_cpu=True,
+        **PEAKS[case],  # type: ignore[arg-type]
+    )
+
+
+class Measured(FullyShard):
+    """Notes the most that torch's allocator has given out at a time in the passes of a step."""
+
+    peak = 0
+
+    def apply(self, built: BuiltModel) -> None:
+        """Shard the model, and measure what runs it."""
+        super().apply(built)
+        run = built.executor.forward_backward
+
+        def forward_backward(*args: Any, **kwargs: Any) -> Tensor:
+            # Its bf16 kernels allocate more inside themselves than they return.
+            plain_kernels = torch.backends.mkldnn.flags(enabled=False)  # type: ignore[no-untyped-call]
+            with plain_kernels, profile(profile_memory=True) as seen:
+                total = run(*args, **kwargs)
+            now = 0
+            for size in allocations(seen):
+                now += size
+                self.peak = max(self.peak, now)
+            return total
+
+        built.executor.forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+def allocations(seen: profile) -> Iterator[int]:
+    """Sizes as they were allocated and, below 0, freed."""
+    waiting = list(seen.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    found = []
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.name == "[memory]":
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return iter(size for _, size in sorted(found))
+
+
+def measured_peak(folder: Path, case: str) -> int:
+    """Bytes in the passes of a step, gradients among them."""
+    ids = torch.arange(64 * LENGTH).view(64, LENGTH) % VOCABULARY
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    args, sharded = peak_settings(folder, case), Measured()
+    Trainer(args, model_init=wide, train_dataset=rows, callbacks=[], parallel=[sharded]).train()
+    return sharded.peak
+
+
 def main(rank: int, ranks: int, folder: Path) -> None:
     """Measure and plan each case, and write both down."""
     dist.init_process_group(
@@ -86,13 +162,22 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         timeout=timedelta(seconds=60),
     )
     cases = {
-        "AdamW": (measured(ranks, AdamW, None), planned(ranks, None, None)),
-        "bf16": (measured(ranks, AdamW, torch.bfloat16), planned(ranks, None, "bfloat16")),
-        "SGD": (measured(ranks, momentum, None), planned(ranks, momentum, None)),
+        "AdamW": (AdamW, None),
+        "bf16": (AdamW, "bfloat16"),
+        "SGD": (momentum, None),
     }
-    notes = {name: {"measured": sizes, "planned": said} for name, (sizes, said) in cases.items()}
+    sizes = {name: measured(ranks, make, getattr(torch, str(d), None)) for name, (make, d) in cases.items()}
+    peaks = {case: measured_peak(folder, case) for case in PEAKS}
+    dist.destroy_process_group()  # a plan imagines one of its own
+    notes: dict[str, dict[str, Any]] = {name: {"measured": found} for name, found in sizes.items()}
+    notes["peaks"] = {case: {"measured": peak} for case, peak in peaks.items()}
+    if rank == 0:
+        for name, (make, dtype) in cases.items():
+            notes[name]["planned"] = planned(ranks, None if make is AdamW else make, dtype)
+        for case, found in notes["peaks"].items():
+            args = peak_settings(folder, case)
+            found["planned"] = plan(wide, args, world_size=ranks, sequence_length=LENGTH).peak
     (folder / f"rank-{rank}.json").write_text(json.dumps(notes))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
