@@ -26,7 +26,7 @@ from checkpoint_core.directory.commit import check_space
 from checkpoint_core.errors import describe_error
 from checkpoint_core.staging import StagingBuffer
 from dataloader_dispatch import DocumentStream, StreamLoader
-from dataloader_dispatch.synchronized.first_batch import same_first_batches
+from dataloader_dispatch.synchronized.epoch_start import same_first_batches
 from dist_env import (
     DistributedEnvironment,
     RankStatus,

@@ -42,10 +42,10 @@ COLLECTIVES = {
 }
 ALLOWED = {
     # The one place where bytes of another rank are unpickled, behind the setting `unpickle_batches`.
-    ("dataloader_dispatch/batch_codec.py", "pickle.loads"),
+    ("dataloader_dispatch/rank_group.py", "pickle.loads"),
     # Pipes between a command and the workers that it has started; nobody else has their ends.
-    ("dataloader_dispatch/cli/pool.py", "multiprocessing.connection.Connection"),
-    ("dataloader_dispatch/cli/pool.py", "multiprocessing.connection.wait"),
+    ("dataloader_dispatch/cli/parts.py", "multiprocessing.connection.Connection"),
+    ("dataloader_dispatch/cli/parts.py", "multiprocessing.connection.wait"),
 }
 
 

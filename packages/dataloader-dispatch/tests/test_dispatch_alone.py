@@ -15,13 +15,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from dataloader_dispatch import DataError, build_loader
-from dataloader_dispatch.batch_codec import BatchCodec
+from dataloader_dispatch.batches import Slot, masked_dummy, put_together
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
-from dataloader_dispatch.dispatch.failure import decode, encode
-from dataloader_dispatch.dispatch.layout import ALIGNMENT, Layout, spec_of
+from dataloader_dispatch.dispatch.message import ALIGNMENT, Layout, decode_error, encode_error, spec_of
 from dataloader_dispatch.dispatch.reader import Reader
-from dataloader_dispatch.dispatch.structure import Slot, put_together
-from dataloader_dispatch.dummy import masked_dummy
+from dataloader_dispatch.rank_group import BatchCodec
 from dist_env import RankFailedError, RankTimeoutError
 
 Point = namedtuple("Point", "x y")
@@ -158,13 +156,13 @@ def test_taking_apart_and_putting_together(batch: Any) -> None:
 
 
 def test_errors_cross_ranks() -> None:
-    failed = decode(encode(RankFailedError("gone", 3), "rank 0"))
+    failed = decode_error(encode_error(RankFailedError("gone", 3), "rank 0"))
     assert (type(failed), str(failed), failed.rank) == (RankFailedError, "gone", 3)  # type: ignore[attr-defined]
-    late = decode(encode(RankTimeoutError("late", {2: "host"}), "rank 0"))
+    late = decode_error(encode_error(RankTimeoutError("late", {2: "host"}), "rank 0"))
     assert (type(late), late.missing) == (RankTimeoutError, {2: "host"})  # type: ignore[attr-defined]
     noted = ValueError("wrong")
     noted.add_note("a hint of the loader")
-    again = decode(encode(noted, "rank 0 (host)"))
+    again = decode_error(encode_error(noted, "rank 0 (host)"))
     assert (type(again), str(again)) == (ValueError, "wrong")
     assert again.__notes__[:2] == ["a hint of the loader", "Raised by the data loader of rank 0 (host)"]
 

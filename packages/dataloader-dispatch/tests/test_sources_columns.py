@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from dataloader_dispatch import DataError, DocumentSource, data_fingerprint, open_documents
-from dataloader_dispatch.sources.column_documents import ColumnDocuments
+from dataloader_dispatch.sources.columns import ColumnDocuments
 
 ROWS = {"text": ["a", "", "c ü"], "ids": [[1, 2], [], [70_000]], "score": [0.5, 1.0, 2.0]}
 

@@ -165,11 +165,11 @@ def test_files_that_must_not_be_read_or_are_no_files(
 
 def open_documents_without_right(path: Path) -> object:
     """Read what could be opened, but not read."""
-    from dataloader_dispatch.sources.discovery import DataFile
-    from dataloader_dispatch.sources.readers import ReadSettings
+    from dataloader_dispatch.sources.files import DataFile, ReadSettings, TextReader
 
     settings = ReadSettings("text", 1 << 30, skip=False)
-    return FileDocuments([DataFile(str(path), path.name, 5)], "error", settings)[0]
+    files = [DataFile(str(path), path.name, 5)]
+    return FileDocuments(files, "error", settings, lambda file: TextReader(file.path, file.size, settings))[0]
 
 
 def test_running_out_of_open_files_is_not_blamed_on_the_data(root: Path) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from dataloader_dispatch import DataError, DocumentStream, StreamLoader
-from dataloader_dispatch.stream import pieces
-from dataloader_dispatch.stream.encoding import DocumentEncoder
+from dataloader_dispatch import DataError, DocumentStream, StreamLoader, documents
+from dataloader_dispatch.documents import DocumentEncoder
 
 EOS = 0
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
@@ -26,9 +25,9 @@ LETTERS = {letter: 3 + number for number, letter in enumerate(sorted({*"".join(W
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 200 characters in place of 262,144."""
-    monkeypatch.setattr(pieces, "PIECE", 200)
-    monkeypatch.setattr(pieces, "LARGE", 400)
-    monkeypatch.setattr(pieces, "_WINDOW", 24)
+    monkeypatch.setattr(documents, "PIECE", 200)
+    monkeypatch.setattr(documents, "LARGE", 400)
+    monkeypatch.setattr(documents, "_WINDOW", 24)
 
 
 def text_of(chance: random.Random, words: int) -> str:
@@ -99,7 +98,7 @@ def test_pieces_have_the_tokens_of_the_whole(
         texts = [text_of(chance, chance.choice([0, 1, 30, 120, 300])) for _ in range(5)] + ["fox " * 150]
         stream = stream_of(texts, name, boundaries=True, sequence_length=chance.choice([5, 37, 999]))
         with monkeypatch.context() as whole:
-            whole.setattr(pieces, "PIECE", 10**9)
+            whole.setattr(documents, "PIECE", 10**9)
             expected = rows_of(stream.reader()) if name != "nothing" else []
         found = list(DocumentEncoder(texts, encode, None, stream.encoder._pieces.unit)(5))
         assert (len(found) > 1) == is_cut
@@ -182,7 +181,7 @@ def test_memory_does_not_grow_with_the_text() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (rows, len(text)) == (3000, 10_800_000)
-    assert peak < 8 * 8 * pieces.PIECE  # a few pieces of int64; the whole would take five times as much
+    assert peak < 8 * 8 * documents.PIECE  # a few pieces of int64; the whole would take five times as much
 
 
 def test_a_large_text_that_cannot_be_cut_is_told_once(small: None, caplog: pytest.LogCaptureFixture) -> None:

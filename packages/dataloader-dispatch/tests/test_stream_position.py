@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from dataloader_dispatch import DataError
-from dataloader_dispatch.stream.cursor import Cursor, Owner, Place, end_of
-from dataloader_dispatch.stream.position import StreamPosition
+from dataloader_dispatch.rows import Cursor, Owner, Place, StreamPosition, end_of
 
 IDENTITY: dict[str, object] = {"documents": 10, "encoding": None, "seed": 1}
 
@@ -32,7 +31,7 @@ def test_a_new_position_is_at_the_start_of_the_first_epoch() -> None:
     one = position(1, 2)
     assert (one.cursor.epoch, places(one)) == (0, START)
     assert one.owner == Owner(1, 2, 0, 1)
-    assert (list(one.own_shards), list(position(0, 2).own_shards)) == ([1, 3], [0, 2])
+    assert (list(one.own_streams), list(position(0, 2).own_streams)) == ([1, 3], [0, 2])
     assert one.state_dict() == {
         "version": 4,
         "epoch": 0,
@@ -51,8 +50,8 @@ def test_a_copy_moves_by_itself_and_a_part_has_its_share() -> None:
     one.advance(one.begin(), [(1, Place(5, 2, 7))], ended=False)
     other, part = one.copy(), one.part_of(1, 2)
     assert (places(other), other.owner) == (places(one), one.owner)
-    assert (places(part), part.owner, list(part.own_shards)) == (places(one), Owner(1, 2, 1, 2), [3])
-    assert list(one.part_of(0, 2).own_shards) == [1]
+    assert (places(part), part.owner, list(part.own_streams)) == (places(one), Owner(1, 2, 1, 2), [3])
+    assert list(one.part_of(0, 2).own_streams) == [1]
     for moved in (other, part):
         moved.advance(moved.begin(), [(3, Place(7))], ended=False)
         assert places(moved)[3] == (7, 0, 0, 0, 0)
@@ -175,8 +174,8 @@ def test_states_of_other_ranks_are_merged() -> None:
     for rank in range(3):
         third = position(rank, 3)
         third.load_resharded(tuple(states), rank, 3)
-        assert [places(third)[shard] for shard in third.own_shards] == [
-            places(one)[shard] for shard in third.own_shards
+        assert [places(third)[shard] for shard in third.own_streams] == [
+            places(one)[shard] for shard in third.own_streams
         ]
     for given in (1, 0), (0, 2), (1, 2):
         with pytest.raises(DataError, match=r"contradicts the stream, which was made for rank 0 of 1"):

@@ -20,7 +20,7 @@ from dataloader_dispatch import (
     TokenDocuments,
     sync_dataset_state_from_dataloader,
 )
-from dataloader_dispatch.stream.chunks import chunks_of_workers
+from dataloader_dispatch.document_stream import chunks_of_workers
 
 DOCUMENTS = [[100 + number] * (number % 13 + 1) for number in range(60)]
 

@@ -15,13 +15,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dataloader_dispatch import DocumentStream, open_documents
+from dataloader_dispatch import DocumentStream, documents, open_documents
 from dataloader_dispatch.cli import main
-from dataloader_dispatch.cli.encoders import ByteEncoder
-from dataloader_dispatch.cli.plan import cut_chunks
+from dataloader_dispatch.cli.output import cut_chunks
+from dataloader_dispatch.cli.parts import ByteEncoder
 from dataloader_dispatch.sources.files import FileRange
 from dataloader_dispatch.sources.token_binary import TokenBinary
-from dataloader_dispatch.stream import pieces
 
 TEXTS = ["a text\n", "", "ü" * 40, "one", "two", "", "row"]
 
@@ -68,8 +67,8 @@ def test_large_texts_are_encoded_in_pieces_with_the_same_result(
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     arguments = ["--tokenizer", "bytes", "--workers", "0"]
     assert main(["tokenize", str(tmp_path / "in.jsonl"), str(tmp_path / "whole"), *arguments]) == 0
-    monkeypatch.setattr(pieces, "PIECE", 200)
-    monkeypatch.setattr(pieces, "_WINDOW", 24)
+    monkeypatch.setattr(documents, "PIECE", 200)
+    monkeypatch.setattr(documents, "_WINDOW", 24)
     encoded: list[int] = []
 
     def encode(self: ByteEncoder, texts: Sequence[str]) -> list[numpy.ndarray[Any, Any]]:

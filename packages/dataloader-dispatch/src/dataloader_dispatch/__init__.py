@@ -1,30 +1,39 @@
 """Every document exactly once an epoch, resumable in constant time, for any training loop."""
 
+from dataloader_dispatch.batches import masked_dummy
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
-from dataloader_dispatch.documents import (
-    DocumentSource,
+from dataloader_dispatch.document_stream import DocumentStream, StreamLoader
+from dataloader_dispatch.documents import DocumentSource, TokenDocuments, data_fingerprint
+from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.loader import (
+    ResumableDataLoader,
+    build_loader,
+    end_workers,
+    set_loader_epoch,
+    sync_dataset_state_from_dataloader,
+)
+from dataloader_dispatch.order import (
     DocumentSubset,
-    TokenDocuments,
-    data_fingerprint,
+    MixedDocuments,
+    ShuffledIndex,
+    mix_documents,
+    passes_for_shares,
     split_documents,
 )
-from dataloader_dispatch.dummy import ignored_like, is_ignored, masked_dummy
-from dataloader_dispatch.epochs import set_loader_epoch
-from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.loader import ResumableDataLoader, build_loader
-from dataloader_dispatch.shuffle import ShuffledIndex
-from dataloader_dispatch.sources.column_documents import ColumnDocuments
-from dataloader_dispatch.sources.files import FileDocuments, SkippedFile, open_documents
+from dataloader_dispatch.rows import ignored_like, is_ignored
+from dataloader_dispatch.settings import RowSpan
+from dataloader_dispatch.sources.columns import ColumnDocuments
+from dataloader_dispatch.sources.files import FileDocuments, SkippedFile
+from dataloader_dispatch.sources.open_documents import open_documents
 from dataloader_dispatch.sources.token_binary import TokenBinary
-from dataloader_dispatch.stream.document_stream import DocumentStream
-from dataloader_dispatch.stream.loader import StreamLoader
-from dataloader_dispatch.stream.mixing import MixedDocuments, mix_documents, passes_for_shares
-from dataloader_dispatch.stream.skipping import RowSpan
-from dataloader_dispatch.synchronized.evaluation import EvaluationBatch, EvaluationLoader
-from dataloader_dispatch.synchronized.evaluation_shard import EvaluationShard, shard_for_evaluation
-from dataloader_dispatch.synchronized.global_mean import GlobalMean
+from dataloader_dispatch.synchronized.evaluation import (
+    EvaluationBatch,
+    EvaluationLoader,
+    EvaluationShard,
+    GlobalMean,
+    shard_for_evaluation,
+)
 from dataloader_dispatch.synchronized.loader import SynchronizedDataLoader
-from dataloader_dispatch.worker_state import end_workers, sync_dataset_state_from_dataloader
 
 __all__ = [
     "ColumnDocuments",

@@ -1,22 +1,47 @@
-"""What a source of documents is, and what is made of one: subsets, fingerprints, token documents."""
+"""Documents and their token ids: what a source is, and how its texts are encoded."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+import logging
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
 import torch
 
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.shuffle import ShuffledIndex
+
+logger = logging.getLogger("dataloader_dispatch.stream")
 
 Document: TypeAlias = str | Sequence[int] | torch.Tensor
 """A text, or its token ids (a sequence of ints or a 1-D integer tensor)."""
 
+Encode: TypeAlias = Callable[[str], Sequence[int] | torch.Tensor]
+"""Text to token ids."""
+
+TextUnit: TypeAlias = Literal["document", "word", "character"]
+"""The most text that an encoder looks at as a whole; see `DocumentStream`."""
+
 _SAMPLED_DOCUMENTS = 16
 _PART = 1 << 20
+PIECE = 1 << 18
+"""Characters of a piece, about. Texts of up to one and a half pieces are encoded whole."""
+LARGE = 16 << 20
+"""Characters of a text from which on it is said that it cannot be cut."""
+_WINDOW = 256  # characters on either side of a cut whose encoding shows whether tokens cross it
+_TRIES = 32  # places looked at before the piece becomes larger instead
+
+# Word tokenizers begin a new word at white space, and take a single space together with the word behind it.
+_BETWEEN_WORDS = re.compile(r"(?<=\S)(?=\s\S)")
+_ANYWHERE = re.compile("")
+_PROBED_DOCUMENTS = 4
+_SAMPLE = 4096  # characters of a document
+
+# What releases up to 0.1 encoded to tell encoders apart; only their positions are compared with it.
+_FORMER_PROBES = ("The quick brown fox, 1", "7 zebras and a gnu")
 
 
 @runtime_checkable
@@ -85,72 +110,6 @@ class TokenDocuments:
         return digest.hexdigest()
 
 
-class DocumentSubset:
-    """A run of documents of another source, in the shuffled order of a seed. Nothing is copied or listed.
-
-    Args:
-        source: The documents to choose from.
-        seed: Seed of the order.
-        start: First position in the shuffled order.
-        stop: Position after the last one.
-    """
-
-    def __init__(self, source: DocumentSource, seed: int, start: int, stop: int) -> None:
-        self.source = source
-        self._order = ShuffledIndex(len(source), seed)
-        self._positions = range(len(source))[start:stop]
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, index: int, /) -> Document:
-        return self.source[self._order[self._positions[index]]]
-
-    def where(self, index: int) -> str:
-        """The place of a document in words, from the source if it can tell."""
-        number = self._order[self._positions[index]]
-        place = getattr(self.source, "where", None)
-        return str(place(number)) if callable(place) else f"document {number} of {len(self._order)}"
-
-    def fingerprint(self) -> str:
-        """Digest of the source's fingerprint and of the choice made from it."""
-        chosen = f"{data_fingerprint(self.source)} {self._order!r} {self._positions!r}"
-        return hashlib.sha256(chosen.encode()).hexdigest()
-
-
-def split_documents(
-    source: DocumentSource, held_out: float, seed: int
-) -> tuple[DocumentSubset, DocumentSubset]:
-    """Set documents aside, for evaluation say. Every document falls on exactly one side.
-
-    The choice depends on (number of documents, held_out, seed) only. Each part holds at least one document.
-    Documents come in a shuffled order, so that neither part needs a list of its documents.
-
-    Args:
-        source: All documents.
-        held_out: Share to hold out, between 0 and 1, both excluded. The count is rounded.
-        seed: Seed of the choice.
-
-    Returns:
-        The documents that remain, and those held out.
-
-    Raises:
-        DataError: ``held_out`` is out of range, or there are fewer than two documents.
-    """
-    if not 0.0 < held_out < 1.0:
-        raise DataError(
-            f"held_out={held_out!r} is out of range; it is a share between 0 and 1, both excluded"
-        )
-    total = len(source)
-    if total < 2:
-        raise DataError(
-            f"cannot hold out a share of {total} document(s): both parts need one; give at least two "
-            "documents, or hold out nothing"
-        )
-    count = min(max(round(total * held_out), 1), total - 1)
-    return DocumentSubset(source, seed, count, total), DocumentSubset(source, seed, 0, count)
-
-
 def data_fingerprint(source: DocumentSource) -> str:
     """A digest that differs when the data differ, cheap enough to compute at every start.
 
@@ -170,6 +129,24 @@ def data_fingerprint(source: DocumentSource) -> str:
     digest = hashlib.sha256(f"{len(source)} documents".encode())
     _add_samples(digest, source)
     return digest.hexdigest()
+
+
+def locate(starts: Sequence[int], index: int, what: str = "source") -> tuple[int, int]:
+    """Number of the part that holds a document, and of the document in it.
+
+    Args:
+        starts: First document of each part, and the number of all documents.
+        index: Number of the document among all.
+        what: What consists of the parts, for the message.
+
+    Raises:
+        IndexError: There is no such document.
+    """
+    if not 0 <= index < starts[-1]:
+        raise IndexError(f"document {index} is outside a {what} of {starts[-1]} documents")
+    # Parts without documents repeat a start; the last of equal starts is the part that has some.
+    number = bisect_right(starts, index) - 1
+    return number, index - starts[number]
 
 
 def token_tensor(tokens: Sequence[int] | torch.Tensor, name: str) -> torch.Tensor:
@@ -229,3 +206,373 @@ def _as_bytes(document: Document, index: int) -> Iterator[bytes]:
         return
     for start in range(0, len(document), _PART):
         yield document[start : start + _PART].encode("utf-8", "surrogatepass")
+
+
+def text_unit_of(encode: Encode, unit: TextUnit | None) -> TextUnit:
+    """The unit of an encoder: the one declared, or the one known of bytes and of Hugging Face tokenizers.
+
+    Raises:
+        DataError: ``unit`` is none of the choices.
+    """
+    if unit is not None:
+        if unit not in get_args(TextUnit):
+            raise DataError(f"text_unit={unit!r} is unknown; choose one of {get_args(TextUnit)}, or None")
+        return unit
+    if encode is str.encode:
+        return "character"
+    backend = getattr(getattr(encode, "__self__", None), "backend_tokenizer", None)
+    return "word" if _splits_words(getattr(backend, "pre_tokenizer", None)) else "document"
+
+
+def _splits_words(pre_tokenizer: Any) -> bool:
+    """Whether a ``tokenizers.pre_tokenizers`` object lets no token reach from one word into the next."""
+    if pre_tokenizer is None:
+        return False
+    text = "ab cd, 12 34"
+    spans = [span for _, span in pre_tokenizer.pre_tokenize_str(text)]
+    return not any(
+        start < place < stop for start, stop in spans for place, letter in enumerate(text) if letter == " "
+    )
+
+
+class TextPieces:
+    """Encodes texts in pieces.
+
+    A declared unit is not taken on trust: a cut is made only where the text around it, encoded whole, has the
+    tokens of its two halves, and before the first cut a whole piece is compared with its halves. Where no cut
+    is found a piece grows, up to the whole text. A cut depends on the text and on where its piece begins.
+
+    Args:
+        encode: Text to token ids.
+        unit: The most text that ``encode`` looks at as a whole.
+        eos_token_id: A token that must not stand at a cut; None for none.
+    """
+
+    def __init__(self, encode: Encode, unit: TextUnit, eos_token_id: int | None) -> None:
+        self.unit = unit
+        self._encode = encode
+        self._eos = eos_token_id
+        self._places = _ANYWHERE if unit == "character" else _BETWEEN_WORDS
+        self._around: tuple[list[int], list[int]] = [], []
+        self._fit: bool | None = None if unit != "document" else False
+        self._said = False
+
+    def fit(self, text: str, where: str) -> bool:
+        """Whether a text is to be cut; says once where one should be and cannot."""
+        if len(text) <= PIECE * 3 // 2:
+            return False
+        if self._fit is None:
+            self._fit = self._compare(text, where)
+        elif not self._fit and len(text) > LARGE:
+            self._say(where, "it is not known whether the tokens of its pieces are those of the whole")
+        return bool(self._fit)
+
+    def __call__(self, text: str, start: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Where each piece begins, and its token ids, from the piece that begins at ``start`` on.
+
+        The token ids that the encoder puts around a text stand before the first and behind the last piece.
+        """
+        before, after = self._around
+        while start < len(text):
+            stop = self._stop(text, start)
+            tokens = token_tensor(self._encode(text[start:stop]), "encode's result")
+            first = len(before) if start else 0
+            last = len(tokens) - (len(after) if stop < len(text) else 0)
+            yield start, tokens[first:last]
+            start = stop
+
+    def _compare(self, text: str, where: str) -> bool | None:
+        """Whether a first piece has the tokens of its halves; None if the text cannot be cut."""
+        edge = self._places.search(text, _WINDOW, PIECE)
+        around = tokens_around(self._encode, text[: edge.start() if edge else _WINDOW])
+        self._around = around or ([], [])
+        head = text[: self._stop(text, 0)]
+        places = self._candidates(head, len(head) // 2, len(head))
+        middle = next((place for place in places if self._is_cut(head, place)), None)
+        if len(head) == len(text) or middle is None:
+            self._say(where, "there is no place at which the tokens of two parts are those of the whole")
+            return None
+        whole = self._bare(head)
+        if whole and whole == [*self._bare(head[:middle]), *self._bare(head[middle:])]:
+            return True
+        self._say(where, "encode gives other tokens for it than for its two halves, one after the other")
+        return False
+
+    def _stop(self, text: str, start: int) -> int:
+        """Where the piece ends that begins at a place."""
+        target = start + PIECE
+        while len(text) - target > PIECE // 2:
+            for place in self._candidates(text, target, target + PIECE):
+                if self._is_cut(text, place):
+                    return place
+            target += PIECE
+        return len(text)
+
+    def _candidates(self, text: str, start: int, stop: int) -> Iterator[int]:
+        for _ in range(_TRIES):
+            found = self._places.search(text, start, stop)
+            if found is None:
+                return
+            yield found.start()
+            start = found.start() + 1
+
+    def _is_cut(self, text: str, place: int) -> bool:
+        """Whether no token reaches over a place, and no separator stands at it."""
+        # The windows begin and end where a piece may: an encoder of words need not know halves of them.
+        first = self._places.search(text, max(place - 2 * _WINDOW, 0), place)
+        last = self._places.search(text, place + _WINDOW, place + 2 * _WINDOW)
+        if not first or not (last or len(text) < place + 2 * _WINDOW):
+            return False
+        stop = last.start() if last else len(text)
+        left, right = self._bare(text[first.start() : place]), self._bare(text[place:stop])
+        if not left or not right or self._eos in (left[-1], right[0]):
+            return False
+        return left + right == self._bare(text[first.start() : stop])
+
+    def _bare(self, text: str) -> list[int]:
+        """Token ids without those around every text; none if the encoder refuses the text."""
+        before, after = self._around
+        tokens = tokens_if_taken(self._encode, text) or []
+        last = len(tokens) - len(after)
+        return tokens[len(before) : last] if (tokens[: len(before)], tokens[last:]) == self._around else []
+
+    def _say(self, where: str, why: str) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "%s is encoded at once (text_unit=%r), as %s. A large document takes many times its size in "
+                "memory then, and a resume encodes it anew. If encode looks at single words or characters, "
+                "as most tokenizers do, pass text_unit='word' to DocumentStream; or tokenize ahead",
+                where,
+                self.unit,
+                why,
+            )
+
+
+def tokens_around(encode: Encode, text: str) -> tuple[list[int], list[int]] | None:
+    """Token ids that an encoder puts before and behind every text; None if it cannot be told.
+
+    They are what it makes of an empty text, if a text begins and ends with them.
+
+    Args:
+        encode: Text to token ids.
+        text: One that it encodes.
+    """
+    around, tokens = tokens_if_taken(encode, ""), tokens_if_taken(encode, text)
+    if around is None or tokens is None or len(tokens) <= len(around):
+        return None
+    for count in range(len(around), -1, -1):
+        before, after = around[:count], around[count:]
+        if tokens[:count] == before and tokens[len(tokens) - len(after) :] == after:
+            return before, after
+    return None
+
+
+def tokens_if_taken(encode: Encode, text: str) -> list[int] | None:
+    """Token ids of a text that an encoder need not take: an empty one, or a part of a document."""
+    try:
+        encoded = encode(text)
+    except Exception as error:  # noqa: BLE001  (an encoder may raise anything)
+        # What is wrong with a document is said, with its name, when that is encoded.
+        logger.debug("encode refuses %.40r: %r", text, error)
+        return None
+    tokens: list[int] = token_tensor(encoded, "encode's result").tolist()
+    return tokens
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a document.
+
+    Attributes:
+        tokens: int64 [n].
+        start: First character of the text that they are made of.
+        before: Tokens of the document before them.
+    """
+
+    tokens: torch.Tensor
+    start: int = 0
+    before: int = 0
+
+
+class DocumentEncoder:
+    """Token ids of the documents of a source.
+
+    Between two documents stands exactly one separator. One or several that an encoder, or whoever made token
+    documents, put at the edges of a document are taken off first; that is said once.
+
+    Args:
+        source: Texts or token ids.
+        encode: Text to token ids; for texts only.
+        eos_token_id: The separator; None for none.
+        text_unit: The most text that ``encode`` looks at as a whole; None to find out.
+
+    Attributes:
+        left_out: Documents without tokens met so far.
+        fingerprint: Digests of the beginnings of a few documents, and of what the encoder makes of them, by
+            the documents' numbers; None without an encoder.
+    """
+
+    def __init__(
+        self,
+        source: DocumentSource,
+        encode: Encode | None,
+        eos_token_id: int | None,
+        text_unit: TextUnit | None = None,
+    ) -> None:
+        self.source = source
+        self.encode = encode
+        self.eos_token_id = eos_token_id
+        self._separator = torch.tensor([] if eos_token_id is None else [eos_token_id], dtype=torch.int64)
+        self._said = False
+        self.left_out = 0
+        self.fingerprint: dict[str, str] | None = None
+        if encode is not None:
+            self._pieces = TextPieces(encode, text_unit_of(encode, text_unit), eos_token_id)
+            self.fingerprint = self._sample(encode)
+
+    def __call__(self, index: int, start: int = 0, before: int = 0) -> Iterator[Piece]:
+        """Token ids of a document with its separator; nothing for a document without tokens.
+
+        Args:
+            index: Number of the document.
+            start: That of a piece to begin with. A document that is not cut comes from its beginning.
+            before: That of the same piece.
+
+        Raises:
+            DataError: The document is neither what ``encode`` needs nor token ids.
+            Exception: What the source or the encoder raises, with a note that names the document.
+        """
+        try:
+            yield from self._separated(index, self._encoded(index, start), before)
+        except Exception as error:
+            error.add_note(f"while reading document {index}{self._where(index)}")
+            raise
+
+    def accepts(self, fingerprint: object) -> bool:
+        """Whether the fingerprint in a saved position is that of this encoder, as far as it tells.
+
+        Documents whose text has changed, or could be encoded at only one of the two times, tell nothing.
+        """
+        if self.encode is None or self.fingerprint is None:
+            return fingerprint is None
+        if isinstance(fingerprint, str):
+            return fingerprint == _former_fingerprint(self.encode)
+        if not isinstance(fingerprint, dict):
+            return False
+        for index, digest in self.fingerprint.items():
+            saved, text = str(fingerprint.get(index, "")), digest.partition(" ")[0]
+            if saved.partition(" ")[0] == text and saved != digest:
+                return False
+        return True
+
+    def _encoded(self, index: int, start: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Where each piece begins, and its tokens."""
+        name = f"document {index}"
+        document = self.source[index]
+        if not isinstance(document, str):
+            if self.encode is not None:
+                raise DataError(f"{name} holds token ids, to which encode does not apply; leave encode out")
+            yield 0, token_tensor(document, name)
+        elif not document:
+            # What sources give for a document that they leave out, whatever the others are.
+            yield 0, token_tensor((), name)
+        elif self.encode is None:
+            raise DataError(f"{name} is text and encode is None; pass the tokenizer's encode function")
+        elif self._pieces.fit(document, f"{name}{self._where(index)}"):
+            yield from self._pieces(document, start)
+        else:
+            yield 0, token_tensor(self.encode(document), name)
+
+    def _separated(
+        self, index: int, pieces: Iterator[tuple[int, torch.Tensor]], before: int
+    ) -> Iterator[Piece]:
+        last = None
+        for start, tokens in pieces:
+            if last is not None:
+                yield last
+            # No separator stands where a text is cut, so this takes off those at the document's edges.
+            bare = tokens if self.eos_token_id is None else self._bare(tokens, self.eos_token_id)
+            if bare.numel() < tokens.numel():
+                self._say_separators(f"document {index}{self._where(index)} holds")
+            before = before if start else 0
+            last = Piece(bare, start, before)
+            before += bare.numel()
+        if before == 0:
+            self.left_out += 1
+        elif last is not None:
+            yield last._replace(tokens=torch.cat((last.tokens, self._separator)))
+
+    def _bare(self, tokens: torch.Tensor, eos: int) -> torch.Tensor:
+        start, stop = 0, tokens.numel()
+        while start < stop and int(tokens[start]) == eos:
+            start += 1
+        while start < stop and int(tokens[stop - 1]) == eos:
+            stop -= 1
+        return tokens[start:stop]
+
+    def _sample(self, encode: Encode) -> dict[str, str]:
+        """Digests of what the encoder makes of the beginnings of a few documents; says what it puts around.
+
+        Nothing else is given to it: an encoder may know the letters or words of its own texts only.
+        """
+        digests: dict[str, str] = {}
+        total = len(self.source)
+        for index in sorted({total * part // _PROBED_DOCUMENTS for part in range(_PROBED_DOCUMENTS)}):
+            text = self._beginning(index)
+            tokens = tokens_if_taken(encode, text) if text else None
+            if tokens is not None:
+                if not digests:
+                    self._say_around(tokens_around(encode, text))
+                digests[str(index)] = f"{_short_digest(text)} {_short_digest(repr(tokens))}"
+        return digests
+
+    def _beginning(self, index: int) -> str:
+        """The first words of a document; nothing if it is no text, or cannot be read."""
+        try:
+            text = self.source[index]
+        except Exception as error:  # noqa: BLE001  (a source may raise anything)
+            # It is said, with the document's name, when that is read in its turn.
+            logger.debug("document %d tells nothing of the encoder: %r", index, error)
+            return ""
+        if not isinstance(text, str) or len(text) <= _SAMPLE:
+            return text if isinstance(text, str) else ""
+        return next(iter(text[:_SAMPLE].rsplit(None, 1)), "")
+
+    def _say_around(self, around: tuple[list[int], list[int]] | None) -> None:
+        tokens = [token for side in around or () for token in side]
+        if self.eos_token_id in tokens:
+            self._say_separators("encode gives each text")
+        others = [token for token in tokens if token != self.eos_token_id]
+        if others and self.eos_token_id is not None:
+            logger.warning(
+                "encode puts the token(s) %s around every text. If they are separators too, several stand "
+                "between two documents, with eos_token_id=%d; turn them off in the tokenizer "
+                "(add_special_tokens=False) or pass eos_token_id=None",
+                others,
+                self.eos_token_id,
+            )
+
+    def _say_separators(self, who: str) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "%s a separator (eos_token_id=%s) of its own: it is taken off, so that exactly one stands "
+                "between two documents",
+                who,
+                self.eos_token_id,
+            )
+
+    def _where(self, index: int) -> str:
+        where = getattr(self.source, "where", None)
+        return f" ({where(index)})" if callable(where) else ""
+
+
+def _former_fingerprint(encode: Encode) -> str | None:
+    first, second = (tokens_if_taken(encode, text) for text in _FORMER_PROBES)
+    if first is None or second is None:
+        return None  # a position with such a fingerprint was saved with an encoder that took these texts
+    return _short_digest(repr((first, second)))
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,27 +1,159 @@
-"""A resumable loader for ordinary datasets."""
+"""Loaders of ordinary datasets: a resumable one, the epochs of their parts, their worker processes."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-from dataloader_dispatch.epochs import epoch_listeners
+from dataloader_dispatch.document_stream import DocumentStream
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.position import below, check_epoch, position_state, saved_counts
-from dataloader_dispatch.sampler import EpochSampler
-from dataloader_dispatch.stream.document_stream import DocumentStream
-from dataloader_dispatch.stream.loader import positive_batch_size
-from dataloader_dispatch.stream.settings import check_workers
-from dist_env import tie_loader_workers
+from dataloader_dispatch.order import ShuffledIndex
+from dataloader_dispatch.settings import (
+    below,
+    check_epoch,
+    check_workers,
+    position_state,
+    positive_batch_size,
+    saved_counts,
+)
+from dist_env import get_logger, tie_loader_workers
 
 Item_co = TypeVar("Item_co", covariant=True)
 Item = TypeVar("Item")
 Batch = TypeVar("Batch")
+
+_logger = get_logger("dataloader_dispatch")
+
+WRAPPED_LOADERS = ("loader", "dataloader", "base_dataloader")
+"""Attributes under which loaders tell the loader that they wrap."""
+_PARTS = (*WRAPPED_LOADERS, "batch_sampler", "sampler", "dataset", "datasets")
+"""Also where `Subset`, `ConcatDataset`, `ChainDataset` and `StackDataset` keep what they are made of."""
+
+
+def set_loader_epoch(loader: object, epoch: int) -> None:
+    """Tell a loader which epoch begins, or, where it has no ``set_epoch``, its parts that have one.
+
+    Parts are dataset, batch sampler and samplers, those of a loader that this one wraps, and what a dataset
+    such as `torch.utils.data.Subset` is made of. Each object is told once. An object that has ``set_epoch``
+    passes the epoch on itself, so nothing behind it is told.
+
+    Worker processes have copies of the dataset: call this before ``iter(loader)``. Persistent workers keep
+    the copies of the first pass, of which a warning tells; only the loaders of this package begin them anew.
+
+    Args:
+        loader: Any iterable.
+        epoch: The epoch, from 0.
+    """
+    for listener in epoch_listeners(loader):
+        listener.set_epoch(epoch)
+
+
+def epoch_listeners(loader: object) -> list[Any]:
+    """What `set_loader_epoch` tells: of a loader, or of a dataset; each object once."""
+    found: list[Any] = []
+    _collect(loader, found, set())
+    return found
+
+
+def _collect(part: object, found: list[Any], seen: set[int]) -> None:
+    if part is None or id(part) in seen:
+        return
+    seen.add(id(part))
+    if callable(getattr(part, "set_epoch", None)):
+        found.append(part)
+        return
+    if isinstance(part, DataLoader):
+        _warn_of_old_copies(part)
+    for name in _PARTS:
+        inner = getattr(part, name, None)
+        several = inner.values() if isinstance(inner, Mapping) else inner
+        for one in several if name == "datasets" and isinstance(several, Iterable) else (inner,):
+            _collect(one, found, seen)
+
+
+def _warn_of_old_copies(loader: DataLoader[Any]) -> None:
+    """Say that the workers of a loader do not learn of the epoch, if they run and their dataset should."""
+    # Private, in torch 2.11 to 2.13: the iterator that a loader with persistent workers keeps.
+    if not loader.persistent_workers or getattr(loader, "_iterator", None) is None:
+        return
+    if epoch_listeners(loader.dataset):
+        _logger.warning(
+            "%s(persistent_workers=True): its workers keep the copies of %s that they began with, which are "
+            "not told the epoch; set persistent_workers=False, or make the loader with build_loader, which "
+            "starts workers anew where the epoch changes",
+            type(loader).__name__,
+            type(loader.dataset).__name__,
+        )
+
+
+class PassGenerator:
+    """Random numbers for the passes over a torch loader that would draw them from the global ones of torch.
+
+    A loader that is iterated behind its user's back, in a thread or at the first batch, would draw in between
+    the numbers of a dropout. It gets a generator, whose seed is drawn where the user begins a pass.
+
+    Args:
+        loader: Any loader; one that is not a torch ``DataLoader``, or has a generator, is left alone.
+    """
+
+    def __init__(self, loader: object) -> None:
+        parts: list[Any] = []
+        if isinstance(loader, DataLoader):
+            # A batch sampler of the user has a sampler of its own.
+            parts = [loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+        self._parts = [part for part in parts if getattr(part, "generator", self) is None]
+        self._seed = 0
+        self.renew()
+
+    def draw(self) -> None:
+        """Draw the seed of the next pass from the global generator, which is used for nothing else."""
+        if self._parts:
+            self._seed = int(torch.empty((), dtype=torch.int64).random_())
+
+    def renew(self) -> None:
+        """Give the loader a generator with that seed, before it is iterated; a pass before keeps its own."""
+        generator = torch.Generator().manual_seed(self._seed)
+        for part in self._parts:
+            part.generator = generator
+
+
+class EpochSampler(Sampler[int]):
+    """Indices of a dataset in order, or shuffled by `ShuffledIndex`, from a position to the epoch's end.
+
+    Args:
+        length: Number of items.
+        shuffle: Whether each epoch has a shuffled order of its own.
+        seed: Seed of the shuffled orders.
+
+    Attributes:
+        epoch: Epoch of the next index.
+        position: Position of the next index in the epoch's order. The sampler does not move it: workers ask
+            for indices long before their batches are received.
+    """
+
+    def __init__(self, length: int, shuffle: bool, seed: int) -> None:
+        self.length = length
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.position = 0
+        self._order()  # refuses a seed that is no integer
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order()
+        return (order[position] for position in range(self.position, self.length))
+
+    def _order(self) -> Sequence[int]:
+        return ShuffledIndex(self.length, self.seed, self.epoch) if self.shuffle else range(self.length)
 
 
 class Indexed(Protocol[Item_co]):
@@ -232,3 +364,120 @@ def _sampler(dataset: object, batch_size: int, drop_last: bool, shuffle: bool, s
 def _ignore_torchdata_warning() -> None:
     """torchdata 0.11 calls a function that torch 2.13 deprecates; users can do nothing about it."""
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
+
+
+def sync_dataset_state_from_dataloader(loader: object) -> bool:
+    """Copy the state of the datasets in a loader's worker processes into its dataset in this process.
+
+    Worker processes hold the copies of a dataset that advance. Lengths and positions asked of the one in
+    this process are right again after this, up to the batch received last. It looks through loaders that wrap
+    another one and tell it as ``loader``, ``dataloader`` or ``base_dataloader``.
+
+    Args:
+        loader: Any loader; only a ``StatefulDataLoader`` with workers has something to copy.
+
+    Returns:
+        Whether a state was copied. False when the dataset advances in this process, keeps no state, or no
+        batch was asked for yet.
+
+    Raises:
+        DataError: Several workers hold states and the dataset has no ``load_resharded`` to make one of them,
+            or the loader takes snapshots too seldom to know the state behind the last batch.
+    """
+    inner = _innermost(loader)
+    if not isinstance(inner, StatefulDataLoader) or inner.num_workers == 0:
+        return False
+    if inner._iterator is None and inner.next_iter_state is None:
+        return False  # its state_dict() would start workers here and now, with the dataset as it is
+    dataset: Any = inner.dataset
+    states = _worker_states(inner.state_dict())
+    if not states or not hasattr(dataset, "load_state_dict"):
+        return False
+    if len(states) == 1:
+        dataset.load_state_dict(states[0])
+    elif hasattr(dataset, "load_resharded"):
+        rank, world_size = getattr(dataset, "rank", 0), getattr(dataset, "world_size", 1)
+        dataset.load_resharded(states, rank=rank, world_size=world_size)
+    else:
+        raise DataError(
+            f"the dataset is a {type(dataset).__name__}, of which {len(states)} workers hold states, and it "
+            "has no load_resharded(states, rank=, world_size=) to make one of them; add it, or set "
+            "num_workers=1"
+        )
+    return True
+
+
+def end_workers(loader: object, batches: object = None) -> None:
+    """End the worker processes of a pass over a loader that is not taken to its end; the position stays.
+
+    torch ends them when the pass is collected. A loader that keeps its iterator puts that off, and so does an
+    exception, whose traceback holds it. A loader that has a method ``end_workers``, as the dispatcher has,
+    does it by itself.
+
+    Args:
+        loader: Any loader, also one that wraps another, as in `sync_dataset_state_from_dataloader`.
+        batches: The pass, of which no more batches are taken; None if only the loader knows it.
+    """
+    if isinstance(batches, Generator):
+        batches.close()
+    inner: Any = loader
+    while not hasattr(inner, "end_workers") and (wrapped := _wrapped(inner)) is not None:
+        inner = wrapped
+    if hasattr(inner, "end_workers"):
+        inner.end_workers()
+        return
+    # Private, in torch 2.11 to 2.13 and torchdata 0.11: iterators of a DataLoader with workers, kept or not.
+    for iterator in (batches, getattr(inner, "_iterator", None)):
+        if not any(worker.is_alive() for worker in getattr(iterator, "_workers", ())):
+            continue
+        if isinstance(inner, StatefulDataLoader) and not isinstance(inner, ResumableDataLoader):
+            # Its position is in the iterator. A worker that died cannot tell its own.
+            with suppress(RuntimeError):
+                inner.load_state_dict(inner.state_dict())
+        iterator._shutdown_workers()  # type: ignore[union-attr]
+        if getattr(inner, "_iterator", None) is iterator:
+            inner._iterator = None
+
+
+def _innermost(loader: object) -> object:
+    while (wrapped := _wrapped(loader)) is not None:
+        loader = wrapped
+    return loader
+
+
+def _wrapped(loader: object) -> object | None:
+    """The loader that a loader wraps; None if it wraps none."""
+    if isinstance(loader, StatefulDataLoader):
+        return None
+    return next((getattr(loader, name) for name in WRAPPED_LOADERS if hasattr(loader, name)), None)
+
+
+def _worker_states(state: Mapping[str, Any]) -> list[Mapping[str, object]]:
+    """The state of the dataset in each worker, from the state of a ``StatefulDataLoader``."""
+    if "_snapshot" not in state:
+        return []
+    if state["_steps_since_snapshot"]:
+        raise DataError(
+            "the loader took its last snapshot of the workers some batches ago; set snapshot_every_n_steps=1"
+        )
+    workers = state["_snapshot"]["_worker_snapshots"].values()
+    held = [worker.get("dataset_state") for worker in workers]
+    return [one for one in held if one is not None]
+
+
+def exact_length(loader: object) -> int | None:
+    """The length of a loader; None if it has none, or only a guess."""
+    # torch calls the length of a loader of an iterable dataset a guess.
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None
+    return length_of(loader)
+
+
+def length_of(loader: object) -> int | None:
+    """The length of a loader; None if it has none."""
+    if not hasattr(loader, "__len__"):
+        return None
+    try:
+        return len(loader)
+    except TypeError:  # A torch loader of an iterable dataset.
+        return None

@@ -10,9 +10,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dataloader_dispatch import DocumentStream
-from dataloader_dispatch.stream import pieces
-from dataloader_dispatch.stream.encoding import DocumentEncoder
+from dataloader_dispatch import DocumentStream, documents
+from dataloader_dispatch.documents import DocumentEncoder
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 WORDS = [
@@ -92,9 +91,9 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_pieces_have_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, known = tokenizer_of(kind), KINDS[kind][-1]
-    monkeypatch.setattr(pieces, "PIECE", 300)
-    monkeypatch.setattr(pieces, "_WINDOW", 40)
-    assert pieces.text_unit_of(tokenizer.encode, None) == ("word" if known else "document")
+    monkeypatch.setattr(documents, "PIECE", 300)
+    monkeypatch.setattr(documents, "_WINDOW", 40)
+    assert documents.text_unit_of(tokenizer.encode, None) == ("word" if known else "document")
     cut = 0
     for seed in range(8 * EXAMPLES):
         text = text_of(random.Random(f"{kind} {seed}"), 200)
@@ -109,7 +108,7 @@ def test_pieces_have_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.Monk
 
 def test_a_tokenizer_that_cuts_texts_off_is_not_given_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_of("gpt2")
-    monkeypatch.setattr(pieces, "PIECE", 300)
+    monkeypatch.setattr(documents, "PIECE", 300)
     text = text_of(random.Random(0), 300)
     stream = DocumentStream(
         [text],

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dataloader_dispatch import DocumentStream, open_documents
 from dataloader_dispatch.cli import main
-from dataloader_dispatch.cli.encoders import HuggingFaceEncoder
+from dataloader_dispatch.cli.parts import HuggingFaceEncoder
 from dataloader_dispatch.sources.token_binary import TokenBinary
 
 TEXTS = ["the quick brown fox", "", "jumps over the lazy dog " * 30, "ünïcode ☃", "</s>", "fox"]

@@ -13,10 +13,9 @@ from dispatch_loaders import RANK, open_group, tell
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataloader_dispatch import DataloaderDispatcher, SynchronizedDataLoader
-from dataloader_dispatch.dispatch.agreement import Facts, agree
-from dataloader_dispatch.dispatch.connection import Connection
+from dataloader_dispatch.dispatch.dispatcher import Facts, check_same_on_all_ranks
 from dataloader_dispatch.dispatch.message import DATA_TAG, FIRST_CAPACITY, Header, Kind
-from dataloader_dispatch.rank_group import RankGroup
+from dataloader_dispatch.rank_group import Connection, RankGroup
 from dist_env import encode_value
 
 open_group()
@@ -88,7 +87,7 @@ def hostile(data: bytes) -> str:
     group = RankGroup([0, 1], 20)
     settings = {"mesh": (0, 1), "dp_mesh_dim": (0, 1), "uneven": "stop", "prefetch": 4}
     settings |= {"timeout_seconds": 20.0, "unpickle_batches": False}
-    agree(group, settings, Facts(None, None, False, False, 0), None)
+    check_same_on_all_ranks(group, settings, Facts(None, None, False, False, 0), None)
     connection = Connection(group)
     sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     work = connection.send(sent, 1, DATA_TAG)

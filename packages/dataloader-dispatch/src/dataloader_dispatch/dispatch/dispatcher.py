@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,21 +13,20 @@ from typing import Any, Generic, NamedTuple, SupportsIndex, TypeVar, get_args
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dataloader_dispatch.batch_codec import BatchCodec
-from dataloader_dispatch.dispatch.agreement import Facts, agree
-from dataloader_dispatch.dispatch.aside import run_aside
-from dataloader_dispatch.dispatch.inbox import Inbox
-from dataloader_dispatch.dispatch.outbox import Outbox
-from dataloader_dispatch.dispatch.placement import DataDimension, Placement
-from dataloader_dispatch.dispatch.producer import Producer
-from dataloader_dispatch.dispatch.reader import Position, Reader, Uneven, length_of
-from dataloader_dispatch.dispatch.sides import Alone, Follower, Root, Side
-from dataloader_dispatch.dispatch.unpack import pins
+from dataloader_dispatch.batches import Uneven
+from dataloader_dispatch.dispatch.reader import Position, Reader, Single
+from dataloader_dispatch.dispatch.receiver import Inbox, Receiver, pins
+from dataloader_dispatch.dispatch.sender import DataDimension, Outbox, Placement
+from dataloader_dispatch.dispatch.source import Source
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.rank_group import RankGroup
+from dataloader_dispatch.loader import length_of
+from dataloader_dispatch.rank_group import BatchCodec, RankGroup, run_finalizer
 from dist_env import tie_loader_workers
 
 Batch = TypeVar("Batch")
+
+Role = Source | Receiver | Single
+"""One rank's part. Passes are numbered from 1; only the last one gives batches."""
 
 _GRACE_SECONDS = 5.0
 """How much longer the others wait than the first rank, which knows better who is late."""
@@ -118,12 +118,12 @@ class DataloaderDispatcher(Generic[Batch]):
             unpickle_batches,
         )
         try:
-            self._facts, self._side = _open(loader, group, options)
+            self._facts, self._role = _open(loader, group, options)
         except BaseException:
             group.close()
             raise
         # At exit too: a thread that outlived the interpreter would run in what is left of it.
-        self._finalizer = weakref.finalize(self, _close_unused, self._side, group, os.getpid())
+        self._finalizer = weakref.finalize(self, _close_unused, self._role, group, os.getpid())
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin a pass. All ranks do so equally often; iterators made before give no more batches.
@@ -132,7 +132,7 @@ class DataloaderDispatcher(Generic[Batch]):
             RankFailedError: A rank was lost.
             RuntimeError: The dispatcher was closed.
         """
-        return _Pass(self, self._side)
+        return _Pass(self, self._role)
 
     def __len__(self) -> int:
         """Number of rounds in an epoch, on every rank.
@@ -164,19 +164,19 @@ class DataloaderDispatcher(Generic[Batch]):
     def last_is_dummy(self) -> bool:
         """Whether the last batch of this pass on this rank was a dummy, which ``uneven="pad"`` filled up a
         round with and which counts for nothing. Never for ``dp_mesh_dim=None``."""
-        return self._side.is_dummy
+        return self._role.is_dummy
 
     @property
     def epoch(self) -> int:
         """Epoch of the next batch. After `load_state_dict`, other ranks than the first know it from the
         first batch on."""
-        return self._side.epoch()
+        return self._role.epoch()
 
     @property
     def epoch_progress(self) -> float:
         """Share of the epoch that was received, from 0 to 1: the loader's own, or by its length; 0 if it has
         neither."""
-        return self._side.progress()
+        return self._role.progress()
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the first rank's loader the epoch, or, if it cannot be told, its samplers and its dataset.
@@ -189,7 +189,7 @@ class DataloaderDispatcher(Generic[Batch]):
         """
         if epoch < 0:
             raise DataError(f"epoch={epoch} is out of range; epochs count from 0")
-        self._side.set_epoch(epoch)
+        self._role.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, object]:
         """The first rank's loader's state behind the last batch received; empty on other ranks.
@@ -198,7 +198,7 @@ class DataloaderDispatcher(Generic[Batch]):
             TypeError: The loader has no state.
         """
         self._check_state()
-        return self._side.state_dict()
+        return self._role.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go to a saved position. Other ranks than the first take anything, but must call it too.
@@ -210,7 +210,7 @@ class DataloaderDispatcher(Generic[Batch]):
             DataError: The loader refuses the state.
         """
         self._check_state()
-        self._side.load_state_dict(state)
+        self._role.load_state_dict(state)
 
     @property
     def load_resharded(self) -> Callable[..., None]:
@@ -228,7 +228,7 @@ class DataloaderDispatcher(Generic[Batch]):
     def _load_resharded(
         self, states: Sequence[Mapping[str, object]], /, *, rank: int, world_size: int
     ) -> None:
-        self._side.load_resharded(states)
+        self._role.load_resharded(states)
 
     def end_workers(self) -> None:
         """Leave the pass, and end the worker processes of the first rank's loader; the position stays.
@@ -237,7 +237,7 @@ class DataloaderDispatcher(Generic[Batch]):
         being loaded is waited for, 5 seconds at most; one that takes longer keeps the workers until the next
         pass or `close`.
         """
-        self._side.end_workers()
+        self._role.end_workers()
 
     def close(self) -> None:
         """End the background thread and the connections of this rank. Happens by itself when Python ends.
@@ -245,7 +245,7 @@ class DataloaderDispatcher(Generic[Batch]):
         The first rank waits up to 30 seconds for others that are behind, 5 in the middle of a pass.
         """
         if self._finalizer.detach() is not None:
-            _close(self._side, self._group)
+            _close(self._role, self._group)
 
     def _check_state(self) -> None:
         if not self._facts.has_state:
@@ -258,13 +258,13 @@ class DataloaderDispatcher(Generic[Batch]):
 class _Pass(Iterator[Batch]):
     """One pass over the data of a dispatcher, which it keeps alive."""
 
-    def __init__(self, dispatcher: DataloaderDispatcher[Batch], side: Side) -> None:
+    def __init__(self, dispatcher: DataloaderDispatcher[Batch], role: Role) -> None:
         self._dispatcher = dispatcher
-        self._side = side
-        self._number = side.start_pass()
+        self._role = role
+        self._number = role.start_pass()
 
     def __next__(self) -> Batch:
-        batch: Batch = self._side.take(self._number)
+        batch: Batch = self._role.take(self._number)
         return batch
 
 
@@ -278,7 +278,7 @@ class _Options(NamedTuple):
     unpickle: bool
 
 
-def _open(loader: Iterable[Any] | None, group: RankGroup, options: _Options) -> tuple[Facts, Side]:
+def _open(loader: Iterable[Any] | None, group: RankGroup, options: _Options) -> tuple[Facts, Role]:
     """Compare arguments with the other ranks, and make this rank's part of the dispatch."""
     place, timeout = options.placement, options.timeout_seconds
     settings = {
@@ -291,27 +291,27 @@ def _open(loader: Iterable[Any] | None, group: RankGroup, options: _Options) -> 
     }
     facts, problem = _facts(loader) if group.index == 0 else (None, None)
     codec = BatchCodec(options.unpickle)
-    facts, hosts = agree(group, settings, facts, _problem(options) or problem)
+    facts, hosts = check_same_on_all_ranks(group, settings, facts, _problem(options) or problem)
     if group.index != 0 or loader is None:
         patience = timeout + min(_GRACE_SECONDS, timeout / 2)
         inbox = Inbox(group, options.prefetch, pins(options.device), patience, hosts[group.ranks[0]])
-        return facts, Follower(inbox, options.device, facts.epoch, codec)
+        return facts, Receiver(inbox, options.device, facts.epoch, codec)
     if group.size == 1:
-        return facts, Alone(loader, options.device)
+        return facts, Single(loader, options.device)
     reader = Reader(loader, place.width, options.uneven, options.make_dummy)
     outbox = Outbox(group, place, options.prefetch, codec)
-    producer = Producer(reader, outbox, group, options.prefetch, timeout, hosts)
-    return facts, Root(reader, producer, place.shares[0], options.device)
+    prefetch, share, device = options.prefetch, place.shares[0], options.device
+    return facts, Source(reader, outbox, group, prefetch, timeout, hosts, share, device)
 
 
-def _close(side: Side, group: RankGroup) -> None:
+def _close(role: Role, group: RankGroup) -> None:
     try:
-        side.close()
+        role.close()
     finally:
         group.close()
 
 
-def _close_unused(side: Side, group: RankGroup, process: int) -> None:
+def _close_unused(role: Role, group: RankGroup, process: int) -> None:
     """Close what the garbage collector found, or what is left when Python ends.
 
     Ranks collect garbage at different moments. The first rank waits for the others in closing, while they may
@@ -320,7 +320,7 @@ def _close_unused(side: Side, group: RankGroup, process: int) -> None:
     """
     # A worker process, a copy of this one, may collect it too: its connections are not its own.
     if os.getpid() == process:
-        run_aside(partial(_close, side, group), wait=not threading.main_thread().is_alive())
+        run_finalizer(partial(_close, role, group), wait=not threading.main_thread().is_alive())
 
 
 def _facts(loader: object) -> tuple[Facts | None, Exception | None]:
@@ -346,3 +346,75 @@ def _problem(options: _Options) -> Exception | None:
             f"prefetch={options.prefetch!r} is out of range; it must be an integer of at least 1"
         )
     return None
+
+
+class Facts(NamedTuple):
+    """What the root knows about its loader.
+
+    Attributes:
+        length: Number of batches; None if the loader has no length.
+        batch_size: Its ``batch_size``; None if it has none.
+        has_state: Whether it can be saved.
+        has_resharding: Whether it takes states of another number of ranks.
+        epoch: Epoch of its next batch.
+    """
+
+    length: int | None
+    batch_size: int | None
+    has_state: bool
+    has_resharding: bool
+    epoch: int
+
+
+class Entry(NamedTuple):
+    """What one rank says at the start.
+
+    Attributes:
+        settings: The settings that must be the same everywhere, as they are shown.
+        facts: Those of the root; None on other ranks.
+        problem: What is wrong with this rank's arguments; None if nothing is.
+        is_type: Whether that is a type.
+        host: Its host.
+    """
+
+    settings: dict[str, str]
+    facts: Facts | None
+    problem: str | None
+    is_type: bool
+    host: str
+
+
+def check_same_on_all_ranks(
+    group: RankGroup, settings: Mapping[str, object], facts: Facts | None, problem: Exception | None
+) -> tuple[Facts, dict[int, str]]:
+    """Compare the arguments of all ranks. Collective.
+
+    Returns:
+        What the root knows, and the host of every rank.
+
+    Raises:
+        DataError: A setting differs, or is wrong on some rank.
+        TypeError: An argument of some rank has the wrong type.
+        RankFailedError: A rank is lost.
+    """
+    told = None if problem is None else str(problem)
+    shown = {name: repr(value) for name, value in settings.items()}
+    mine = Entry(shown, facts, told, isinstance(problem, TypeError), socket.gethostname())
+    entries = group.gather("opening the data loader", mine)
+    for index, entry in enumerate(entries):
+        if entry.problem is not None:
+            kind = TypeError if entry.is_type else DataError
+            if problem is not None and index == group.index:
+                raise problem
+            raise kind(f"on {group.name(index)}: {entry.problem}")
+    for name, first in entries[0].settings.items():
+        for index, entry in enumerate(entries):
+            if entry.settings[name] != first:
+                raise DataError(
+                    f"{name} must be the same on every rank; it is {first} on {group.name(0)} and "
+                    f"{entry.settings[name]} on {group.name(index)}"
+                )
+    root = entries[0].facts
+    if root is None:
+        raise DataError(f"{group.name(0)} says nothing about its loader; do all ranks run the same release?")
+    return root, {group.ranks[index]: entry.host for index, entry in enumerate(entries)}

@@ -1,25 +1,25 @@
-"""The root's loader: rounds of batches, and where it stood when the caller had received each of them."""
+"""The first rank's loader: rounds of batches, and where it stood when the caller had received each."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader
 
-from dataloader_dispatch.dummy import masked_dummy
-from dataloader_dispatch.epochs import PassGenerator, set_loader_epoch
+from dataloader_dispatch.batches import Uneven, dense_to_device, masked_dummy
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.worker_state import end_workers
-
-Uneven = Literal["stop", "pad", "error"]
-MakeDummy = Callable[[Any], Any]
-_END_OF_READ_SECONDS = 5.0
+from dataloader_dispatch.loader import PassGenerator, end_workers, length_of, set_loader_epoch
 
 logger = logging.getLogger("dataloader_dispatch")
+
+MakeDummy = Callable[[Any], Any]
+
+_END_OF_READ_SECONDS = 5.0
 
 
 class Snapshot(NamedTuple):
@@ -299,9 +299,77 @@ class _End:
 _END = _End()
 
 
-def length_of(loader: object) -> int | None:
-    """Number of batches; None if the loader cannot tell."""
-    try:
-        return len(loader)  # type: ignore[arg-type]  # the refusal is the answer
-    except TypeError:
-        return None
+def outdated() -> RuntimeError:
+    """The error for an iterator whose time is over."""
+    return RuntimeError(
+        "this iterator is no longer valid: a newer one was made, or set_epoch or load_state_dict was called; "
+        "use the newer one, or call iter() again"
+    )
+
+
+class Single:
+    """The only rank: batches go from the loader to the device, without thread or process group.
+
+    Args:
+        loader: The loader.
+        device: Where tensors are to be.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device) -> None:
+        self._loader = loader
+        self._device = device
+        self._position = Position(loader)
+        self._iterator: Iterator[Any] | None = None
+        self._number = 0
+        self._received = 0
+        self.is_dummy = False
+
+    def start_pass(self) -> int:
+        self._number += 1
+        self._iterator = iter(self._loader)
+        self._received = 0
+        return self._number
+
+    def take(self, number: int) -> Any:
+        if self._iterator is None or number != self._number:
+            raise outdated()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            if self._received >= 0:
+                self._position.end_epoch()
+            self._received = -1
+            raise
+        self._received += 1
+        return dense_to_device(batch, self._device)
+
+    def epoch(self) -> int:
+        return self._position.epoch
+
+    def progress(self) -> float:
+        progress, length = self._position.progress, length_of(self._loader)
+        if progress is not None:
+            return progress
+        return min(1.0, max(0, self._received) / length) if length else 0.0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._iterator, self._received = None, 0
+        self._position.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, object]:
+        return self._position.state_dict() or {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self._iterator, self._received = None, 0
+        self._position.load_state_dict(state)
+
+    def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
+        self._iterator, self._received = None, 0
+        self._position.load_resharded(states)
+
+    def end_workers(self) -> None:
+        end_workers(self._loader, self._iterator)
+        self._iterator = None
+
+    def close(self) -> None:
+        self._iterator = None

@@ -1,4 +1,7 @@
-"""Documents in the column of a table; pyarrow (the extra ``arrow``) is imported when a table is opened."""
+"""Documents in a column: of a dataset, a Parquet file or an Arrow file.
+
+The extra ``arrow`` (pyarrow) is imported when a file is opened.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,151 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from dataloader_dispatch.documents import token_tensor
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.sources.cache import RecentlyUsed
-from dataloader_dispatch.sources.readers import ReadSettings, decode
-from dataloader_dispatch.sources.unreadable import UnreadableError, os_failure, refuse_changed, refuse_large
+from dataloader_dispatch.sources.files import (
+    ReadSettings,
+    RecentlyUsed,
+    UnreadableError,
+    decode,
+    os_failure,
+    refuse_changed,
+    refuse_large,
+)
 
 _LISTS = ("is_list", "is_large_list", "is_fixed_size_list")
+_FILE_MAGIC = b"ARROW1"
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+class MapDataset(Protocol):
+    """Rows with random access: a list of dicts, a Hugging Face ``datasets.Dataset``, or the like."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, object]:
+        """Row ``index``."""
+        ...
+
+
+@runtime_checkable
+class _SelectsColumns(Protocol):
+    def select_columns(self, column_names: list[str]) -> MapDataset: ...
+
+
+class ColumnDocuments:
+    """Documents in a column of a dataset; nothing is copied, and a row is read when it is asked for.
+
+    A Hugging Face dataset stays what it is: memory-mapped if it was, and of its columns only the one in
+    question is decoded. Its format (``set_format``) may be any that gives lists, arrays or tensors.
+
+    Args:
+        dataset: Rows with a length and integer indexing.
+        column: Name of the column with the text, or with the token ids.
+
+    Raises:
+        DataError: The dataset has no length, is a dict of splits, has no row, or does not have the column.
+    """
+
+    def __init__(self, dataset: MapDataset, column: str = "text") -> None:
+        self._column = column
+        self._length = _length(dataset)
+        names = _column_names(dataset)
+        if column not in names:
+            near = get_close_matches(column, names, n=1)
+            raise DataError(
+                f"the dataset has no column {column!r}; it holds {names}; name the column of the text, or of "
+                f"the token ids{f', such as {near[0]!r}' if near else ''}"
+            )
+        chosen = isinstance(dataset, _SelectsColumns)
+        self._dataset = dataset.select_columns([column]) if chosen else dataset  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int, /) -> str | torch.Tensor:
+        """A document: its text, or its token ids as an int64 tensor of shape [n].
+
+        Raises:
+            IndexError: ``index`` is not in ``range(len(self))``.
+            DataError: The row lacks the column, or holds neither text nor token ids there.
+        """
+        if not 0 <= index < self._length:
+            raise IndexError(f"document {index} is outside a source of {self._length} documents")
+        row = self._dataset[index]
+        if not isinstance(row, Mapping) or self._column not in row:
+            found = (
+                f"holds {sorted(map(str, row))}" if isinstance(row, Mapping) else f"is a {type(row).__name__}"
+            )
+            raise DataError(
+                f"{self.where(index)}: the row {found}; rows must be mappings that have the column (for a "
+                "Hugging Face dataset in another format: dataset.with_format(None))"
+            )
+        value = row[self._column]
+        if isinstance(value, str):
+            return str(value)  # numpy has a kind of its own
+        if (
+            isinstance(value, bytes | bytearray)
+            or not hasattr(value, "__len__")
+            or isinstance(value, Mapping)
+        ):
+            raise DataError(
+                f"{self.where(index)} holds a {type(value).__name__}, {value!r:.40}, which is neither text "
+                "nor token ids; choose another column, or leave such rows out of the dataset"
+            )
+        return token_tensor(value, self.where(index))  # type: ignore[arg-type]  # it says what is wrong
+
+    def where(self, index: int) -> str:
+        """The place of a document in words."""
+        return f"row {index}, column {self._column!r}"
+
+
+def _length(dataset: object) -> int:
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            f"the dataset is a mapping with the keys {sorted(map(str, dataset))}, such as one of splits; "
+            "pass one of them, as in dataset['train']"
+        )
+    try:
+        length = len(dataset)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise DataError(
+            f"the dataset, a {type(dataset).__name__}, has no length; documents need random access: pass a "
+            "map-style dataset (without streaming=True)"
+        ) from error
+    if not length:
+        raise DataError("the dataset has no rows; give at least one")
+    return length
+
+
+def _column_names(dataset: MapDataset) -> list[str]:
+    names = getattr(dataset, "column_names", None)
+    if isinstance(names, Sequence) and not isinstance(names, str):
+        return [str(name) for name in names]
+    try:
+        first = dataset[0]
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"the dataset, a {type(dataset).__name__}, does not give rows by their numbers; pass rows, as "
+            "frame.to_dict('records') of a pandas DataFrame"
+        ) from error
+    if not isinstance(first, Mapping):
+        raise DataError(
+            f"the rows of the dataset are of type {type(first).__name__}; they must be mappings from column "
+            "names to values (documents that are no rows need no ColumnDocuments)"
+        )
+    return [str(name) for name in first]
 
 
 class Column:
@@ -226,3 +361,112 @@ def _as_bytes(column: Any) -> Any:
     """Strings as the bytes they are, without a copy and without a look at their encoding."""
     name = str(column.type)
     return column.view(name.replace("string", "binary")) if name in ("string", "large_string") else column
+
+
+class ParquetReader(ColumnReader):
+    """One document a row, read by row group, the unit of the format.
+
+    The groups read last are kept in memory. Data larger than that are slow to read in a shuffled order,
+    because a group is read for each row.
+    """
+
+    __slots__ = ()
+    kind = "a Parquet"
+
+    def _block_rows(self) -> Iterator[int]:
+        with self._opened() as file:
+            self._field(file.schema_arrow)
+            for group in range(file.metadata.num_row_groups):
+                yield file.metadata.row_group(group).num_rows
+
+    def _load(self, block: int) -> tuple[Column, int]:
+        with self._opened() as file:
+            self._field(file.schema_arrow)
+            if block >= file.metadata.num_row_groups:
+                raise UnreadableError(
+                    f"{self._path} has fewer row groups than when it was opened; open the data again"
+                )
+            name = self._settings.text_column
+            table = file.read_row_group(block, columns=[name])
+            # With a dot in it, the name may be that of a field of another column as well.
+            rows = table.column(table.schema.names.index(name))
+            return Column(rows.chunks), rows.nbytes
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """A ``pyarrow.parquet.ParquetFile``."""
+        import_pyarrow(self._path, self.kind)
+        self._refuse_changed()
+        import pyarrow.parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+        with pyarrow.parquet.ParquetFile(self._path, page_checksum_verification=True) as file:
+            yield file
+
+
+class ArrowReader(ColumnReader):
+    """One document a row of a memory-mapped file.
+
+    The whole file is one block: it is mapped, so that only the rows asked for are read, and it takes no
+    memory of its own. Record batches that are compressed have to be unpacked, which does take memory: in
+    the file format each of them is a block then, a stream still is one.
+    """
+
+    __slots__ = ("_batchwise",)
+    kind = "an Arrow"
+
+    def _block_rows(self) -> Iterator[int]:
+        mapped = self._mapped()
+        rows = [(batch.num_rows, mapped.holds(batch.column(0))) for batch in mapped.batches()]
+        self._batchwise = mapped.is_file and not all(held for _, held in rows)
+        counts = [count for count, _ in rows]
+        yield from counts if self._batchwise else [sum(counts)]
+
+    def _load(self, block: int) -> tuple[Column, int]:
+        mapped = self._mapped()
+        columns = [batch.column(0) for batch in mapped.batches(block if self._batchwise else None)]
+        return Column(columns), sum(column.nbytes for column in columns if not mapped.holds(column))
+
+    def _mapped(self) -> _MappedFile:
+        pyarrow = import_pyarrow(self._path, self.kind)
+        self._refuse_changed()
+        with pyarrow.memory_map(self._path) as file:
+            # The content outlives the file object, and a closed file does not count as an open one.
+            content = file.read_buffer()
+        if content.size < len(_FILE_MAGIC):
+            raise UnreadableError(
+                f"{self._path} is not a readable Arrow file: it has {content.size} bytes; write it again"
+            )
+        is_file = content.slice(0, len(_FILE_MAGIC)).to_pybytes() == _FILE_MAGIC
+        if not is_file and content.slice(max(content.size - 8, 0)).to_pybytes() != _END_OF_STREAM:
+            # A stream that was cut between two batches looks whole otherwise.
+            raise UnreadableError(
+                f"{self._path} is not a readable Arrow file: it is neither in the file format nor a stream "
+                "with its end; it is damaged or not complete: write it again"
+            )
+        open_ipc = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+        field = self._field(open_ipc(content).schema)
+        options = pyarrow.ipc.IpcReadOptions(included_fields=[field], use_threads=False)
+        return _MappedFile(content, is_file, open_ipc(content, options=options))
+
+
+@dataclass(frozen=True, slots=True)
+class _MappedFile:
+    """A mapped file whose reader gives one column."""
+
+    content: Any
+    is_file: bool
+    reader: Any
+
+    def batches(self, only: int | None = None) -> Iterator[Any]:
+        """All record batches, or one of them."""
+        if not self.is_file:
+            yield from self.reader
+        elif only is None:
+            yield from map(self.reader.get_batch, range(self.reader.num_record_batches))
+        elif only < self.reader.num_record_batches:
+            yield self.reader.get_batch(only)
+
+    def holds(self, column: Any) -> bool:
+        """Whether a column lies in the mapped file, and not in memory of its own."""
+        start, stop = self.content.address, self.content.address + self.content.size
+        return all(start <= buffer.address <= stop for buffer in column.buffers() if buffer and buffer.size)

@@ -1,48 +1,408 @@
-"""Documents that lie in files."""
+"""Documents that lie in files: text files, JSON lines, and what is done with unreadable ones."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import logging
 import os
+import re
 from array import array
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from dataloader_dispatch.documents import locate
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.sources.arrow import ArrowReader
-from dataloader_dispatch.sources.cache import RecentlyUsed
-from dataloader_dispatch.sources.columns import RecentColumns
-from dataloader_dispatch.sources.discovery import DataFile, checked_paths, find_data_files
-from dataloader_dispatch.sources.parquet import ParquetReader
-from dataloader_dispatch.sources.readers import (
-    JsonLinesReader,
-    NoDocuments,
-    Reader,
-    ReadSettings,
-    RecentFiles,
-    TextReader,
-    not_text,
-)
-from dataloader_dispatch.sources.token_binary import TokenBinary, is_token_directory
-from dataloader_dispatch.sources.unreadable import UnreadableError
+
+Value = TypeVar("Value")
 
 logger = logging.getLogger("dataloader_dispatch")
 
 UndecodablePolicy: TypeAlias = Literal["error", "skip", "replace"]
 """What to do with a document that is not UTF-8; see `open_documents`."""
 
-UnreadablePolicy: TypeAlias = Literal["stop", "skip"]
-"""What to do with a file or document that cannot be read; see `open_documents`."""
+_EXHAUSTED = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or use fewer worker processes",
+    errno.ENFILE: "the whole machine has too many files open; close some, or raise the limit",
+    errno.ENOMEM: "free memory, or use fewer worker processes",
+}
+_CHUNK = 1 << 20
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_PROBED_LINES = 100
+_NAMED_KEYS = 20
 
-MAX_DOCUMENT_BYTES = 1 << 30
-_RECENT_BYTES = 512 << 20
-_RECENT_BLOCKS = 128
-_RECENT_FILES = 64
+
+class UnreadableError(DataError):
+    """A file or document is at fault. With ``unreadable="skip"`` it is left out and counted."""
+
+
+def os_failure(path: str, error: OSError) -> DataError:
+    """The error for a file that the system will not read.
+
+    What a process has run out of says nothing about the file, so that is no `UnreadableError`: the file must
+    not be left out for it.
+    """
+    remedy = _EXHAUSTED.get(error.errno or 0)
+    text = f"cannot read the data file {path}: {error.strerror or error}"
+    return DataError(f"{text}; {remedy}") if remedy else UnreadableError(text)
+
+
+def refuse_changed(path: str, size: int, expected: int) -> None:
+    """Refuse a file whose size is another than when it was opened: its documents are not those of then.
+
+    Raises:
+        UnreadableError: The sizes differ.
+    """
+    if size != expected:
+        raise UnreadableError(
+            f"{path} has {size} bytes and had {expected} when it was opened; it was changed in the meantime: "
+            "open the data again, or put the file back as it was"
+        )
+
+
+def refuse_large(place: str, size: int, limit: int) -> None:
+    """Refuse a document that is larger than ``max_document_bytes``.
+
+    Args:
+        place: The document in words.
+        size: Its bytes.
+        limit: The setting.
+
+    Raises:
+        UnreadableError: It is larger.
+    """
+    if size > limit:
+        raise UnreadableError(
+            f"{place} has {size} bytes, more than max_document_bytes={limit}; split it, raise "
+            "max_document_bytes if memory allows, or leave such documents out with unreadable='skip'"
+        )
+
+
+class RecentlyUsed(Generic[Value]):
+    """Values by key; those used longest ago go first. Copies for other processes start empty.
+
+    There is no lock, as a lock that some thread holds while the process forks is never released in the child.
+    Every step on the dict is atomic, and two threads that miss the same key both load it.
+
+    Args:
+        max_bytes: Memory that all values may take together, by what `get` is told. The newest one is always
+            kept.
+        max_entries: Number of values, which bounds the files that are held open.
+    """
+
+    def __init__(self, max_bytes: int, max_entries: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_entries = max_entries
+        self._kept: dict[Hashable, tuple[Value, int]] = {}
+
+    def get(self, key: Hashable, load: Callable[[], tuple[Value, int]]) -> Value:
+        """The value of a key.
+
+        Args:
+            key: The key.
+            load: Makes the value if it is not kept; gives it with the bytes of memory it takes.
+        """
+        entry = self._kept.pop(key, None)
+        if entry is None:
+            entry = load()
+            self._make_room(entry[1])
+        self._kept[key] = entry
+        return entry[0]
+
+    def __reduce__(self) -> tuple[type[RecentlyUsed[Value]], tuple[int, int]]:
+        return type(self), (self._max_bytes, self._max_entries)
+
+    def _make_room(self, size: int) -> None:
+        kept = list(self._kept.items())
+        total = size + sum(cost for _, (_, cost) in kept)
+        for number, (key, (_, cost)) in enumerate(kept):
+            if total <= self._max_bytes and len(kept) - number < self._max_entries:
+                return
+            self._kept.pop(key, None)
+            total -= cost
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSettings:
+    """What all readers of a source follow.
+
+    Attributes:
+        text_column: Key or column that holds the text or the token ids.
+        max_document_bytes: Size of the largest document that is read.
+        skip: Whether what cannot be read is left out.
+    """
+
+    text_column: str
+    max_document_bytes: int
+    skip: bool
+
+
+class Reader(Protocol):
+    """Random access to the documents of one file. Copies for other processes hold no open file."""
+
+    @property
+    def count(self) -> int:
+        """Number of documents."""
+        ...
+
+    def read(self, index: int, errors: str) -> str | torch.Tensor:
+        """Document ``index`` of the file; ``errors`` is that of `bytes.decode`, which may raise."""
+        ...
+
+    def where(self, index: int) -> str:
+        """The document's place in words, for messages."""
+        ...
+
+
+class NoDocuments:
+    """Stands for a file that is left out."""
+
+    __slots__ = ("_path",)
+    count = 0
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def read(self, index: int, errors: str) -> str:
+        raise IndexError(index)
+
+    def where(self, index: int) -> str:
+        return self._path
+
+
+class TextReader:
+    """A file that is one document."""
+
+    __slots__ = ("_path", "_settings", "_size")
+    count = 1
+
+    def __init__(self, path: str, size: int, settings: ReadSettings) -> None:
+        self._path = path
+        self._size = size
+        self._settings = settings
+
+    def read(self, index: int, errors: str) -> str:
+        try:
+            with open(self._path, "rb") as stream:  # noqa: PTH123  (called once a document)
+                refuse_large(self._path, os.fstat(stream.fileno()).st_size, self._settings.max_document_bytes)
+                raw = stream.read()
+        except OSError as error:
+            raise os_failure(self._path, error) from error
+        refuse_changed(self._path, len(raw), self._size)
+        return decode(raw, errors)
+
+    def where(self, index: int) -> str:
+        return self._path
+
+
+class OpenFile:
+    """A file that is read at any place. Processes that share it after a fork do not disturb one another."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, path: str) -> None:
+        self._handle = os.open(path, os.O_RDONLY)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file now."""
+        return os.fstat(self._handle).st_size
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes from ``start`` up to, not including, ``stop``; fewer at the end of the file."""
+        pieces = []
+        while start < stop and (piece := os.pread(self._handle, stop - start, start)):
+            pieces.append(piece)
+            start += len(piece)
+        return b"".join(pieces)
+
+    def __del__(self) -> None:
+        handle = getattr(self, "_handle", None)  # none if opening failed
+        if handle is not None:
+            os.close(handle)
+
+
+RecentFiles: TypeAlias = RecentlyUsed[OpenFile]
+
+
+class JsonLinesReader:
+    """A file with one JSON object a line; blank lines are no documents.
+
+    The line starts are kept in a compact array, 8 bytes a document, made by one pass over the file that
+    parses nothing. A document is parsed at once, so that a wrong key shows before training starts.
+    """
+
+    __slots__ = ("_path", "_recent", "_settings", "_starts")
+
+    def __init__(self, path: str, settings: ReadSettings, recent: RecentFiles) -> None:
+        self._path = path
+        self._settings = settings
+        self._recent = recent
+        try:
+            # The last entry is the end of the file.
+            self._starts = array("Q", _line_starts(path))
+        except OSError as error:
+            raise os_failure(path, error) from error
+        self._probe()
+
+    @property
+    def count(self) -> int:
+        return len(self._starts) - 1
+
+    def read(self, index: int, errors: str) -> str:
+        start, stop = self._starts[index], self._starts[index + 1]
+        # Blank lines behind it are part of this span, and next to nothing.
+        if stop - start > self._settings.max_document_bytes:
+            refuse_large(self.where(index), stop - start, self._settings.max_document_bytes)
+        try:
+            file = self._recent.get(self._path, lambda: (OpenFile(self._path), 0))
+            line = file.read(start, stop)
+            refuse_changed(self._path, file.size, self._starts[-1])  # it may be written to in place
+        except OSError as error:
+            raise os_failure(self._path, error) from error
+        return self._text_of(decode(line, errors), index, errors)
+
+    def where(self, index: int) -> str:
+        """File and line; the line is counted only here, as blank lines make it differ from the index."""
+        remaining, number = self._starts[index], 1
+        try:
+            with open(self._path, "rb") as stream:  # noqa: PTH123
+                while remaining and (block := stream.read(min(_CHUNK, remaining))):
+                    number += block.count(b"\n")
+                    remaining -= len(block)
+        except OSError:
+            return f"{self._path} document {index}"
+        return f"{self._path}:{number}"
+
+    def _probe(self) -> None:
+        """Refuse a file without a readable document, as with a wrong key, or with a bad first one."""
+        first: UnreadableError | None = None
+        for index in range(min(self.count, _PROBED_LINES)):
+            try:
+                self.read(index, "replace")
+            except UnreadableError as error:
+                first = first or error
+                if not self._settings.skip:
+                    break
+            else:
+                return
+        if first is not None:
+            raise first
+
+    def _text_of(self, line: str, index: int, errors: str) -> str:
+        column = self._settings.text_column
+        try:
+            record = json.loads(line)
+            # Of equal keys the last one would win. Few lines need a second look.
+            again = line.count(f'"{column}"') > 1 or "\\u" in line
+            twice = again and _outermost_keys(line).count(column) > 1
+        except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
+            reason = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                reason = f"{error.msg}, column {error.colno}"
+            raise UnreadableError(
+                f"{self.where(index)}: not valid JSON ({reason}); a .jsonl file holds one JSON object a line"
+            ) from error
+        if not isinstance(record, dict) or column not in record:
+            found = f"the keys {_some(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+            raise UnreadableError(
+                f"{self.where(index)}: no key {column!r}; the line holds {found}; name the key of "
+                "the text with text_column"
+            )
+        if twice:
+            raise UnreadableError(
+                f"{self.where(index)}: the key {column!r} comes twice, and which one is the text cannot be "
+                "known; leave one of them out"
+            )
+        text = record[column]
+        if not isinstance(text, str):
+            raise UnreadableError(
+                f"{self.where(index)}: {column!r} holds {text!r:.40}, which is not a string"
+            )
+        # Only an escape such as \ud800 can give half of a surrogate pair.
+        return _without_surrogates(text, errors) if "\\u" in line else text
+
+
+def _outermost_keys(line: str) -> list[str]:
+    """The keys of a JSON object, equal ones included."""
+    found: list[str] = []
+
+    def keep(pairs: list[tuple[str, object]]) -> None:
+        found[:] = [key for key, _ in pairs]  # the outermost object comes last
+
+    json.loads(line, object_pairs_hook=keep)
+    return found
+
+
+def _some(keys: Iterable[str]) -> str:
+    """Keys for a message, the first of them if they are many."""
+    names = sorted(keys)
+    return str(names) if len(names) <= _NAMED_KEYS else f"{names[:_NAMED_KEYS]} and more, {len(names)} in all"
+
+
+def decode(raw: bytes, errors: str) -> str:
+    """UTF-8 text without a leading byte order mark. Line ends stay as they are.
+
+    Raises:
+        UnicodeDecodeError: ``errors`` is "strict" and the bytes are not UTF-8.
+    """
+    return raw.decode("utf-8", errors).removeprefix("\ufeff")
+
+
+def not_text(place: str, error: UnicodeError) -> DataError:
+    """The error for a document that is not UTF-8, or could not be written as UTF-8."""
+    if isinstance(error, UnicodeDecodeError):
+        what = f"not UTF-8 at byte {error.start}, which is 0x{error.object[error.start]:02x}"
+    else:
+        what = f"not text: {error}"
+    return DataError(
+        f"{place}: {what}; convert the file, exclude it, or set undecodable to 'skip' or 'replace'"
+    )
+
+
+def _without_surrogates(text: str, errors: str) -> str:
+    if errors == "replace":
+        return _SURROGATE.sub("\ufffd", text)
+    text.encode()
+    return text
+
+
+def _line_starts(path: str) -> Iterator[int]:
+    """Where the lines that are not blank start, and the end of the file. Long lines are read in pieces."""
+    start = offset = 0
+    blank = True
+    with open(path, "rb") as stream:  # noqa: PTH123
+        while piece := stream.readline(_CHUNK):
+            blank = blank and piece.isspace()
+            offset += len(piece)
+            if piece.endswith(b"\n"):
+                if not blank:
+                    yield start
+                start, blank = offset, True
+    if not blank:
+        yield start
+    yield offset
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file that was found.
+
+    Attributes:
+        path: Where it lies.
+        name: Its path below the directory that was given, with forward slashes.
+        size: Bytes, as far as they are known.
+        problem: Why it cannot be read; empty if nothing speaks against it.
+    """
+
+    path: str
+    name: str
+    size: int
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,85 +430,6 @@ class FileRange(NamedTuple):
     stop: int
 
 
-def open_documents(
-    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    *,
-    exclude: str | Sequence[str] = (),
-    undecodable: UndecodablePolicy = "error",
-    text_column: str = "text",
-    unreadable: UnreadablePolicy = "stop",
-    max_document_bytes: int = MAX_DOCUMENT_BYTES,
-) -> FileDocuments | TokenBinary:
-    """Open files as documents.
-
-    Files ending in ``.txt``, ``.md`` and ``.py`` are one document each, a line of a ``.jsonl`` file is one
-    (blank lines are not), and so is a row of a ``.parquet`` or ``.arrow`` file (extra ``arrow``; Arrow IPC in
-    the file or the stream format, the latter as Hugging Face ``datasets`` stores it). Text is UTF-8. A column
-    of integer lists gives documents that are token ids, int64 tensors of shape [n].
-
-    Nothing but names and sizes is read for text files; documents are read when they are asked for. A
-    ``.jsonl`` file is read through once to find its lines, of a ``.parquet`` file the footer is read, of an
-    ``.arrow`` file, which is mapped into memory, the heads of its batches. Of a table one column is read.
-    The documents have the same order on every machine: by path, and within a directory or glob by file name.
-
-    A directory that ``dataloader-dispatch tokenize`` wrote is opened as `TokenBinary`; it holds token ids,
-    so the settings below have no meaning for it.
-
-    Args:
-        data: A directory (read with its subdirectories; names with a leading dot, links to directories and
-            files with other endings are passed over; a warning tells of links and compressed files), a glob
-            (``**`` stands for any directories; it selects files), a file, or a sequence of these.
-        exclude: Globs of what to leave out, matched with the path below the directory that was given. ``**``
-            stands for any number of directories; a pattern without a slash matches a file or
-            directory of that name anywhere. With a directory goes all it holds. Files that ``data`` names
-            directly stay.
-        undecodable: A document that is not UTF-8, noticed when it is read: ``"error"`` raises with the
-            file and the byte; ``"skip"`` makes it an empty document, which `DocumentStream` leaves out;
-            ``"replace"`` puts U+FFFD for what cannot be decoded. `FileDocuments.undecodable` counts them.
-        text_column: Key (``.jsonl``) or column (``.parquet``, ``.arrow``) that holds the text or token ids.
-        unreadable: A file that cannot be opened (it is damaged, not complete, lacks the column, is gone, or
-            must not be read), or a document that cannot be read later (that, or it is malformed, or larger
-            than allowed): ``"stop"`` raises; ``"skip"`` leaves the file out, or makes the document an empty
-            one. `FileDocuments.skipped` tells which; the first of each file is logged as a warning. A JSON
-            lines file none of whose first 100 documents can be read counts as one that cannot be
-            opened. What this process has run out of (memory, open files) is never skipped.
-        max_document_bytes: Size of the largest document to read, at least 1. A larger one cannot be read. Its
-            size is known before it is read; of a JSON line, that of the whole line counts. A Parquet row
-            is measured after its row group is read.
-
-    Returns:
-        The documents.
-
-    Raises:
-        DataError: A path does not exist, cannot be read, is no path, or holds no data file; a file is named
-            twice; there are only empty files; a first line is malformed; a column is missing or holds neither
-            text nor token ids; pyarrow is needed but not installed; a setting is out of range; a directory
-            of token ids is damaged, not finished, or one of several paths.
-    """
-    _check_choice("undecodable", undecodable, get_args(UndecodablePolicy))
-    _check_choice("unreadable", unreadable, get_args(UnreadablePolicy))
-    if (
-        isinstance(max_document_bytes, bool)
-        or not isinstance(max_document_bytes, int)
-        or max_document_bytes < 1
-    ):
-        raise DataError(
-            f"max_document_bytes={max_document_bytes!r} is out of range; it must be an integer of at least 1"
-        )
-    paths = checked_paths(data)
-    for path in paths:
-        if is_token_directory(path):
-            if len(paths) == 1:
-                return TokenBinary(path)
-            raise DataError(
-                f"data path {path} holds token ids, and cannot be opened together with other "
-                "paths; open each by itself and mix them with mix_documents"
-            )
-    files = find_data_files(paths, exclude)
-    settings = ReadSettings(text_column, max_document_bytes, skip=unreadable == "skip")
-    return FileDocuments(files, undecodable, settings)
-
-
 class FileDocuments:
     """The documents of a list of files; made by `open_documents`.
 
@@ -157,7 +438,11 @@ class FileDocuments:
     """
 
     def __init__(
-        self, files: Sequence[DataFile], undecodable: UndecodablePolicy, settings: ReadSettings
+        self,
+        files: Sequence[DataFile],
+        undecodable: UndecodablePolicy,
+        settings: ReadSettings,
+        open_reader: Callable[[DataFile], Reader],
     ) -> None:
         self._files = files
         self._policy = undecodable
@@ -165,9 +450,7 @@ class FileDocuments:
         self._undecodable: set[int] = set()
         self._unreadable: set[int] = set()
         self._skipped: dict[int, SkippedFile] = {}
-        columns: RecentColumns = RecentlyUsed(_RECENT_BYTES, _RECENT_BLOCKS)
-        lines: RecentFiles = RecentlyUsed(0, _RECENT_FILES)
-        self._readers = [self._open(number, columns, lines) for number in range(len(files))]
+        self._readers = [self._open(number, open_reader) for number in range(len(files))]
         self._starts = array("Q", [0])
         for reader in self._readers:
             self._starts.append(self._starts[-1] + reader.count)
@@ -185,7 +468,7 @@ class FileDocuments:
                 not UTF-8, where the settings do not leave it out. The message names the file, and the line
                 or row.
         """
-        number, place = self._locate(index)
+        number, place = locate(self._starts, index)
         reader = self._readers[number]
         try:
             return reader.read(place, "strict")
@@ -227,7 +510,7 @@ class FileDocuments:
 
     def where(self, index: int) -> str:
         """The place of a document in words: file, and line or row."""
-        number, place = self._locate(index)
+        number, place = locate(self._starts, index)
         return self._readers[number].where(place)
 
     def fingerprint(self) -> str:
@@ -251,12 +534,12 @@ class FileDocuments:
             for number, file in enumerate(self._files)
         ]
 
-    def _open(self, number: int, columns: RecentColumns, lines: RecentFiles) -> Reader:
+    def _open(self, number: int, open_reader: Callable[[DataFile], Reader]) -> Reader:
         file = self._files[number]
         try:
             if file.problem:
                 raise UnreadableError(file.problem)
-            return _reader(file, self._settings, columns, lines)
+            return open_reader(file)
         except UnreadableError as error:
             if not self._settings.skip:
                 raise
@@ -280,27 +563,3 @@ class FileDocuments:
             raise DataError(
                 f"the data hold no text: {len(self._files)} file(s), all of them empty (the first: {first})"
             )
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        """Number of the file, and of the document in it."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} is outside a source of {len(self)} documents")
-        # Files without documents repeat a start; the last of equal starts is the file that has some.
-        number = bisect_right(self._starts, index) - 1
-        return number, index - self._starts[number]
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise DataError(f"{name}={value!r} is unknown; choose one of {choices}")
-
-
-def _reader(file: DataFile, settings: ReadSettings, columns: RecentColumns, lines: RecentFiles) -> Reader:
-    path, name = file.path, file.path.lower()
-    if name.endswith(".jsonl"):
-        return JsonLinesReader(path, settings, lines)
-    if name.endswith(".parquet"):
-        return ParquetReader(path, settings, columns)
-    if name.endswith(".arrow"):
-        return ArrowReader(path, settings, columns)
-    return TextReader(path, file.size, settings)

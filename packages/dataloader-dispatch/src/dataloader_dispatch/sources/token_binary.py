@@ -1,29 +1,205 @@
-"""Token ids in binary files, mapped into memory."""
+"""Token ids in binary files: their manifest, reading them memory-mapped, and writing them by parts."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import zlib
 from array import array
-from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
 
+from dataloader_dispatch.documents import locate
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.sources.cache import RecentlyUsed
-from dataloader_dispatch.sources.token_manifest import MANIFEST, Part, is_token_directory, read_manifest
-from dataloader_dispatch.sources.unreadable import os_failure
+from dataloader_dispatch.sources.files import RecentlyUsed, os_failure
 
-__all__ = ["TokenBinary", "is_token_directory"]
+TokenType: TypeAlias = Literal["uint16", "uint32", "int64"]
+"""Type of the token ids in the files, little-endian."""
+
+ITEM_BYTES: Mapping[str, int] = {"uint16": 2, "uint32": 4, "int64": 8}
 
 Integers: TypeAlias = np.ndarray[tuple[int], np.dtype[np.integer]]
 
+MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished"
+"""Directory of what a run that writes tokens has not finished yet."""
+FORMAT = "dataloader-dispatch tokens"
+SCHEMA_VERSION = 1
+PART = re.compile(r"part-\d{5,}\.(bin|idx)")
+_FINISH = "run the same `dataloader-dispatch tokenize` command again to finish it"
 _MAPPED_PARTS = 128
 _CHUNK = 1 << 22
+_BUFFER = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A pair of files, ``<name>.bin`` with the token ids of its documents and ``<name>.idx`` with offsets.
+
+    Attributes:
+        name: Name without the ending.
+        documents: Documents in it; the index holds one offset more.
+        tokens: Token ids in it.
+        bin_crc32: CRC-32 of the token file.
+        idx_crc32: CRC-32 of the index file.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    bin_crc32: int
+    idx_crc32: int
+
+    def sizes(self, dtype: TokenType) -> dict[str, int]:
+        """Bytes of each of the two files, by name."""
+        return {
+            f"{self.name}.bin": self.tokens * ITEM_BYTES[dtype],
+            f"{self.name}.idx": (self.documents + 1) * 8,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TokenManifest:
+    """What is in a directory of token ids.
+
+    Attributes:
+        dtype: Type of the token ids.
+        tokenizer: Name of the tokenizer.
+        vocabulary_size: One more than the largest token id that the tokenizer may give.
+        eos_token_id: Separator to put between documents; None if the tokenizer has none. It is in no file.
+        documents: Documents in all parts.
+        tokens: Token ids in all parts.
+        parts: The parts, in order.
+        about: What the tokens were made of, and how; for people and for the tokenize command.
+    """
+
+    dtype: TokenType
+    tokenizer: str
+    vocabulary_size: int
+    eos_token_id: int | None
+    documents: int
+    tokens: int
+    parts: tuple[Part, ...]
+    about: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """The text of ``manifest.json``; the same for equal manifests."""
+        head = {"format": FORMAT, "schema_version": SCHEMA_VERSION}
+        return json.dumps({**head, **asdict(self)}, indent=1) + "\n"
+
+    def fingerprint(self) -> str:
+        """Digest of the documents: their number, their lengths and their token ids."""
+        parts = [(part.documents, part.tokens, part.bin_crc32, part.idx_crc32) for part in self.parts]
+        return hashlib.sha256(f"tokens {self.dtype} {parts}".encode()).hexdigest()
+
+
+def is_token_directory(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a directory of token ids, finished or not."""
+    if not os.fspath(path):
+        return False  # not the directory we are in
+    try:
+        place = Path(path).expanduser()
+        if (place / UNFINISHED / "plan.json").is_file():
+            return True
+        if (place / MANIFEST).is_file() and _claims_tokens(place / MANIFEST):
+            return True
+        with os.scandir(place) as entries:
+            return any(entry.name.endswith(".idx") and PART.fullmatch(entry.name) for entry in entries)
+    except (OSError, RuntimeError):
+        return False  # not a directory, or one that cannot be read or found, which others say better
+
+
+def read_manifest(directory: Path) -> TokenManifest:
+    """Read ``manifest.json``.
+
+    Raises:
+        DataError: There is none, it is damaged, or of a newer version.
+    """
+    path = directory / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(_what_is_missing(directory)) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}; tokenize again with --overwrite") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(
+            f"{path} is not the manifest of a directory that `dataloader-dispatch tokenize` wrote"
+        )
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise DataError(
+            f"{path} has schema_version={version!r}; this version of dataloader-dispatch reads "
+            f"{SCHEMA_VERSION}: install a version that reads it, or tokenize again with --overwrite"
+        )
+    try:
+        return _checked(content)
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"no entry {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{path} is damaged: {reason}; tokenize again with --overwrite") from error
+
+
+def _claims_tokens(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return FORMAT.encode() in stream.read(200)
+
+
+def _what_is_missing(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"there is no directory {directory}; name one that `dataloader-dispatch tokenize` wrote"
+    if is_token_directory(directory):
+        return f"{directory} is not finished: it holds parts and no {MANIFEST}; {_FINISH}"
+    return f"{directory} holds no {MANIFEST}; name a directory that `dataloader-dispatch tokenize` wrote"
+
+
+def _checked(content: dict[str, Any]) -> TokenManifest:
+    parts = tuple(_part(one) for one in content["parts"])
+    dtype = content["dtype"]
+    if dtype not in get_args(TokenType):
+        raise ValueError(f"dtype={dtype!r} is none of {get_args(TokenType)}")
+    eos = content["eos_token_id"]
+    manifest = TokenManifest(
+        dtype=cast(TokenType, dtype),
+        tokenizer=str(content["tokenizer"]),
+        vocabulary_size=_count(content["vocabulary_size"], "vocabulary_size"),
+        eos_token_id=None if eos is None else _count(eos, "eos_token_id"),
+        documents=_count(content["documents"], "documents"),
+        tokens=_count(content["tokens"], "tokens"),
+        parts=parts,
+        about=dict(content["about"]),
+    )
+    if len({part.name for part in parts}) < len(parts):
+        raise ValueError("it names a part twice")
+    for name in ("documents", "tokens"):
+        total = sum(getattr(part, name) for part in parts)
+        if total != getattr(manifest, name):
+            raise ValueError(f"{name}={getattr(manifest, name)}, but the parts hold {total}")
+    return manifest
+
+
+def _part(record: Mapping[str, Any]) -> Part:
+    name = record["name"]
+    if not isinstance(name, str) or not PART.fullmatch(f"{name}.bin"):
+        raise ValueError(f"{name!r} is not the name of a part")
+    counts = {key: _count(record[key], key) for key in ("documents", "tokens", "bin_crc32", "idx_crc32")}
+    return Part(name, **counts)
+
+
+def _count(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name}={value!r} is not a count")
+    return value
 
 
 class _Mapped(NamedTuple):
@@ -77,7 +253,7 @@ class TokenBinary:
             IndexError: ``index`` is not in ``range(len(self))``.
             DataError: The file of the document is gone or shorter than it was.
         """
-        number, place = self._locate(index)
+        number, place = locate(self._starts, index)
         mapped = self._part(number)
         start, stop = mapped.offsets[place : place + 2]
         return torch.from_numpy(mapped.tokens[start:stop].astype(np.int64))
@@ -117,7 +293,7 @@ class TokenBinary:
         counts = np.empty(stop - start, dtype=np.int64)
         at = start
         while at < stop:
-            number, place = self._locate(at)
+            number, place = locate(self._starts, at)
             end = min(stop, self._starts[number + 1])
             offsets = self._part(number).offsets[place : place + end - at + 1]
             counts[at - start : end - start] = np.diff(offsets)
@@ -126,7 +302,7 @@ class TokenBinary:
 
     def where(self, index: int) -> str:
         """The place of a document in words."""
-        number, place = self._locate(index)
+        number, place = locate(self._starts, index)
         return f"{self.directory / self.manifest.parts[number].name}.bin document {place}"
 
     def fingerprint(self) -> str:
@@ -144,13 +320,6 @@ class TokenBinary:
                 path = self.directory / f"{part.name}{ending}"
                 if (found := _checksum(path)) != expected:
                     raise _damaged(path, f"has the CRC-32 {found:#x}, and {MANIFEST} says {expected:#x}")
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        """Number of the part, and of the document in it."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} is outside a source of {len(self)} documents")
-        number = bisect_right(self._starts, index) - 1
-        return number, index - self._starts[number]
 
     def _part(self, number: int) -> _Mapped:
         return self._mapped.get(number, lambda: (self._map(self.manifest.parts[number]), 0))
@@ -210,3 +379,110 @@ def _damaged(path: Path, what: str) -> DataError:
         f"{path} is damaged or not complete: it {what}; copy the directory again, or tokenize again with "
         "--overwrite"
     )
+
+
+class PartWriter:
+    """Takes documents one by one; the two files get their names when all of it is on the disk.
+
+    Args:
+        directory: Where the part goes.
+        name: Its name, without ending.
+        dtype: Type of the token ids in the file.
+        vocabulary_size: One more than the largest token id allowed.
+        scratch: Directory for the files until they are complete, on the same file system.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, dtype: TokenType, vocabulary_size: int, scratch: Path
+    ) -> None:
+        self._final = {ending: directory / f"{name}{ending}" for ending in (".bin", ".idx")}
+        # Each process has names of its own: one that was believed dead must not write into another's file.
+        self._temporary = {ending: scratch / f"{name}-{os.getpid()}{ending}" for ending in (".bin", ".idx")}
+        self._name = name
+        self._kind = np.dtype(dtype).newbyteorder("<")
+        self._vocabulary_size = min(vocabulary_size, int(np.iinfo(dtype).max) + 1)
+        self._lengths: list[int] = []
+        self._checksum = 0
+        self._tokens = self._temporary[".bin"].open("wb", buffering=_BUFFER)
+
+    def append(self, tokens: Integers, lengths: Sequence[int]) -> None:
+        """Add documents.
+
+        Args:
+            tokens: Token ids of all of them, end to end, of any integer type, without separators.
+            lengths: Number of tokens of each.
+
+        Raises:
+            DataError: A token id is not in ``range(vocabulary_size)``, or the type cannot hold it.
+            OSError: The file cannot be written.
+        """
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocabulary_size:
+            raise DataError(
+                f"the tokenizer gave token ids from {tokens.min()} to {tokens.max()}, and its vocabulary has "
+                f"{self._vocabulary_size} entries; the tokenizer's files do not fit together"
+            )
+        raw = tokens.astype(self._kind).tobytes()
+        self._tokens.write(raw)
+        self._checksum = zlib.crc32(raw, self._checksum)
+        self._lengths.extend(lengths)
+
+    def finish(self) -> Part:
+        """Put both files on the disk under their names.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        offsets = np.zeros(len(self._lengths) + 1, dtype="<i8")
+        np.cumsum(self._lengths, out=offsets[1:])
+        with self._tokens as stream:
+            stream.flush()
+            os.fsync(stream.fileno())
+        raw = offsets.tobytes()
+        with self._temporary[".idx"].open("wb") as stream:
+            stream.write(raw)
+            stream.flush()
+            os.fsync(stream.fileno())
+        for ending, path in self._temporary.items():
+            path.replace(self._final[ending])
+        sync_directory(self._final[".bin"].parent)
+        return Part(self._name, len(self._lengths), int(offsets[-1]), self._checksum, zlib.crc32(raw))
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove what is not complete."""
+        self._tokens.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, text: str, *, scratch: Path | None = None) -> None:
+    """Replace a file in one step; the new content is on the disk then.
+
+    Args:
+        path: The file.
+        text: What it is to hold.
+        scratch: Where it is written first, and a kill may leave it; beside the file by default.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    temporary = (scratch or path.parent) / f"{path.name}-{os.getpid()}"
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Put the names in a directory on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

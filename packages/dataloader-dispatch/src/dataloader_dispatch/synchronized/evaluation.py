@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset
 
 from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.loader import Indexed, exact_length, length_of
 from dataloader_dispatch.synchronized.loader import SynchronizedDataLoader
-from dataloader_dispatch.synchronized.opening import exact_length, length_of
+from dist_env import StaticDistributedEnvironment, barrier
 
 Batch = TypeVar("Batch")
+Item = TypeVar("Item")
+Item_co = TypeVar("Item_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -165,3 +169,155 @@ def _rows(batch: object) -> int | None:
     elif isinstance(batch, (list, tuple)):
         parts = batch
     return next((rows for part in parts if (rows := _rows(part)) is not None), None)
+
+
+class _Fetching(Protocol[Item_co]):
+    def __getitems__(self, indices: Sequence[int], /) -> Sequence[Item_co]: ...
+
+
+class EvaluationShard(Dataset[Item], Generic[Item]):
+    """Every ``world_size``-th item of a map-style dataset, from the one at ``rank`` on.
+
+    Made by `shard_for_evaluation`. It holds no list of indices: its size does not depend on the dataset's.
+
+    Attributes:
+        dataset: The whole dataset.
+        indices: Where the items are in it.
+    """
+
+    def __init__(self, dataset: Indexed[Item], indices: range) -> None:
+        self.dataset = dataset
+        self.indices = indices
+
+    def __len__(self) -> int:
+        """Number of items on this rank; 0 if there are fewer items than ranks."""
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Item:
+        """The item at a position of this shard.
+
+        Raises:
+            IndexError: There is none.
+        """
+        return self.dataset[self.indices[index]]
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Item]:
+        """Several items at once, as torch's loaders ask for them."""
+        places = [self.indices[index] for index in indices]
+        if callable(getattr(self.dataset, "__getitems__", None)):
+            return cast("_Fetching[Item]", self.dataset).__getitems__(places)
+        return [self.dataset[place] for place in places]
+
+
+def shard_for_evaluation(dataset: Indexed[Item], rank: int, world_size: int) -> EvaluationShard[Item]:
+    """This rank's part of a dataset, of which every item is on exactly one rank.
+
+    Rank r has the items r, r + world_size, r + 2 * world_size, ... Nothing is repeated to make the parts
+    equal: they differ by one item at most, and `EvaluationLoader` deals with that.
+
+    Args:
+        dataset: Map-style: it has a length and is indexed by integers. The same on every rank.
+        rank: Rank among those that evaluate, 0 <= rank < world_size.
+        world_size: Number of ranks that evaluate.
+
+    Returns:
+        The part, a map-style dataset for `torch.utils.data.DataLoader`.
+
+    Raises:
+        DataError: ``rank`` or ``world_size`` is out of range.
+        TypeError: The dataset has no length or index.
+    """
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise DataError(
+            f"rank={rank} of world_size={world_size} is out of range; it must be at least 0 and less than "
+            "world_size"
+        )
+    is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_map_style or isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__}, and sharding by index needs a length and an index; let "
+            "an iterable dataset shard itself, and give its loader to EvaluationLoader"
+        )
+    return EvaluationShard(dataset, range(rank, len(dataset), world_size))
+
+
+class GlobalMean:
+    """The mean of something over all examples of all ranks: one sum, divided once.
+
+    Adding does not wait for the device and sends nothing. Sums are kept in float64 on the device.
+
+    Args:
+        process_group: The ranks; None for all. One rank if there is no process group.
+        device: Where what is added lives; None for the CPU. With several ranks, a device that the process
+            group works on.
+        timeout_seconds: How long `compute` waits for the other ranks.
+
+    Raises:
+        DataError: ``timeout_seconds`` is not positive.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        *,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if not timeout_seconds > 0:
+            raise DataError(f"timeout_seconds={timeout_seconds!r} is out of range; it must be positive")
+        self.process_group = process_group
+        self.timeout_seconds = timeout_seconds
+        self._totals = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def add(self, total: torch.Tensor | float, count: torch.Tensor | float) -> None:
+        """Add a sum over examples and the number of examples in it.
+
+        Args:
+            total: The sum, a number or a tensor of one element; of valid rows only.
+            count: How many examples it is the sum of, likewise.
+        """
+        self._totals[0] += total
+        self._totals[1] += count
+
+    def reset(self) -> None:
+        """Forget what was added."""
+        self._totals.zero_()
+
+    def compute(self) -> float:
+        """The mean over all ranks, the same on each of them. Collective.
+
+        The sums of the ranks are added in the order of the ranks, in float64. Up to rounding in float64 the
+        result does not depend on how examples are spread over ranks.
+
+        Raises:
+            DataError: Nothing was counted on any rank.
+            RankTimeoutError: A rank did not come; names it.
+        """
+        totals = self._gather()
+        total, count = sum(part[0] for part in totals), sum(part[1] for part in totals)
+        if count == 0:
+            raise DataError(
+                f"mean over {len(totals)} ranks: nothing was counted on any of them. Check that the "
+                "evaluation set is not empty, that drop_last=True does not drop what a rank has (batch_size "
+                "times the number of ranks may exceed the set), and that labels and masks leave something to "
+                "count"
+            )
+        return total / count
+
+    def _gather(self) -> list[list[float]]:
+        if not (dist.is_available() and dist.is_initialized()):
+            return [self._totals.tolist()]
+        size = dist.get_world_size(self.process_group)
+        if size == 1:
+            return [self._totals.tolist()]
+        env = StaticDistributedEnvironment(
+            rank=dist.get_rank(),
+            local_rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            local_world_size=dist.get_world_size(),
+        )
+        # A collective of a training backend cannot say who is missing; this can.
+        barrier(env, timeout=self.timeout_seconds, process_group=self.process_group, tag="computing a mean")
+        parts = [torch.empty_like(self._totals) for _ in range(size)]
+        dist.all_gather(parts, self._totals, group=self.process_group)
+        return [part.tolist() for part in parts]

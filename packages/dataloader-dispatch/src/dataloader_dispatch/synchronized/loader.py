@@ -8,18 +8,16 @@ from typing import Generic, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
-from dataloader_dispatch.dummy import masked_dummy
-from dataloader_dispatch.epochs import PassGenerator
+from dataloader_dispatch.batches import Uneven, masked_dummy, to_device
 from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.loader import PassGenerator, length_of, set_loader_epoch
 from dataloader_dispatch.rank_group import RankGroup
-from dataloader_dispatch.synchronized.delivery import Settings
 from dataloader_dispatch.synchronized.epoch import Epoch
-from dataloader_dispatch.synchronized.exchange import Exchange
-from dataloader_dispatch.synchronized.move import to_device
-from dataloader_dispatch.synchronized.notices import Notices
-from dataloader_dispatch.synchronized.opening import Uneven, common_length, length_of
-from dataloader_dispatch.synchronized.standpoint import Standpoint
+from dataloader_dispatch.synchronized.epoch_start import common_length
+from dataloader_dispatch.synchronized.exchange import Exchange, WarnOnce
+from dataloader_dispatch.synchronized.prefetch import Settings
 from dist_env import get_logger, tie_loader_workers
 
 Batch = TypeVar("Batch")
@@ -85,14 +83,14 @@ class SynchronizedDataLoader(Generic[Batch]):
         group = RankGroup(_ranks_of(process_group), timeout_seconds)
         self._group = group
         self._settings = Settings(
-            loader, self.device, group, Exchange(group), uneven, make_dummy, Notices(group)
+            loader, self.device, group, Exchange(group), uneven, make_dummy, WarnOnce(group)
         )
-        self._standpoint: Standpoint[Batch] = Standpoint(loader)
+        self._state: PrefetchState[Batch] = PrefetchState(loader)
         self._generator = PassGenerator(loader)
         self._passes = 0
         self._has_failed = False
         self._lengths: tuple[int | None, ...] = ()
-        self._meet()
+        self._check_settings()
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of a pass, with tensors on the device.
@@ -116,7 +114,7 @@ class SynchronizedDataLoader(Generic[Batch]):
         Raises:
             TypeError: The loader of some rank has no length.
         """
-        latest = self._standpoint.latest
+        latest = self._state.latest
         lengths = (latest and latest.lengths) or self._lengths
         if self._group.size == 1:
             lengths = (length_of(self.loader),)
@@ -128,7 +126,7 @@ class SynchronizedDataLoader(Generic[Batch]):
     @property
     def last_is_dummy(self) -> bool:
         """Whether the last batch delivered on this rank was a dummy that counts for nothing."""
-        latest = self._standpoint.latest
+        latest = self._state.latest
         return latest is not None and latest.delivery.is_dummy
 
     @property
@@ -139,34 +137,34 @@ class SynchronizedDataLoader(Generic[Batch]):
     @property
     def batch_size(self) -> int | None:
         """``batch_size`` of the loader, if it has one."""
-        return cast("int | None", self._standpoint.inner("batch_size"))
+        return cast("int | None", self._state.inner("batch_size"))
 
     @property
     def dataset(self) -> object:
         """``dataset`` of the loader, if it has one."""
-        return self._standpoint.inner("dataset")
+        return self._state.inner("dataset")
 
     @property
     def sampler(self) -> object:
         """``sampler`` of the loader, if it has one."""
-        return self._standpoint.inner("sampler")
+        return self._state.inner("sampler")
 
     @property
     def epoch(self) -> int:
         """Epoch of the next batch, if the loader tells it."""
-        return self._standpoint.epoch
+        return self._state.epoch
 
     @property
     def epoch_progress(self) -> float:
         """Share of the epoch that was delivered, if the loader tells it."""
-        return self._standpoint.progress
+        return self._state.progress
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch, between passes: ``set_epoch`` of the loader, or else of its dataset and samplers.
 
         Nothing happens if the position is in that epoch already. Not collective, but all ranks must do it.
         """
-        self._standpoint.set_epoch(epoch)
+        self._state.set_epoch(epoch)
 
     @property
     def state_dict(self) -> Callable[[], dict[str, object]]:
@@ -176,24 +174,24 @@ class SynchronizedDataLoader(Generic[Batch]):
         rank that has run out stays behind its last batch. An empty dict is the start of an epoch: of a loader
         that does not count epochs, after other ranks have run out before it.
         """
-        self._standpoint.inner("state_dict")
-        return self._standpoint.state_dict
+        self._state.inner("state_dict")
+        return self._state.state_dict
 
     @property
     def load_state_dict(self) -> Callable[[Mapping[str, object]], None]:
         """A function that takes what ``state_dict`` returned on this rank; absent as in the loader."""
-        self._standpoint.inner("load_state_dict")
-        return self._standpoint.load_state_dict
+        self._state.inner("load_state_dict")
+        return self._state.load_state_dict
 
     @property
     def load_resharded(self) -> Callable[..., None]:
         """The loader's function for states of another number of ranks; absent as in the loader."""
-        self._standpoint.inner("load_resharded")
-        return self._standpoint.load_resharded
+        self._state.inner("load_resharded")
+        return self._state.load_resharded
 
     def close(self) -> None:
         """Close the connections between the ranks, on this rank; it cannot be iterated again."""
-        self._standpoint.leave()
+        self._state.leave()
         self._group.close()
 
     def _pass(self) -> Iterator[Batch]:
@@ -203,15 +201,15 @@ class SynchronizedDataLoader(Generic[Batch]):
                 "different places; make a new one on every rank"
             )
         self._passes += 1
-        if self._standpoint.latest is not None:
-            self._lengths = self._standpoint.latest.lengths
+        if self._state.latest is not None:
+            self._lengths = self._state.latest.lengths
         epoch = Epoch(self._settings, self._passes)
         try:
-            yield from self._standpoint.begin(epoch)
+            yield from self._state.begin(epoch)
         finally:
             self._has_failed = epoch.has_failed or self._has_failed
 
-    def _meet(self) -> None:
+    def _check_settings(self) -> None:
         """Agree on the settings and on the first lengths. Collective."""
         settings = self._settings
         problem = None if settings.uneven in get_args(Uneven) else "it must be 'stop', 'pad' or 'error'"
@@ -241,3 +239,104 @@ def _ranks_of(process_group: dist.ProcessGroup | None) -> list[int]:
             os.environ["WORLD_SIZE"],
         )
     return [0]
+
+
+class PrefetchState(Generic[Batch]):
+    """Position of a loader as its user sees it: behind the last batch delivered.
+
+    Args:
+        loader: The loader.
+
+    Attributes:
+        latest: The latest pass of several ranks over it.
+    """
+
+    def __init__(self, loader: object) -> None:
+        self.latest: Epoch[Batch] | None = None
+        self._loader = loader
+        self._is_loaded = False
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch."""
+        place = self.latest and self.latest.place
+        return place.epoch if place and place.epoch is not None else cast(int, self.inner("epoch"))
+
+    @property
+    def progress(self) -> float:
+        """Share of the epoch that was delivered."""
+        place = self.latest and self.latest.place
+        if place and place.progress is not None:
+            return place.progress
+        return cast(float, self.inner("epoch_progress"))
+
+    def inner(self, name: str) -> object:
+        """An attribute of the loader.
+
+        Raises:
+            AttributeError: It has none of that name.
+        """
+        return cast(object, getattr(self._loader, name))
+
+    def state_dict(self) -> dict[str, object]:
+        """The loader's state."""
+        place = self.latest and self.latest.place
+        if place and place.state is not None:
+            return cast(dict[str, object], place.state)
+        return cast(Callable[[], dict[str, object]], self.inner("state_dict"))()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go to a saved position. An empty one is the start of an epoch, where any next pass begins."""
+        self.leave()
+        if state:
+            cast(Callable[[Mapping[str, object]], None], self.inner("load_state_dict"))(state)
+            self._is_loaded = True
+
+    def load_resharded(self, *args: object, **kwargs: object) -> None:
+        """Go to a position that another number of ranks saved."""
+        self.leave()
+        cast(Callable[..., None], self.inner("load_resharded"))(*args, **kwargs)
+        self._is_loaded = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch, unless the user is in it already."""
+        place = self.latest and self.latest.place
+        if place and place.epoch is not None:
+            if place.epoch == epoch:
+                return
+            self.leave()
+        set_loader_epoch(self._loader, epoch)
+
+    def leave(self) -> Epoch[Batch] | None:
+        """Forget the latest pass; returned if it was broken off."""
+        left, self.latest = self.latest, None
+        if left is None or left.is_over:
+            return None
+        left.supersede()
+        return left
+
+    def begin(self, epoch: Epoch[Batch]) -> Iterator[Batch]:
+        """The batches of a new pass, which begins where the user stands."""
+        left, is_loaded = self.leave(), self._is_loaded
+        self.latest, self._is_loaded = epoch, False
+
+        def prepare() -> bool:
+            if left is not None and not is_loaded:
+                return self._go_back(left)
+            return not is_loaded
+
+        return epoch.batches(prepare, None if left is None else left.delivery.prefetch)
+
+    def _go_back(self, left: Epoch[Batch]) -> bool:
+        """Give up what a pass that was broken off has read ahead; whether the next one is a whole epoch."""
+        place = left.place
+        if place is None:
+            return False
+        if isinstance(self._loader, DataLoader):
+            # It begins anew, but perhaps in another epoch since its last batch was fetched.
+            if place.epoch is not None and place.epoch != self.inner("epoch"):
+                cast(Callable[[int], None], self.inner("set_epoch"))(place.epoch)
+            return True
+        if place.state is not None:
+            cast(Callable[[object], None], self.inner("load_state_dict"))(place.state)
+        return False

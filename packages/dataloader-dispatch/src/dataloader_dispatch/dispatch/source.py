@@ -1,19 +1,23 @@
-"""The root's background thread: reads, sends, and keeps the root's own batches until they are asked for."""
+"""The rank that loads: a background thread reads and sends, and keeps the batches of its own rank."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from dataloader_dispatch.dispatch.aside import run_aside
-from dataloader_dispatch.dispatch.failure import encode, note_origin
-from dataloader_dispatch.dispatch.lane import Stamp
-from dataloader_dispatch.dispatch.outbox import LostRank, Outbox
-from dataloader_dispatch.dispatch.reader import Reader, Round
-from dataloader_dispatch.rank_group import RankGroup
+import torch
+
+from dataloader_dispatch.batches import dense_to_device
+from dataloader_dispatch.dispatch.message import (
+    encode_error,
+    note_origin,
+)
+from dataloader_dispatch.dispatch.reader import Reader, Round, Snapshot, outdated
+from dataloader_dispatch.dispatch.sender import LostRank, Outbox, PassInfo
+from dataloader_dispatch.rank_group import RankGroup, run_finalizer
 from dist_env import RankFailedError, RankTimeoutError
 
 _DOING = "dispatching batches"
@@ -40,8 +44,8 @@ class _Failed(NamedTuple):
     error: BaseException
 
 
-class Producer:
-    """Produces one pass after another. All public methods belong to the training thread.
+class Source:
+    """The rank that loads, where there are several. All public methods belong to the training thread.
 
     Args:
         reader: The rounds.
@@ -50,6 +54,8 @@ class Producer:
         prefetch: Rounds to have ready for the root itself.
         timeout_seconds: How long `take` waits.
         hosts: Host of every rank of the group.
+        share: Position of this rank's own batch in a round.
+        device: Where its tensors are to be.
     """
 
     def __init__(
@@ -60,6 +66,8 @@ class Producer:
         prefetch: int,
         timeout_seconds: float,
         hosts: Mapping[int, str],
+        share: int,
+        device: torch.device,
     ) -> None:
         self._reader = reader
         self._outbox = outbox
@@ -67,6 +75,9 @@ class Producer:
         self._prefetch = prefetch
         self._timeout_seconds = timeout_seconds
         self._hosts = hosts
+        self._share = share
+        self._device = device
+        self.is_dummy = False
         self._changed = threading.Condition()
         self._ready: deque[Round | _Failed] = deque()
         self._quick = 0
@@ -80,6 +91,7 @@ class Producer:
 
     def start_pass(self) -> int:
         """Begin a pass, and give up the one before. Returns its number, from 1."""
+        self._reader.generator.draw()
         with self._changed:
             self._check_usable()
             self._generation += 1
@@ -88,22 +100,70 @@ class Producer:
             self._changed.notify_all()
         if not self._thread.is_alive():
             self._thread.start()
+        self.is_dummy = False
         return self._generation
 
-    def take(self, generation: int) -> Round:
-        """The root's next round of a pass, without batches at its end.
+    def take(self, number: int) -> Any:
+        """This rank's next batch of a pass.
 
         Raises:
+            StopIteration: The pass has ended.
             RuntimeError: A newer pass was begun, or the position was changed.
             RankFailedError: A rank is lost.
             RankTimeoutError: Nothing came within the timeout.
             Exception: Whatever the loader raised.
         """
+        taken = self._next_round(number)
+        self._reader.consumed(taken)
+        if not taken.batches:
+            raise StopIteration
+        self.is_dummy = self._share >= taken.real
+        return dense_to_device(taken.batches[self._share], self._device)
+
+    def epoch(self) -> int:
+        return self._snapshot().epoch
+
+    def progress(self) -> float:
+        return self._snapshot().progress
+
+    def set_epoch(self, epoch: int) -> None:
+        self._retire()
+        self._reader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, object]:
+        return self._snapshot().state or {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self._retire()
+        self._reader.load_state_dict(state)
+
+    def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
+        self._retire()
+        self._reader.load_resharded(states)
+
+    def end_workers(self) -> None:
+        self._leave_pass()
+        self._reader.end_workers()
+
+    def close(self) -> None:
+        """End the thread. Before that, what was sent reaches everyone who still takes it."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        own = threading.current_thread() is self._thread  # as when the garbage collector runs in it
+        run_finalizer(self._leave, wait=not own)
+        if self._thread.is_alive() and not own:
+            self._end_thread()
+
+    def _next_round(self, generation: int) -> Round:
+        """This rank's next round of a pass, without batches at its end."""
         start = time.monotonic()
         with self._changed:
             while True:
                 self._check_usable()
-                if not self.is_current(generation):
+                if not self._is_current(generation):
                     raise outdated()
                 if self._ready:
                     break
@@ -119,40 +179,26 @@ class Producer:
             raise item.error
         return item
 
-    def is_current(self, generation: int) -> bool:
+    def _is_current(self, generation: int) -> bool:
         """Whether a pass still goes on."""
         return self._active and generation == self._generation and not self._closing
 
-    @property
-    def current(self) -> int | None:
-        """Number of the pass that goes on."""
-        return self._generation if self._active and not self._finished else None
+    def _snapshot(self) -> Snapshot:
+        return self._reader.snapshot(self._generation if self._active and not self._finished else None)
 
-    def retire(self) -> None:
+    def _retire(self) -> None:
         """Give up the pass that goes on, because the position is about to change."""
         with self._changed:
             self._check_usable()
             self._finished = True
-        self.leave_pass()
+        self._leave_pass()
 
-    def leave_pass(self) -> None:
+    def _leave_pass(self) -> None:
         """Read no further in the pass that goes on; `close` still tells ranks that wait in it."""
         with self._changed:
             self._active = False
             self._ready.clear()
             self._changed.notify_all()
-
-    def close(self) -> None:
-        """End the thread. Before that, what was sent reaches everyone who still takes it."""
-        with self._changed:
-            if self._closing:
-                return
-            self._closing = True
-            self._changed.notify_all()
-        own = threading.current_thread() is self._thread  # as when the garbage collector runs in it
-        run_aside(self._leave, wait=not own)
-        if self._thread.is_alive() and not own:
-            self._end_thread()
 
     def _leave(self) -> None:
         ended = self._finished and self._broken is None
@@ -166,7 +212,7 @@ class Producer:
         name, rank = self._group.name(0), self._group.ranks[0]
         error = RankFailedError(f"{_DOING}: {name} has closed its data loader or ended", rank)
         try:
-            self._outbox.send_failure(Stamp(self._generation, 0, 0.0), encode(error, name))
+            self._outbox.send_failure(PassInfo(self._generation, 0, 0.0), encode_error(error, name))
         except LostRank:
             return  # It has left before.
 
@@ -237,13 +283,13 @@ class Producer:
             return False
         if taken.batches:
             return True
-        self._outbox.send_end(Stamp(generation, taken.after.epoch, taken.after.progress))
+        self._outbox.send_end(PassInfo(generation, taken.after.epoch, taken.after.progress))
         self._offer(generation, taken)
         return False
 
     def _read(self, generation: int) -> Round | None:
         start = time.monotonic()
-        taken = self._reader.read(generation, lambda: self.is_current(generation))
+        taken = self._reader.read(generation, lambda: self._is_current(generation))
         self._quick = self._quick + 1 if time.monotonic() - start < _QUICK_SECONDS else 0
         return taken
 
@@ -255,17 +301,19 @@ class Producer:
         if not rounds:
             return True
         left = iter(rounds)
-        stamps = [Stamp(generation, taken.after.epoch, taken.after.progress, taken.real) for taken in rounds]
-        for sent in self._outbox.send_rounds(stamps, [taken.batches for taken in rounds]):
+        infos = [
+            PassInfo(generation, taken.after.epoch, taken.after.progress, taken.real) for taken in rounds
+        ]
+        for sent in self._outbox.send_rounds(infos, [taken.batches for taken in rounds]):
             if not all(self._offer(generation, next(left)) for _ in sent):
                 return False
         return True
 
     def _offer(self, generation: int, taken: Round) -> bool:
         with self._changed:
-            while self.is_current(generation) and len(self._ready) >= self._prefetch:
+            while self._is_current(generation) and len(self._ready) >= self._prefetch:
                 self._changed.wait()
-            if not self.is_current(generation):
+            if not self._is_current(generation):
                 return False
             self._ready.append(taken)
             self._changed.notify_all()
@@ -273,18 +321,18 @@ class Producer:
 
     def _fail(self, generation: int, error: BaseException) -> None:
         where = self._group.name(0)
-        payload = encode(error, where)
+        payload = encode_error(error, where)
         note_origin(error, where)
-        if not self.is_current(generation):
+        if not self._is_current(generation):
             return
         try:
             # Sent first: this process may end as soon as the training thread knows.
-            self._outbox.send_failure(Stamp(generation, 0, 0.0), payload)
+            self._outbox.send_failure(PassInfo(generation, 0, 0.0), payload)
         except LostRank as lost:
             self._lose(lost)
             return
         with self._changed:
-            if self.is_current(generation):
+            if self._is_current(generation):
                 self._ready.append(_Failed(error))
                 self._changed.notify_all()
 
@@ -299,10 +347,10 @@ class Producer:
             if self._breaking:
                 return
             self._breaking = True
-        stamp = Stamp(self._generation, 0, 0.0)
+        info = PassInfo(self._generation, 0, 0.0)
         unreached = None
         try:
-            self._outbox.send_failure(stamp, encode(error, self._group.name(0)), lost)
+            self._outbox.send_failure(info, encode_error(error, self._group.name(0)), lost)
         except LostRank as another:
             unreached = another
         if unreached is not None:
@@ -310,11 +358,3 @@ class Producer:
         with self._changed:
             self._broken, self._finished = error, True
             self._changed.notify_all()
-
-
-def outdated() -> RuntimeError:
-    """The error for an iterator whose time is over."""
-    return RuntimeError(
-        "this iterator is no longer valid: a newer one was made, or set_epoch or load_state_dict was called; "
-        "use the newer one, or call iter() again"
-    )

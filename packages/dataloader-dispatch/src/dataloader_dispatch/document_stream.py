@@ -1,32 +1,46 @@
-"""Documents to token rows of one length, with a position that can be saved and restored."""
+"""Documents to token rows of one length and to batches, with a position that can be saved."""
 
 from __future__ import annotations
 
+import atexit
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from typing import NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from dataloader_dispatch.documents import DocumentSource, data_fingerprint
+from dataloader_dispatch.documents import DocumentEncoder, DocumentSource, TextUnit, data_fingerprint
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.stream.cursor import Cursor
-from dataloader_dispatch.stream.encoding import DocumentEncoder
-from dataloader_dispatch.stream.order import epoch_order
-from dataloader_dispatch.stream.packing import ShardPacker, ShardRow, finished_row, rows_in_turn
-from dataloader_dispatch.stream.pieces import TextUnit
-from dataloader_dispatch.stream.position import StreamPosition
-from dataloader_dispatch.stream.settings import (
+from dataloader_dispatch.order import epoch_order
+from dataloader_dispatch.rows import (
+    Cursor,
+    Place,
+    StreamPacker,
+    StreamPosition,
+    StreamRow,
+    finished_row,
+    rows_in_turn,
+)
+from dataloader_dispatch.settings import (
+    RowSpan,
     check_encode,
     check_settings,
     check_source,
     check_takers,
-    logical_shards,
+    check_workers,
+    checked_spans,
+    logical_streams,
+    positive_batch_size,
 )
-from dataloader_dispatch.stream.skipping import RowSpan, checked_spans
+from dist_env import tie_loader_workers
 
 logger = logging.getLogger("dataloader_dispatch.stream")
+
+_CHUNK_ROWS = 16  # sending costs as much for one row as for several
 
 
 class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
@@ -136,7 +150,7 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         self.boundaries = boundaries
         self.skip = checked_spans(skip)
         documents = len(epoch_order(source, seed, 0, shuffle))
-        self.shards = logical_shards(shards, documents, rank, world_size)
+        self.shards = logical_streams(shards, documents, rank, world_size)
         self.encoder = DocumentEncoder(source, encode, eos_token_id, text_unit)
         identity, accepts = self._identity(documents), self.encoder.accepts
         self.position = StreamPosition(self.shards, documents, rank, world_size, identity, accepts)
@@ -225,7 +239,7 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         position = self._position_here()
         return self._deliver(position, position.begin())
 
-    def rows(self, position: StreamPosition) -> Iterator[ShardRow]:
+    def rows(self, position: StreamPosition) -> Iterator[StreamRow]:
         """The rows that remain at a position, in order; the position does not move.
 
         Raises:
@@ -233,13 +247,13 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         """
         cursor = position.cursor.copy()
         order = epoch_order(self.source, self.seed, cursor.epoch, self.shuffle)
-        packer = ShardPacker(self.encoder, order, self.shards, self.sequence_length, self.drop_last)
-        for row in rows_in_turn(packer, position.own_shards, cursor.places):
+        packer = StreamPacker(self.encoder, order, self.shards, self.sequence_length, self.drop_last)
+        for row in rows_in_turn(packer, position.own_streams, cursor.places):
             number = row.row * self.shards + row.shard
             if not any(span.holds(cursor.epoch, number) for span in self.skip):
                 yield row
 
-    def example(self, row: ShardRow) -> dict[str, torch.Tensor]:
+    def example(self, row: StreamRow) -> dict[str, torch.Tensor]:
         """What iterating yields for a row."""
         return finished_row(row, self.sequence_length, self.pad_token_id, self.boundaries)
 
@@ -250,7 +264,7 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
             DataError: This is the only rank. With several, the others may have rows, and a warning is logged.
         """
         epoch = position.cursor.epoch
-        if not position.cursor.at_start(position.own_shards) or any(
+        if not position.cursor.at_start(position.own_streams) or any(
             span.epoch == epoch for span in self.skip
         ):
             return
@@ -294,3 +308,270 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
             "eos_token_id": self.eos_token_id,
             "shards": self.shards,
         }
+
+
+class Delivery(NamedTuple):
+    """A finished row.
+
+    Attributes:
+        row: Number of the row in its shard.
+        shard: Number of the shard.
+        behind: Where the shard stands behind the row.
+        example: What the caller gets.
+    """
+
+    row: int
+    shard: int
+    behind: Place
+    example: Mapping[str, torch.Tensor]
+
+
+class Chunk(NamedTuple):
+    """The rows of one worker that belong to the same few rounds; there may be none.
+
+    Attributes:
+        block: Number of these rounds.
+        keys: int64 [rows, 7]: row, shard, and the place behind.
+        examples: Each [rows, sequence length].
+        left_out: Documents without tokens that the worker met since its last chunk.
+    """
+
+    block: int
+    keys: torch.Tensor
+    examples: dict[str, torch.Tensor]
+    left_out: int
+
+
+class ChunkedRows(IterableDataset[Chunk]):
+    """What a worker process iterates: the rows of its shards, in chunks.
+
+    Every worker sends the same blocks of rounds in the same order until its shards end. As a loader asks its
+    workers in turn, the chunks of one block come together.
+    """
+
+    def __init__(self, stream: DocumentStream, workers: int) -> None:
+        self._stream = stream
+        position = stream.position
+        self._first = position.first_row
+        shards = -(-len(position.own_streams) // workers)
+        self._rounds = max(1, _CHUNK_ROWS // max(1, shards))
+
+    def forget(self) -> None:
+        """Let go of the stream, of which the workers have copies by now."""
+        del self._stream
+
+    def __iter__(self) -> Iterator[Chunk]:
+        worker = get_worker_info()
+        if worker is None:
+            raise RuntimeError("ChunkedRows is for the worker processes of a loader")
+        position = self._stream.position.part_of(worker.id, worker.num_workers)
+        self._stream.encoder.left_out = 0  # what this process counted before it copied itself
+        sent = 0
+        for block, rows in groupby(self._stream.rows(position), self._block_of):
+            for empty in range(sent, block):
+                yield self._chunk(empty, [])
+            yield self._chunk(block, list(rows))
+            sent = block + 1
+        yield self._chunk(sent, [])  # tells of documents behind the last row
+
+    def _block_of(self, row: StreamRow) -> int:
+        return (row.row - self._first) // self._rounds
+
+    def _chunk(self, block: int, rows: list[StreamRow]) -> Chunk:
+        keys = torch.tensor([[row.row, row.shard, *row.behind] for row in rows])
+        keys = keys.reshape(-1, 2 + len(Place._fields))
+        examples = [self._stream.example(row) for row in rows]
+        names = examples[0] if examples else {}
+        stacked = {name: torch.stack([example[name] for example in examples]) for name in names}
+        encoder = self._stream.encoder
+        left_out, encoder.left_out = encoder.left_out, 0
+        return Chunk(block, keys, stacked, left_out)
+
+
+def chunks_of_workers(stream: DocumentStream, workers: int, prefetch_factor: int | None) -> Iterator[Chunk]:
+    """The chunks of worker processes, which end when this iterator does.
+
+    Args:
+        stream: The rows; from its position on.
+        workers: Number of processes.
+        prefetch_factor: Chunks that each prepares ahead.
+
+    Raises:
+        RuntimeError: A worker process died.
+    """
+    key, process = object(), os.getpid()
+    _running[key] = _start(stream, workers, prefetch_factor)
+    try:
+        while (chunk := next(_running[key], None)) is not None:
+            stream.encoder.left_out += chunk.left_out
+            yield chunk
+    except RuntimeError as error:
+        if str(error).startswith("DataLoader worker (pid"):  # and not an error that a worker passes on
+            error.add_note(
+                f"the data loader of {stream.position.owner} lost a worker process (num_workers={workers}); "
+                "the system may have killed it for its memory. The position is behind the last batch "
+                "received: load the state again, with fewer workers"
+            )
+        raise
+    finally:
+        # A worker process, a copy of this one, may collect this iterator too; the workers are not its own.
+        if os.getpid() == process:
+            _running.pop(key, None)
+
+
+# torch's iterators wait 5 seconds for each worker if the garbage collector finds them in a cycle, or if they
+# are still referenced when Python ends. Referenced from here alone they are deleted before either happens.
+_running: dict[object, Iterator[Chunk]] = {}
+atexit.register(_running.clear)
+
+
+def _start(stream: DocumentStream, workers: int, prefetch_factor: int | None) -> Iterator[Chunk]:
+    rows = ChunkedRows(stream, workers)
+    # A generator of its own: making an iterator draws a seed, and would disturb the random numbers of a run
+    # that makes one more because it resumed.
+    loader: DataLoader[Chunk] = DataLoader(
+        rows,
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=prefetch_factor,
+        generator=torch.Generator(),
+    )
+    chunks = iter(tie_loader_workers(loader))
+    rows.forget()
+    return chunks
+
+
+def deliveries_here(stream: DocumentStream, position: StreamPosition) -> Iterator[Delivery]:
+    """The rows from a position on, made in this process."""
+    for row in stream.rows(position):
+        yield Delivery(row.row, row.shard, row.behind, stream.example(row))
+
+
+def deliveries_of(chunks: Iterable[Chunk]) -> Iterator[Delivery]:
+    """The rows in the chunks of all workers, in the order they would have without workers."""
+    for _, together in groupby(chunks, lambda chunk: chunk.block):
+        unpacked = [delivery for chunk in together for delivery in _unpacked(chunk)]
+        yield from sorted(unpacked, key=lambda delivery: delivery[:2])
+
+
+def _unpacked(chunk: Chunk) -> Iterator[Delivery]:
+    for number, (row, shard, *behind) in enumerate(chunk.keys.tolist()):
+        example = {name: values[number] for name, values in chunk.examples.items()}
+        yield Delivery(row, shard, Place(*behind), example)
+
+
+class StreamLoader:
+    """Batches of the rows of a `DocumentStream`, on the CPU.
+
+    Iterating yields the batches that remain of the current epoch for this rank: the entries of a row, each
+    int64 of shape [B, S] with B = ``batch_size``, fewer in the last batch of an epoch, and S =
+    ``sequence_length``. There is no length: how many rows an epoch has is known when its documents have been
+    read.
+
+    The rows come in the same order whatever ``num_workers`` is. The state counts what the caller received,
+    not what workers prepared: saved after batch k, it resumes at batch k + 1. It holds neither batch size nor
+    number of workers, so others may continue it.
+
+    Args:
+        dataset: The rows. Its position is the loader's position.
+        batch_size: Rows in a batch, at least 1.
+        num_workers: Worker processes, which divide the shards of this rank; 0 to read in this process.
+        prefetch_factor: Chunks of rows (16, or one of each shard if these are more) that each worker prepares
+            ahead; only with workers.
+        pin_memory: Put batches into page-locked memory, for accelerators.
+
+    Raises:
+        DataError: A number is out of range, or there are more workers than shards.
+    """
+
+    def __init__(
+        self,
+        dataset: DocumentStream,
+        batch_size: int,
+        *,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = positive_batch_size(batch_size)
+        self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
+        self.pin_memory = pin_memory
+        if not isinstance(dataset, DocumentStream):
+            raise TypeError(
+                f"StreamLoader: dataset is a {type(dataset).__name__}, it must be a DocumentStream; "
+                "build_loader loads other datasets"
+            )
+        check_workers(num_workers, prefetch_factor)
+        if num_workers:
+            check_takers(dataset.shards, dataset.world_size, num_workers)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The batches that remain of the current epoch.
+
+        Raises:
+            DataError: A document cannot be read or encoded. The position stays behind the last batch
+                delivered.
+            RuntimeError: A newer iterator was made, or a worker process died.
+        """
+        return self._deliver(self.dataset.position.begin())
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch, from 0."""
+        return self.dataset.epoch
+
+    @property
+    def epoch_progress(self) -> float:
+        """Share of this rank's documents of the epoch that were delivered whole, from 0 to 1."""
+        return self.dataset.epoch_progress
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch, or do nothing when the position is in that epoch already."""
+        self.dataset.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, object]:
+        """The position behind the last batch delivered, as numbers and strings; see `DocumentStream`."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go to a position that this rank saved, or a single rank for all.
+
+        Raises:
+            DataError: The state was saved with other data or settings, by another rank, or is damaged.
+        """
+        self.dataset.load_state_dict(state)
+
+    def load_resharded(
+        self, states: Sequence[Mapping[str, object]], /, *, rank: int, world_size: int
+    ) -> None:
+        """Go to the position that another number of ranks saved together; see `DocumentStream`."""
+        self.dataset.load_resharded(states, rank=rank, world_size=world_size)
+
+    def _deliver(self, iteration: int) -> Iterator[dict[str, torch.Tensor]]:
+        position = self.dataset.position
+        rows = self._deliveries()
+        taken = list(islice(rows, self.batch_size))
+        if not taken:
+            self.dataset.say_empty(position)
+        over = False
+        while taken:
+            following = list(islice(rows, 1))
+            batch = self._batch(taken)  # before the position moves: what fails here comes again
+            places = [(row.shard, row.behind) for row in taken]
+            over = position.advance(iteration, places, ended=not following)
+            yield batch
+            taken = following + list(islice(rows, self.batch_size - 1)) if following else []
+        if not over:
+            position.finish(iteration)
+
+    def _deliveries(self) -> Iterator[Delivery]:
+        if self.num_workers == 0:
+            return deliveries_here(self.dataset, self.dataset.position)
+        chunks = chunks_of_workers(self.dataset, self.num_workers, self.prefetch_factor)
+        return deliveries_of(chunks)
+
+    def _batch(self, rows: Sequence[Delivery]) -> dict[str, torch.Tensor]:
+        batch = {name: torch.stack([row.example[name] for row in rows]) for name in rows[0].example}
+        return {name: values.pin_memory() for name, values in batch.items()} if self.pin_memory else batch

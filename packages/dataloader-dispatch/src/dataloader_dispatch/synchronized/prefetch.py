@@ -1,15 +1,18 @@
-"""A loader that is read one batch ahead."""
+"""A loader that is read one batch ahead, and what one rank delivers of it in a pass."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 
-from dataloader_dispatch.synchronized.move import to_device
+from dataloader_dispatch.batches import Uneven, copy_of, to_device
+from dataloader_dispatch.rank_group import RankGroup
+from dataloader_dispatch.synchronized.exchange import Exchange, WarnOnce
+from dist_env import RankFailedError
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -45,7 +48,7 @@ def epoch_of(loader: object) -> int | None:
     return int(epoch) if isinstance(epoch, int) else None
 
 
-class LookAhead(Generic[Batch]):
+class Prefetch(Generic[Batch]):
     """The batches of one pass over a loader, one of which is fetched before it is asked for.
 
     What a loader raises is kept in ``error``, so that the other ranks can be told first.
@@ -78,7 +81,7 @@ class LookAhead(Generic[Batch]):
         self._batch: Batch | None = None
         self._iterator: Iterator[Batch] = iter(())
 
-    def start(self, enter: Callable[[], None], before: LookAhead[Batch] | None) -> None:
+    def start(self, enter: Callable[[], None], before: Prefetch[Batch] | None) -> None:
         """Begin the pass and fetch its first batch.
 
         Args:
@@ -132,3 +135,77 @@ class LookAhead(Generic[Batch]):
         except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
             self.error = error
             return None
+
+
+@dataclass(frozen=True)
+class Settings(Generic[Batch]):
+    """What stays the same in every pass.
+
+    Attributes:
+        loader: This rank's loader.
+        device: Where batches go.
+        group: The ranks, at least two.
+        exchange: Exchanges between them.
+        uneven: What to do when ranks run out.
+        make_dummy: Makes a batch that stands in for a missing one, under ``uneven="pad"``.
+        warn_once: What the user was told.
+    """
+
+    loader: Iterable[Batch]
+    device: torch.device
+    group: RankGroup
+    exchange: Exchange
+    uneven: Uneven
+    make_dummy: Callable[[Batch], Batch]
+    warn_once: WarnOnce
+
+
+class Delivery(Generic[Batch]):
+    """The batches of this rank in one pass.
+
+    Args:
+        settings: What stays the same in every pass.
+
+    Attributes:
+        prefetch: The loader.
+        is_dummy: Whether the last batch delivered stands in for a missing one.
+    """
+
+    def __init__(self, settings: Settings[Batch]) -> None:
+        self.settings = settings
+        self.prefetch = Prefetch(settings.loader, settings.device, settings.exchange.take_interruption)
+        self.is_dummy = False
+        self._dummy: Batch | None = None
+
+    def prepare_dummy(self, batch: Batch) -> None:
+        """Make the stand-in of this batch from now on; a copy, as users may change what they receive."""
+        self._dummy = copy_of(self.settings.make_dummy(batch))
+
+    def next(self, *, fetch: bool) -> Batch:
+        """The next batch, or one that stands in for it.
+
+        Args:
+            fetch: Whether to fetch the one after it.
+        """
+        prefetch = self.prefetch
+        self.is_dummy = not prefetch.has
+        if self.is_dummy:
+            return copy_of(self._dummy)  # type: ignore[return-value]  # one was prepared
+        batch = prefetch.take()
+        if fetch:
+            prefetch.fetch()
+            if self.settings.uneven == "pad" and not prefetch.has and prefetch.error is None:
+                prefetch.attempt(lambda: self.prepare_dummy(batch))
+        return batch
+
+    def raise_failure(self, errors: dict[int, str]) -> NoReturn:
+        """Raise what this rank's loader raised, or else that others failed.
+
+        Args:
+            errors: What the loaders raised, by position of the rank.
+        """
+        if self.prefetch.error is not None:
+            raise self.prefetch.error
+        group = self.settings.group
+        told = "; ".join(f"{group.name(index)} failed: {text}" for index, text in errors.items())
+        raise RankFailedError(f"loading data: {told}. Look at the log of that rank", group.ranks[min(errors)])

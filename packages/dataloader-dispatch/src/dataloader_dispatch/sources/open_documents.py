@@ -1,4 +1,4 @@
-"""Find the data files that a user means by a directory, a glob or a file name."""
+"""Find the data files that a user means by a directory, a glob or a file name, and open them."""
 
 from __future__ import annotations
 
@@ -8,53 +8,52 @@ import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.sources.columns import ArrowReader, ParquetReader, RecentColumns
+from dataloader_dispatch.sources.files import (
+    DataFile,
+    FileDocuments,
+    JsonLinesReader,
+    Reader,
+    ReadSettings,
+    RecentFiles,
+    RecentlyUsed,
+    TextReader,
+    UndecodablePolicy,
+)
+from dataloader_dispatch.sources.token_binary import TokenBinary, is_token_directory
+
+logger = logging.getLogger("dataloader_dispatch")
 
 Parts: TypeAlias = tuple[str, ...]
 """A relative path, or a glob, at its slashes."""
 
-logger = logging.getLogger("dataloader_dispatch")
+UnreadablePolicy: TypeAlias = Literal["stop", "skip"]
+"""What to do with a file or document that cannot be read; see `open_documents`."""
 
 SUFFIXES = (".arrow", ".jsonl", ".md", ".parquet", ".py", ".txt")
 _PACKED = tuple(f"{one}{packed}" for one in SUFFIXES for packed in (".gz", ".bz2", ".xz", ".zst", ".zip"))
+MAX_DOCUMENT_BYTES = 1 << 30
+_RECENT_BYTES = 512 << 20
+_RECENT_BLOCKS = 128
+_RECENT_FILES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class DataFile:
-    """A file that was found.
-
-    Attributes:
-        path: Where it lies.
-        name: Its path below the directory that was given, with forward slashes.
-        size: Bytes, as far as they are known.
-        problem: Why it cannot be read; empty if nothing speaks against it.
-    """
-
-    path: str
-    name: str
-    size: int
-    problem: str = ""
-
-
-def find_data_files(
-    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], exclude: str | Sequence[str] = ()
-) -> list[DataFile]:
+def find_data_files(paths: list[str], exclude: str | Sequence[str] = ()) -> list[DataFile]:
     """List the data files below each path, sorted by name within a path; paths keep their order.
 
     Args:
-        data: A directory (read recursively), a glob (``**`` allowed), a file, or several of these.
+        paths: Directories (read recursively), globs (``**`` allowed) and files.
         exclude: Glob patterns of files and directories to leave out; see `open_documents`.
 
     Raises:
         DataError: A path does not exist, holds no data file, or a directory that cannot be read; it is no
             path at all; or a file is named twice.
     """
-    paths = checked_paths(data)
     if not paths:
         raise DataError("no data: the list of paths is empty; name a directory, a glob or a file")
     patterns = [_split_pattern(one) for one in ([exclude] if isinstance(exclude, str) else exclude)]
@@ -233,3 +232,100 @@ def _matches(parts: Parts, pattern: Parts) -> bool:
     if pattern[0] == "**":
         return any(_matches(parts[skip:], pattern[1:]) for skip in range(len(parts) + 1))
     return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def open_documents(
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    exclude: str | Sequence[str] = (),
+    undecodable: UndecodablePolicy = "error",
+    text_column: str = "text",
+    unreadable: UnreadablePolicy = "stop",
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+) -> FileDocuments | TokenBinary:
+    """Open files as documents.
+
+    Files ending in ``.txt``, ``.md`` and ``.py`` are one document each, a line of a ``.jsonl`` file is one
+    (blank lines are not), and so is a row of a ``.parquet`` or ``.arrow`` file (extra ``arrow``; Arrow IPC in
+    the file or the stream format, the latter as Hugging Face ``datasets`` stores it). Text is UTF-8. A column
+    of integer lists gives documents that are token ids, int64 tensors of shape [n].
+
+    Nothing but names and sizes is read for text files; documents are read when they are asked for. A
+    ``.jsonl`` file is read through once to find its lines, of a ``.parquet`` file the footer is read, of an
+    ``.arrow`` file, which is mapped into memory, the heads of its batches. Of a table one column is read.
+    The documents have the same order on every machine: by path, and within a directory or glob by file name.
+
+    A directory that ``dataloader-dispatch tokenize`` wrote is opened as `TokenBinary`; it holds token ids,
+    so the settings below have no meaning for it.
+
+    Args:
+        data: A directory (read with its subdirectories; names with a leading dot, links to directories and
+            files with other endings are passed over; a warning tells of links and compressed files), a glob
+            (``**`` stands for any directories; it selects files), a file, or a sequence of these.
+        exclude: Globs of what to leave out, matched with the path below the directory that was given. ``**``
+            stands for any number of directories; a pattern without a slash matches a file or
+            directory of that name anywhere. With a directory goes all it holds. Files that ``data`` names
+            directly stay.
+        undecodable: A document that is not UTF-8, noticed when it is read: ``"error"`` raises with the
+            file and the byte; ``"skip"`` makes it an empty document, which `DocumentStream` leaves out;
+            ``"replace"`` puts U+FFFD for what cannot be decoded. `FileDocuments.undecodable` counts them.
+        text_column: Key (``.jsonl``) or column (``.parquet``, ``.arrow``) that holds the text or token ids.
+        unreadable: A file that cannot be opened (it is damaged, not complete, lacks the column, is gone, or
+            must not be read), or a document that cannot be read later (that, or it is malformed, or larger
+            than allowed): ``"stop"`` raises; ``"skip"`` leaves the file out, or makes the document an empty
+            one. `FileDocuments.skipped` tells which; the first of each file is logged as a warning. A JSON
+            lines file none of whose first 100 documents can be read counts as one that cannot be
+            opened. What this process has run out of (memory, open files) is never skipped.
+        max_document_bytes: Size of the largest document to read, at least 1. A larger one cannot be read. Its
+            size is known before it is read; of a JSON line, that of the whole line counts. A Parquet row
+            is measured after its row group is read.
+
+    Returns:
+        The documents.
+
+    Raises:
+        DataError: A path does not exist, cannot be read, is no path, or holds no data file; a file is named
+            twice; there are only empty files; a first line is malformed; a column is missing or holds neither
+            text nor token ids; pyarrow is needed but not installed; a setting is out of range; a directory
+            of token ids is damaged, not finished, or one of several paths.
+    """
+    _check_choice("undecodable", undecodable, get_args(UndecodablePolicy))
+    _check_choice("unreadable", unreadable, get_args(UnreadablePolicy))
+    if (
+        isinstance(max_document_bytes, bool)
+        or not isinstance(max_document_bytes, int)
+        or max_document_bytes < 1
+    ):
+        raise DataError(
+            f"max_document_bytes={max_document_bytes!r} is out of range; it must be an integer of at least 1"
+        )
+    paths = checked_paths(data)
+    for path in paths:
+        if is_token_directory(path):
+            if len(paths) == 1:
+                return TokenBinary(path)
+            raise DataError(
+                f"data path {path} holds token ids, and cannot be opened together with other "
+                "paths; open each by itself and mix them with mix_documents"
+            )
+    files = find_data_files(paths, exclude)
+    settings = ReadSettings(text_column, max_document_bytes, skip=unreadable == "skip")
+    columns: RecentColumns = RecentlyUsed(_RECENT_BYTES, _RECENT_BLOCKS)
+    lines: RecentFiles = RecentlyUsed(0, _RECENT_FILES)
+
+    def open_reader(file: DataFile) -> Reader:
+        name = file.path.lower()
+        if name.endswith(".jsonl"):
+            return JsonLinesReader(file.path, settings, lines)
+        if name.endswith(".parquet"):
+            return ParquetReader(file.path, settings, columns)
+        if name.endswith(".arrow"):
+            return ArrowReader(file.path, settings, columns)
+        return TextReader(file.path, file.size, settings)
+
+    return FileDocuments(files, undecodable, settings, open_reader)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise DataError(f"{name}={value!r} is unknown; choose one of {choices}")

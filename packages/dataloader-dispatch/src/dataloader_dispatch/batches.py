@@ -1,0 +1,184 @@
+"""Batches of any structure: moved, copied, taken apart, and masked so that they count for nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar, cast
+
+import torch
+
+from dataloader_dispatch.rows import cannot_mask, ignored_like
+
+Batch = TypeVar("Batch")
+
+Uneven = Literal["stop", "pad", "error"]
+
+_WEIGHTS = ("weight", "weights")
+_IMMUTABLE = (str, bytes, int, float, complex, type(None))
+
+
+def masked_dummy(batch: Batch) -> Batch:
+    """A copy of a batch that a model can take but no loss counts.
+
+    Every tensor under the key ``labels`` is filled with -100, or with "not a number" if it is floating (of a
+    kind of its own, see `is_ignored`), and every floating-point tensor under the key ``weight`` or
+    ``weights`` with zero; all else is kept, so that a forward pass stays valid. The copy has the types and
+    shapes of the batch and shares no tensor with it.
+
+    Args:
+        batch: A mapping with the key ``labels``: a tensor, or a structure of tensors, of a signed integer or
+            a floating type. Values may be nested mappings, lists, tuples and named tuples.
+
+    Returns:
+        The dummy.
+
+    Raises:
+        DataError: The batch is no mapping, has no ``labels``, or they can hold neither.
+    """
+    if not isinstance(batch, Mapping):
+        raise cannot_mask(f"a batch of type {type(batch).__name__}, which is not a mapping")
+    if "labels" not in batch:
+        raise cannot_mask(f"a batch with the keys {sorted(map(str, batch))}, without 'labels'")
+    return _masked(batch, None)  # type: ignore[return-value]  # the structure of the argument
+
+
+def _masked(value: object, key: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return _masked_tensor(value.detach(), key)
+    if isinstance(value, Mapping):
+        return _masked_mapping(value, key)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        make: Callable[..., object] = type(value)
+        return make(*(_masked(item, key) for item in value))
+    if isinstance(value, list):
+        return [_masked(item, key) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_masked(item, key) for item in value)
+    if key == "labels":
+        raise cannot_mask(f"labels of type {type(value).__name__}, which is not a tensor")
+    return copy.deepcopy(value)
+
+
+def _masked_mapping(value: Mapping[object, object], key: object) -> object:
+    # What is masked as a whole stays masked in its parts, whatever these are called.
+    kept = key in ("labels", *_WEIGHTS)
+    items = {name: _masked(item, key if kept else name) for name, item in value.items()}
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return items
+    result = copy.copy(value)  # A type of its own, such as a tokenizer's BatchEncoding.
+    result.update(items)
+    return result
+
+
+def _masked_tensor(value: torch.Tensor, key: object) -> torch.Tensor:
+    if key == "labels":
+        return ignored_like(value)
+    if key in _WEIGHTS and value.is_floating_point():
+        return torch.zeros_like(value)
+    return value.clone()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with every tensor on a device, copied without waiting where memory is page-locked.
+
+    Args:
+        batch: Tensors in mappings, lists, tuples and named tuples, nested as you like; other objects that
+            have a method ``to`` are moved by it, and all else stays as it is.
+        device: Where to.
+
+    Returns:
+        A new structure of the same types; tensors that are on the device already are the same ones.
+    """
+
+    def moved(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return value.to(device, non_blocking=True)
+        move = getattr(value, "to", None)
+        return move(device) if callable(move) else value
+
+    return cast(Batch, _rebuilt(batch, moved))
+
+
+def copy_of(batch: Batch) -> Batch:
+    """A copy of a batch that shares nothing with it, on the same device."""
+
+    def copied(value: object) -> object:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+    return cast(Batch, _rebuilt(batch, copied))
+
+
+def _rebuilt(value: object, leaf: Callable[[object], object]) -> object:
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
+    if isinstance(value, Mapping):
+        items = {name: _rebuilt(item, leaf) for name, item in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return items
+        result = copy.copy(value)  # A type of its own, such as a tokenizer's BatchEncoding.
+        result.update(items)
+        return result
+    if isinstance(value, (list, tuple)):
+        parts = [_rebuilt(item, leaf) for item in value]
+        make = cast(Callable[..., object], type(value))
+        return make(*parts) if hasattr(value, "_fields") else make(parts)
+    return leaf(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for tensor number ``number`` in a batch without its tensors."""
+
+    number: int
+
+
+def put_together(skeleton: object, tensors: Sequence[torch.Tensor]) -> object:
+    """A batch with its tensors in place of slots. Mappings, lists and tuples are new, other values those of
+    the skeleton."""
+    return _map(skeleton, lambda value: isinstance(value, Slot), lambda slot: tensors[slot.number])
+
+
+def dense_to_device(batch: object, device: torch.device) -> object:
+    """A batch of the same structure with its dense tensors on a device and detached."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device, non_blocking=True)
+
+    return _map(batch, _is_dense, move)
+
+
+def is_immutable(skeleton: object) -> bool:
+    """Whether nothing of a skeleton can be changed once `put_together` has made its containers anew."""
+    if isinstance(skeleton, (Slot, *_IMMUTABLE)):
+        return True
+    if type(skeleton) is dict:
+        return all(map(is_immutable, skeleton.values()))
+    return type(skeleton) in (list, tuple) and all(map(is_immutable, skeleton))  # type: ignore[call-overload]
+
+
+def _is_dense(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return value.layout is torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
+
+
+def _map(value: object, is_leaf: Callable[[object], bool], change: Callable[..., object]) -> object:
+    if is_leaf(value):
+        return change(value)
+    kind = type(value)
+    if kind is dict:
+        return {key: _map(item, is_leaf, change) for key, item in value.items()}  # type: ignore[attr-defined]
+    if kind is list:
+        return [_map(item, is_leaf, change) for item in value]  # type: ignore[attr-defined]
+    if kind is tuple:
+        return tuple([_map(item, is_leaf, change) for item in value])  # type: ignore[attr-defined]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        make: Callable[..., object] = kind
+        return make(*(_map(item, is_leaf, change) for item in value))
+    if isinstance(value, MutableMapping):
+        result = copy.copy(value)  # A type of its own, such as a tokenizer's BatchEncoding.
+        result.update({key: _map(item, is_leaf, change) for key, item in value.items()})
+        return result
+    return value

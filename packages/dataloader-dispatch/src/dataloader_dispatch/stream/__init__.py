@@ -1,1 +1,0 @@
-"""Documents to token rows: order, packing, position, batches."""
