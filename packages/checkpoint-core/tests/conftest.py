@@ -5,7 +5,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -25,9 +25,10 @@ from checkpoint_core import (
     Stateful,
     StaticStatefulProvider,
 )
-from checkpoint_core.component_files import plan_files
-from checkpoint_core.ranks.whole import own_state
-from checkpoint_core.state.capture import capture
+from checkpoint_core.component_files import capture, own_state, plan_files
+from checkpoint_core.storage.files import FileRecord, combine
+from checkpoint_core.storage.tensor_files import create_tensor_file, plan_file, spec_of, write_parts
+from checkpoint_core.storage.tensors import local_part
 from dist_env import StaticDistributedEnvironment, forget_warnings
 
 # Without this, every run would leave a directory of examples in the working tree.
@@ -155,6 +156,21 @@ def store() -> Callable[..., Path]:
         files.create(directory)
         files.write(directory, threads=2)
         return directory
+
+    return write
+
+
+@pytest.fixture
+def write_safetensors() -> Callable[..., FileRecord]:
+    """Writes a whole safetensors file."""
+
+    def write(
+        path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], threads: int = 1
+    ) -> FileRecord:
+        layout = plan_file({name: spec_of(tensor) for name, tensor in tensors.items()}, metadata)
+        parts = {name: local_part(tensor, name) for name, tensor in tensors.items()}
+        shares = [create_tensor_file(path, layout), write_parts(path, layout, parts, threads)]
+        return FileRecord(layout.size, combine(shares))
 
     return write
 

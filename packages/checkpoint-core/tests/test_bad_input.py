@@ -19,8 +19,7 @@ from checkpoint_core import (
     find_latest_checkpoint,
     load_model_weights,
 )
-from checkpoint_core.directory.discovery import verify_checkpoint
-from checkpoint_core.directory.manifest import _digest, read_manifest
+from checkpoint_core.directory.manifest import _digest, read_manifest, verify_checkpoint
 from checkpoint_core.storage.files import checksum_file
 
 FILES = [

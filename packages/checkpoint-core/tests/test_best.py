@@ -23,9 +23,9 @@ from checkpoint_core import (
     StateComponent,
     StaticStatefulProvider,
 )
-from checkpoint_core.directory.best import best_checkpoints, best_summary, lower_is_better
+from checkpoint_core.config import lower_is_better
 from checkpoint_core.directory.manifest import Manifest, read_manifest
-from checkpoint_core.directory.rotation import rotate
+from checkpoint_core.directory.retention import best_checkpoints, best_summary, rotate
 from checkpoint_core.storage.files import FileRecord
 from dist_env import StaticDistributedEnvironment
 

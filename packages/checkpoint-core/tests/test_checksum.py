@@ -13,16 +13,15 @@ from crc32c import crc32c
 from safetensors.torch import load_file
 
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.storage.checksum import ALGORITHM, PartialDigest, combine, digest
-from checkpoint_core.storage.files import checksum_file
-from checkpoint_core.storage.layout import plan_file, spec_of
-from checkpoint_core.storage.sharding import LocalPart
+from checkpoint_core.storage.files import ALGORITHM, PartialDigest, checksum_file, combine, digest
 from checkpoint_core.storage.tensor_files import (
     TensorFileReader,
     create_tensor_file,
+    plan_file,
+    spec_of,
     write_parts,
-    write_safetensors,
 )
+from checkpoint_core.storage.tensors import LocalPart
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 
@@ -57,7 +56,7 @@ def test_pieces_of_any_writers_make_up_the_checksum(size: int) -> None:
     assert combine([]) == "00000000"
 
 
-def test_what_is_written_is_counted_and_read(tmp_path: Path) -> None:
+def test_what_is_written_is_counted_and_read(tmp_path: Path, write_safetensors) -> None:
     tensors = {
         "a": torch.arange(5_000_000, dtype=torch.int32),
         "b": torch.tensor(True),
@@ -102,7 +101,7 @@ def test_the_space_is_reserved_and_nothing_is_left_open(tmp_path: Path, largest_
     assert open_files() == before
 
 
-def test_a_file_that_ends_while_it_is_read(tmp_path: Path) -> None:
+def test_a_file_that_ends_while_it_is_read(tmp_path: Path, write_safetensors) -> None:
     path = tmp_path / "x.safetensors"
     write_safetensors(path, {"a": torch.ones(100)}, {})
     with TensorFileReader(path) as reader:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_core import DirectoryLease
-from checkpoint_core.cli import main
-from checkpoint_core.cli.arguments import make_parser, parse_size
+from checkpoint_core.cli import main, make_parser, parse_size
 from checkpoint_core.cli.console import table_lines
 from checkpoint_core.directory.commit import create_staging, discard
 

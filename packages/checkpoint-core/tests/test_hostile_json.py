@@ -30,7 +30,7 @@ from checkpoint_core import (
 )
 from checkpoint_core.cli import main
 from checkpoint_core.directory.manifest import _digest, read_manifest
-from checkpoint_core.state.receive import StoredState, decode
+from checkpoint_core.state.restore import StoredState, decode
 from checkpoint_core.storage.files import MAX_NESTING, checksum_file, read_json
 from checkpoint_core.storage.layout import read_layout
 

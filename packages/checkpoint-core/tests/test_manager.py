@@ -22,7 +22,7 @@ from checkpoint_core import (
     find_latest_checkpoint,
     load_model_weights,
 )
-from checkpoint_core.directory.discovery import verify_checkpoint
+from checkpoint_core.directory.manifest import verify_checkpoint
 from dist_env import StaticDistributedEnvironment
 
 

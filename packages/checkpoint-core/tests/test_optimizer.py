@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from checkpoint_core import CheckpointError, OptimizerState
-from checkpoint_core.state.receive import StoredState, receive
+from checkpoint_core.state.restore import StoredState, plan_restore
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
@@ -69,9 +69,9 @@ def test_resumed_optimizer_goes_on_bit_for_bit(
     resumed = make(twin.parameters())
     names = ["optimizer.json", "optimizer.safetensors"]
     stored = StoredState([tmp_path / name for name in names], "state")
-    reception = receive(OptimizerState(resumed, twin), stored)
-    stored.fill(reception.fills, threads=2)
-    reception.finish()
+    plan = plan_restore(OptimizerState(resumed, twin), stored)
+    stored.fill(plan.fills, threads=2)
+    plan.finish()
     stored.close()
     stepped(model, optimizer, 3)
     stepped(twin, resumed, 3)

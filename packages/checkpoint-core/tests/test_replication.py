@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint_core.ranks.replica_report import (
+from checkpoint_core.replication import (
+    PIECE_BYTES,
     TensorEntry,
     Version,
     canonical_document,
@@ -18,7 +19,6 @@ from checkpoint_core.ranks.replica_report import (
     find_differences,
     name_sides,
 )
-from checkpoint_core.ranks.replication import PIECE_BYTES
 from checkpoint_core.state.encoding import encode_state
 
 Worked = subprocess.CompletedProcess[str]

@@ -12,7 +12,7 @@ import torch
 
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.staging import ALIGNMENT, StagingBuffer, staged_bytes
-from checkpoint_core.storage.layout import DTYPE_CODES
+from checkpoint_core.storage.tensor_files import DTYPE_CODES
 
 MIB = 1024 * 1024
 

@@ -21,14 +21,18 @@ from checkpoint_core import (
     StateComponent,
     load_model_weights,
 )
-from checkpoint_core.ranks.replication import Replica, _fingerprint
+from checkpoint_core.replication import Replica, _fingerprint
 from checkpoint_core.state.encoding import EncodedState
-from checkpoint_core.storage.checksum import combine
-from checkpoint_core.storage.files import checksum_file
-from checkpoint_core.storage.layout import DTYPE_CODES, plan_file, spec_of
-from checkpoint_core.storage.memory import same_bits
-from checkpoint_core.storage.sharding import LocalPart
-from checkpoint_core.storage.tensor_files import TensorFileReader, create_tensor_file, write_parts
+from checkpoint_core.storage.files import checksum_file, combine
+from checkpoint_core.storage.tensor_files import (
+    DTYPE_CODES,
+    TensorFileReader,
+    create_tensor_file,
+    plan_file,
+    spec_of,
+    write_parts,
+)
+from checkpoint_core.storage.tensors import LocalPart, same_bits
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 ONE_COPY = [SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.SHARDED]

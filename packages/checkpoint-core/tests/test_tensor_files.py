@@ -10,21 +10,19 @@ import torch
 
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.storage import tensor_files
-from checkpoint_core.storage.checksum import combine
-from checkpoint_core.storage.files import checksum_file
-from checkpoint_core.storage.layout import plan_file, spec_of
-from checkpoint_core.storage.memory import copy_values, same_bits
-from checkpoint_core.storage.sharding import LocalPart
+from checkpoint_core.storage.files import checksum_file, combine
 from checkpoint_core.storage.tensor_files import (
     TensorFileReader,
     create_tensor_file,
+    plan_file,
+    spec_of,
     write_parts,
-    write_safetensors,
 )
+from checkpoint_core.storage.tensors import LocalPart, copy_values, same_bits
 
 
 def test_only_memory_of_another_form_is_read_through_a_buffer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_safetensors
 ) -> None:
     values = torch.arange(12.0).reshape(4, 3)
     stored = dict.fromkeys(("plain", "cast", "negated", "strided"), values)
@@ -51,7 +49,9 @@ def test_only_memory_of_another_form_is_read_through_a_buffer(
     assert copied == ["cast", "negated", "strided", "conjugated"]
 
 
-def test_a_big_endian_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_big_endian_machine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_safetensors
+) -> None:
     """Whatever it wrote would be read with its bytes in the wrong order."""
     monkeypatch.setattr(sys, "byteorder", "big")
     with pytest.raises(CheckpointError, match="this machine is big-endian"):

@@ -15,9 +15,9 @@ from checkpoint_core import (
     SharingPattern,
     StateComponent,
     StaticStatefulProvider,
+    agreement,
 )
-from checkpoint_core.directory.discovery import verify_checkpoint
-from checkpoint_core.ranks import agreement
+from checkpoint_core.directory.manifest import verify_checkpoint
 from dist_env import StaticDistributedEnvironment
 
 Worked = subprocess.CompletedProcess[str]

@@ -9,23 +9,21 @@ from checkpoint_core.components import (
     StaticStatefulProvider,
 )
 from checkpoint_core.config import CheckpointConfig
-from checkpoint_core.directory.best import BestCheckpoint
-from checkpoint_core.directory.discovery import find_latest_checkpoint
 from checkpoint_core.directory.lease import (
     DirectoryLease,
     LeaseHeldError,
     LeaseHolder,
     find_lease_holder,
 )
+from checkpoint_core.directory.retention import BestCheckpoint
+from checkpoint_core.directory.select import find_latest_checkpoint
 from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError
-from checkpoint_core.hf_directory import load_model_weights
-from checkpoint_core.loading import LoadedCheckpoint
+from checkpoint_core.loading import LoadedCheckpoint, load_model_weights
 from checkpoint_core.manager import CheckpointManager
 from checkpoint_core.saving import Preprocessor
-from checkpoint_core.state.optimizer import OptimizerState
-from checkpoint_core.state.rng import RNGState
+from checkpoint_core.state.optimizer_rng import OptimizerState, RNGState
 from checkpoint_core.state.weights import ModelState
-from checkpoint_core.storage.sharding import local_ranges
+from checkpoint_core.storage.tensors import local_ranges
 
 __all__ = [
     "BestCheckpoint",

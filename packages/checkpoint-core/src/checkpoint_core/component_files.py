@@ -1,19 +1,367 @@
-"""The files in which a component's state is stored."""
+"""From the state of a component to its files: captured, joined across the ranks, and divided into files."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict
 
-from checkpoint_core.ranks.whole import WholeState
-from checkpoint_core.state.capture import STATE_FORMAT, WEIGHTS_FORMAT
-from checkpoint_core.storage.files import json_bytes, write_bytes
-from checkpoint_core.storage.hf_layout import divide_weights, index_bytes, shard_metadata
-from checkpoint_core.storage.layout import FileLayout, plan_file
-from checkpoint_core.storage.sharding import LocalPart
-from checkpoint_core.storage.tensor_files import create_tensor_file, write_parts
+import torch
 
+from checkpoint_core.agreement import RankAgreement
+from checkpoint_core.components import Stateful
+from checkpoint_core.errors import CheckpointError
+from checkpoint_core.state.encoding import EncodedState, encode_state, join_path
+from checkpoint_core.state.optimizer_rng import OptimizerState
+from checkpoint_core.state.weights import ModelState, config_bytes
+from checkpoint_core.storage.files import digest, json_bytes, write_bytes
+from checkpoint_core.storage.tensor_files import (
+    DTYPE_CODES,
+    DTYPES,
+    MODEL_STEM,
+    FileLayout,
+    TensorSpec,
+    create_tensor_file,
+    plan_file,
+    plan_weights,
+    spec_of,
+    write_parts,
+)
+from checkpoint_core.storage.tensors import (
+    LocalPart,
+    in_order,
+    is_sharded,
+    local_part,
+    mesh_ranks,
+    parts_among,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+WEIGHTS_FORMAT = "weights"
+STATE_FORMAT = "state"
+_logger = logging.getLogger(__name__)
+_SAMPLE = 512
+"""Elements compared at each end of a tensor that several ranks hold."""
 Shares = dict[str, tuple[int, int]]
 """Size of a file and the share of one writer in its checksum, by file name."""
+
+
+@dataclass(frozen=True)
+class CapturedState:
+    """What this rank holds of a component's state. Tensors share memory with the live state."""
+
+    format: str
+    """:data:`WEIGHTS_FORMAT` or :data:`STATE_FORMAT`."""
+    encoded: EncodedState
+    """Document and tensors. For weights the document only tells which names share a tensor."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Name of the stored tensor, by alias."""
+    companions: Mapping[str, bytes] = field(default_factory=dict)
+    """Content of files for other programs, which reading does not need."""
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Tensors by name, plain ones and DTensors."""
+        return self.encoded.tensors
+
+
+def capture(stateful: Stateful, stem: str, *, sharded: bool) -> CapturedState:
+    """Take the state out of a component.
+
+    Args:
+        stateful: The component's object. A :class:`ModelState` is stored as Hugging Face weights, anything
+            else as a JSON document with a tensor file where there are tensors.
+        stem: Beginning of the file names.
+        sharded: Whether the ranks hold parts of one state, so that DTensors are in place.
+
+    Returns:
+        The captured state.
+
+    Raises:
+        CheckpointError: The state holds something that cannot be stored; names the place.
+    """
+    if isinstance(stateful, ModelState):
+        return _capture_weights(stateful, stem, sharded)
+    tensor_name = OptimizerState.tensor_name if isinstance(stateful, OptimizerState) else join_path
+    state: object = stateful.state_dict()
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{type(stateful).__name__}.state_dict() returned a {type(state).__name__}, not a dict, which "
+            "could not be loaded again; wrap it in a dict"
+        )
+    encoded = encode_state(state, tensor_name=tensor_name, sharded=sharded)
+    return CapturedState(STATE_FORMAT, encoded)
+
+
+def _capture_weights(state: ModelState, stem: str, sharded: bool) -> CapturedState:
+    encoded = encode_state(state.state_dict(), sharded=sharded)
+    tied = {**_aliases(encoded), **state.tied}
+    own = {name: tensor for name, tensor in encoded.tensors.items() if name not in tied}
+    config = config_bytes(state.unwrapped) if stem == MODEL_STEM and state.unwrapped is not None else None
+    companions = {} if config is None else {"config.json": config}
+    # Parts of a model have different names on each rank, and no document is stored for weights.
+    document = None if sharded else encoded.document
+    return CapturedState(WEIGHTS_FORMAT, EncodedState(document, own), tied, companions)
+
+
+def _aliases(encoded: EncodedState) -> dict[str, str]:
+    """Name of the stored tensor, by alias, for weights that share memory."""
+    document = encoded.document
+    nodes = document.items() if isinstance(document, dict) else ()
+    return {str(key): str(node["name"]) for key, node in nodes if node["name"] != key}
+
+
+@dataclass(frozen=True)
+class GlobalState:
+    """A component's state, complete, with the part that this rank writes."""
+
+    format: str
+    specs: Mapping[str, TensorSpec]
+    """Every tensor by name."""
+    document: object
+    tied: Mapping[str, str]
+    companions: Mapping[str, bytes]
+    parts: Mapping[str, LocalPart]
+    """What this rank writes, by tensor name."""
+
+
+class _Table(TypedDict):
+    """What one rank tells of its part of a component."""
+
+    tensors: dict[str, tuple[str, list[int], str]]
+    """Dtype, shape, and for plain tensors a digest of some values."""
+    tied: dict[str, str]
+    document: str
+
+
+def own_state(captured: CapturedState) -> GlobalState:
+    """The state of a component of which one rank holds and writes everything."""
+    return GlobalState(
+        format=captured.format,
+        specs={name: spec_of(tensor) for name, tensor in captured.tensors.items()},
+        document=captured.encoded.document,
+        tied=captured.tied,
+        companions=captured.companions,
+        parts={name: local_part(tensor, name) for name, tensor in captured.tensors.items()},
+    )
+
+
+def join_states(
+    ranks: RankAgreement,
+    phase: str,
+    captured: Mapping[str, CapturedState],
+    on_mismatch: Literal["error", "warn"],
+) -> dict[str, GlobalState]:
+    """Put the parts of all ranks together. Collective.
+
+    Args:
+        ranks: The ranks.
+        phase: What is being done, for messages.
+        captured: What this rank holds of every SHARDED component, by key.
+        on_mismatch: Whether different values of one plain tensor are an error or a warning.
+
+    Returns:
+        The whole state of each.
+
+    Raises:
+        CheckpointError: On every rank: parts contradict one another, or a node that saves for itself does
+            not hold all of the state.
+    """
+    if not captured:
+        return {}
+    tables = ranks.run(phase, lambda: {key: _table(key, state, ranks) for key, state in captured.items()})
+    documents = _exchange_documents(ranks, phase, captured, tables)
+    result: dict[str, GlobalState] = {}
+
+    def join() -> None:
+        for key, state in captured.items():
+            mine = [table[key] for table in tables]
+            result[key] = _join(key, state, mine, documents[key], ranks)
+            conflict = _sample_conflict(key, mine)
+            if conflict is not None and on_mismatch == "error":
+                raise CheckpointError(conflict)
+            if conflict is not None and ranks.rank == 0:
+                _logger.warning("%s: %s", phase, conflict)
+
+    ranks.run(phase, join)
+    return result
+
+
+def _table(key: str, captured: CapturedState, ranks: RankAgreement) -> _Table:
+    tensors: dict[str, tuple[str, list[int], str]] = {}
+    for name, tensor in captured.tensors.items():
+        if is_sharded(tensor):
+            held, needed = parts_among(tensor, ranks.site) if len(ranks.sites()) > 1 else (1, 1)
+            if held != needed:
+                raise CheckpointError(
+                    f"component {key!r}: save_on_each_node=True needs every node to hold all of {name}, but "
+                    f"this node holds {held} of its {needed} parts; shard within the nodes and replicate "
+                    "across them, or save to storage that all nodes share"
+                )
+            if ranks.rank != _speaker(tensor, ranks):
+                continue
+        tensors[name] = (
+            DTYPE_CODES.get(tensor.dtype, str(tensor.dtype)),
+            list(tensor.shape),
+            _sample(tensor),
+        )
+    text = json.dumps(captured.encoded.document, allow_nan=False)
+    return _Table(tensors=tensors, tied=dict(captured.tied), document=digest(text.encode("ascii")))
+
+
+def _exchange_documents(
+    ranks: RankAgreement,
+    phase: str,
+    captured: Mapping[str, CapturedState],
+    tables: Sequence[Mapping[str, _Table]],
+) -> dict[str, list[object]]:
+    """Documents of all ranks, for the components where they differ; one document for the others."""
+    differing = [key for key in captured if len({table[key]["document"] for table in tables}) > 1]
+    documents: dict[str, list[object]] = {key: [state.encoded.document] for key, state in captured.items()}
+    if differing:
+        sent = ranks.run(phase, lambda: {key: captured[key].encoded.document for key in differing})
+        documents.update({key: [each[key] for each in sent] for key in differing})
+    return documents
+
+
+def _join(
+    key: str,
+    captured: CapturedState,
+    tables: Sequence[_Table],
+    documents: Sequence[object],
+    ranks: RankAgreement,
+) -> GlobalState:
+    specs: dict[str, TensorSpec] = {}
+    first: dict[str, int] = {}
+    tied: dict[str, str] = {}
+    for rank, table in enumerate(tables):
+        tied.update(table["tied"])
+        for name, (code, shape, _) in table["tensors"].items():
+            if code not in DTYPES:
+                raise CheckpointError(
+                    f"component {key!r}: {name} has dtype {code} on rank {rank}, which cannot be stored; "
+                    f"convert it to one of {', '.join(str(dtype) for dtype in DTYPE_CODES)}"
+                )
+            spec = TensorSpec(DTYPES[code], tuple(shape))
+            known = specs.setdefault(name, spec)
+            if known != spec:
+                raise CheckpointError(
+                    f"component {key!r}: {name} is {_show(known)} on rank {first[name]} and {_show(spec)} on "
+                    f"rank {rank}; parts of one state must use one name for one tensor"
+                )
+            first.setdefault(name, rank)
+    if lost := sorted(alias for alias, name in tied.items() if name not in specs):
+        raise CheckpointError(
+            f"component {key!r}: {lost[0]} is declared as tied to {tied[lost[0]]}, which no rank holds; "
+            f"let a rank hold it, or leave {lost[0]} out of tied"
+        )
+    for site in ranks.sites():
+        held = {name for rank in site for name in tables[rank]["tensors"]}
+        if absent := sorted(set(specs) - held):
+            raise CheckpointError(
+                f"component {key!r}: save_on_each_node=True needs every node to hold all of the state, but "
+                f"the node of rank {site.start} does not hold {absent[0]}; save to storage that all nodes "
+                "share"
+            )
+    return GlobalState(
+        format=captured.format,
+        specs=specs,
+        document=documents[0] if len(documents) == 1 else _merge(key, documents),
+        tied=tied,
+        companions=captured.companions,
+        parts=_parts(key, captured.tensors, tables, ranks),
+    )
+
+
+def _sample_conflict(key: str, tables: Sequence[_Table]) -> str | None:
+    """What is wrong when ranks hold different plain tensors under one name; None when they do not."""
+    seen: dict[str, tuple[int, str]] = {}
+    for rank, table in enumerate(tables):
+        for name, (_, _, sample) in table["tensors"].items():
+            first, known = seen.setdefault(name, (rank, sample)) if sample else (rank, sample)
+            if known != sample:
+                return (
+                    f"component {key!r}: ranks {first} and {rank} hold different values under the name "
+                    f"{name}, of which only one can be stored; give each part the names of the whole model, "
+                    "shard it as a DTensor, or make the copies equal"
+                )
+    return None
+
+
+def _parts(
+    key: str, tensors: Mapping[str, torch.Tensor], tables: Sequence[_Table], ranks: RankAgreement
+) -> dict[str, LocalPart]:
+    """What this rank writes: the lowest rank of each node, or of all, that holds a part."""
+    parts = {}
+    for name, tensor in tensors.items():
+        part = local_part(tensor, f"component {key!r}: {name}")
+        if part.holders == ():
+            continue  # A DTensor of a mesh that this rank is no part of.
+        # Two meshes may hold the same tensor, such as a tied weight at both ends of a pipeline.
+        first = min(rank for rank in ranks.site if name in tables[rank]["tensors"])
+        holders = (first,) if part.holders is None else part.holders
+        speaker = _speaker(tensor, ranks) if is_sharded(tensor) else first
+        if speaker == first and ranks.rank == min(rank for rank in holders if rank in ranks.site):
+            parts[name] = part
+    return parts
+
+
+def _sample(tensor: torch.Tensor) -> str:
+    """A digest of the ends of a plain tensor: enough to notice different tensors under one name."""
+    if is_sharded(tensor):
+        return ""
+    ends = (tensor,) if tensor.numel() <= 2 * _SAMPLE else _ends(tensor)
+    hosts = (in_order(end.cpu()).view(torch.uint8) for end in ends)
+    return digest(b"".join(bytes(host.tolist()) for host in hosts))
+
+
+def _ends(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    first = last = tensor
+    while first.ndim > 1:
+        first, last = first[0], last[-1]
+    return first[:_SAMPLE], last[-_SAMPLE:]
+
+
+def _speaker(tensor: "DTensor", ranks: RankAgreement) -> int:
+    """The rank that speaks for all of a mesh, so that the messages do not grow with the number of ranks."""
+    return min(rank for rank in mesh_ranks(tensor) if rank in ranks.site)
+
+
+def _merge(key: str, documents: Sequence[object]) -> object:
+    merged = documents[0]
+    for rank, document in enumerate(documents[1:], 1):
+        merged = _merge_two(merged, document, (), lambda path, rank=rank: _conflict(key, path, rank))  # type: ignore[misc]
+    return merged
+
+
+def _merge_two(
+    left: object, right: object, path: tuple[str, ...], conflict: Callable[[tuple[str, ...]], CheckpointError]
+) -> object:
+    if isinstance(left, dict) and isinstance(right, dict) and "$" not in left and "$" not in right:
+        both = {
+            name: _merge_two(left[name], right[name], (*path, name), conflict)
+            for name in left
+            if name in right
+        }
+        return {**left, **right, **both}
+    if left != right:
+        raise conflict(path)
+    return left
+
+
+def _conflict(key: str, path: tuple[str, ...], rank: int) -> CheckpointError:
+    return CheckpointError(
+        f"component {key!r}: rank {rank} holds another value of {'.'.join(path) or 'the state'} than the "
+        "ranks before it; a SHARDED state is put together by name, so what several ranks hold must be equal. "
+        "Declare what differs between ranks as a PER_RANK component of its own"
+    )
+
+
+def _show(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"
 
 
 @dataclass(frozen=True)
@@ -75,24 +423,20 @@ class ComponentFiles:
         }
 
 
-def plan_files(whole: WholeState, stem: str, max_shard_size: int) -> ComponentFiles:
+def plan_files(state: GlobalState, stem: str, max_shard_size: int) -> ComponentFiles:
     """Divide a state into files.
 
     Args:
-        whole: The state.
+        state: The state, complete.
         stem: Beginning of the file names.
         max_shard_size: Bytes of tensor data per file of weights.
 
     Returns:
         The files, the same on every rank but for the parts.
     """
-    if whole.format == STATE_FORMAT:
-        layouts = {f"{stem}.safetensors": plan_file(whole.specs, {})} if whole.specs else {}
-        documents = {f"{stem}.json": json_bytes(whole.document)}
-        return ComponentFiles(STATE_FORMAT, layouts, documents, whole.companions, {}, whole.parts)
-    shards = divide_weights(whole.specs, stem, max_shard_size)
-    layouts = {name: plan_file(part, shard_metadata(part, whole.tied)) for name, part in shards.items()}
-    companions = dict(whole.companions)
-    if len(shards) > 1:
-        companions[f"{stem}.safetensors.index.json"] = index_bytes(shards)
-    return ComponentFiles(WEIGHTS_FORMAT, layouts, {}, companions, whole.tied, whole.parts)
+    if state.format == STATE_FORMAT:
+        layouts = {f"{stem}.safetensors": plan_file(state.specs, {})} if state.specs else {}
+        documents = {f"{stem}.json": json_bytes(state.document)}
+        return ComponentFiles(STATE_FORMAT, layouts, documents, state.companions, {}, state.parts)
+    layouts, index = plan_weights(state.specs, stem, max_shard_size, state.tied)
+    return ComponentFiles(WEIGHTS_FORMAT, layouts, {}, {**state.companions, **index}, state.tied, state.parts)

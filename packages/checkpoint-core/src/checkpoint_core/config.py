@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from checkpoint_core.directory.best import check_best_settings
 from checkpoint_core.errors import CheckpointError
 
+_LOWER_WINS = ("loss", "perplexity")
 _LONGEST_TIMEOUT = 30 * 86400.0
 
 
@@ -52,7 +52,7 @@ class CheckpointConfig:
             raise CheckpointError(
                 f"max_shard_size={self.max_shard_size!r} must be an integer of 1 byte or more"
             )
-        check_best_settings(self.best_metric, self.greater_is_better, self.preserve_n_best)
+        _check_best_settings(self.best_metric, self.greater_is_better, self.preserve_n_best)
         if self.on_replica_mismatch not in ("error", "warn"):
             raise CheckpointError(
                 f"on_replica_mismatch={self.on_replica_mismatch!r} must be 'error' or 'warn'"
@@ -62,3 +62,51 @@ class CheckpointConfig:
             raise CheckpointError(
                 f"timeout_seconds={timeout!r} must be a number above 0 and at most {_LONGEST_TIMEOUT:g}"
             )
+
+
+def lower_is_better(metric: str, greater_is_better: bool | None) -> bool:
+    """Which direction of a metric wins.
+
+    Args:
+        metric: Its name.
+        greater_is_better: The direction; None goes by the name, in which ``loss`` or ``perplexity`` means
+            that the lower value wins.
+
+    Returns:
+        True when the lower value wins.
+
+    Raises:
+        CheckpointError: ``greater_is_better`` is None and the name tells nothing.
+    """
+    if greater_is_better is not None:
+        return not greater_is_better
+    if any(word in metric.lower() for word in _LOWER_WINS):
+        return True
+    raise CheckpointError(
+        f"greater_is_better=None with best_metric={metric!r}: only a name with {' or '.join(_LOWER_WINS)} "
+        "tells which value wins (the lower); set greater_is_better to True or False"
+    )
+
+
+def _check_best_settings(
+    best_metric: str | None, greater_is_better: bool | None, preserve_n_best: int
+) -> None:
+    """Check the settings of best tracking, each by itself and together."""
+    if best_metric is not None and (not isinstance(best_metric, str) or not best_metric):
+        raise CheckpointError(f"best_metric={best_metric!r} must be the name of a metric, or None")
+    if greater_is_better is not None and not isinstance(greater_is_better, bool):
+        raise CheckpointError(f"greater_is_better={greater_is_better!r} must be True, False or None")
+    if not isinstance(preserve_n_best, int) or isinstance(preserve_n_best, bool) or preserve_n_best < 0:
+        raise CheckpointError(f"preserve_n_best={preserve_n_best!r} must be an integer of 0 or more")
+    if best_metric is not None:
+        lower_is_better(best_metric, greater_is_better)
+    elif preserve_n_best:
+        raise CheckpointError(
+            f"preserve_n_best={preserve_n_best} needs a metric to rank by, but best_metric is None; set "
+            "best_metric to a name that the metrics of save_checkpoint() hold, such as 'eval_loss'"
+        )
+    elif greater_is_better is not None:
+        raise CheckpointError(
+            f"greater_is_better={greater_is_better} has no meaning while best_metric is None; set "
+            "best_metric, or leave greater_is_better out"
+        )

@@ -1,21 +1,32 @@
-"""Weights alone, as a Hugging Face directory."""
+"""Weights alone, as a Hugging Face directory: where it may be written, and how files take their place."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from checkpoint_core.component_files import ComponentFiles, plan_files
-from checkpoint_core.components import SharingPattern
+from checkpoint_core.agreement import RankAgreement
+from checkpoint_core.component_files import (
+    CapturedState,
+    ComponentFiles,
+    capture,
+    join_states,
+    own_state,
+    plan_files,
+)
+from checkpoint_core.components import Plan, SharingPattern
 from checkpoint_core.directory.commit import check_space, clean_leftovers, create_staging, discard
 from checkpoint_core.directory.lease import DirectoryLease
+from checkpoint_core.directory.manifest import MANIFEST_NAME
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.export_target import check_export_target, place_files
-from checkpoint_core.ranks.agreement import RankAgreement
-from checkpoint_core.ranks.plan import Plan
-from checkpoint_core.ranks.whole import join_states, own_state
 from checkpoint_core.saving import Preprocessor, save_preprocessor
-from checkpoint_core.state.capture import CapturedState, capture
 from checkpoint_core.state.weights import ModelState
-from checkpoint_core.storage.hf_layout import MODEL_STEM
+from checkpoint_core.storage.files import sync_file
+from checkpoint_core.storage.tensor_files import MODEL_STEM
+
+_WEIGHTS = re.compile(
+    r"model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors"
+    r"|pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?"
+)
 
 
 class ModelExport:
@@ -128,3 +139,56 @@ class ModelExport:
     def _write(self, staging: Path) -> None:
         if self._files is not None:
             self._files.write(staging, self._ranks.threads)
+
+
+def check_export_target(out: Path, *, overwrite: bool, setting: str) -> None:
+    """Refuse to write into a checkpoint, or over weights unless told to.
+
+    Args:
+        out: The directory to write.
+        overwrite: Weights that are there may be replaced.
+        setting: How the user says so, for messages.
+
+    Raises:
+        CheckpointError: It is a checkpoint or inside one, no directory, or has weights.
+    """
+    if out.exists() and not out.is_dir():
+        raise CheckpointError(f"{out} is a file; choose a directory")
+    absolute = out.absolute()
+    for directory in (absolute, *absolute.parents):
+        if (directory / MANIFEST_NAME).exists():
+            raise CheckpointError(
+                f"{directory} is a checkpoint, which must not change; choose another directory"
+            )
+    existing = _existing_weights(out)
+    if existing and not overwrite:
+        raise CheckpointError(
+            f"{out / existing[0]} exists; pass {setting} to replace the weights, or choose another directory"
+        )
+
+
+def place_files(staging: Path, out: Path) -> None:
+    """Move complete files to their place, the index last, and remove weights they replace.
+
+    Args:
+        staging: Holds the files.
+        out: The directory.
+    """
+    stale = set(_existing_weights(out))
+    written = sorted((path.relative_to(staging) for path in staging.rglob("*") if path.is_file()), key=_order)
+    for name in written:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (staging / name).replace(out / name)
+    for old in stale - {str(name) for name in written}:
+        (out / old).unlink()
+    sync_file(out)
+
+
+def _existing_weights(directory: Path) -> list[str]:
+    if not directory.is_dir():
+        return []
+    return sorted(path.name for path in directory.iterdir() if _WEIGHTS.fullmatch(path.name))
+
+
+def _order(name: Path) -> tuple[bool, str]:
+    return name.name.endswith(".index.json"), str(name)

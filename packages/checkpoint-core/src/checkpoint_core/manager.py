@@ -10,19 +10,17 @@ from typing import Self
 
 import torch
 
-from checkpoint_core.background import BackgroundWorker
-from checkpoint_core.components import StateComponent, StatefulProvider, StaticStatefulProvider
+from checkpoint_core.agreement import RankAgreement
+from checkpoint_core.components import StateComponent, StatefulProvider, StaticStatefulProvider, make_plan
 from checkpoint_core.config import CheckpointConfig
-from checkpoint_core.directory.best import BestCheckpoint, best_summary
 from checkpoint_core.directory.lease import DirectoryLease
+from checkpoint_core.directory.retention import BestCheckpoint, Retention, best_summary
 from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.export import ModelExport
-from checkpoint_core.loading import CheckpointLoad, LoadedCheckpoint
-from checkpoint_core.ranks.agreement import RankAgreement
-from checkpoint_core.ranks.plan import make_plan
-from checkpoint_core.retention import Retention
+from checkpoint_core.loading import LoadedCheckpoint, load
 from checkpoint_core.saving import CheckpointSave, Preprocessor
 from checkpoint_core.staging import StagingBuffer
+from checkpoint_core.threads import BackgroundWorker
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
 _OPENING = "opening the checkpoint manager"
@@ -198,7 +196,7 @@ class CheckpointManager:
         # Nodes that save for themselves may know the same checkpoint under different paths.
         what = f"load of {wanted.name if wanted else 'the newest checkpoint'}"
         plan = make_plan("loading a checkpoint", self._ranks, self._provider, lambda: what)
-        result = CheckpointLoad(self._ranks, plan).run(self._output_dir, wanted)
+        result = load(self._ranks, plan, self._output_dir, wanted)
         if result is None:
             return None
         loaded, manifest = result

@@ -10,8 +10,17 @@ from typing import Protocol, TypedDict
 
 import torch
 
-from checkpoint_core.component_files import ComponentFiles, Shares, plan_files
-from checkpoint_core.components import SharingPattern
+from checkpoint_core.agreement import RankAgreement
+from checkpoint_core.component_files import (
+    CapturedState,
+    ComponentFiles,
+    Shares,
+    capture,
+    join_states,
+    own_state,
+    plan_files,
+)
+from checkpoint_core.components import Plan, SharingPattern
 from checkpoint_core.config import CheckpointConfig
 from checkpoint_core.directory.commit import (
     check_new,
@@ -35,16 +44,12 @@ from checkpoint_core.directory.manifest import (
     parse_metrics,
 )
 from checkpoint_core.errors import CheckpointError, describe_error
-from checkpoint_core.ranks.agreement import RankAgreement
-from checkpoint_core.ranks.plan import Plan
-from checkpoint_core.ranks.replication import Replica, find_mismatches
-from checkpoint_core.ranks.whole import join_states, own_state
+from checkpoint_core.replication import Replica, find_mismatches
 from checkpoint_core.staging import StagingBuffer, staged_bytes
-from checkpoint_core.state.capture import CapturedState, capture
-from checkpoint_core.storage.checksum import combine
 from checkpoint_core.storage.files import (
     FileRecord,
     checksum_file,
+    combine,
     json_bytes,
     sync_directories,
     sync_file,
@@ -218,12 +223,12 @@ class CheckpointSave:
 
     def _plan_files(self, captured: Mapping[str, CapturedState]) -> None:
         sharded = {key: captured[key] for key in self._plan.sharded}
-        wholes = join_states(self._ranks, self._phase, sharded, self._config.on_replica_mismatch)
+        global_states = join_states(self._ranks, self._phase, sharded, self._config.on_replica_mismatch)
 
         def divide() -> None:
             for key, assignment in self._plan.assignments.items():
-                if key in wholes or assignment.writer == self._ranks.rank:
-                    whole = wholes[key] if key in wholes else own_state(captured[key])
+                if key in global_states or assignment.writer == self._ranks.rank:
+                    whole = global_states[key] if key in global_states else own_state(captured[key])
                     try:
                         self._files[key] = plan_files(whole, assignment.stem, self._config.max_shard_size)
                     except CheckpointError as error:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.latch import Latch
+from checkpoint_core.threads import InterruptSafeEvent
 
 ALIGNMENT = 64
 """Every staged tensor begins at a multiple of this many bytes: a cache line, the widest vector register."""
@@ -176,8 +176,8 @@ class _Region:
             whole = torch.frombuffer(self._memory, dtype=torch.uint8)
             # Huge pages need memory that begins where one begins. The slice keeps the mapping alive.
             self.bytes = whole[-whole.data_ptr() % _HUGE_PAGE :][: -size % ALIGNMENT + size]
-        self.ready = Latch()
-        self.ready.open()
+        self.ready = InterruptSafeEvent()
+        self.ready.set()
         self._stop = False
         self._pinning_tried = False
 
@@ -188,14 +188,14 @@ class _Region:
             touch: Whether to touch the pages. It overwrites them; wait for ``ready`` before using them.
             pin_for: The CUDA or ROCm device to pin them for, or None.
         """
-        ready = Latch()
+        ready = InterruptSafeEvent()
 
         def run() -> None:
             try:
                 if (not touch or self._touch()) and pin_for is not None:
                     self._pin(pin_for)
             finally:
-                ready.open()
+                ready.set()
 
         # Not a daemon: a thread that is inside torch when the interpreter goes away aborts the process.
         threading.Thread(target=run, name="checkpoint staging memory").start()

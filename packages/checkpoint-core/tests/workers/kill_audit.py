@@ -11,10 +11,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from checkpoint_core import CheckpointError, find_latest_checkpoint
-from checkpoint_core.directory.discovery import checkpoint_directories, verify_checkpoint
-from checkpoint_core.directory.manifest import MANIFEST_NAME, Manifest
-from checkpoint_core.directory.ownership import DELETED, REPLACED, STAGING, Leftover, find_leftovers
-from checkpoint_core.state.receive import StoredState, decode, read_all
+from checkpoint_core.directory.commit import (
+    DELETED,
+    REPLACED,
+    STAGING,
+    Leftover,
+    checkpoint_directories,
+    find_leftovers,
+)
+from checkpoint_core.directory.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
+from checkpoint_core.state.restore import StoredState, decode, read_all
 
 COMPONENTS = ["model", "shared", "main", "own", "stage"]
 

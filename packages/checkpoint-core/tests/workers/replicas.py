@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from checkpoint_core import CheckpointError
-from checkpoint_core.ranks.agreement import RankAgreement
-from checkpoint_core.ranks.replication import PIECE_BYTES, Replica, find_mismatches
+from checkpoint_core.agreement import RankAgreement
+from checkpoint_core.replication import PIECE_BYTES, Replica, find_mismatches
 from checkpoint_core.state.encoding import EncodedState, encode_state
 from dist_env import StaticDistributedEnvironment
 

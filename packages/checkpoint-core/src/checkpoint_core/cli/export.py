@@ -7,20 +7,18 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_core.cli.cast import cast_bytes, cast_config, cast_spec
 from checkpoint_core.cli.console import Progress, size_text
-from checkpoint_core.cli.contents import other_files, sections
-from checkpoint_core.cli.stored import StoredTensor
-from checkpoint_core.cli.survey import find_damage, open_checkpoint
+from checkpoint_core.cli.ls_verify import find_damage, open_checkpoint
+from checkpoint_core.cli.show import StoredTensor, other_files, sections
+from checkpoint_core.component_files import WEIGHTS_FORMAT
 from checkpoint_core.directory.commit import check_space, clean_leftovers, create_staging, discard
 from checkpoint_core.directory.lease import DirectoryLease
 from checkpoint_core.directory.manifest import Manifest
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.export_target import check_export_target, place_files
+from checkpoint_core.export import check_export_target, place_files
 from checkpoint_core.saving import METRICS_NAME
-from checkpoint_core.state.capture import WEIGHTS_FORMAT
-from checkpoint_core.storage.checksum import PartialDigest
 from checkpoint_core.storage.files import (
+    PartialDigest,
     json_bytes,
     read_json,
     sync_descriptor,
@@ -28,10 +26,17 @@ from checkpoint_core.storage.files import (
     write_at,
     write_bytes,
 )
-from checkpoint_core.storage.hf_layout import MODEL_STEM, divide_weights, index_bytes, shard_metadata
-from checkpoint_core.storage.layout import FileLayout, plan_file
-from checkpoint_core.storage.tensor_files import create_tensor_file
+from checkpoint_core.storage.tensor_files import (
+    MODEL_STEM,
+    FileLayout,
+    TensorSpec,
+    create_tensor_file,
+    plan_weights,
+)
 
+_DTYPE_ENTRIES = ("dtype", "torch_dtype")
+_QUANTIZATION = "quantization_config"
+_FLOAT_NAMES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _CONFIG_NAME = "config.json"
 _DTYPES: Mapping[str, torch.dtype | None] = {
     "keep": None,
@@ -39,6 +44,52 @@ _DTYPES: Mapping[str, torch.dtype | None] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
+
+
+def _cast_spec(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
+    """What a tensor is after the cast, which changes floating point tensors only."""
+    return TensorSpec(dtype, spec.shape) if dtype is not None and spec.dtype.is_floating_point else spec
+
+
+def _cast_bytes(tensor: StoredTensor, raw: bytearray, dtype: torch.dtype) -> bytearray:
+    """Cast a piece of a stored tensor, from and to its bytes in a file.
+
+    Raises:
+        CheckpointError: A value is too large for the new dtype.
+    """
+    source = tensor.spec.dtype
+    if dtype == source:
+        return raw
+    values = torch.frombuffer(raw, dtype=source)
+    result = bytearray(values.numel() * dtype.itemsize)
+    cast = torch.frombuffer(result, dtype=dtype)
+    cast.copy_(values)
+    overflows = torch.finfo(source).max > torch.finfo(dtype).max
+    if overflows and bool((cast.isinf() & ~values.isinf()).any()):
+        raise CheckpointError(
+            f"tensor {tensor.name} of {tensor.path} has values that {dtype} cannot hold, the largest is "
+            f"{torch.finfo(dtype).max:g}; export with --dtype keep, bf16 or fp32"
+        )
+    return result
+
+
+def _cast_config(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """Name the new dtype in a model's configuration, where that has an entry for a floating point dtype.
+
+    Parts of the model may have a ``..._config`` in it.
+    """
+    result = dict(config)
+    for key, value in config.items():
+        if key in _DTYPE_ENTRIES and _names_float(value):
+            result[key] = str(dtype).removeprefix("torch.")
+        elif isinstance(value, dict) and key.endswith("_config") and key != _QUANTIZATION:
+            result[key] = _cast_config(value, dtype)
+    return result
+
+
+def _names_float(value: object) -> bool:
+    """Whether an entry names a floating point dtype, or leaves it open."""
+    return value is None or (isinstance(value, str) and value.removeprefix("torch.") in _FLOAT_NAMES)
 
 
 def export(checkpoint: Path, out: Path, *, dtype: str, max_shard_size: int, overwrite: bool) -> int:
@@ -67,10 +118,9 @@ def export(checkpoint: Path, out: Path, *, dtype: str, max_shard_size: int, over
     _verify(checkpoint, manifest, key, companions)
     target = _DTYPES[dtype]
     tensors = _weights(checkpoint, manifest, key)
-    specs = {name: cast_spec(tensor.spec, target) for name, tensor in tensors.items()}
-    shards = divide_weights(specs, MODEL_STEM, max_shard_size)
+    specs = {name: _cast_spec(tensor.spec, target) for name, tensor in tensors.items()}
     ties = manifest.tied_weights.get(key, {})
-    layouts = {name: plan_file(part, shard_metadata(part, ties)) for name, part in shards.items()}
+    layouts, index = plan_weights(specs, MODEL_STEM, max_shard_size, ties)
     total = sum(layout.size for layout in layouts.values())
     # Two exports into one directory would leave the files of both, and who came second would replace what it
     # was not told to replace.
@@ -84,12 +134,12 @@ def export(checkpoint: Path, out: Path, *, dtype: str, max_shard_size: int, over
             with Progress(f"exporting {checkpoint.name}", total) as progress:
                 for name, layout in layouts.items():
                     _write(staging / name, layout, tensors, progress)
-            if len(shards) > 1:
-                write_bytes(staging / f"{MODEL_STEM}.safetensors.index.json", index_bytes(shards))
+            for name, content in index.items():
+                write_bytes(staging / name, content)
             place_files(staging, out)
         finally:
             discard(staging)
-    print(f"{out}: {len(tensors)} tensors, {size_text(total)}, {len(shards)} file(s), dtype {dtype}")
+    print(f"{out}: {len(tensors)} tensors, {size_text(total)}, {len(layouts)} file(s), dtype {dtype}")
     return 0
 
 
@@ -144,7 +194,7 @@ def _write(path: Path, layout: FileLayout, tensors: Mapping[str, StoredTensor], 
         for name, place in layout.places.items():
             offset = place.start
             for raw in tensors[name].raw_pieces():
-                data = cast_bytes(tensors[name], raw, place.spec.dtype)
+                data = _cast_bytes(tensors[name], raw, place.spec.dtype)
                 write_at(descriptor, memoryview(data), offset, path, digest)
                 offset += len(data)
                 progress.advance(len(data))
@@ -162,7 +212,7 @@ def _copy_companions(checkpoint: Path, names: list[str], staging: Path, target: 
         copy.parent.mkdir(parents=True, exist_ok=True)
         config = read_json(source) if name == _CONFIG_NAME and target is not None else None
         if target is not None and isinstance(config, dict):
-            write_bytes(copy, json_bytes(cast_config(config, target)))
+            write_bytes(copy, json_bytes(_cast_config(config, target)))
         else:
             shutil.copyfile(source, copy)
             sync_file(copy)

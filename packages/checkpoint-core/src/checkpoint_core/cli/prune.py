@@ -8,18 +8,11 @@ from pathlib import Path
 from typing import Self
 
 from checkpoint_core.cli.console import number_text, print_table, size_text
-from checkpoint_core.cli.survey import (
-    describe_leftover,
-    open_directory,
-    survey,
-    survey_all,
-    total_bytes,
-)
-from checkpoint_core.directory.best import lower_is_better
-from checkpoint_core.directory.commit import remove_checkpoint
+from checkpoint_core.cli.ls_verify import check_directory, describe_leftover, survey, survey_all, total_bytes
+from checkpoint_core.config import lower_is_better
+from checkpoint_core.directory.commit import find_leftovers, remove_checkpoint
 from checkpoint_core.directory.lease import DirectoryLease
 from checkpoint_core.directory.manifest import Manifest
-from checkpoint_core.directory.ownership import find_leftovers
 from checkpoint_core.errors import CheckpointError
 
 
@@ -115,7 +108,7 @@ def prune(directory: Path, *, keep: int, best: BestRule | None, all_runs: bool, 
         CheckpointError: A run owns the directory, a save is going on there, or no checkpoint has the metric.
         OSError: A checkpoint cannot be deleted.
     """
-    open_directory(directory)
+    check_directory(directory)
     _refuse_if_live(directory)
     verdicts = _Verdicts()
     candidates: list[_Candidate] = []

@@ -1,15 +1,176 @@
-"""``show``: what one checkpoint holds."""
+"""``show``: what one checkpoint holds, component by component; and tensors on the disk, a piece at a time."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from math import prod
 from pathlib import Path
 
+import torch
+
 from checkpoint_core.cli.console import print_table, printable, size_text
-from checkpoint_core.cli.contents import Section, other_files, sections
-from checkpoint_core.cli.stored import StoredTensor
-from checkpoint_core.cli.survey import Survey, metrics_text, open_checkpoint, survey
-from checkpoint_core.directory.manifest import Manifest, metrics_document
+from checkpoint_core.cli.ls_verify import Survey, metrics_text, open_checkpoint, survey
+from checkpoint_core.components import SharingPattern
+from checkpoint_core.directory.manifest import ComponentRecord, Manifest, metrics_document
 from checkpoint_core.errors import CheckpointError
+from checkpoint_core.storage.files import read_json
+from checkpoint_core.storage.tensor_files import Place, TensorSpec, read_layout
+
+_PIECE_ELEMENTS = 1024 * 1024
+"""Elements held at once."""
+_TENSOR_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_OWN_FILES = (SharingPattern.PER_RANK.value, SharingPattern.PER_GROUP.value)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a safetensors file."""
+
+    path: Path
+    """The file."""
+    name: str
+    """Its name in the file."""
+    place: Place
+    """Where it lies in the file."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Dtype and shape."""
+        return self.place.spec
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype, such as ``bfloat16``."""
+        return str(self.spec.dtype).removeprefix("torch.")
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.spec.shape)
+
+    def raw_pieces(self) -> Iterator[bytearray]:
+        """The values as they lie in the file: little-endian, in row-major order.
+
+        Yields:
+            Bytes of at most :data:`_PIECE_ELEMENTS` elements.
+
+        Raises:
+            CheckpointError: The file became shorter since its header was read.
+        """
+        rest = self.spec.nbytes
+        with FileIO(self.path) as file:
+            file.seek(self.place.start)
+            while rest:
+                buffer = bytearray(min(rest, _PIECE_ELEMENTS * self.spec.dtype.itemsize))
+                _fill(file, memoryview(buffer), self.path)
+                rest -= len(buffer)
+                yield buffer
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The values in row-major order.
+
+        Yields:
+            Flat CPU tensors of at most :data:`_PIECE_ELEMENTS` elements, with memory of their own.
+
+        Raises:
+            CheckpointError: The file became shorter since its header was read.
+        """
+        for buffer in self.raw_pieces():
+            yield torch.frombuffer(buffer, dtype=self.spec.dtype)
+
+
+def _stored_tensors(path: Path) -> list[StoredTensor]:
+    """The tensors of a safetensors file, in its order. Only the header is read."""
+    return [StoredTensor(path, name, place) for name, place in read_layout(path).places.items()]
+
+
+def _fill(file: FileIO, buffer: memoryview, path: Path) -> None:
+    while buffer:
+        count = file.readinto(buffer)
+        if not count:
+            raise CheckpointError(f"{path} became shorter while it was read; run the command again")
+        buffer = buffer[count:]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One copy of a component's state: the only one, or that of one rank or group."""
+
+    checkpoint: Path
+    """The checkpoint's directory."""
+    label: str
+    """The component's key, with the writer where there are several copies."""
+    record: ComponentRecord
+    """The component."""
+    files: Sequence[str]
+    """Names of its files, deleted ones too."""
+
+    @property
+    def present(self) -> list[Path]:
+        """Those of its files that are there."""
+        return [path for name in self.files if (path := self.checkpoint / name).is_file()]
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Its tensors by name, from the headers of the files that are there.
+
+        Raises:
+            CheckpointError: A file is damaged, or two files hold the same tensor.
+        """
+        found: dict[str, StoredTensor] = {}
+        for path in self.present:
+            if path.name.endswith(_TENSOR_SUFFIX):
+                for tensor in _stored_tensors(path):
+                    if tensor.name in found:
+                        raise CheckpointError(f"{path} repeats tensor {tensor.name} of another file")
+                    found[tensor.name] = tensor
+        return found
+
+    def document(self) -> object:
+        """Its JSON document; an empty one for weights, and where the file was deleted.
+
+        Raises:
+            CheckpointError: The file is not JSON.
+        """
+        documents = [read_json(path) for path in self.present if not path.name.endswith(_TENSOR_SUFFIX)]
+        return documents[0] if documents else {}
+
+
+def sections(checkpoint: Path, manifest: Manifest) -> list[Section]:
+    """The component table, with one entry for each copy.
+
+    Args:
+        checkpoint: The checkpoint's directory.
+        manifest: Its manifest.
+
+    Returns:
+        The sections, in the manifest's order.
+    """
+    found = []
+    for record in manifest.components:
+        if record.pattern in _OWN_FILES:
+            who = "rank" if record.pattern == SharingPattern.PER_RANK.value else "group"
+            for part in record.parts:
+                found.append(Section(checkpoint, f"{record.key} {who} {part.writer}", record, part.files))
+        else:
+            names = list(dict.fromkeys(name for part in record.parts for name in part.files))
+            found.append(Section(checkpoint, record.key, record, names))
+    return found
+
+
+def other_files(manifest: Manifest) -> list[str]:
+    """Files of a checkpoint that belong to no component: configuration, tokenizer, metrics.
+
+    Args:
+        manifest: The manifest.
+
+    Returns:
+        Their names. An index of weight files follows from these files, and is left out.
+    """
+    owned = {name for record in manifest.components for part in record.parts for name in part.files}
+    return [name for name in manifest.files if name not in owned and not name.endswith(_INDEX_SUFFIX)]
+
 
 _Tensors = Mapping[str, Mapping[str, StoredTensor]]
 

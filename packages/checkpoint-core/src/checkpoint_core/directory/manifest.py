@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.storage.checksum import ALGORITHM, digest
-from checkpoint_core.storage.files import FileRecord, json_bytes, read_json
+from checkpoint_core.storage.files import ALGORITHM, FileRecord, checksum_file, digest, json_bytes, read_json
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
 _REMEDY = "Restore the file, or load another checkpoint"
 _BEYOND_FILES = 2**63
 """No system counts bytes or steps beyond it."""
+_FILE_REMEDY = "Restore the file, load another checkpoint, or delete the file to do without that component"
 _LONGEST = 60
 
 
@@ -173,6 +173,42 @@ def read_manifest(checkpoint: Path) -> Manifest:
             raise
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise CheckpointError(f"{path} is malformed ({reason}). {_REMEDY}") from error
+
+
+def verify_checkpoint(checkpoint: Path, *, checksums: bool) -> Manifest:
+    """Check that the files of a checkpoint are what was committed. Deleted files are left out.
+
+    Args:
+        checkpoint: The checkpoint's directory.
+        checksums: Compare digests too, not only sizes.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        CheckpointError: A file is damaged; names it.
+    """
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"there is no checkpoint directory {checkpoint}")
+    manifest = read_manifest(checkpoint)
+    for name, record in manifest.files.items():
+        path = checkpoint / name
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            continue
+        if size != record.size:
+            raise CheckpointError(
+                f"{path} is damaged: {size} bytes, {record.size} were written. {_FILE_REMEDY}"
+            )
+        if checksums and checksum_file(path).checksum != record.checksum:
+            raise wrong_content(path)
+    return manifest
+
+
+def wrong_content(path: Path) -> CheckpointError:
+    """The error for a file that does not match its checksum, with the remedy."""
+    return CheckpointError(f"{path} is damaged: its content does not match its checksum. {_FILE_REMEDY}")
 
 
 def _parse(document: dict[str, Any]) -> Manifest:

@@ -1,30 +1,30 @@
 """A reversible encoding of nested Python state as one JSON document plus named tensors.
 
 JSON's own values stand for themselves. Whatever JSON cannot hold is an object with the key ``"$"``, whose
-value names the kind. Reading builds only the kinds listed here, so no file can run code.
+value names the kind. ReadPlan builds only the kinds listed here, so no file can run code.
 """
 
 import base64
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.storage.memory import check_memory
-from checkpoint_core.storage.sharding import is_sharded
+from checkpoint_core.storage.tensors import check_memory, is_sharded
 
 TAG = "$"
 MAX_DEPTH = 100
 _JSON_INTEGER_BITS = 64
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _SUPPORTED = "dict, OrderedDict, Counter, list, tuple, int, float, str, bool, None, bytes and tensors"
-
 Path = tuple[str, ...]
 _Container = dict[object, object] | list[object] | tuple[object, ...]
+_SEPARATOR = "/"
 
 
 @dataclass(frozen=True)
@@ -326,3 +326,30 @@ def _from_base64(node: dict[str, object]) -> bytes:
 
 def _show(path: Path) -> str:
     return "the state at " + ".".join(path) if path else "the state"
+
+
+def bundle(states: Sequence[EncodedState]) -> EncodedState:
+    """Several states as one.
+
+    Args:
+        states: The states.
+
+    Returns:
+        Their documents in a list, and their tensors under names that begin with the number of the state.
+    """
+    tensors = {
+        f"{number}{_SEPARATOR}{name}": tensor
+        for number, state in enumerate(states)
+        for name, tensor in state.tensors.items()
+    }
+    return EncodedState([state.document for state in states], tensors)
+
+
+def unbundle(bundled: EncodedState) -> list[EncodedState]:
+    """The states that :func:`bundle` was given, each with its tensors under their own names."""
+    documents = cast(list[object], bundled.document)
+    tensors: list[dict[str, torch.Tensor]] = [{} for _ in documents]
+    for name, tensor in bundled.tensors.items():
+        number, _, own_name = name.partition(_SEPARATOR)
+        tensors[int(number)][own_name] = tensor
+    return [EncodedState(document, named) for document, named in zip(documents, tensors, strict=True)]

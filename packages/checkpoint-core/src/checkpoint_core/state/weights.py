@@ -1,5 +1,10 @@
-"""The state of a model: parameters and persistent buffers under the model's own names."""
+"""The state of a model: parameters and persistent buffers under the model's own names, and its configuration.
 
+Wrappers such as DDP and torch.compile do not show in a checkpoint.
+"""
+
+import dataclasses
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +14,104 @@ from torch import nn
 
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.state.encoding import check_storable, tensor_identity
-from checkpoint_core.state.names import CanonicalNames, unwrap
-from checkpoint_core.storage.layout import TensorSpec, spec_of
-from checkpoint_core.storage.memory import copy_values, same_bits
-from checkpoint_core.storage.sharding import is_sharded
+from checkpoint_core.storage.tensor_files import TensorSpec, spec_of
+from checkpoint_core.storage.tensors import copy_values, is_sharded, same_bits
 
+# These attribute names belong to the wrappers alone.
+_HIDDEN = "_checkpoint_wrapped_module"
+_WRAPPER_ATTRIBUTES = ("_orig_mod", _HIDDEN, "_fsdp_wrapped_module")
 _logger = logging.getLogger(__name__)
 _SHOWN = 10
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside all wrappers.
+
+    Args:
+        model: A model, perhaps wrapped by DDP, torch.compile, FSDP or activation checkpointing.
+
+    Returns:
+        The innermost module that is not a wrapper.
+    """
+    while (attribute := _wrapped_attribute(model)) is not None:
+        model = model._modules[attribute]  # type: ignore[assignment]
+    return model
+
+
+class CanonicalNames:
+    """Translates parameter and buffer names of a wrapped model to the names of the model itself.
+
+    A part of a name is dropped only where the module at that place is a wrapper, so that a model's own
+    submodule called ``module`` keeps its name.
+
+    Args:
+        model: The model, wrapped or not, with wrappers at any depth.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._transparent: set[str] = set()
+        for name, module in model.named_modules(remove_duplicate=False):
+            attribute = _wrapped_attribute(module)
+            if attribute is not None:
+                # Checkpoint wrappers hide themselves from state_dict(), but not from named_modules().
+                outer = [part for part in name.split(".") if part and part != _HIDDEN]
+                self._transparent.add(f"{name}.{attribute}" if name else attribute)
+                self._transparent.add(".".join([*outer, attribute]))
+
+    def __call__(self, name: str) -> str:
+        """The canonical form of one dotted name."""
+        if not self._transparent:
+            return name
+        kept: list[str] = []
+        place = ""
+        for part in name.split("."):
+            place = f"{place}.{part}" if place else part
+            if place not in self._transparent:
+                kept.append(part)
+        return ".".join(kept)
+
+
+def _wrapped_attribute(module: nn.Module) -> str | None:
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return "module"
+    for attribute in _WRAPPER_ATTRIBUTES:
+        if attribute in module._modules:
+            return attribute
+    return None
+
+
+def config_bytes(model: nn.Module) -> bytes | None:
+    """The content of ``config.json``.
+
+    Args:
+        model: A model whose ``config`` has ``to_dict()``, or is a dataclass or a dict.
+
+    Returns:
+        The JSON file's bytes, or None when the model has no such ``config``.
+
+    Raises:
+        CheckpointError: The configuration holds something JSON cannot hold.
+    """
+    inner = unwrap(model)
+    config = getattr(inner, "config", None)
+    if callable(to_dict := getattr(config, "to_dict", None)):
+        values = dict(to_dict())
+        # Hugging Face's own loaders pick the class by this entry and fill it in only when they save.
+        if "architectures" in values and not values["architectures"]:
+            values["architectures"] = [type(inner).__name__]
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+        values = dataclasses.asdict(config)
+    elif isinstance(config, dict):
+        values = config
+    else:
+        return None
+    try:
+        return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode("ascii")
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"config.json cannot be written: the configuration of {type(inner).__name__} holds a value that "
+            f"JSON has no form for ({error}); give it a to_dict() that returns plain values"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,10 @@
-"""Durable files: written once, checksummed on the way, synced to the disk, and verified by reading back."""
+"""Durable files: written once, checksummed on the way, synced to the disk, and verified by reading back.
+
+The checksum is the CRC-32C of a file that several ranks write. A CRC is linear: that of a file is the
+exclusive or of the CRCs of its pieces, each moved to its place by a multiplication in GF(2)[x] modulo the
+Castagnoli polynomial. So every rank reports one number for each file, whatever it wrote of it, and nobody
+reads the file back. The polynomial and bit order are those of RFC 3720 (iSCSI), appendix B.4.
+"""
 
 import json
 import math
@@ -6,18 +12,97 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache, reduce
+from operator import xor
 from pathlib import Path
 from typing import TypeGuard
 
-from checkpoint_core.errors import CheckpointError
-from checkpoint_core.storage.checksum import PartialDigest, combine
+from crc32c import crc32c
 
+from checkpoint_core.errors import CheckpointError
+
+ALGORITHM = "crc32c"
+_POLYNOMIAL = 0x82F63B78
+_ONE = 1 << 31
 CHUNK_BYTES = 512 * 1024
 """Largest piece moved at once; its checksum is taken while it is still in the processor's cache."""
-
 MAX_NESTING = 320
 """Levels of a JSON document that is read: three for each of the hundred of a state that can be saved, so that
 what walks through it has room on Python's stack."""
+
+
+class PartialDigest:
+    """The share of one writer in the CRC-32C of a file; pieces come in ascending order of offset."""
+
+    def __init__(self) -> None:
+        self._value = 0
+        self._position = 0
+
+    def update(self, offset: int, data: bytes | memoryview) -> None:
+        """Take in the bytes at an offset.
+
+        Args:
+            offset: Where in the file they lie, not before the end of the previous piece.
+            data: The bytes, contiguous.
+        """
+        if offset != self._position:
+            self._value = _shift(self._value, offset - self._position)
+        self._value = crc32c(data, self._value)
+        self._position = offset + len(data)
+
+    def share(self, size: int) -> int:
+        """The contribution to the checksum of the whole file.
+
+        Args:
+            size: Bytes of the whole file.
+
+        Returns:
+            A 32-bit number. The exclusive or of the shares of all writers is the file's CRC-32C.
+        """
+        return _shift(self._value, size - self._position)
+
+
+def combine(shares: Iterable[int]) -> str:
+    """The checksum of a file.
+
+    Args:
+        shares: What each writer of the file contributed; together they cover every byte once.
+
+    Returns:
+        CRC-32C as 8 hexadecimal digits.
+    """
+    return f"{reduce(xor, shares, 0):08x}"
+
+
+def digest(data: bytes) -> str:
+    """The checksum of a few bytes: CRC-32C as 8 hexadecimal digits."""
+    return f"{crc32c(data):08x}"
+
+
+def _shift(crc: int, count: int) -> int:
+    """The CRC of what ``crc`` stands for, moved left by ``count`` bytes that belong to others."""
+    return _multiply(_power(count), crc) if crc else 0
+
+
+@lru_cache(maxsize=4096)
+def _power(count: int) -> int:
+    """``x`` to the power ``8 * count``, modulo the polynomial."""
+    if count == 0:
+        return _ONE
+    half = _power(count // 2)
+    square = _multiply(half, half)
+    return _multiply(square, _ONE >> 8) if count % 2 else square
+
+
+def _multiply(left: int, right: int) -> int:
+    """Product of two polynomials modulo the Castagnoli one; the highest bit is the constant term."""
+    product = 0
+    while left:
+        if left & _ONE:
+            product ^= right
+        left = (left << 1) & 0xFFFFFFFF
+        right = (right >> 1) ^ (_POLYNOMIAL if right & 1 else 0)
+    return product
 
 
 @dataclass(frozen=True)
@@ -203,7 +288,7 @@ def range_share(path: Path, begin: int, end: int, size: int) -> int:
         size: Bytes of the whole file.
 
     Returns:
-        A share for :func:`~checkpoint_core.storage.checksum.combine`. A file that ends early gives the share
+        A share for :func:`combine`. A file that ends early gives the share
         of what there is, which does not fit.
     """
     digest = PartialDigest()
@@ -251,7 +336,7 @@ def sync_directories(root: Path) -> None:
     Args:
         root: The directory.
     """
-    directories: Iterable[Path] = (path for path in root.rglob("*") if path.is_dir())
-    for path in directories:
-        sync_file(path)
+    for path in root.rglob("*"):
+        if path.is_dir():
+            sync_file(path)
     sync_file(root)

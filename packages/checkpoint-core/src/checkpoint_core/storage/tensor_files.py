@@ -1,14 +1,19 @@
 """Safetensors files of which every rank writes and reads exactly its own bytes, straight from and to memory.
 
-A save needs one chunk of extra memory, and its checksums cost no second pass over the file.
+A file is an 8-byte header length, a JSON header and raw little-endian data. Its layout follows from the
+names, dtypes and shapes alone, so every rank can compute it and write or read its own bytes without asking
+the others. A save needs one chunk of extra memory, and its checksums cost no second pass over the file.
+Weights are named and divided as in a Hugging Face directory: shards, and an index above a size limit.
 """
 
 import ctypes
 import errno
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,15 +21,239 @@ from typing import Self
 import torch
 
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.storage.checksum import PartialDigest, combine
-from checkpoint_core.storage.files import FileRecord, create_file, sync_descriptor, write_at
-from checkpoint_core.storage.layout import FileLayout, Place, plan_file, read_layout, spec_of
-from checkpoint_core.storage.memory import copy_values, in_order
-from checkpoint_core.storage.parallel import in_threads
-from checkpoint_core.storage.sharding import LocalPart, local_part
+from checkpoint_core.storage.files import (
+    PartialDigest,
+    combine,
+    create_file,
+    json_bytes,
+    parse_json,
+    sync_descriptor,
+    write_at,
+)
+from checkpoint_core.storage.tensors import LocalPart, copy_values, in_order, local_part
+from checkpoint_core.threads import in_threads
 
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"
+# Protocols 2 and up begin with PROTO and the number; torch.save writes zip files.
+_PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
+DTYPE_CODES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The safetensors name of each dtype that can be stored."""
+DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
+"""The dtype of each safetensors name."""
+FORMAT_ENTRY = "format"
+MODEL_STEM = "model"
 _PIECE_BYTES = 8 * 1024 * 1024
 _NO_PREALLOCATION = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor is, without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor lies in a file."""
+
+    spec: TensorSpec
+    start: int
+    """Offset of its first byte, from the beginning of the file."""
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A safetensors file, without its values."""
+
+    header: bytes
+    """The bytes before the first tensor."""
+    places: Mapping[str, Place]
+    """Every tensor by name, in order of offset."""
+    metadata: Mapping[str, str]
+    """The ``__metadata__`` entry of the header."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(place.spec.nbytes for place in self.places.values())
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Dtype and (for a DTensor, global) shape of a tensor."""
+    return TensorSpec(tensor.dtype, tuple(tensor.shape))
+
+
+def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FileLayout:
+    """Lay out a file.
+
+    Args:
+        specs: The tensors by name.
+        metadata: The ``__metadata__`` entry of the header.
+
+    Returns:
+        The layout. Wide types come first, which keeps every tensor aligned for readers that map the file.
+
+    Raises:
+        CheckpointError: A dtype that the format does not have.
+    """
+    names = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+    header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    offset = 0
+    for name in names:
+        spec = specs[name]
+        if spec.dtype not in DTYPE_CODES:
+            raise CheckpointError(
+                f"tensor {name} has dtype {spec.dtype}, which safetensors cannot store; "
+                f"convert it to one of {', '.join(str(dtype) for dtype in DTYPE_CODES)}"
+            )
+        end = offset + spec.nbytes
+        entry = {"dtype": DTYPE_CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+        header[name] = entry
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return _with_places(text, {name: specs[name] for name in names}, dict(metadata))
+
+
+def read_layout(path: Path) -> FileLayout:
+    """Read the header of a safetensors file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its layout.
+
+    Raises:
+        CheckpointError: The file is not in the safetensors format; a pickle is named as such.
+        OSError: The file cannot be read.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(_LENGTH_BYTES)
+        length = int.from_bytes(start, "little")
+        if size < _LENGTH_BYTES or not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+            # Only now: a header of 640 bytes begins like a pickle of protocol 2.
+            if start.startswith(_PICKLES):
+                raise CheckpointError(
+                    f"{path} is a pickle or a torch.save file, not safetensors; pickles can run code and are "
+                    "never read. Convert it with the program that wrote it"
+                )
+            raise CheckpointError(
+                f"{path} is not a readable safetensors file (no header); restore it or convert what it is"
+            )
+        text = file.read(length)
+    try:
+        header = parse_json(text)
+        if not isinstance(header, dict):
+            raise TypeError("the header is not an object")
+        metadata = header.pop(_METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError(f"{_METADATA} is not an object of texts")
+        for name, entry in header.items():
+            if not isinstance(entry, dict):
+                raise TypeError(f"the entry of {name} is not an object")
+            for field in ("shape", "data_offsets"):
+                if type(entry[field]) is not list or not all(type(n) is int for n in entry[field]):
+                    raise TypeError(f"{field} of {name} is not a list of integers")
+            if not isinstance(entry["dtype"], str):
+                raise TypeError(f"dtype of {name} is not text")
+        entries = sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"]))
+        if unknown := [name for name, entry in entries if entry["dtype"] not in DTYPES]:
+            code = header[unknown[0]]["dtype"]
+            raise ValueError(f"{unknown[0]} has the dtype {code!r}, which is not supported")
+        specs = {name: TensorSpec(DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries}
+        layout = _with_places(text, specs, metadata)
+        for name, entry in entries:
+            begin = layout.places[name].start - len(layout.header)
+            if (
+                entry["data_offsets"] != [begin, begin + specs[name].nbytes]
+                or min(specs[name].shape, default=0) < 0
+            ):
+                raise ValueError(f"the offsets of {name} do not fit its shape")
+        if layout.size != size:
+            raise ValueError(f"the header describes {layout.size} bytes, the file has {size}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is not a readable safetensors file ({_reason(error)}). Restore it"
+        ) from error
+    return layout
+
+
+def _reason(error: Exception) -> str:
+    return f"an entry has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _with_places(text: bytes, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FileLayout:
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    places = {}
+    position = len(header)
+    for name, spec in specs.items():
+        places[name] = Place(spec, position)
+        position += spec.nbytes
+    return FileLayout(header, places, metadata)
+
+
+def plan_weights(
+    specs: Mapping[str, TensorSpec], stem: str, max_shard_size: int, tied: Mapping[str, str]
+) -> tuple[dict[str, FileLayout], dict[str, bytes]]:
+    """Divide weights into files of at most a size; a larger tensor gets a file for itself.
+
+    Args:
+        specs: The tensors by canonical name, each tied weight once.
+        stem: Beginning of the file names.
+        max_shard_size: Bytes of tensor data per file.
+        tied: Name of the stored tensor, by alias; the metadata of its file holds it.
+
+    Returns:
+        The layout of each file, and the content of the index, by file name. One file has no index.
+    """
+    shards: list[dict[str, TensorSpec]] = [{}]
+    filled = 0
+    for name, spec in specs.items():
+        if shards[-1] and filled + spec.nbytes > max_shard_size:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = spec
+        filled += spec.nbytes
+    count = len(shards)
+    layouts: dict[str, FileLayout] = {}
+    for number, shard in enumerate(shards, 1):
+        aliases = {alias: name for alias, name in tied.items() if name in shard}
+        file = f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+        layouts[file] = plan_file(shard, {**aliases, FORMAT_ENTRY: "pt"})
+    if count == 1:
+        return layouts, {}
+    total = sum(spec.nbytes for spec in specs.values())
+    places = {name: file for file, shard in zip(layouts, shards, strict=True) for name in shard}
+    index = json_bytes({"metadata": {"total_size": total}, "weight_map": places})
+    return layouts, {f"{stem}.safetensors.index.json": index}
 
 
 @dataclass(frozen=True)
@@ -98,29 +327,6 @@ def write_parts(path: Path, layout: FileLayout, parts: Mapping[str, LocalPart], 
     finally:
         os.close(descriptor)
     return int(combine(shares), 16)
-
-
-def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], threads: int = 1
-) -> FileRecord:
-    """Write a whole safetensors file durably.
-
-    Args:
-        path: Where; the file must not exist.
-        tensors: Dense tensors by name, on any device.
-        metadata: The ``__metadata__`` entry of the header.
-        threads: How many threads write.
-
-    Returns:
-        Size and checksum.
-
-    Raises:
-        CheckpointError: A dtype that the format does not have.
-    """
-    layout = plan_file({name: spec_of(tensor) for name, tensor in tensors.items()}, metadata)
-    parts = {name: local_part(tensor, name) for name, tensor in tensors.items()}
-    shares = [create_tensor_file(path, layout), write_parts(path, layout, parts, threads)]
-    return FileRecord(layout.size, combine(shares))
 
 
 class TensorFileReader:

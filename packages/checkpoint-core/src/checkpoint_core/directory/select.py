@@ -1,31 +1,81 @@
-"""Which checkpoint is loaded: all ranks come to the same one, and prove it whole together."""
+"""Which checkpoint is loaded: the newest good one, which all ranks choose and verify together."""
 
+import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import TypedDict
 
-from checkpoint_core.directory.commit import checkpoint_path, publish
-from checkpoint_core.directory.discovery import (
+from checkpoint_core.agreement import RankAgreement
+from checkpoint_core.directory.commit import (
+    STAGING,
     checkpoint_directories,
-    good_checkpoints,
-    verify_checkpoint,
-    warn_passing_over,
+    checkpoint_path,
+    find_leftovers,
+    publish,
+    restore_replaced,
 )
-from checkpoint_core.directory.manifest import MANIFEST_NAME, Manifest, read_manifest
-from checkpoint_core.directory.ownership import STAGING, find_leftovers
-from checkpoint_core.directory.verification import damage, verify_together
-from checkpoint_core.errors import CheckpointError
-from checkpoint_core.ranks.agreement import RankAgreement
+from checkpoint_core.directory.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    read_manifest,
+    verify_checkpoint,
+    wrong_content,
+)
+from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.storage.files import combine, range_share
+from checkpoint_core.threads import in_threads
 
 _logger = logging.getLogger(__name__)
 _PHASE = "choosing a checkpoint"
-
 _Save = tuple[int, str]
 """Step and id of a save."""
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What this process or machine has run out of says nothing of the files."""
+_Range = tuple[str, int, int]
 
 
-def choose(ranks: RankAgreement, output_dir: Path, path: Path | None) -> tuple[Path, Manifest] | None:
-    """Choose a checkpoint and verify it. Collective.
+def find_latest_checkpoint(output_dir: str | Path, *, verify_checksums: bool = False) -> Path | None:
+    """The committed checkpoint with the highest step.
+
+    Each torn or damaged checkpoint that is passed over is named in a warning. A component file that the user
+    deleted does not disqualify a checkpoint.
+
+    Args:
+        output_dir: The directory that holds ``checkpoint-<step>`` directories.
+        verify_checksums: Read every file and compare its digest. Without it sizes are compared, which finds
+            truncated files at the cost of a directory listing.
+
+    Returns:
+        The checkpoint's directory, or None when there is none.
+    """
+    found = next(_good_checkpoints(Path(output_dir), checksums=verify_checksums), None)
+    return None if found is None else found[0]
+
+
+def _good_checkpoints(output_dir: Path, *, checksums: bool) -> Iterator[tuple[Path, Manifest]]:
+    """Committed checkpoints that pass verification, highest step first; the others are named in warnings."""
+    restore_replaced(output_dir)
+    for step, path in checkpoint_directories(output_dir):
+        try:
+            manifest = verify_checkpoint(path, checksums=checksums)
+            if manifest.step != step:
+                raise CheckpointError(f"{path} holds step {manifest.step}, not {step}; it was renamed")
+        except (CheckpointError, OSError) as error:
+            _warn_passing_over(path, error)
+            continue
+        yield path, manifest
+
+
+def _warn_passing_over(path: Path, error: Exception) -> None:
+    _logger.warning("passing over %s: %s", path.name, error)
+
+
+def select_checkpoint(
+    ranks: RankAgreement, output_dir: Path, path: Path | None
+) -> tuple[Path, Manifest] | None:
+    """Choose a checkpoint and verify it together. Collective.
 
     Args:
         ranks: The ranks.
@@ -89,8 +139,8 @@ def _named(ranks: RankAgreement, output_dir: Path, path: Path) -> tuple[Path, Ma
         verify_checkpoint(path, checksums=False)
 
     ranks.run_on_leaders(_PHASE, check)
-    manifest = _read(ranks, path)
-    verify_together(ranks, _PHASE, path, manifest)
+    manifest = _read_everywhere(ranks, path)
+    _compare(ranks, path, manifest, _read_shares(ranks, path, manifest))
     if path.parent.resolve() == output_dir.resolve() and ranks.is_leader:
         _warn_about_later(output_dir, manifest.step)
     return path, manifest
@@ -100,12 +150,12 @@ def _newest(ranks: RankAgreement, output_dir: Path) -> tuple[Path, Manifest] | N
     found = ranks.run(_PHASE, lambda: _saves(output_dir) if ranks.is_leader else [])
     for step, _ in map(_save, ranks.run_on_main(_PHASE, lambda: _common(ranks, output_dir, found))):
         path = checkpoint_path(output_dir, step)
-        manifest = _read(ranks, path)
-        error = damage(ranks, _PHASE, path, manifest)
+        manifest = _read_everywhere(ranks, path)
+        error = _damage(ranks, path, manifest)
         if error is None:
             return path, manifest
         if ranks.is_leader:
-            warn_passing_over(path, error)
+            _warn_passing_over(path, error)
     ranks.run_on_main(_PHASE, lambda: _check_no_ruins(output_dir))
     return None
 
@@ -121,7 +171,7 @@ def _check_no_ruins(output_dir: Path) -> None:
 
 
 def _saves(output_dir: Path) -> list[_Save]:
-    return [(each.step, each.save_id) for _, each in good_checkpoints(output_dir, checksums=False)]
+    return [(each.step, each.save_id) for _, each in _good_checkpoints(output_dir, checksums=False)]
 
 
 def _save(entry: Sequence[int | str]) -> _Save:
@@ -151,7 +201,7 @@ def _listing(saves: Sequence[_Save]) -> str:
     return ", ".join(f"step {step} (save {number[:8]})" for step, number in saves) or "none"
 
 
-def _read(ranks: RankAgreement, path: Path) -> Manifest:
+def _read_everywhere(ranks: RankAgreement, path: Path) -> Manifest:
     manifests: list[Manifest] = []
 
     def read() -> str:
@@ -183,3 +233,91 @@ def _warn_about_later(output_dir: Path, step: int) -> None:
             ", ".join(later),
             step,
         )
+
+
+class _Read(TypedDict):
+    """What one rank found in its part of the files."""
+
+    shares: dict[str, int]
+    """Contribution to the checksum of each file."""
+    problem: str | None
+    """Why a file cannot be read."""
+
+
+def _compare(ranks: RankAgreement, directory: Path, manifest: Manifest, reads: Sequence[_Read]) -> None:
+    """Raise on every rank, with the file's name, where a checksum differs. Collective."""
+    mine = [reads[rank]["shares"] for rank in ranks.site]
+
+    def compare() -> None:
+        if (problem := reads[ranks.rank]["problem"]) is not None:
+            raise CheckpointError(problem)
+        if not ranks.is_leader:
+            return
+        for name, record in manifest.files.items():
+            found = [share[name] for share in mine if name in share]
+            if found and combine(found) != record.checksum:
+                raise wrong_content(directory / name)
+
+    ranks.run(_PHASE, compare)
+
+
+def _damage(ranks: RankAgreement, directory: Path, manifest: Manifest) -> CheckpointError | None:
+    """Like :func:`_compare`, with the error as the result. Collective."""
+    # Outside: too many open files, say, are no damage, and no reason to go back to an older checkpoint.
+    reads = _read_shares(ranks, directory, manifest)
+    try:
+        _compare(ranks, directory, manifest, reads)
+    except CheckpointError as error:
+        if ranks.broken:
+            raise
+        return error
+    return None
+
+
+def _read_shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> list[_Read]:
+    """Read all files, of which each rank of a site reads its share of the bytes once. Collective."""
+
+    def read() -> _Read:
+        try:
+            return _Read(shares=_shares(ranks, directory, manifest), problem=None)
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                raise
+            return _Read(shares={}, problem=describe_error(error))
+
+    return ranks.run(_PHASE, read)
+
+
+def _shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> dict[str, int]:
+    present = {name: record for name, record in manifest.files.items() if (directory / name).is_file()}
+    total = sum(record.size for record in present.values())
+    place = ranks.rank - ranks.leader
+    begin, end = total * place // ranks.site_size, total * (place + 1) // ranks.site_size
+    bounds = [begin + (end - begin) * number // ranks.threads for number in range(ranks.threads + 1)]
+    sizes = {name: record.size for name, record in present.items()}
+    stripes = [_ranges(sizes, a, b) for a, b in pairwise(bounds)]
+
+    def read(some: Sequence[list[_Range]]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for name, first, last in (entry for stripe in some for entry in stripe):
+            share = range_share(directory / name, first, last, sizes[name])
+            found[name] = found.get(name, 0) ^ share
+        return found
+
+    merged: dict[str, int] = {}
+    for part in in_threads(ranks.threads, stripes, read):
+        for name, share in part.items():
+            merged[name] = merged.get(name, 0) ^ share
+    return merged
+
+
+def _ranges(sizes: dict[str, int], begin: int, end: int) -> list[_Range]:
+    """The part of each file that lies in a range of all files, one behind the other."""
+    result = []
+    position = 0
+    for name, size in sizes.items():
+        first, last = max(begin - position, 0), min(end - position, size)
+        if first < last:
+            result.append((name, first, last))
+        position += size
+    return result

@@ -1,9 +1,9 @@
-"""One action at a time beside the main thread, finished before the process ends.
+"""Threads: one action divided among several, and one at a time in the background of the main thread.
 
-No lock is held here that a signal handler could need, and the handler never waits: it runs in the main
-thread, in the middle of anything, perhaps while that thread holds a lock that the action is waiting for (a
-logging handler's, for one). SIGTERM is held back instead, and sent again by the thread that has finished the
-action.
+No lock is held in :class:`BackgroundWorker` that a signal handler could need, and the handler never waits: it
+runs in the main thread, in the middle of anything, perhaps while that thread holds a lock that the action is
+waiting for (a logging handler's, for one). SIGTERM is held back instead, and sent again by the thread that
+has finished the action.
 """
 
 import logging
@@ -13,16 +13,103 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from checkpoint_core.errors import CheckpointError, describe_error
-from checkpoint_core.latch import Latch
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 _logger = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 """Seconds until a signal that was not noticed is sent again, at first and later on."""
+
+
+class InterruptSafeEvent:
+    """A ``threading.Event`` that is set once, and that Ctrl-C leaves intact at any point of waiting.
+
+    An interrupt may leave the lock inside ``threading.Event`` taken. ``Thread.join`` does not serve either:
+    on Python 3.11 and 3.12 a join that Ctrl-C interrupts marks the living thread as ended, so that neither a
+    later join nor the end of the interpreter waits for it (python/cpython issue 90882).
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """To be called once; never blocks."""
+        self._is_set = True
+        self._lock.release()
+
+    def wait(self) -> None:
+        """Block until it is set. May be interrupted by Ctrl-C at any point, and called again."""
+        if not self._is_set:
+            with self._lock:
+                return
+
+
+def in_threads(
+    threads: int, items: Sequence[_Item], action: Callable[[Sequence[_Item]], _Result]
+) -> list[_Result]:
+    """Divide items among threads, in order.
+
+    ``concurrent.futures`` refuses work once the interpreter is about to exit, which is just when the last
+    asynchronous save is written; plain threads do not.
+
+    Args:
+        threads: How many threads at most, this one included.
+        items: What to divide.
+        action: Called once for each consecutive group of items.
+
+    Returns:
+        The result for each group.
+
+    Raises:
+        BaseException: The first failure of any group, after all have ended.
+    """
+    count = max(min(threads, len(items)), 1)
+    bounds = [len(items) * number // count for number in range(count + 1)]
+    groups = [items[begin:end] for begin, end in pairwise(bounds)]
+    results: dict[int, _Result] = {}
+    failures: list[BaseException] = []
+    ended = [InterruptSafeEvent() for _ in range(1, count)]
+
+    def run(number: int) -> None:
+        try:
+            results[number] = action(groups[number])
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread below
+            failures.append(error)
+        finally:
+            if number:
+                ended[number - 1].set()
+
+    helpers = [threading.Thread(target=run, args=(number,)) for number in range(1, count)]
+    started = 0
+    try:
+        for helper in helpers:
+            helper.start()
+            started += 1
+        run(0)
+    except BaseException as error:  # noqa: BLE001 - raised below, when no thread uses the file any more
+        failures.append(error)
+    for event in ended[:started]:
+        _wait(event, failures)
+    if failures:
+        raise failures[0]
+    return [results[number] for number in range(count)]
+
+
+def _wait(event: InterruptSafeEvent, interruptions: list[BaseException]) -> None:
+    """Wait to the end: Ctrl-C must not leave a thread writing to a file that is closed by then."""
+    while True:
+        try:
+            return event.wait()
+        except BaseException as error:  # noqa: BLE001 - raised by the caller once nothing runs any more
+            interruptions.append(error)
 
 
 class BackgroundWorker:
@@ -148,7 +235,7 @@ class _Run:
         sigterm: "_HeldSignal",
     ) -> None:
         self.finished = False
-        self.ended = Latch()
+        self.ended = InterruptSafeEvent()
         # Not a daemon: the interpreter waits for it before it ends.
         self.thread = threading.Thread(target=self._execute, name=what)
         self._what = what
@@ -187,7 +274,7 @@ class _Run:
         self.finished = True
         # First the signal, so that a main thread that waits to start another action gets it before.
         self._sigterm.let_go(self._what)
-        self.ended.open()
+        self.ended.set()
         self._sigterm.insist()
 
 

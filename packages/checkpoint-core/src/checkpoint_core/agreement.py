@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError, describe_error
 from checkpoint_core.state.encoding import EncodedState
-from checkpoint_core.storage.layout import DTYPE_CODES, DTYPES
+from checkpoint_core.storage.tensor_files import DTYPE_CODES, DTYPES
 from dist_env import DistributedEnvInterface, RankFailedError, RankTimeoutError, barrier
 
 _CHUNK_BYTES = 64 * 1024 * 1024
@@ -135,7 +135,7 @@ class RankAgreement:
             failure = error
         report = _Report(
             result=result,
-            error=_message(failure),
+            error=None if failure is None else describe_error(failure),
             lost_lease=isinstance(failure, LeaseLostError),
             host=socket.gethostname(),
         )
@@ -189,7 +189,7 @@ class RankAgreement:
         Raises:
             CheckpointError: As :meth:`run`.
         """
-        return cast(_T, self.run(phase, action if self.is_leader else _nothing)[self.leader])
+        return cast(_T, self.run(phase, action if self.is_leader else lambda: None)[self.leader])
 
     def share(self, phase: str, encoded: EncodedState | None) -> EncodedState:
         """Hand encoded state from rank 0 to every rank. Collective.
@@ -338,10 +338,6 @@ def _check_default_group(rank: int, world_size: int) -> None:
         )
 
 
-def _message(failure: BaseException | None) -> str | None:
-    return None if failure is None else describe_error(failure)
-
-
 def _summary(phase: str, failed: Mapping[int, _Report], world_size: int) -> str:
     if world_size == 1:
         return f"{phase}: {failed[0]['error']}"
@@ -351,10 +347,6 @@ def _summary(phase: str, failed: Mapping[int, _Report], world_size: int) -> str:
         by_error.setdefault(report["error"], []).append(f"{rank} ({report['host']})")
     reasons = [f"rank {', '.join(ranks)}: {error}" for error, ranks in by_error.items()]
     return f"{phase}: {'; '.join(reasons)}"
-
-
-def _nothing() -> None:
-    return None
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -1,21 +1,28 @@
-"""What state checkpoints are in, without changing or repairing anything."""
+"""``ls`` and ``verify``: what state checkpoints are in, without changing or repairing anything."""
 
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from checkpoint_core.cli.console import Progress, number_text
-from checkpoint_core.directory.discovery import checkpoint_directories
+from checkpoint_core.cli.console import Progress, age_text, number_text, print_table, printable, size_text
+from checkpoint_core.directory.commit import (
+    DELETED,
+    REPLACED,
+    Leftover,
+    checkpoint_directories,
+    find_leftovers,
+)
 from checkpoint_core.directory.manifest import MANIFEST_NAME, SCHEMA_VERSION, Manifest, read_manifest
-from checkpoint_core.directory.ownership import DELETED, REPLACED, Leftover
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.storage.checksum import combine
-from checkpoint_core.storage.files import FileRecord, range_share, read_json
+from checkpoint_core.storage.files import FileRecord, combine, range_share, read_json
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STEP_BYTES = 64 * 1024 * 1024
+_HEADER = ("step", "age", "size", "ranks", "metrics", "state")
+_PICKLES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 
 
 class State(Enum):
@@ -119,14 +126,8 @@ def open_checkpoint(path: Path) -> Manifest:
     return read_manifest(path)
 
 
-def open_directory(path: Path) -> Path:
+def check_directory(path: Path) -> None:
     """Check that a path can hold checkpoints.
-
-    Args:
-        path: The directory.
-
-    Returns:
-        The same path.
 
     Raises:
         CheckpointError: It is no directory, or a checkpoint itself.
@@ -137,7 +138,6 @@ def open_directory(path: Path) -> Path:
         raise CheckpointError(
             f"{path} is a checkpoint itself; pass the directory that holds it, {path.parent}"
         )
-    return path
 
 
 def describe_leftover(leftover: Leftover) -> str:
@@ -223,3 +223,137 @@ def _is_newer(path: Path) -> bool:
         return False
     schema = document.get("schema_version") if isinstance(document, dict) else None
     return isinstance(schema, int) and schema > SCHEMA_VERSION
+
+
+def list_checkpoints(directory: Path) -> int:
+    """Print one row for each checkpoint, and for what saves left behind. Changes nothing.
+
+    Args:
+        directory: The directory that holds the checkpoints.
+
+    Returns:
+        0, or 1 when a checkpoint is torn, damaged or of a newer version.
+
+    Raises:
+        CheckpointError: The directory is not there, or is a checkpoint.
+    """
+    check_directory(directory)
+    found = list(survey_all(directory, checksums=False))
+    rows = [_row(checkpoint) for checkpoint in found]
+    for leftover in find_leftovers(directory):
+        rows.append(
+            [
+                str(leftover.step),
+                _age(leftover.path),
+                _size(leftover.path),
+                "",
+                "",
+                describe_leftover(leftover),
+            ]
+        )
+    for path in sorted(directory.glob("damaged-checkpoint-*")):
+        state = f"kept aside when its step was saved again ({path.name})"
+        rows.append([path.name.split("-")[2], _age(path), _size(path), "", "", state])
+    if rows:
+        print_table(_HEADER, rows)
+    else:
+        print(f"no checkpoints in {directory}")
+    return 0 if all(checkpoint.good for checkpoint in found) else 1
+
+
+def _row(checkpoint: Survey) -> list[str]:
+    manifest = checkpoint.manifest
+    return [
+        checkpoint.path.name.rpartition("-")[2],
+        _age(checkpoint.path),
+        _size(checkpoint.path),
+        str(manifest.world_size) if manifest else "",
+        metrics_text(manifest) if manifest else "",
+        checkpoint.describe(),
+    ]
+
+
+def _age(path: Path) -> str:
+    # A directory's time changes when a file in it is deleted; the manifest is written once, last.
+    for candidate in (path / MANIFEST_NAME, path):
+        if candidate.exists():
+            return age_text(time.time() - candidate.stat().st_mtime)
+    return ""
+
+
+def _size(path: Path) -> str:
+    return size_text(total_bytes(path))
+
+
+def verify(path: Path) -> int:
+    """Verify one checkpoint, or each checkpoint of a directory, and print what was found.
+
+    Args:
+        path: The checkpoint or the directory.
+
+    Returns:
+        0 when all is whole, 1 when something is damaged or torn.
+
+    Raises:
+        CheckpointError: There is nothing to verify, or a manifest is of a newer version.
+        OSError: A file cannot be read.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"there is no directory {path}; pass a checkpoint, or what holds checkpoints")
+    inside = bool(checkpoint_directories(path))
+    single = (path / MANIFEST_NAME).is_file() or not inside
+    if single and not inside and not _claims_to_be_checkpoint(path):
+        raise CheckpointError(
+            f"{path} has no {MANIFEST_NAME} and holds no checkpoint-<step>; pass one that does"
+        )
+    whole = True
+    for found in [survey(path, checksums=True)] if single else survey_all(path, checksums=True):
+        if found.state is State.NEWER:
+            raise CheckpointError(f"{found.path}: {found.problems[0]}")
+        _report(found)
+        whole = whole and found.good
+    for leftover in [] if single else find_leftovers(path):
+        print(f"{leftover.path.name}: not a checkpoint: {describe_leftover(leftover)}")
+    return 0 if whole else 1
+
+
+def _claims_to_be_checkpoint(path: Path) -> bool:
+    absolute = path.absolute()
+    return (path / MANIFEST_NAME).is_file() or absolute in {
+        found for _, found in checkpoint_directories(absolute.parent)
+    }
+
+
+def _report(found: Survey) -> None:
+    name = found.path
+    manifest = found.manifest
+    if manifest is None or not found.good:
+        print(f"{name}: {found.state.value}")
+    else:
+        size = sum(record.size for record in manifest.files.values())
+        count = len(manifest.files) - len(found.deleted)
+        print(f"{name}: whole, step {manifest.step}, {count} file(s), {size_text(size)}")
+    for problem in found.problems:
+        print(f"  {found.state.value}: {printable(problem)}")
+    for file in found.deleted:
+        print(f"  deleted: {printable(file)}{_loss(manifest, file)}")
+    for file in _unknown(found.path, manifest) if manifest else []:
+        pickle = Path(file).suffix.lower() in _PICKLES
+        what = "a pickle by its name, which is never read" if pickle else "not in the manifest, never loaded"
+        print(f"  unknown: {printable(file)} ({what})")
+
+
+def _loss(manifest: Manifest | None, file: str) -> str:
+    for record in manifest.components if manifest else []:
+        if any(file in part.files for part in record.parts):
+            return f" (component {printable(record.key)} starts fresh, or is an error if it is required)"
+    return ""
+
+
+def _unknown(checkpoint: Path, manifest: Manifest) -> list[str]:
+    found = []
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if not path.is_dir() and name != MANIFEST_NAME and name not in manifest.files:
+            found.append(name)
+    return found

@@ -8,25 +8,32 @@ from typing import Any, TypedDict, cast
 
 import torch
 
+from checkpoint_core.component_files import STATE_FORMAT, WEIGHTS_FORMAT
 from checkpoint_core.components import Stateful
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.state.capture import STATE_FORMAT, WEIGHTS_FORMAT
 from checkpoint_core.state.encoding import TAG, decode_state
-from checkpoint_core.state.optimizer import OptimizerState
-from checkpoint_core.state.optimizer import check_nothing_left as check_no_parameters_left
+from checkpoint_core.state.optimizer_rng import OptimizerState
+from checkpoint_core.state.optimizer_rng import check_nothing_left as check_no_parameters_left
 from checkpoint_core.state.weights import ModelState, check_tie
 from checkpoint_core.state.weights import check_nothing_left as check_no_weights_left
 from checkpoint_core.storage.files import read_json
-from checkpoint_core.storage.hf_layout import stored_aliases
-from checkpoint_core.storage.layout import DTYPE_CODES, DTYPES, TensorSpec
-from checkpoint_core.storage.sharding import local_part
-from checkpoint_core.storage.tensor_files import TensorFileReader
+from checkpoint_core.storage.tensor_files import (
+    DTYPE_CODES,
+    DTYPES,
+    FORMAT_ENTRY,
+    MODEL_STEM,
+    FileLayout,
+    TensorFileReader,
+    TensorSpec,
+)
+from checkpoint_core.storage.tensors import local_part
 
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 Fills = Sequence[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Reception:
+class RestorePlan:
     """How one component takes up stored state."""
 
     fills: Fills
@@ -109,10 +116,52 @@ class StoredState:
             self.specs[name] = place.spec
             self._readers[name] = reader
         if storage_format == WEIGHTS_FORMAT:
-            self.aliases |= stored_aliases(reader.layout)
+            self.aliases |= _stored_aliases(reader.layout)
 
 
-def receive(stateful: Stateful, stored: StoredState) -> Reception:
+def weight_files(directory: Path, stem: str = MODEL_STEM) -> list[Path]:
+    """The weight files of a Hugging Face directory, by its index or as the one file.
+
+    Args:
+        directory: The directory.
+        stem: Beginning of the file names.
+
+    Returns:
+        The shards.
+
+    Raises:
+        CheckpointError: No safetensors weights are there, or the index is malformed.
+    """
+    single = directory / f"{stem}.safetensors"
+    index = directory / f"{stem}.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        found = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+        pickles = [name for name in found if Path(name).suffix in _PICKLE_SUFFIXES]
+        remedy = "name a directory that has one of them"
+        if pickles:
+            remedy = f"it has {pickles[0]}, a pickle that is never read: convert it to safetensors"
+        raise CheckpointError(f"{directory} holds neither {single.name} nor {index.name}; {remedy}")
+    document = read_json(index)
+    places = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(f"{index} has no weight_map")
+    names = sorted({str(name) for name in places.values()})
+    for name in names:
+        if Path(name).name != name or name in ("", "..") or "\x00" in name:
+            raise CheckpointError(f"{index} points outside its directory: {name!r}; restore the index")
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index} names {name!r}, which is not a safetensors file; other formats are never read, so "
+                "convert it"
+            )
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{index} names {name}, which is not there; restore that file")
+    return [directory / name for name in names]
+
+
+def plan_restore(stateful: Stateful, stored: StoredState) -> RestorePlan:
     """Match stored state with an object. Nothing of the object changes yet.
 
     Args:
@@ -126,10 +175,10 @@ def receive(stateful: Stateful, stored: StoredState) -> Reception:
         CheckpointError: The state does not fit the object; names what does not.
     """
     if isinstance(stateful, ModelState):
-        return _receive_weights(stateful, stored)
+        return _plan_weights(stateful, stored)
     if isinstance(stateful, OptimizerState):
-        return _receive_optimizer(stateful, stored)
-    return _receive_state(stateful, stored.document, stored, lambda _, spec: _fresh(spec), [])
+        return _plan_optimizer(stateful, stored)
+    return _plan_state(stateful, stored.document, stored, lambda _, spec: _fresh(spec), [])
 
 
 def check_outline(stateful: Stateful, outline: Outline) -> None:
@@ -145,9 +194,25 @@ def check_outline(stateful: Stateful, outline: Outline) -> None:
     if isinstance(stateful, ModelState):
         stored = outline["specs"].items()
         specs = {name: TensorSpec(DTYPES[code], tuple(shape)) for name, (code, shape) in stored}
-        check_no_weights_left(stateful.match(specs, outline["aliases"]).unexpected)
+        check_unclaimed(stateful, stateful.match(specs, outline["aliases"]).unexpected)
     elif isinstance(stateful, OptimizerState):
-        check_no_parameters_left(stateful.match(_optimizer_document(outline["document"])))
+        check_unclaimed(stateful, stateful.match(_optimizer_document(outline["document"])))
+
+
+def check_unclaimed(stateful: Stateful, names: Sequence[str]) -> None:
+    """Refuse stored weights, or optimizer state of parameters, that no object has taken.
+
+    Args:
+        stateful: The component's object.
+        names: Their names; may be empty.
+
+    Raises:
+        CheckpointError: There are any; names them.
+    """
+    if isinstance(stateful, ModelState):
+        check_no_weights_left(names)
+    elif isinstance(stateful, OptimizerState):
+        check_no_parameters_left(names)
 
 
 def read_all(stored: StoredState, threads: int) -> tuple[object, dict[str, torch.Tensor]]:
@@ -194,7 +259,7 @@ def decode(document: object, tensors: Mapping[str, torch.Tensor]) -> dict[str, o
     return cast(dict[str, object], state)
 
 
-def _receive_weights(model: ModelState, stored: StoredState) -> Reception:
+def _plan_weights(model: ModelState, stored: StoredState) -> RestorePlan:
     match = model.match(stored.specs, stored.aliases)
     live = model.tensors()
     for name, other in match.repeated:
@@ -203,10 +268,10 @@ def _receive_weights(model: ModelState, stored: StoredState) -> Reception:
         stored.fill([(match.sources[name], first), (other, second)], threads=1)
         check_tie(name, local_part(first, name).data, other, local_part(second, name).data)
     fills = [(source, live[name]) for name, source in match.sources.items()]
-    return Reception(fills, lambda: None, match.unexpected)
+    return RestorePlan(fills, lambda: None, match.unexpected)
 
 
-def _receive_optimizer(optimizer: OptimizerState, stored: StoredState) -> Reception:
+def _plan_optimizer(optimizer: OptimizerState, stored: StoredState) -> RestorePlan:
     document = _optimizer_document(stored.document)
     unclaimed = optimizer.match(document)
     live = optimizer.by_name()
@@ -227,7 +292,7 @@ def _receive_optimizer(optimizer: OptimizerState, stored: StoredState) -> Recept
         # State of the parameter's shape is placed as the parameter is: on its device, with its shards.
         return torch.empty_like(parameter.detach(), dtype=spec.dtype)
 
-    return _receive_state(optimizer, own, stored, target, unclaimed)
+    return _plan_state(optimizer, own, stored, target, unclaimed)
 
 
 def _optimizer_document(document: object) -> dict[str, Any]:
@@ -236,13 +301,13 @@ def _optimizer_document(document: object) -> dict[str, Any]:
     return document
 
 
-def _receive_state(
+def _plan_state(
     stateful: Stateful,
     document: object,
     stored: StoredState,
     target: Callable[[str, TensorSpec], torch.Tensor],
     unclaimed: Sequence[str],
-) -> Reception:
+) -> RestorePlan:
     names = list(dict.fromkeys(_tensor_names(document)))
     if lost := [name for name in names if name not in stored.specs]:
         raise CheckpointError(f"the state refers to tensor {lost[0]}, which its files do not hold")
@@ -253,7 +318,7 @@ def _receive_state(
     def finish() -> None:
         stateful.load_state_dict(state)
 
-    return Reception(list(tensors.items()), finish, unclaimed)
+    return RestorePlan(list(tensors.items()), finish, unclaimed)
 
 
 def _tensor_names(document: object) -> Iterator[str]:
@@ -268,3 +333,12 @@ def _tensor_names(document: object) -> Iterator[str]:
 
 def _fresh(spec: TensorSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype)
+
+
+def _stored_aliases(layout: FileLayout) -> dict[str, str]:
+    """Name of the stored tensor, by alias, as the metadata of a file of weights tells it."""
+    return {
+        alias: name
+        for alias, name in layout.metadata.items()
+        if alias != FORMAT_ENTRY and name in layout.places and alias not in layout.places
+    }

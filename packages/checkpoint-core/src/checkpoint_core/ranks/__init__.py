@@ -1,1 +1,0 @@
-"""What ranks decide together: agreement, who writes what, replicas, and parts of one state."""
