@@ -67,9 +67,9 @@ def test_activations_are_those_of_sharded_layers(notes: list[dict[str, Any]], ca
 def test_peak_is_that_of_the_allocator_of_real_ranks(notes: list[dict[str, Any]], case: str) -> None:
     measured, planned = (notes[0]["peaks"][case][name] for name in ("measured", "planned"))
     print(f"{case}: planned {planned:,}, measured {measured:,}")
-    # What kernels allocate inside themselves is not seen, which is more in bf16; nor is how long
-    # gloo, in threads of its own, holds on to gradients that have waited to be sent. The batch is counted.
-    least = {"bf16": 0.94, "accumulated": 0.88}.get(case, 0.99)
+    # What kernels allocate inside themselves is not seen, which is more in bf16; nor is how long gloo
+    # holds on to gradients that have waited to be sent. The batch is counted.
+    least = {"bf16": 0.94, "accumulated": 0.88}.get(case, 0.98)
     assert least * measured <= planned <= 1.01 * measured
 
 
