@@ -280,9 +280,8 @@ def _per_rank(held: Sequence[Tensor]) -> tuple[int, ...]:
             if placement.is_shard()
         ]
         if len(dims) != 1:
-            equal += _bytes(
-                tensor
-            )  # whole on each, or divided by several dimensions, which no plan looks into
+            # Whole on each; or divided by several dimensions, which no plan looks into.
+            equal += _bytes(tensor)
             continue
         ((mesh_dim, dim),) = dims
         of = cast("DTensor", tensor).device_mesh.size(mesh_dim)
