@@ -32,7 +32,7 @@ from checkpoint_core.cli import main
 from checkpoint_core.directory.manifest import _digest, read_manifest
 from checkpoint_core.state.restore import StoredState, decode
 from checkpoint_core.storage.files import MAX_NESTING, checksum_file, read_json
-from checkpoint_core.storage.layout import read_layout
+from checkpoint_core.storage.tensor_files import read_layout
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 COUNT = 15
