@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import os
 import pickle
 import socket
-import threading
 import time
 import weakref
 from collections import Counter
@@ -420,22 +421,49 @@ class BatchCodec:
         return made
 
 
+_unfinished: set[_thread.LockType] = set()
+"""One for each action of `run_finalizer` under way, released at its end."""
+os.register_at_fork(after_in_child=_unfinished.clear)  # threads of the parent are not here
+
+
+@atexit.register
+def wait_for_finalizers() -> None:
+    """Wait for what is under way, before connections are closed: `atexit` goes backwards."""
+    for done in list(_unfinished):
+        with done:
+            pass
+
+
 def run_finalizer(action: Callable[[], None], *, wait: bool = True) -> None:
     """Run something in a thread of its own, or here where Python is about to end and starts no more threads.
 
     The garbage collector may close a data loader while torch.compile traces on this thread, where no real
-    tensor can be made or sent; or while this thread holds a lock that closing takes.
+    tensor can be made or sent; or while this thread holds a lock that closing takes. Python waits for it
+    before it ends.
+
+    The thread is none of `threading`: starting one of those waits until it runs, which takes locks of that
+    module, and the garbage collector may strike where this very thread holds them.
 
     Args:
         action: What to run.
         wait: Until it has ended.
     """
-    # The garbage collector may run on a daemon thread, for which Python would not wait.
-    thread = threading.Thread(target=action, name="dataloader-dispatch-close", daemon=False)
+    done = _thread.allocate_lock()
+    done.acquire()
+    _unfinished.add(done)
+
+    def run() -> None:
+        try:
+            action()
+        finally:
+            _unfinished.discard(done)
+            done.release()
+
     try:
-        thread.start()
+        _thread.start_new_thread(run, ())
     except RuntimeError:
-        action()
+        run()
         return
     if wait:
-        thread.join()
+        with done:
+            pass

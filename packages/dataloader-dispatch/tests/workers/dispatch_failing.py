@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
+from dataloader_dispatch.rank_group import wait_for_finalizers
 from dist_env import RankFailedError
 
 MODE = sys.argv[1]
@@ -75,6 +76,11 @@ def interrupt() -> None:
     threading.Timer(1.5, lambda: signal.raise_signal(signal.SIGINT)).start()
 
 
+def running() -> list[str]:
+    """Names of threads; Python before 3.12 keeps one of a closing thread that has ended."""
+    return [thread.name for thread in threading.enumerate() if not thread.name.startswith("Dummy-")]
+
+
 def dropped_while_traced(dispatcher: list[DataloaderDispatcher[Any]]) -> None:
     """One rank drops its last reference in the middle of a pass, as the collector may while it compiles."""
     passes = iter(dispatcher.pop())
@@ -84,10 +90,8 @@ def dropped_while_traced(dispatcher: list[DataloaderDispatcher[Any]]) -> None:
             start = time.monotonic()
             del passes
             seconds = time.monotonic() - start
-        for thread in threading.enumerate():
-            if thread.name == "dataloader-dispatch-close":  # nobody waits for what the collector closes
-                thread.join(10)
-        tell({"seconds": seconds, "threads": [thread.name for thread in threading.enumerate()]})
+        wait_for_finalizers()  # nobody else waits for what the collector closes
+        tell({"seconds": seconds, "threads": running()})
     else:
         try:
             deque(passes, 0)
