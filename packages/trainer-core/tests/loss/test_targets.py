@@ -174,6 +174,18 @@ def test_a_loss_that_declares_it_is_given_targets_and_metrics_are_given_labels(t
     assert result["eval_tokens"] == 6 * (LENGTH - 1)
 
 
+class Shorter(TokensSeen):
+    """Shifts by leaving the first label out, as loops of one's own do."""
+
+    def make_targets(self, labels: Tensor) -> Tensor:
+        return labels[:, 1:]
+
+
+def test_targets_of_another_shape_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"Shorter.*made targets \[2, 10\] from labels \[2, 11\]"):
+        _trainer(tmp_path, Shorter()).train()
+
+
 def test_a_loss_with_a_call_of_its_own_is_given_labels(tmp_path: Path) -> None:
     loss = LabelsSeen()
     trainer = _trainer(tmp_path / "own", loss)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from ..errors import ConfigurationError, DataError
 from ..loss import OnTargets, TokenLoss
 
 Batch = Mapping[str, object]
@@ -65,7 +65,17 @@ def with_targets(batch: Batch, loss: TokenLoss) -> Batch:
     """
     if not isinstance(loss, OnTargets):
         return batch
-    return {**batch, "labels": loss.loss.make_targets(labels_of(batch))}
+    labels = labels_of(batch)
+    targets = loss.loss.make_targets(labels)
+    if targets.shape != labels.shape:
+        raise ConfigurationError(
+            "compute_loss_func",
+            type(loss.loss).__name__,
+            f"made targets {list(targets.shape)} from labels {list(labels.shape)}, and they are cut as "
+            "labels are",
+            "return targets in the shape of the labels from make_targets",
+        )
+    return {**batch, "labels": targets}
 
 
 def row_length(positions: Tensor) -> int:
