@@ -103,6 +103,29 @@ def test_collecting_a_dispatcher_while_a_thread_starts_does_not_wait_for_that_th
     assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
 
+HELD_BY_WHAT_CLOSES = """
+import time
+from dataloader_dispatch.rank_group import run_finalizer
+
+class Connections:
+    def close(self):
+        print("closed", flush=True)
+
+    def __del__(self):
+        time.sleep(0.5)
+        print("gone", flush=True)
+
+run_finalizer(Connections().close, wait=False)
+"""
+
+
+def test_what_a_collected_dispatcher_held_is_gone_before_python_ends() -> None:
+    """Connections that go in a thread of their own while Python ends abort the process."""
+    command = [sys.executable, "-c", HELD_BY_WHAT_CLOSES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "closed\ngone\n"), done.stderr
+
+
 def test_set_epoch_reaches_the_sampler_of_a_plain_loader() -> None:
     data = list(range(8))
     sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True)

@@ -451,10 +451,14 @@ def run_finalizer(action: Callable[[], None], *, wait: bool = True) -> None:
     done = _thread.allocate_lock()
     done.acquire()
     _unfinished.add(done)
+    # What the action holds is let go before Python may end: the last reference to a process group that goes
+    # in a thread after that aborts the process.
+    actions = [action]
+    del action
 
     def run() -> None:
         try:
-            action()
+            actions.pop()()
         finally:
             _unfinished.discard(done)
             done.release()
