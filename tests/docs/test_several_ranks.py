@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ print("losses", logged, losses)
 SHORT = re.findall(r"```\{\.python notest\}\n(.*?)```", (GUIDES / "data-parallel.md").read_text(), re.DOTALL)
 
 
-def run(script: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
+def run(script: Path, *launcher: str, **job: str) -> subprocess.CompletedProcess[str]:
     """Run a script in its folder, outside of any job that this process may belong to."""
     variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
@@ -31,7 +33,7 @@ def run(script: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
         check=False,
-        env=variables | {"OMP_NUM_THREADS": "1"},
+        env=variables | {"OMP_NUM_THREADS": "1"} | job,
     )
 
 
@@ -75,11 +77,17 @@ def test_a_script_of_ten_lines_says_nothing_of_the_ranks(module: str, trainer: s
 
 
 def test_a_rank_that_fails_without_an_environment_ends_the_job_by_name(tmp_path: Path) -> None:
+    """Under a launcher that ends nobody: torchrun may end the other rank before it can say why."""
     (short,) = SHORT
     failure = "if __import__('os').environ['RANK'] == '1':\n    raise OSError('no such text')\nprint("
     script = tmp_path / "train.py"
     script.write_text(short.replace("print(", failure))
-    done = run(script, *TORCHRUN)
-    assert done.returncode == 1
-    assert "OSError: no such text" in done.stderr
-    assert "rank 1 on" in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    jobs = [job | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(lambda variables: run(script, **variables), jobs)
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert "OSError: no such text" in second.stderr
+    assert re.search(r"rank 1 on \S+ failed: OSError: no such text", first.stderr), first.stderr
