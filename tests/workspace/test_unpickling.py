@@ -42,7 +42,7 @@ COLLECTIVES = {
 }
 ALLOWED = {
     # The one place where bytes of another rank are unpickled, behind the setting `unpickle_batches`.
-    ("dataloader_dispatch/rank_group.py", "pickle.loads"),
+    ("dataloader_dispatch/connection.py", "pickle.loads"),
     # Pipes between a command and the workers that it has started; nobody else has their ends.
     ("dataloader_dispatch/cli/parts.py", "multiprocessing.connection.Connection"),
     ("dataloader_dispatch/cli/parts.py", "multiprocessing.connection.wait"),

@@ -18,10 +18,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dataloader_dispatch import DataError, build_loader
 from dataloader_dispatch.batches import Slot, masked_dummy, put_together
+from dataloader_dispatch.connection import BatchCodec, wait_for_finalizers
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
 from dataloader_dispatch.dispatch.message import ALIGNMENT, Layout, decode_error, encode_error, spec_of
 from dataloader_dispatch.dispatch.reader import Reader
-from dataloader_dispatch.rank_group import BatchCodec, wait_for_finalizers
 from dist_env import RankFailedError, RankTimeoutError
 
 Point = namedtuple("Point", "x y")
@@ -77,7 +77,7 @@ def test_a_forked_process_that_collects_a_dispatcher_closes_nothing() -> None:
 COLLECTED_WHILE_A_THREAD_STARTS = """
 import threading
 from dataloader_dispatch import DataloaderDispatcher
-from dataloader_dispatch.rank_group import run_finalizer
+from dataloader_dispatch.connection import run_finalizer
 
 # What a thread that starts, or its parent, holds for a moment, in which the garbage collector may strike.
 names = ("_shutdown_locks_lock", "_active_limbo_lock")
@@ -105,7 +105,7 @@ def test_collecting_a_dispatcher_while_a_thread_starts_does_not_wait_for_that_th
 
 HELD_BY_WHAT_CLOSES = """
 import time
-from dataloader_dispatch.rank_group import run_finalizer
+from dataloader_dispatch.connection import run_finalizer
 
 class Connections:
     def close(self):

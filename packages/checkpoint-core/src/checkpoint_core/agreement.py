@@ -4,7 +4,6 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import TypedDict, TypeVar, cast
 
 import torch
@@ -13,14 +12,14 @@ import torch.distributed as dist
 from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError, describe_error
 from checkpoint_core.state.encoding import EncodedState
 from checkpoint_core.storage.tensor_files import DTYPE_CODES, DTYPES
-from dist_env import DistributedEnvInterface, RankFailedError, RankTimeoutError, barrier
+from dist_env import ControlGroup, DistributedEnvInterface, RankFailedError, RankTimeoutError, barrier
 
 _CHUNK_BYTES = 64 * 1024 * 1024
-_ROLL_CALL_SECONDS = 5.0
-"""How long the ranks are asked who is still there, after a connection between them broke."""
+_MOST_REPORT_BYTES = 1 << 30
 _SILENT_SECONDS = 10.0
 """Without a sign of life for so long, the process of a rank that is waited for counts as lost. A launcher
 that has seen it die gives the others half a minute."""
+_LOOK = "Look at the log of that rank"
 _T = TypeVar("_T")
 
 
@@ -62,11 +61,10 @@ class RankAgreement:
         self._env = env
         self._timeout_seconds = timeout_seconds
         self._broken: str | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._group: ControlGroup | None = None
         if self.world_size > 1:
             _check_default_group(self.rank, self.world_size)
-            self._default = dist.group.WORLD
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            self._group = _open(self.world_size, timeout_seconds)
         if each_node:
             self._check_nodes()
 
@@ -106,11 +104,10 @@ class RankAgreement:
         return [range(start, start + self.site_size) for start in starts]
 
     def close(self) -> None:
-        """Destroy the group. Later calls with more than one rank fail."""
+        """Close the connections. Later calls with more than one rank fail."""
         group, self._group = self._group, None
-        # Gone already where the default group was destroyed, even if another one was opened since.
-        if group is not None and dist.is_initialized() and dist.group.WORLD is self._default:
-            dist.destroy_process_group(group)
+        if group is not None:
+            group.close()
 
     def run(self, phase: str, action: Callable[[], _T]) -> list[_T]:
         """Run one step on every rank. Collective.
@@ -245,56 +242,53 @@ class RankAgreement:
         """
         if self.world_size == 1 or not tensor.numel():
             return
+        group = self._opened(phase)
         try:
             for piece in torch.split(tensor.reshape(-1).view(torch.uint8), _CHUNK_BYTES):
-                dist.broadcast(piece, group_src=source, group=self._group)
+                group.wait(phase, group.broadcast(piece, source))
         except RuntimeError as error:
             raise self._lost(phase, error) from error
         except BaseException as error:
             raise self._torn(phase, error) from error
 
     def _exchange(self, phase: str, report: _Report, failure: BaseException | None) -> list[_Report]:
-        if self._group is None or self._broken:
-            raise CheckpointError(
-                f"{phase}: the ranks can no longer agree ({self._broken or 'the manager was closed'}); "
-                "restart the job, it goes on from the last committed checkpoint"
-            ) from failure
+        group = self._opened(phase, failure)
         try:
             # The barrier knows which ranks are missing; the gather behind it would only hang.
             barrier(
                 self._env,
                 timeout=self._timeout_seconds,
-                process_group=self._group,
+                process_group=group,
                 tag=phase,
                 lost_after=_SILENT_SECONDS,
             )
-            return [json.loads(text) for text in self._gather(json.dumps(report).encode())]
+            texts = group.gather(phase, json.dumps(report), most_bytes=_MOST_REPORT_BYTES)
+            return [json.loads(text) for text in texts]
         except (RuntimeError, RankTimeoutError) as error:
             raise self._lost(phase, error) from (failure or error)
         except BaseException as error:  # noqa: BLE001 - raised as what it is, or as a CheckpointError
             raise self._torn(phase, error) from (failure or error)
 
-    def _gather(self, message: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8)
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded, group=self._group)
-        return [bytes(part[: int(size)].tolist()) for part, size in zip(parts, sizes, strict=True)]
+    def _opened(self, phase: str, failure: BaseException | None = None) -> ControlGroup:
+        if self._group is None or self._broken:
+            raise CheckpointError(
+                f"{phase}: the ranks can no longer agree ({self._broken or 'the manager was closed'}); "
+                "restart the job, it resumes from the last committed checkpoint"
+            ) from failure
+        return self._group
 
     def _lost(self, phase: str, error: Exception) -> LostRankError:
         if isinstance(error, RankTimeoutError):
             reason = f"no answer within {self._timeout_seconds:g} s from {_named(error)}"
         else:
-            reason = " ".join(str(error).split()).removesuffix(".") or type(error).__name__
-            if not isinstance(error, RankFailedError):
-                reason = self._roll_call(phase) + reason
+            reason = " ".join(str(error).split()).removeprefix(f"{phase}: ") or type(error).__name__
+        reason = reason.removesuffix(f". {_LOOK}").removesuffix(".")
         self._broken = f"{phase}: {reason}"
-        return LostRankError(
-            f"{phase}: {reason}. Look at the log of that rank; if it is only slow, raise "
-            "CheckpointConfig.timeout_seconds"
+        names_none = isinstance(error, RankFailedError) and error.rank is None
+        advice = (
+            "" if names_none else f". {_LOOK}; if it is only slow, raise CheckpointConfig.timeout_seconds"
         )
+        return LostRankError(f"{phase}: {reason}{advice}")
 
     def _torn(self, phase: str, error: BaseException) -> BaseException:
         """What to raise after Ctrl-C in a collective, or when the process group was destroyed meanwhile.
@@ -308,16 +302,12 @@ class RankAgreement:
             f"{phase}: {describe_error(error)}. Close the manager before the process group is destroyed"
         )
 
-    def _roll_call(self, phase: str) -> str:
-        """Who no longer answers. gloo tells only the address of a connection that broke."""
-        seconds = min(self._timeout_seconds, _ROLL_CALL_SECONDS)
-        try:
-            barrier(self._env, timeout=seconds, process_group=self._group, tag=f"{phase}: roll call")
-        except RankTimeoutError as error:
-            return f"a connection broke, and no answer came within {seconds:g} s from {_named(error)}: "
-        except RuntimeError as error:
-            return f"a connection broke, and {' '.join(str(error).split())}: "
-        return ""
+
+def _open(world_size: int, timeout_seconds: float) -> ControlGroup:
+    try:
+        return ControlGroup(range(world_size), timeout_seconds, doing="opening the checkpoint manager")
+    except RankFailedError as error:
+        raise LostRankError(str(error)) from error
 
 
 def _named(error: RankTimeoutError) -> str:

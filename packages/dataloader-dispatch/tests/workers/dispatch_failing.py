@@ -18,8 +18,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
+from dataloader_dispatch.connection import wait_for_finalizers
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
-from dataloader_dispatch.rank_group import wait_for_finalizers
 from dist_env import RankFailedError
 
 MODE = sys.argv[1]

@@ -13,10 +13,10 @@ from dispatch_loaders import RANK, open_group, tell
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataloader_dispatch import DataloaderDispatcher, SynchronizedDataLoader
+from dataloader_dispatch.connection import Connection
 from dataloader_dispatch.dispatch.dispatcher import Facts, check_same_on_all_ranks
 from dataloader_dispatch.dispatch.message import DATA_TAG, FIRST_CAPACITY, Header, Kind
-from dataloader_dispatch.rank_group import Connection, RankGroup
-from dist_env import encode_value
+from dist_env import ControlGroup, encode_value
 
 open_group()
 mesh = init_device_mesh("cpu", (2,))
@@ -84,7 +84,7 @@ def hostile(data: bytes) -> str:
             return f"{type(error).__name__}: {error}"
         finally:
             loader.close()
-    group = RankGroup([0, 1], 20)
+    group = ControlGroup([0, 1], 20, doing="opening the data loader")
     settings = {"mesh": (0, 1), "dp_mesh_dim": (0, 1), "uneven": "stop", "prefetch": 4}
     settings |= {"timeout_seconds": 20.0, "unpickle_batches": False}
     check_same_on_all_ranks(group, settings, Facts(None, None, False, False, 0), None)
@@ -106,7 +106,7 @@ def hostile_gather(data: bytes, size: int) -> str:
             return f"opened {loader}"
         except Exception as error:  # noqa: BLE001 - which it is, the test says
             return f"{type(error).__name__}: {error}"
-    group = RankGroup([0, 1], 20)
+    group = ControlGroup([0, 1], 20, doing="opening the data loader")
     said = size.to_bytes(8, "big") + data
     own = torch.frombuffer(bytearray(said.ljust(1024, b"\0")), dtype=torch.uint8)
     group.all_gather([torch.empty_like(own) for _ in range(2)], own).wait()

@@ -1,6 +1,7 @@
 """Which rank am I, on what device, and is the process group healthy?"""
 
 from dist_env.collectives import barrier, broadcast_object, gather_objects, main_process_first
+from dist_env.control_group import ControlGroup
 from dist_env.decoding import decode_value
 from dist_env.encoding import encode_value
 from dist_env.environment import DistributedEnvironment
@@ -19,6 +20,7 @@ from dist_env.stall import RankStatus, StallReport
 from dist_env.worker_processes import die_with_parent_context, tie_loader_workers
 
 __all__ = [
+    "ControlGroup",
     "DistributedEnvInterface",
     "DistributedEnvironment",
     "DistributedEnvironmentError",

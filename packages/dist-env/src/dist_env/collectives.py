@@ -12,7 +12,8 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from dist_env.coordination import Coordinator, shared_coordinator
+from dist_env.control_group import ControlGroup
+from dist_env.coordination import Coordinator, current_coordinator
 from dist_env.environment import DistributedEnvironment
 from dist_env.errors import DistributedEnvironmentError
 from dist_env.interface import DistributedEnvInterface, is_alone
@@ -28,7 +29,7 @@ def barrier(
     env: DistributedEnvInterface,
     *,
     timeout: float | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | ControlGroup | None = None,
     tag: str = "",
     lost_after: float | None = None,
 ) -> None:
@@ -57,7 +58,7 @@ def barrier(
     _check_seconds(lost_after, "lost_after")
     coordinator, look = coordinator_of(env), None
     if lost_after is not None:
-        look = Lookout(roll_call_of(coordinator, store_holder(env)), lost_after).look
+        look = Lookout(roll_call_of(coordinator), lost_after).look
     coordinator.barrier(ranks, scope, _seconds(env, timeout), tag, look)
 
 
@@ -163,11 +164,15 @@ def coordinator_of(env: DistributedEnvInterface) -> Coordinator:
         return env.coordinator
     if not (dist.is_available() and dist.is_initialized()):
         raise _no_group(env)
-    return shared_coordinator(env)
+    return current_coordinator()
 
 
-def _members(env: DistributedEnvInterface, process_group: dist.ProcessGroup | None) -> tuple[list[int], str]:
+def _members(
+    env: DistributedEnvInterface, process_group: dist.ProcessGroup | ControlGroup | None
+) -> tuple[list[int], str]:
     """Global ranks of a group, and a name for it that is the same on each of them."""
+    if isinstance(process_group, ControlGroup):
+        return list(process_group.ranks), process_group.scope
     if not (dist.is_available() and dist.is_initialized()):
         raise _no_group(env)
     if process_group is None:
@@ -187,11 +192,6 @@ def _no_group(env: DistributedEnvInterface) -> DistributedEnvironmentError:
 def _check_source(src: int, ranks: list[int]) -> None:
     if src not in ranks:
         raise DistributedEnvironmentError(f"src={src} is not one of the ranks that take part: {ranks}.")
-
-
-def store_holder(env: DistributedEnvInterface) -> int | None:
-    """The rank whose process holds the store; None if the launcher does, or if that is not known."""
-    return env.store_holder if isinstance(env, DistributedEnvironment) else None
 
 
 def _check_seconds(seconds: float | None, name: str = "timeout") -> None:

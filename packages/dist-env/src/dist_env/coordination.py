@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from dist_env.errors import RankFailedError, RankTimeoutError, one_line
-from dist_env.interface import DistributedEnvInterface
 from dist_env.records import UNKNOWN_HOST, RankRecord
 from dist_env.stores import clone_store, prefix_store
 
@@ -29,9 +28,13 @@ class Coordinator:
     Args:
         store: Store that every rank can reach, with a prefix of its own.
         record: This rank's record.
+
+    Attributes:
+        holder: Rank whose process holds the store; None if the launcher does, or if that is not known.
     """
 
     def __init__(self, store: Store, record: RankRecord) -> None:
+        self.holder: int | None = None
         self.store = store
         self.record = record
         self.world_size = record.world_size
@@ -237,28 +240,39 @@ def lost_store(record: RankRecord) -> RankFailedError:
     )
 
 
-# The coordinator over a group that somebody else formed, kept as long as that group is the default one.
-_shared: tuple[dist.ProcessGroup, Coordinator] | None = None
+# The coordinator of the default group, kept as long as that group is the default one.
+_current: tuple[dist.ProcessGroup, Coordinator] | None = None
 
 
-def shared_coordinator(env: DistributedEnvInterface) -> Coordinator:
-    """A coordinator over the store of the default group, the same for every caller."""
-    global _shared
+def use_coordinator(coordinator: Coordinator) -> None:
+    """Let all of this process share the coordinator of those who formed the default group."""
+    global _current
+    if dist.group.WORLD is not None:
+        _current = (dist.group.WORLD, coordinator)
+
+
+def current_coordinator() -> Coordinator:
+    """The coordinator of the default group, the same for every caller: who formed it, or else over its store.
+
+    Raises:
+        RuntimeError: There is no default group.
+    """
+    global _current
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("there is no default process group.")
-    if _shared is None or _shared[0] is not group:
+    if _current is None or _current[0] is not group:
         store = prefix_store("dist_env/shared", group.get_group_store())
-        _shared = (group, Coordinator(store, RankRecord.of(env)))
-        _shared[1].publish()
-    return _shared[1]
+        _current = (group, Coordinator(store, RankRecord.of_default_group()))
+        _current[1].publish()
+    return _current[1]
 
 
-def forget_shared() -> Coordinator | None:
+def forget_coordinator() -> Coordinator | None:
     """Let go of the default group, which is about to be destroyed; returns its coordinator, if any."""
-    global _shared
-    shared, _shared = _shared, None
-    return None if shared is None else shared[1]
+    global _current
+    current, _current = _current, None
+    return None if current is None else current[1]
 
 
 class _StillHere(Exception):

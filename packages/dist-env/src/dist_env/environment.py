@@ -11,7 +11,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from dist_env.coordination import Coordinator, forget_shared
+from dist_env.coordination import Coordinator, forget_coordinator, use_coordinator
 from dist_env.device import DeviceMap, choose_backend, choose_device, device_identity, set_current_device
 from dist_env.errors import DistributedEnvironmentError, RankFailedError
 from dist_env.joining import join
@@ -234,6 +234,8 @@ class DistributedEnvironment:
             timeout=self.init_timeout,
         )
         self.owns_process_group = True
+        self.coordinator.holder = self.store_holder
+        use_coordinator(self.coordinator)
         set_group_timeout(self.training_timeout)
 
     def _adopt_group(self) -> None:
@@ -266,9 +268,9 @@ class DistributedEnvironment:
                 close = abandon_group
             if self.owns_process_group and dist.is_initialized():
                 self.coordinator = None
-                shared = forget_shared()
-                if shared is not None:
-                    end_roll_call(shared)
+                current = forget_coordinator()
+                if current is not None:
+                    end_roll_call(current)
                 close()
         finally:
             self.owns_process_group = False

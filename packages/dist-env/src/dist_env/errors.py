@@ -38,7 +38,9 @@ class RankFailedError(RuntimeError):
         self.rank = rank
 
 
-def one_line(error: BaseException) -> str:
-    """Type and message of an error, without line breaks, at most 500 characters of the message."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+def one_line(reason: object) -> str:
+    """A reason without line breaks, at most 500 characters of it; of an error with its type."""
+    text = " ".join(str(reason).split())[:500]
+    if not isinstance(reason, BaseException):
+        return text
+    return f"{type(reason).__name__}: {text}" if text else type(reason).__name__

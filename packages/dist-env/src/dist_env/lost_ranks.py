@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from dist_env.collectives import coordinator_of, store_holder
+from dist_env.collectives import coordinator_of
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, one_line
 from dist_env.interface import DistributedEnvInterface, is_alone
 from dist_env.roll_call import roll_call_of
@@ -55,7 +55,7 @@ def naming_lost_ranks(
     if is_alone(env):
         yield
         return
-    roll_call = roll_call_of(coordinator_of(env), store_holder(env))
+    roll_call = roll_call_of(coordinator_of(env))
     try:
         yield
     except RuntimeError as error:

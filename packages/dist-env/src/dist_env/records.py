@@ -8,6 +8,8 @@ import secrets
 import socket
 from dataclasses import asdict, dataclass
 
+import torch.distributed as dist
+
 from dist_env.interface import DistributedEnvInterface
 
 UNKNOWN_HOST = "unknown host"
@@ -38,6 +40,20 @@ class RankRecord:
             device=str(env.device),
             device_identity=device_identity,
             backend=env.backend,
+        )
+
+    @classmethod
+    def of_default_group(cls) -> RankRecord:
+        """The record of this process in the default group, whoever formed it."""
+        return cls(
+            rank=dist.get_rank(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            token=secrets.token_hex(8),
+            world_size=dist.get_world_size(),
+            device="unknown",
+            device_identity=None,
+            backend=dist.get_backend(),
         )
 
     def to_text(self) -> str:

@@ -50,14 +50,13 @@ class RollCall:
 
     Args:
         coordinator: Coordinator of the job; the thread makes a connection of its own from it.
-        holder: Rank whose process holds the store; None if the launcher does, or if that is not known.
     """
 
-    def __init__(self, coordinator: Coordinator, holder: int | None) -> None:
+    def __init__(self, coordinator: Coordinator) -> None:
         self._shared = coordinator
         self._rank = coordinator.record.rank
-        self._holder = holder
-        self._holder_host = coordinator.host_of(holder) if holder is not None else ""
+        self._holder = coordinator.holder
+        self._holder_host = coordinator.host_of(self._holder) if self._holder is not None else ""
         self._answered = -1
         self._known: Verdict | None = None
         self._missing: list[str] = []
@@ -253,10 +252,10 @@ class Lookout:
 _threads: dict[Coordinator, RollCall] = {}
 
 
-def roll_call_of(coordinator: Coordinator, holder: int | None) -> RollCall:
+def roll_call_of(coordinator: Coordinator) -> RollCall:
     """The roll call of this process in a job; the first time, it begins to answer."""
     if coordinator not in _threads:
-        _threads[coordinator] = RollCall(coordinator, holder)
+        _threads[coordinator] = RollCall(coordinator)
     return _threads[coordinator]
 
 

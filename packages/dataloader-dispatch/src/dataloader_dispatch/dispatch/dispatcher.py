@@ -14,14 +14,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dataloader_dispatch.batches import Uneven
+from dataloader_dispatch.connection import BatchCodec, data_errors, run_finalizer
 from dataloader_dispatch.dispatch.reader import Position, Reader, Single
 from dataloader_dispatch.dispatch.receiver import Inbox, Receiver, pins
 from dataloader_dispatch.dispatch.sender import DataDimension, Outbox, Placement
 from dataloader_dispatch.dispatch.source import Source
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import length_of
-from dataloader_dispatch.rank_group import BatchCodec, RankGroup, run_finalizer
-from dist_env import tie_loader_workers
+from dist_env import ControlGroup, tie_loader_workers
 
 Batch = TypeVar("Batch")
 
@@ -107,7 +107,9 @@ class DataloaderDispatcher(Generic[Batch]):
         self._uneven = uneven
         placement = Placement.of(mesh, dp_mesh_dim)
         self._width = placement.width
-        self._group = group = RankGroup(placement.ranks, timeout_seconds)
+        with data_errors():
+            group = ControlGroup(placement.ranks, timeout_seconds, doing="opening the data loader")
+        self._group = group
         options = _Options(
             placement,
             torch.device(device),
@@ -278,7 +280,7 @@ class _Options(NamedTuple):
     unpickle: bool
 
 
-def _open(loader: Iterable[Any] | None, group: RankGroup, options: _Options) -> tuple[Facts, Role]:
+def _open(loader: Iterable[Any] | None, group: ControlGroup, options: _Options) -> tuple[Facts, Role]:
     """Compare arguments with the other ranks, and make this rank's part of the dispatch."""
     place, timeout = options.placement, options.timeout_seconds
     settings = {
@@ -304,14 +306,14 @@ def _open(loader: Iterable[Any] | None, group: RankGroup, options: _Options) -> 
     return facts, Source(reader, outbox, group, prefetch, timeout, hosts, share, device)
 
 
-def _close(role: Role, group: RankGroup) -> None:
+def _close(role: Role, group: ControlGroup) -> None:
     try:
         role.close()
     finally:
         group.close()
 
 
-def _close_unused(role: Role, group: RankGroup, process: int) -> None:
+def _close_unused(role: Role, group: ControlGroup, process: int) -> None:
     """Close what the garbage collector found, or what is left when Python ends.
 
     Ranks collect garbage at different moments. The first rank waits for the others in closing, while they may
@@ -385,7 +387,7 @@ class Entry(NamedTuple):
 
 
 def check_same_on_all_ranks(
-    group: RankGroup, settings: Mapping[str, object], facts: Facts | None, problem: Exception | None
+    group: ControlGroup, settings: Mapping[str, object], facts: Facts | None, problem: Exception | None
 ) -> tuple[Facts, dict[int, str]]:
     """Compare the arguments of all ranks. Collective.
 

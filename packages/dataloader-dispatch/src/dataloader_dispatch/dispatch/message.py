@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from dataloader_dispatch.connection import one_line
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.rank_group import one_line
 from dist_env import RankFailedError, RankTimeoutError, decode_value, encode_value
 
 Spec = tuple[torch.dtype, tuple[int, ...]]

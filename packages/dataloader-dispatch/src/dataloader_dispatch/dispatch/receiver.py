@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dataloader_dispatch.batches import Slot, is_immutable, put_together
+from dataloader_dispatch.connection import BatchCodec, Connection, run_finalizer
 from dataloader_dispatch.dispatch.message import (
     ACKNOWLEDGE_TAG,
     ALIGNMENT,
@@ -32,8 +33,7 @@ from dataloader_dispatch.dispatch.message import (
 )
 from dataloader_dispatch.dispatch.reader import outdated
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.rank_group import BatchCodec, Connection, RankGroup, run_finalizer
-from dist_env import RankFailedError, RankTimeoutError
+from dist_env import ControlGroup, RankFailedError, RankTimeoutError
 
 DOING = "waiting for a batch"
 _LOOK_SECONDS = 0.2
@@ -67,7 +67,7 @@ class Inbox:
     """
 
     def __init__(
-        self, group: RankGroup, prefetch: int, pinned: bool, timeout_seconds: float, host: str
+        self, group: ControlGroup, prefetch: int, pinned: bool, timeout_seconds: float, host: str
     ) -> None:
         self._group = group
         self._connection = Connection(group)

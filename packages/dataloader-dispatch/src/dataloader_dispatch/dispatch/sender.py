@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dataloader_dispatch.connection import BatchCodec, Connection
 from dataloader_dispatch.dispatch.message import (
     ACKNOWLEDGE_TAG,
     DATA_TAG,
@@ -30,7 +31,7 @@ from dataloader_dispatch.dispatch.message import (
     write_standing,
 )
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.rank_group import BatchCodec, Connection, RankGroup
+from dist_env import ControlGroup
 
 DataDimension = int | str | tuple[int | str, ...] | None
 """Index or name of the data-parallel dimension of a mesh; several of them, outermost first; or None."""
@@ -293,7 +294,7 @@ class Outbox:
         codec: Writes the batches.
     """
 
-    def __init__(self, group: RankGroup, placement: Placement, prefetch: int, codec: BatchCodec) -> None:
+    def __init__(self, group: ControlGroup, placement: Placement, prefetch: int, codec: BatchCodec) -> None:
         self._codec = codec
         self._connection = Connection(group)
         self._queues = [

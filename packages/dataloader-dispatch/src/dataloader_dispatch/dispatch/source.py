@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from dataloader_dispatch.batches import dense_to_device
+from dataloader_dispatch.connection import run_finalizer
 from dataloader_dispatch.dispatch.message import (
     encode_error,
     note_origin,
 )
 from dataloader_dispatch.dispatch.reader import Reader, Round, Snapshot, outdated
 from dataloader_dispatch.dispatch.sender import LostRank, Outbox, PassInfo
-from dataloader_dispatch.rank_group import RankGroup, run_finalizer
-from dist_env import RankFailedError, RankTimeoutError
+from dist_env import ControlGroup, RankFailedError, RankTimeoutError
 
 _DOING = "dispatching batches"
 _LOOK_SECONDS = 0.5
@@ -62,7 +62,7 @@ class Source:
         self,
         reader: Reader,
         outbox: Outbox,
-        group: RankGroup,
+        group: ControlGroup,
         prefetch: int,
         timeout_seconds: float,
         hosts: Mapping[int, str],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import Generic, NoReturn, TypeVar
 
+from dataloader_dispatch.connection import one_line
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.rank_group import one_line
 from dataloader_dispatch.synchronized.epoch_start import EpochStart, left_out, start_epoch, unequal
 from dataloader_dispatch.synchronized.exchange import Alarm, FailureSignal, Flags
 from dataloader_dispatch.synchronized.prefetch import Delivery, Place, Prefetch, Settings, epoch_of
@@ -120,7 +120,7 @@ def counted(delivery: Delivery[Batch], opened: EpochStart, batches: int, number:
     own = _own_length(opened, group.index)
     _check_beginning(delivery, opened, batches)
     _tell_lengths(delivery, opened, batches)
-    closing = delivery.settings.exchange
+    closing = delivery.settings.group
     with FailureSignal(group, number) as signal:
         trouble: Alarm | None = None
         for count in range(1, batches + 1):
@@ -213,7 +213,7 @@ def stepwise(delivery: Delivery[Batch], flags: Flags) -> Generator[Batch]:
         RankFailedError: The loader of another rank failed, or a rank is lost.
     """
     uneven, prefetch = delivery.settings.uneven, delivery.prefetch
-    exchange = delivery.settings.exchange
+    exchange = delivery.settings.group
     while True:
         if flags.failed:
             _fail(delivery)
@@ -232,7 +232,7 @@ def _fail(delivery: Delivery[Batch]) -> NoReturn:
     error = delivery.prefetch.error
     text = None if error is None else one_line(error)
     try:
-        texts = delivery.settings.exchange.gather("telling what failed", text)
+        texts = delivery.settings.group.gather("telling what failed", text)
     except RankFailedError:
         if error is None:
             raise
@@ -244,7 +244,7 @@ def _end_uneven(delivery: Delivery[Batch]) -> None:
     settings, prefetch = delivery.settings, delivery.prefetch
     if settings.uneven == "stop" and settings.warn_once.was_said("uneven"):
         return
-    counts = settings.exchange.gather("comparing the ends of the data", (prefetch.taken, prefetch.has))
+    counts = settings.group.gather("comparing the ends of the data", (prefetch.taken, prefetch.has))
     has = [f"more than {taken} batches" if more else f"{taken} batches" for taken, more in counts]
     if settings.uneven == "error":
         raise DataError(unequal(has, settings.group))

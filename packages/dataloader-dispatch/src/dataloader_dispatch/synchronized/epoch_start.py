@@ -10,12 +10,12 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 
 from dataloader_dispatch.batches import Uneven, to_device
+from dataloader_dispatch.connection import one_line
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import exact_length, length_of
-from dataloader_dispatch.rank_group import RankGroup, one_line
 from dataloader_dispatch.synchronized.exchange import Flags
 from dataloader_dispatch.synchronized.prefetch import Delivery, Prefetch, epoch_of
-from dist_env import encode_value
+from dist_env import ControlGroup, encode_value
 
 Batch = TypeVar("Batch")
 
@@ -69,7 +69,7 @@ def common_length(lengths: Sequence[int | None], uneven: Uneven) -> int | None:
     return max(known) if uneven == "pad" else min(known)
 
 
-def plan(standings: Sequence[Standing], uneven: Uneven, group: RankGroup) -> Plan:
+def plan(standings: Sequence[Standing], uneven: Uneven, group: ControlGroup) -> Plan:
     """What the ranks do, the same on each of them.
 
     Raises:
@@ -92,7 +92,7 @@ def plan(standings: Sequence[Standing], uneven: Uneven, group: RankGroup) -> Pla
     return Plan(common_length(lengths, uneven), next(iter(epochs), None), frozenset())
 
 
-def unequal(has: Sequence[str], group: RankGroup) -> str:
+def unequal(has: Sequence[str], group: ControlGroup) -> str:
     """The words of ``uneven="error"`` about what each rank has."""
     told = ", ".join(f"{group.name(index)} has {what}" for index, what in enumerate(has))
     return (
@@ -101,7 +101,7 @@ def unequal(has: Sequence[str], group: RankGroup) -> str:
     )
 
 
-def left_out(batches: int, has: Sequence[str], group: RankGroup) -> str:
+def left_out(batches: int, has: Sequence[str], group: ControlGroup) -> str:
     """The words of ``uneven="stop"`` about what each rank has."""
     told = ", ".join(f"{group.name(index)} has {what}" for index, what in enumerate(has))
     return (
@@ -235,7 +235,7 @@ def start_epoch(
     settings, prefetch = delivery.settings, delivery.prefetch
     group = settings.group
     standing = prefetch.attempt(lambda: standing_of(settings.loader, prepare()))
-    standings = settings.exchange.gather(
+    standings = settings.group.gather(
         "opening an epoch", standing or Standing(error=one_line(prefetch.error))
     )
     _raise_failures(delivery, [standing.error for standing in standings])
@@ -245,7 +245,7 @@ def start_epoch(
     else:
         prefetch.start(lambda: _enter_epoch(settings.loader, agreed.epoch), before)
     first = prefetch.attempt(lambda: _first(delivery)) or First(error=one_line(prefetch.error))
-    firsts = settings.exchange.gather("comparing first batches", first)
+    firsts = settings.group.gather("comparing first batches", first)
     _raise_failures(delivery, [first.error for first in firsts])
     same = same_first_batches([first.fingerprint for first in firsts], group.ranks)
     if same is not None:
@@ -286,7 +286,7 @@ def _share_template(delivery: Delivery[Batch], has: Sequence[bool]) -> None:
     )
     source = has.index(True)
     template = to_device(delivery.prefetch.first, torch.device("cpu")) if group.index == source else None
-    received = settings.exchange.broadcast("sending a batch to ranks without one", template, source)
+    received = settings.group.send_batch("sending a batch to ranks without one", template, source)
     if not has[group.index]:
         delivery.prepare_dummy(cast(Batch, to_device(received, settings.device)))
 

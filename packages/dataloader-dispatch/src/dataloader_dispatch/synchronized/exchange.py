@@ -6,23 +6,19 @@ import atexit
 import json
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
+from dataloader_dispatch.connection import BatchCodec, data_errors
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.rank_group import BatchCodec, RankGroup
-from dist_env import RankFailedError, encode_value, get_logger
-
-T = TypeVar("T")
+from dist_env import ControlGroup, RankFailedError, get_logger
 
 _logger = get_logger("dataloader_dispatch")
 
-_SHORT = 1024
-"""Bytes of a message that goes in one exchange."""
-_HEAD = 8
 _HAS, _ENDED, _FAILED = range(3)
 _LOOK_SECONDS = 0.2
 _HEARD_SECONDS = 5.0
@@ -45,7 +41,7 @@ class Flags:
     failed: bool
 
 
-class Exchange:
+class Exchange(ControlGroup):
     """Exchanges among the ranks of a group, one after another, the same on every rank.
 
     torch's loaders raise where they learn of a worker's death: in the main thread, wherever it is. Here it
@@ -53,36 +49,33 @@ class Exchange:
     `take_interruption` while the exchange goes on.
 
     Args:
-        group: The ranks, at least two.
+        ranks: Global ranks, this one among them.
+        timeout_seconds: How long an exchange may take.
     """
 
-    def __init__(self, group: RankGroup) -> None:
-        self.group = group
-        self._interruption: Exception | None = None
+    _interruption: Exception | None = None
+
+    def __init__(self, ranks: Sequence[int], timeout_seconds: float) -> None:
+        with data_errors():
+            super().__init__(ranks, timeout_seconds, doing="opening the data loader")
         self._flags = torch.zeros(3, dtype=torch.uint8)
         self._work: dist.Work | None = None
 
-    def gather(self, doing: str, value: T) -> list[T]:
-        """The values of all ranks, in their order.
-
-        Args:
-            doing: What the ranks are doing, for the message.
-            value: Something short that `encode_value` takes, of the same type on every rank.
+    def wait(self, doing: str, work: dist.Work) -> None:
+        """Wait for an exchange to end; what else is raised meanwhile is kept.
 
         Raises:
-            RankFailedError: A rank is lost, or its message cannot be read.
+            RankFailedError: A rank is lost, or the exchange took longer than the timeout.
         """
-        message = encode_value(value)
-        heads = self._gather_bytes(doing, len(message).to_bytes(_HEAD, "big") + message, _SHORT)
-        sizes = [int.from_bytes(head[:_HEAD], "big") for head in heads]
-        self.group.check_sizes(doing, sizes)
-        messages = [head[_HEAD:] for head in heads]
-        if max(sizes) > _SHORT - _HEAD:
-            messages = self._gather_bytes(doing, message, max(sizes))
-        own = [message[:size] for message, size in zip(messages, sizes, strict=True)]
-        return self.group.decode_all(doing, own, value)
+        while True:
+            try:
+                return super().wait(doing, work)
+            except RankFailedError:
+                raise
+            except RuntimeError as error:  # raised by a signal handler: the exchange is still under way
+                self._interruption = error
 
-    def broadcast(self, doing: str, batch: object, source: int) -> object:
+    def send_batch(self, doing: str, batch: object, source: int) -> object:
         """The batch of one rank, on every rank.
 
         Args:
@@ -95,7 +88,7 @@ class Exchange:
             RankFailedError: A rank is lost, or its message cannot be read.
         """
         codec, message, problem = BatchCodec(), b"", ""
-        if self.group.index == source:
+        if self.index == source:
             try:
                 message = codec.encode(batch)
             except DataError as error:
@@ -105,20 +98,22 @@ class Exchange:
             raise DataError(f"{doing}: {problem}")
         size = self.gather(doing, len(message))[source]
         try:
-            data = _tensor(message, size) if message else torch.empty(size, dtype=torch.uint8)
+            data = torch.empty(size, dtype=torch.uint8)
+            if message:
+                data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         except RuntimeError as error:
-            raise self.group.unreadable(doing, source, error) from error
-        self._finish(doing, self.group.broadcast(data, source))
+            raise self.unreadable(doing, source, error) from error
+        self.wait(doing, self.broadcast(data, source))
         try:
             return codec.decode(data.numpy().tobytes())
         except ValueError as error:
-            raise self.group.unreadable(doing, source, error) from error
+            raise self.unreadable(doing, source, error) from error
 
     def start_flags(self, *, has: bool, failed: bool) -> None:
         """Say whether this rank has another batch, or its loader has failed; `wait_flags` waits for it."""
         self._flags = torch.zeros(3, dtype=torch.uint8)
         self._flags[_FAILED if failed else _HAS if has else _ENDED] = 1
-        self._work = self.group.all_reduce_max(self._flags)
+        self._work = self.all_reduce_max(self._flags)
 
     def wait_flags(self) -> Flags:
         """What the ranks have said.
@@ -126,7 +121,8 @@ class Exchange:
         Raises:
             RankFailedError: A rank is lost.
         """
-        self._finish("agreeing on the end of data", self._work)
+        if self._work is not None:
+            self.wait("agreeing on the end of data", self._work)
         has, ended, failed = self._flags.tolist()
         return Flags(bool(has), bool(ended), bool(failed))
 
@@ -134,27 +130,6 @@ class Exchange:
         """What was raised during an exchange, if anything was."""
         error, self._interruption = self._interruption, None
         return error
-
-    def _gather_bytes(self, doing: str, message: bytes, size: int) -> list[bytes]:
-        received = [torch.empty(size, dtype=torch.uint8) for _ in self.group.ranks]
-        own = _tensor(message[:size], size)
-        self._finish(doing, self.group.all_gather(received, own))
-        return [part.numpy().tobytes() for part in received]
-
-    def _finish(self, doing: str, work: dist.Work | None) -> None:
-        while work is not None:
-            try:
-                self.group.wait(doing, work)
-            except RankFailedError:
-                raise
-            except RuntimeError as error:  # raised by a signal handler: the exchange is still under way
-                self._interruption = error
-            else:
-                return
-
-
-def _tensor(message: bytes, size: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -184,7 +159,7 @@ class FailureSignal:
         number: Number of the pass, the same on all ranks.
     """
 
-    def __init__(self, group: RankGroup, number: int) -> None:
+    def __init__(self, group: ControlGroup, number: int) -> None:
         self._store = group.store(f"failure signal/{number}")
         self._size = group.size
         self._seconds = max(_LOOK_SECONDS, group.size / _RANKS_PER_LOOK_SECOND)
@@ -243,7 +218,7 @@ class WarnOnce:
             said.
     """
 
-    group: RankGroup
+    group: ControlGroup
     _said: set[str] = field(default_factory=set)
 
     def was_said(self, kind: str) -> bool:

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from dataloader_dispatch.batches import Uneven, masked_dummy, to_device
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import PassGenerator, length_of, set_loader_epoch
-from dataloader_dispatch.rank_group import RankGroup
 from dataloader_dispatch.synchronized.epoch import Epoch
 from dataloader_dispatch.synchronized.epoch_start import common_length
 from dataloader_dispatch.synchronized.exchange import Exchange, WarnOnce
@@ -80,11 +79,9 @@ class SynchronizedDataLoader(Generic[Batch]):
     ) -> None:
         self.loader = tie_loader_workers(loader)
         self.device = torch.device(device)
-        group = RankGroup(_ranks_of(process_group), timeout_seconds)
+        group = Exchange(_ranks_of(process_group), timeout_seconds)
         self._group = group
-        self._settings = Settings(
-            loader, self.device, group, Exchange(group), uneven, make_dummy, WarnOnce(group)
-        )
+        self._settings = Settings(loader, self.device, group, uneven, make_dummy, WarnOnce(group))
         self._state: PrefetchState[Batch] = PrefetchState(loader)
         self._generator = PassGenerator(loader)
         self._passes = 0
@@ -215,7 +212,7 @@ class SynchronizedDataLoader(Generic[Batch]):
         problem = None if settings.uneven in get_args(Uneven) else "it must be 'stop', 'pad' or 'error'"
         own = (str(settings.uneven), problem, length_of(self.loader))
         doing = "opening a SynchronizedDataLoader"
-        met = [own] if settings.group.size == 1 else settings.exchange.gather(doing, own)
+        met = [own] if settings.group.size == 1 else settings.group.gather(doing, own)
         self._lengths = tuple(length for _, _, length in met)
         for uneven, problem, _ in met:
             if problem is not None:

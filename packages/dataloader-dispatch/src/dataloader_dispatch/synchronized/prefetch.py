@@ -10,7 +10,6 @@ from typing import Generic, NoReturn, TypeVar
 import torch
 
 from dataloader_dispatch.batches import Uneven, copy_of, to_device
-from dataloader_dispatch.rank_group import RankGroup
 from dataloader_dispatch.synchronized.exchange import Exchange, WarnOnce
 from dist_env import RankFailedError
 
@@ -145,7 +144,6 @@ class Settings(Generic[Batch]):
         loader: This rank's loader.
         device: Where batches go.
         group: The ranks, at least two.
-        exchange: Exchanges between them.
         uneven: What to do when ranks run out.
         make_dummy: Makes a batch that stands in for a missing one, under ``uneven="pad"``.
         warn_once: What the user was told.
@@ -153,8 +151,7 @@ class Settings(Generic[Batch]):
 
     loader: Iterable[Batch]
     device: torch.device
-    group: RankGroup
-    exchange: Exchange
+    group: Exchange
     uneven: Uneven
     make_dummy: Callable[[Batch], Batch]
     warn_once: WarnOnce
@@ -173,7 +170,7 @@ class Delivery(Generic[Batch]):
 
     def __init__(self, settings: Settings[Batch]) -> None:
         self.settings = settings
-        self.prefetch = Prefetch(settings.loader, settings.device, settings.exchange.take_interruption)
+        self.prefetch = Prefetch(settings.loader, settings.device, settings.group.take_interruption)
         self.is_dummy = False
         self._dummy: Batch | None = None
 

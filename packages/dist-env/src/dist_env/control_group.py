@@ -1,0 +1,288 @@
+"""Small messages among some ranks of a job, beside its training backend; a rank that is lost is named."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from dist_env.coordination import current_coordinator
+from dist_env.decoding import decode_value
+from dist_env.encoding import encode_value
+from dist_env.errors import DistributedEnvironmentError, RankFailedError, one_line
+
+T = TypeVar("T")
+
+_SHORT = 1024
+"""Bytes of a message that travels in one exchange with its size."""
+_HEAD = 8
+_ROLL_CALL_SECONDS = 5.0
+"""How long the ranks are asked who is still there, after a connection between them broke."""
+_LOOK_SECONDS = 0.2
+_SHORTEST_PAUSE = 2e-5
+_LONGEST_PAUSE = 1e-3
+
+# How many groups were made of the same ranks: their names in the store must differ, and the names that
+# torch.distributed gives repeat when a group is destroyed and another one is made.
+_made: Counter[str] = Counter()
+_open: weakref.WeakSet[ControlGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A connection that outlives the interpreter can abort the process."""
+    for group in list(_open):
+        group.close()
+
+
+class ControlGroup:
+    """Connections of their own among some ranks, over gloo: beside any training backend, from any thread.
+
+    A rank that is lost while others wait for it is named within seconds, however long the timeout is, if its
+    connections break: then all ranks that wait answer a roll call in the job's store. `torch.distributed`
+    does not know the group. Making it is collective among its ranks; with one rank nothing is opened.
+
+    Args:
+        ranks: Global ranks that take part, this one among them, the same on each of them.
+        timeout_seconds: How long an exchange of the group may take.
+        doing: What the ranks are doing when they make it, for messages; groups of one kind say the same.
+
+    Attributes:
+        ranks: The global ranks.
+        index: Position of this rank among them.
+        process_group: The connections; None with one rank, and once it is closed.
+        scope: Name of the group, the same on its ranks, which no other group of the job has.
+
+    Raises:
+        DistributedEnvironmentError: `timeout_seconds` is not positive; or there are several ranks, and no
+            default process group or this rank is not one of them.
+        RankFailedError: A rank did not take part; named where it can be told.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], timeout_seconds: float, *, doing: str = "opening the control group"
+    ) -> None:
+        if not timeout_seconds > 0:
+            raise DistributedEnvironmentError(
+                f"timeout_seconds={timeout_seconds!r} is out of range; it must be positive"
+            )
+        self.ranks = tuple(ranks)
+        self.timeout_seconds = timeout_seconds
+        self.process_group: dist.ProcessGroup | None = None
+        self.index = 0
+        self.scope = ""
+        self._hosts = [socket.gethostname()]
+        if len(self.ranks) > 1:
+            self._connect(doing)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def name(self, index: int) -> str:
+        """Rank and host of one of the ranks, for messages."""
+        return f"rank {self.ranks[index]} ({self._hosts[index]})"
+
+    def store(self, name: str) -> Store:
+        """The job's store, under keys that no other group and no other name shares."""
+        return PrefixStore(name, self._store)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> dist.Work:
+        """Start to replace each element by the largest of all ranks; a CPU tensor."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        return self._connected().allreduce([tensor], options)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        """Start to replace a CPU tensor by that of the rank at position ``source``."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        return self._connected().broadcast([tensor], options)
+
+    def all_gather(self, received: list[torch.Tensor], tensor: torch.Tensor) -> dist.Work:
+        """Start to put the CPU tensors of all ranks, equally large, into ``received``."""
+        return self._connected().allgather([received], [tensor])
+
+    def gather(self, doing: str, value: T, *, most_bytes: int = 1 << 24) -> list[T]:
+        """The values of all ranks, in their order. Collective.
+
+        Args:
+            doing: What the ranks are doing, for the message.
+            value: Something short that `encode_value` takes, of the same type on every rank; any may have
+                None.
+            most_bytes: Longer messages of other ranks are refused.
+
+        Raises:
+            RankFailedError: A rank is lost, or its message cannot be read.
+        """
+        if self.size == 1:
+            return [value]
+        message = encode_value(value)
+        heads = self._gather_bytes(doing, len(message).to_bytes(_HEAD, "big") + message, _SHORT)
+        sizes = [int.from_bytes(head[:_HEAD], "big") for head in heads]
+        for index, size in enumerate(sizes):
+            if size > most_bytes:
+                raise self.unreadable(doing, index, f"it is said to have {size} bytes")
+        messages = [head[_HEAD:] for head in heads]
+        if max(sizes) > _SHORT - _HEAD:
+            messages = self._gather_bytes(doing, message, max(sizes))
+        own = [message[:size] for message, size in zip(messages, sizes, strict=True)]
+        return [self._decoded(doing, index, message, value) for index, message in enumerate(own)]
+
+    def wait(self, doing: str, work: dist.Work) -> None:
+        """Wait for an exchange of the group to end.
+
+        Args:
+            doing: What the ranks are doing, for the message.
+            work: What the exchange's start returned.
+
+        Raises:
+            RankFailedError: A rank is lost, or the exchange took longer than the timeout.
+        """
+        pause, next_look = _SHORTEST_PAUSE, time.monotonic() + _LOOK_SECONDS
+        # Polled: a rank that does not talk to the lost one itself would wait for the timeout in silence.
+        while not work.is_completed():
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + _LOOK_SECONDS
+                if self._others_gave_up():
+                    raise self.broken(doing, "other ranks lost a connection")
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.broken(doing, error) from error
+
+    def lost(self, doing: str, index: int, reason: object) -> RankFailedError:
+        """The error for one rank that is known to be lost."""
+        return RankFailedError(
+            f"{doing}: {self.name(index)} is lost: {one_line(reason)}. Look at the log of that rank",
+            self.ranks[index],
+        )
+
+    def unreadable(self, doing: str, index: int, reason: object) -> RankFailedError:
+        """The error for a message of one rank that cannot be read."""
+        return RankFailedError(
+            f"{doing}: {self.name(index)} sent a message that cannot be read: {one_line(reason)}. Run the "
+            "same releases on all ranks, import the same modules, and let nobody else reach their network",
+            self.ranks[index],
+        )
+
+    def broken(self, doing: str, reason: object) -> RankFailedError:
+        """The error for an exchange that broke, naming who failed or no longer answers.
+
+        gloo tells only the address of a connection that broke, and only to those who use it. This rank first
+        tells the others, who may wait for something else, and then all who are left answer a roll call.
+        """
+        seconds = min(self.timeout_seconds, _ROLL_CALL_SECONDS)
+        try:
+            missing = self._missing(seconds)
+        except RankFailedError as failure:
+            return RankFailedError(f"{doing}: a connection broke, and {failure}", failure.rank)
+        except dist.DistNetworkError:
+            return RankFailedError(
+                f"{doing}: a connection broke, and so did that to the store of the job: the process that "
+                f"holds it (rank 0, or the launcher) has ended: {one_line(reason)}",
+                None,
+            )
+        if missing:
+            named = ", ".join(self.name(index) for index in missing)
+            return RankFailedError(
+                f"{doing}: a connection broke, and within {seconds:g} s no answer came from {named}: "
+                f"{one_line(reason)}. Look at the log of that rank",
+                self.ranks[missing[0]],
+            )
+        return RankFailedError(
+            f"{doing}: no answer within timeout_seconds={self.timeout_seconds:g}, though every rank is "
+            f"alive: {one_line(reason)}. If one of them is only slow, raise timeout_seconds",
+            None,
+        )
+
+    def close(self) -> None:
+        """Close the connections of this rank; not collective."""
+        self.process_group = None
+        _open.discard(self)
+
+    def _connect(self, doing: str) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise DistributedEnvironmentError(
+                f"{self.size} ranks need a process group, and there is none; call "
+                "torch.distributed.init_process_group, or open a dist_env.DistributedEnvironment, first"
+            )
+        if dist.get_rank() not in self.ranks:
+            raise DistributedEnvironmentError(
+                f"rank {dist.get_rank()} is not one of the ranks that take part: {self.ranks}"
+            )
+        self.index = self.ranks.index(dist.get_rank())
+        self._hosts = ["unknown host"] * self.size
+        named = f"{doing}/{'-'.join(map(str, self.ranks))}"
+        _made[named] += 1
+        self.scope = f"{named}/{_made[named]}"
+        self._coordinator = current_coordinator()
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        self._store: Store = PrefixStore(f"dist_env/control/{self.scope}", store)
+        timeout = timedelta(seconds=self.timeout_seconds)
+        try:
+            gloo = dist.ProcessGroupGloo(self.store("gloo"), self.index, self.size, timeout)
+        except RuntimeError as error:
+            raise self.broken(doing, error) from error
+        self.process_group = cast(dist.ProcessGroup, gloo)  # a backend has the same methods
+        _open.add(self)
+        self._hosts = self.gather(doing, socket.gethostname())
+
+    def _connected(self) -> dist.ProcessGroup:
+        if self.process_group is None:
+            raise RuntimeError("the control group was closed; make a new one")
+        return self.process_group
+
+    def _gather_bytes(self, doing: str, message: bytes, size: int) -> list[bytes]:
+        own = torch.frombuffer(bytearray(message[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        buffers = [bytearray(size) for _ in self.ranks]
+        received = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
+        try:
+            work = self.all_gather(received, own)
+        except RuntimeError as error:
+            if self.process_group is None:
+                raise
+            raise self.broken(doing, error) from error
+        self.wait(doing, work)
+        return [bytes(buffer) for buffer in buffers]
+
+    def _decoded(self, doing: str, index: int, message: bytes, own: T) -> T:
+        try:
+            value = decode_value(message)
+        except ValueError as error:
+            raise self.unreadable(doing, index, error) from error
+        if type(value) is not type(own) and value is not None and own is not None:
+            raise self.unreadable(doing, index, f"it holds a {type(value).__name__}")
+        return cast(T, value)
+
+    def _missing(self, seconds: float) -> list[int]:
+        """Positions of the ranks that do not answer a roll call, to which this one answers."""
+        calls = self.store("roll call")
+        calls.set(str(self.index), "")
+        calls.set("called", "")
+        end = time.monotonic() + seconds
+        missing = list(range(self.size))
+        while missing and time.monotonic() < end:
+            missing = [index for index in missing if not calls.check([str(index)])]
+            # A rank that failed closes its connections before it says why.
+            self._coordinator.raise_if_failed()
+            time.sleep(_LOOK_SECONDS / 4 if missing else 0)
+        return missing
+
+    def _others_gave_up(self) -> bool:
+        try:
+            return bool(self.store("roll call").check(["called"]))
+        except dist.DistNetworkError:
+            return True

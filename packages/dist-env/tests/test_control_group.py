@@ -1,0 +1,64 @@
+"""Small messages among ranks, and what the others are told of one that is lost, fails or sends nonsense."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dist_env import ControlGroup, DistributedEnvironmentError
+
+HOST = socket.gethostname()
+# A roll call takes 5 s, the timeout of the groups 600 s; the rest is for a machine that is busy.
+WITHIN = 60.0
+
+
+def test_one_rank_needs_no_connection() -> None:
+    group = ControlGroup([0], 1.0)
+    assert group.gather("alone", {"a": 1}) == [{"a": 1}]
+    assert group.process_group is None
+    group.close()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(DistributedEnvironmentError, match="timeout_seconds=0 is out of range"):
+        ControlGroup([0], 0)
+    with pytest.raises(DistributedEnvironmentError, match="2 ranks need a process group, and there is none"):
+        ControlGroup([0, 1], 1.0)
+
+
+def test_three_ranks_exchange_values_and_name_a_killed_one(launch: Callable[..., Any]) -> None:
+    job = launch("controlling.py", 3, "trio")
+    assert job.codes == [0, -9, 0], job.err
+    for rank, seen in enumerate(job.notes):
+        assert seen["names"] == [f"rank {each} ({HOST})" for each in range(3)]
+        assert seen["short"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert seen["long"] == [1000, 1_001_000, 2_001_000]
+        if rank == 1:
+            continue
+        assert seen["pair"] == [0, 2]
+        assert seen["closed"][:2] == ["RuntimeError", "the control group was closed; make a new one"]
+        kind, text, named, when = seen["killed"]
+        assert (kind, named) == ("RankFailedError", 1)
+        assert text.startswith("saving: a connection broke, and within 5 s no answer came from rank 1 (")
+        assert when - job.notes[1]["killed"] < WITHIN
+    for name, told in (
+        ("a huge size", f"it is said to have {2**62} bytes"),
+        ("no value", "sent a message that cannot be read"),
+        ("a longer value", f"it is said to have {1 << 25} bytes"),
+    ):
+        for seen in job.notes[:2]:
+            kind, text, named, _ = seen[name]
+            assert (kind, named) == ("RankFailedError", 2)
+            assert text.startswith(f"{name}: rank 2 ({HOST}) sent a message that cannot be read: ")
+            assert told in text
+
+
+def test_why_a_rank_failed_is_told_also_where_its_connections_close_first(launch: Callable[..., Any]) -> None:
+    job = launch("controlling.py", 2, "failing")
+    assert job.codes == [0, 1], job.err
+    kind, text, named, _ = job.notes[0]["failed"]
+    assert (kind, named) == ("RankFailedError", 1)
+    assert text == f"saving: a connection broke, and rank 1 on {HOST} failed: OSError: no such disk"
