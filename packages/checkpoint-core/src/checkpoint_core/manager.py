@@ -1,12 +1,13 @@
 """The checkpoint manager: saves and restores declared state for a group of ranks."""
 
+import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import torch
 
@@ -21,6 +22,7 @@ from checkpoint_core.loading import LoadedCheckpoint, load
 from checkpoint_core.saving import CheckpointSave, Preprocessor
 from checkpoint_core.staging import StagingBuffer
 from checkpoint_core.threads import BackgroundWorker
+from checkpoint_core.wrapping import wrap_state
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
 _OPENING = "opening the checkpoint manager"
@@ -33,38 +35,44 @@ class CheckpointManager:
     asynchronous save is under way, any other call waits for it first.
 
     Args:
-        config: Where and how.
-        stateful_provider: Declares the components; or the components themselves.
-        dist: Rank and world size; None for a single process. With more than one rank the process group must
-            be open.
+        config: Where and how; or only the output directory.
+        state: What to save, by component key: models, optimizers, schedulers, stateful loaders, `RNGState`.
+            Each gets its wrapper, and its way of being shared by ranks, by its type. `StateComponent` says
+            both otherwise.
+        stateful_provider: Declares the components, in place of ``state``; or the components themselves.
+        dist: Rank and world size; None for those of the default process group, or a single process. With
+            more than one rank the process group must be open.
         preprocessor: A tokenizer or processor with ``save_pretrained(directory)``, saved with the weights.
         lease: The lease of ``output_dir``, which rank 0 holds (with ``save_on_each_node``, the first rank of
             each node): a save without it, or after it was lost, is refused.
 
     Raises:
-        CheckpointError: More than one rank, but no matching process group.
+        CheckpointError: More than one rank, but no matching process group; both or neither of ``state`` and
+            ``stateful_provider``; or an object in ``state`` that needs a `StateComponent`.
+        TypeError: An object in ``state`` has no state that can be saved.
     """
 
     def __init__(
         self,
-        config: CheckpointConfig,
+        config: CheckpointConfig | str | Path,
+        state: Mapping[str, object] | None = None,
         *,
-        stateful_provider: StatefulProvider | Sequence[StateComponent],
+        stateful_provider: StatefulProvider | Sequence[StateComponent] | None = None,
         dist: DistributedEnvInterface | None = None,
         preprocessor: Preprocessor | None = None,
         lease: DirectoryLease | None = None,
     ) -> None:
+        if isinstance(config, (str, Path)):
+            config = CheckpointConfig(output_dir=config)
         # Absolute: the program may change its directory, also while a save is in the background.
         config = replace(config, output_dir=Path(config.output_dir).absolute())
         self._config = config
         self._output_dir = Path(config.output_dir)
         self._closed = False
-        if isinstance(stateful_provider, Sequence):
-            stateful_provider = StaticStatefulProvider(stateful_provider)
-        self._provider = stateful_provider
+        env = _environment() if dist is None else dist
+        self._provider = _provider(state, stateful_provider, env.world_size)
         self._preprocessor = preprocessor
         self._lease = lease
-        env = _single_process() if dist is None else dist
         self._ranks = RankAgreement(env, config.timeout_seconds, each_node=config.save_on_each_node)
         opened = self._ranks.run(_OPENING, lambda: (uuid.uuid4().hex, _shared_settings(config)))
         _check_settings([settings for _, settings in opened])
@@ -138,6 +146,9 @@ class CheckpointManager:
                 self._finish(save)
         return save.final
 
+    save = save_checkpoint
+    """Short for :meth:`save_checkpoint`."""
+
     def trial_save(self, first_step: int = 0) -> None:
         """Write a whole checkpoint, and discard it: what a later save would trip over shows now. Collective.
 
@@ -205,6 +216,9 @@ class CheckpointManager:
             # Going on from it makes this the same run, so that rotation and replacement include it.
             self._retention.run_id = manifest.run_id
         return loaded
+
+    load = load_checkpoint
+    """Short for :meth:`load_checkpoint`."""
 
     def save_model(self, output_dir: str | Path, *, overwrite_output_dir: bool = False) -> Path:
         """Write the weights, configuration and preprocessor as a Hugging Face directory. Collective.
@@ -313,15 +327,35 @@ class CheckpointManager:
         return [(str(item.path), item.step, item.value) for item in best]
 
 
-def _single_process() -> DistributedEnvInterface:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        size = torch.distributed.get_world_size()
-        if size > 1:
-            raise CheckpointError(
-                f"dist=None stands for a single process, but a process group of {size} ranks is open; pass "
-                "dist, such as the DistributedEnvironment that opened it"
-            )
-    return StaticDistributedEnvironment()
+def _provider(
+    state: Mapping[str, object] | None,
+    provider: StatefulProvider | Sequence[StateComponent] | None,
+    world_size: int,
+) -> StatefulProvider:
+    if (state is None) == (provider is None):
+        raise CheckpointError(
+            f"CheckpointManager got {'neither' if state is None else 'both'} of state and stateful_provider, "
+            'and needs one of them, such as {"model": model, "optimizer": optimizer}'
+        )
+    if state is not None:
+        return StaticStatefulProvider(wrap_state(state, world_size))
+    if isinstance(provider, Sequence):
+        return StaticStatefulProvider(provider)
+    return cast(StatefulProvider, provider)
+
+
+def _environment() -> DistributedEnvInterface:
+    """That of the default process group, or a single process."""
+    group = torch.distributed
+    if not (group.is_available() and group.is_initialized()):
+        return StaticDistributedEnvironment()
+    rank, size = group.get_rank(), group.get_world_size()
+    return StaticDistributedEnvironment(
+        rank=rank,
+        world_size=size,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+    )
 
 
 def _shared_settings(config: CheckpointConfig) -> dict[str, object]:
