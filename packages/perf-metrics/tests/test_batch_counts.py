@@ -3,7 +3,7 @@ from collections import UserDict
 import pytest
 import torch
 
-from perf_metrics.callbacks.batch_counts import count_batch
+from perf_metrics.callbacks.lightning_state import count_batch
 
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from perf_metrics import DefaultMetrics
-from perf_metrics.callbacks.peak_memory import (
+from perf_metrics.callbacks.device_metrics import (
     MemoryFigures,
     PeakMemory,
     gather_memory_figures,

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from perf_metrics import ProgressCallback
-from perf_metrics.display.columns import ColumnOverrides
+from perf_metrics.display import ColumnOverrides
 
 RANKS = {"peak_mem_allocated": [2.0e9, 2.2e9], "peak_mem": [2.0e9, 2.2e9]}
 BARE: ColumnOverrides = {"step": None, "epoch": None}

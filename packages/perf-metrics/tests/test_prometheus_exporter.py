@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from perf_metrics import PrometheusExporter
 from perf_metrics.callbacks.prometheus_endpoint import MOST_CONNECTIONS, MetricsEndpoint
-from perf_metrics.callbacks.training_series import STEP
+from perf_metrics.monitoring.series import STEP
 
 RECORD = {
     "loss": 2.5,

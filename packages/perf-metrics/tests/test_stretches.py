@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from perf_metrics.callbacks.stretches import StretchTimer
+from perf_metrics.throughput import StretchTimer
 
 
 class Clock:

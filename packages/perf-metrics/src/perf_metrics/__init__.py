@@ -1,62 +1,76 @@
 """Tokens per second, model FLOPs and utilization for any training loop."""
 
-from .callbacks.batch_counts import TokenCounts
-from .callbacks.default_metrics import DefaultMetrics
-from .callbacks.interval_counts import IntervalCounts
-from .callbacks.json_logger import JsonLogger
+from .callbacks.device_metrics import OFUMetrics, PeakMemory
 from .callbacks.lightning import LightningCallbacks
-from .callbacks.ofu_metrics import OFUMetrics
-from .callbacks.peak_memory import PeakMemory
-from .callbacks.progress import ProgressCallback
+from .callbacks.lightning_state import TokenCounts
+from .callbacks.loggers import JsonLogger, ProgressCallback
+from .callbacks.metrics import DefaultMetrics, IntervalCounts
 from .callbacks.prometheus_exporter import PrometheusExporter
-from .compile_time import exclude_compilation
-from .display.columns import ColumnOverride, ColumnSpec
-from .display.format import format_value
-from .fleet.applications import Application, read_applications
+from .display import ColumnOverride, ColumnSpec, format_value
+from .fleet.app_metrics import Application, mfu_from_series, read_applications
 from .fleet.collect import collect_fleet
 from .fleet.job_samples import FleetSamples
-from .fleet.mfu_series import mfu_from_series
 from .fleet.prometheus_api import PrometheusAPI, PrometheusError
-from .fleet.report import FleetReport, JobReport, OutlierRule, fleet_report
+from .fleet.report import FleetReport, JobReport, OutlierRule, fleet_report, report_as_json, report_as_text
 from .fleet.report_html import report_as_html
-from .fleet.report_json import report_as_json
-from .fleet.report_text import report_as_text
-from .flops.accounts import FlopsPart, FlopsPerToken, FlopsUnknownError
-from .flops.architecture import Architecture, WeightGroup
+from .flops.architecture import (
+    CONVENTIONS,
+    Architecture,
+    Convention,
+    FlopsPart,
+    FlopsPerToken,
+    FlopsUnknownError,
+    WeightGroup,
+    convention,
+    hardware_flops_per_token,
+)
 from .flops.attention import AttentionLayer, ScanLayer
-from .flops.comparison import ComparedPart, FlopsComparison, compare_flops, warn_of_disagreement
-from .flops.conventions import CONVENTIONS, Convention, convention
 from .flops.counting import CountedFlops, CountedPart, count_flops
-from .flops.from_config import architecture_of_config
-from .flops.from_modules import architecture_of_model
 from .flops.per_token import (
+    ComparedPart,
+    FlopsComparison,
     ModelFlops,
+    compare_flops,
     flops_per_token_breakdown,
     model_flops_per_token,
     palm_flops_per_token,
+    warn_of_disagreement,
 )
-from .flops.recomputation import hardware_flops_per_token
+from .flops.read_architecture import architecture_of_config, architecture_of_model
 from .logs.log_file import load_logs
 from .logs.plot import plot_logs
 from .logs.summary import RunSummary, summarize_log
 from .monitoring.dashboard import grafana_dashboard
 from .monitoring.rules import recording_and_alert_rules
-from .ofu.clocks import TensorClock, ofu_from_activity, ofu_from_cycles, tensor_clock
-from .ofu.dcgm_dmon import read_dmon
-from .ofu.dcgm_exporter import read_exporter
-from .ofu.diagnosis import Candidate, Diagnosis, diagnose
-from .ofu.gpm import CycleCounts
-from .ofu.job_facts import JobFacts
-from .ofu.kernel_names import GemmKernel, TileShape, explain, parse_kernel
-from .ofu.nsys import read_nsys
-from .ofu.process_checks import Finding, check_process
-from .ofu.sampler import OFUSampler
-from .ofu.samples import Device, MeanOFU, Readings, Sample, mean_ofu, mean_ofu_by_device, mean_ofu_by_job
-from .ofu.tiles import EffectiveSizes, adjusted_ofu, effective_sizes, tile_overhead
-from .ofu.trace import TraceOverhead, trace_overhead
-from .ofu.trace_events import TraceFileError
-from .ofu.windows import DeviceWindow, OFUWindow
-from .throughput import Lap, ThroughputMeter
+from .ofu.counter_files import read_dmon, read_exporter, read_nsys
+from .ofu.diagnosis import Candidate, Diagnosis, Finding, JobFacts, check_process, diagnose
+from .ofu.kernels import (
+    EffectiveSizes,
+    GemmKernel,
+    TileShape,
+    adjusted_ofu,
+    effective_sizes,
+    explain,
+    parse_kernel,
+    tile_overhead,
+)
+from .ofu.nvml import CycleCounts
+from .ofu.sampler import DeviceWindow, OFUSampler, OFUWindow
+from .ofu.samples import (
+    Device,
+    MeanOFU,
+    Readings,
+    Sample,
+    TensorClock,
+    mean_ofu,
+    mean_ofu_by_device,
+    mean_ofu_by_job,
+    ofu_from_activity,
+    ofu_from_cycles,
+    tensor_clock,
+)
+from .ofu.trace import TraceFileError, TraceOverhead, trace_overhead
+from .throughput import Lap, ThroughputMeter, exclude_compilation
 from .utilization import device_peak_flops, mixed_peak_flops, model_flops_utilization, sum_peaks
 
 __all__ = [

@@ -1,12 +1,14 @@
-"""A stopwatch for training windows: gross time, net time, and where the time went."""
+"""Gross and net time of training windows, with compilation and other stretches left out."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,127 @@ class _Phase(AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         self._meter._leave(self)
+
+
+_log = logging.getLogger("perf_metrics")
+
+COMPILE_PHASE = "compile"
+"""The excluded phase of `exclude_compilation`."""
+
+
+@contextmanager
+def exclude_compilation(meter: ThroughputMeter) -> Iterator[None]:
+    """Leave whatever torch.compile compiles meanwhile out of the net time of a meter.
+
+    Warm-up and recompilations alike, forward and backward, appear as the phase "compile". The rest of the
+    step that caused them counts. Nothing is measured of kernels that are tuned when they first run.
+
+    torch reports compilations in `torch._dynamo.callback`. With a torch that has no such reports this raises,
+    rather than letting warm-up pass for training.
+
+    Args:
+        meter: The meter. Compilations of other models in this process are left out of it as well.
+
+    Raises:
+        RuntimeError: This torch does not report when it compiles.
+    """
+    try:
+        # Not at the top: this loads the compiler's front end.
+        from torch._dynamo.callback import callback_handler
+    except ImportError as error:
+        raise RuntimeError(
+            "exclude_compilation needs torch._dynamo.callback, which this torch does not have; "
+            "leave the first window out of your figures instead"
+        ) from error
+    compiling = _Compiling(meter)
+    callback_handler.register_start_callback(compiling.begin)
+    callback_handler.register_end_callback(compiling.end)
+    try:
+        yield
+    finally:
+        if compiling.begin in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(compiling.begin)
+        else:
+            _log.warning(
+                "torch._dynamo.reset() was called meanwhile: what was compiled after it counts as training"
+            )
+        if compiling.end in callback_handler.end_callbacks:
+            callback_handler.remove_end_callback(compiling.end)
+        compiling.end()
+
+
+class _Compiling:
+    """The open phase, while something is being compiled."""
+
+    def __init__(self, meter: ThroughputMeter) -> None:
+        self._meter = meter
+        self._phase: AbstractContextManager[None] | None = None
+
+    def begin(self, _: object) -> None:
+        if self._phase is None:
+            self._phase = self._meter.exclude(COMPILE_PHASE)
+            self._phase.__enter__()
+
+    def end(self, _: object = None) -> None:
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+            self._phase = None
+
+
+Kind: TypeAlias = Literal["train", "data", "evaluate", "save"]
+
+
+@dataclass(frozen=True)
+class IntervalTime:
+    """The time of one log interval.
+
+    Attributes:
+        net_seconds: Training and waiting for data, without evaluation, saving and compilation.
+        data_seconds: The part of it that was spent on waiting for data.
+    """
+
+    net_seconds: float
+    data_seconds: float
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Waiting for data as a share of the net time, 0 to 1; None when no time has passed."""
+        return self.data_seconds / self.net_seconds if self.net_seconds > 0 else None
+
+
+class StretchTimer:
+    """Sorts the time between events by what it was spent on.
+
+    Some trainers have no event at which an evaluation or a save begins; that it was one is known once it is
+    over. So each stretch of time gets its kind when it ends. Compilation is left out of all kinds.
+
+    Args:
+        clock: Returns seconds from any fixed origin and never goes back.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._meter = ThroughputMeter(clock)
+        self._seconds: dict[Kind, float] = {}
+        self._compiling = ExitStack()
+
+    def start(self) -> None:
+        """Begin a run: forget what was timed before."""
+        self.stop()
+        self._compiling.enter_context(exclude_compilation(self._meter))
+        self._seconds.clear()
+        self._meter.start()
+
+    def stop(self) -> None:
+        """End a run."""
+        self._compiling.close()
+
+    def end(self, kind: Kind) -> None:
+        """End the stretch since the last call, which was of this kind, and begin the next."""
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + self._meter.lap().net_seconds
+
+    def take(self) -> IntervalTime:
+        """End the interval with the last stretch that has ended, and return its time."""
+        data = self._seconds.get("data", 0.0)
+        time = IntervalTime(net_seconds=self._seconds.get("train", 0.0) + data, data_seconds=data)
+        self._seconds.clear()
+        return time

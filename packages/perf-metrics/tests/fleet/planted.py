@@ -1,4 +1,4 @@
-"""What is planted in known jobs of the synthetic fleet, by the names of `perf_metrics.ofu.mistakes`."""
+"""What is planted in known jobs of the synthetic fleet, by the names of `perf_metrics.ofu.diagnosis`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 import pytest
 
-from perf_metrics.fleet.agreement import Pair, agreement, agreement_by_gpus
+from perf_metrics.fleet.app_metrics import Pair, agreement, agreement_by_gpus
 
 
 def test_the_figures_by_hand() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from perf_metrics.monitoring.alert_rules import alert_rules
-from perf_metrics.monitoring.recorded_series import FleetLabels
-from perf_metrics.monitoring.rules import recording_and_alert_rules
+from perf_metrics.monitoring.rules import alert_rules, recording_and_alert_rules
+from perf_metrics.monitoring.series import FleetLabels
 
 from .promtool_rules import H100, RuleTest
 

@@ -2,7 +2,7 @@ from random import Random
 
 import pytest
 
-from perf_metrics.fleet.changes import find_drops
+from perf_metrics.fleet.regressions import find_drops
 
 STEP_S = 30.0
 

@@ -12,7 +12,7 @@ from perf_metrics import (
     report_as_json,
     report_as_text,
 )
-from perf_metrics.fleet.agreement import Pair
+from perf_metrics.fleet.app_metrics import Pair
 from perf_metrics.ofu.samples import Device
 
 

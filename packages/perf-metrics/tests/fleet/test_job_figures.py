@@ -3,8 +3,16 @@ import math
 import pytest
 
 from perf_metrics import Application, FleetSamples, fleet_report
-from perf_metrics.fleet.gpu_time import cells, seconds_of, weighted_percentiles
-from perf_metrics.fleet.job_figures import DeviceFigures, JobFigures, job_figures, odd_devices, spread
+from perf_metrics.fleet.job_figures import (
+    DeviceFigures,
+    JobFigures,
+    cells,
+    job_figures,
+    odd_devices,
+    seconds_of,
+    spread,
+    weighted_percentiles,
+)
 from perf_metrics.fleet.job_samples import JobSamples, RunLabels
 from perf_metrics.fleet.regressions import JobLevel, slower_than_earlier_jobs
 from perf_metrics.ofu.samples import Device

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from perf_metrics import FleetReport, PrometheusAPI, collect_fleet, fleet_report
-from perf_metrics.ofu.dcgm_exporter import CLOCK_NAME, TENSOR_NAMES
+from perf_metrics.ofu.counter_files import CLOCK_NAME, TENSOR_NAMES
 
 EXAMPLES = 24 * int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 MODEL, TENSOR_MHZ, STEP_S = "NVIDIA H100 80GB HBM3", 1830.0, 30

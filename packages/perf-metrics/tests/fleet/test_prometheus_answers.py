@@ -13,9 +13,8 @@ from urllib.parse import parse_qs
 import pytest
 
 from perf_metrics import PrometheusAPI, PrometheusError, collect_fleet, fleet_report
-from perf_metrics.fleet.chunks import read_in_chunks
-from perf_metrics.fleet.prometheus_api import QueryTooLargeError
-from perf_metrics.ofu.dcgm_exporter import CLOCK_NAME
+from perf_metrics.fleet.prometheus_api import QueryTooLargeError, read_in_chunks
+from perf_metrics.ofu.counter_files import CLOCK_NAME
 
 WHOLE = {
     "status": "success",

@@ -10,10 +10,9 @@ import yaml
 
 from perf_metrics import tensor_clock
 from perf_metrics.fleet.job_samples import MOST_MHZ
-from perf_metrics.monitoring.recorded_series import FleetLabels
-from perf_metrics.monitoring.recording_rules import known_tensor_clocks, recording_rules
-from perf_metrics.monitoring.rules import recording_and_alert_rules
-from perf_metrics.ofu.dcgm_exporter import CLOCK_NAME, blank_reason
+from perf_metrics.monitoring.rules import known_tensor_clocks, recording_and_alert_rules, recording_rules
+from perf_metrics.monitoring.series import FleetLabels
+from perf_metrics.ofu.counter_files import CLOCK_NAME, blank_reason
 
 from .promtool_rules import CLOCK, H100, NEW, OLD, RuleTest
 

@@ -146,11 +146,11 @@ def test_attention_of_the_cpu_counts_and_its_second_scores_are_recomputation() -
     watch = OperatorWatch(calls, None)
     with calls, watch:
         model(torch.randint(40, (1, LENGTH))).sum().backward()
-    attention = [booking for booking in watch.bookings if booking.operator == "attention"]
-    assert [booking.place.path for booking in attention] == [f"blocks.{i}.self_attn" for i in range(3)]
-    assert sum(booking.forward for booking in attention) == SCORES * LENGTH
-    assert sum(booking.backward for booking in attention) == 2 * SCORES * LENGTH
-    assert sum(booking.recomputed for booking in attention) == SCORES * LENGTH / 2
+    attention = [record for record in watch.records if record.operator == "attention"]
+    assert [record.place.path for record in attention] == [f"blocks.{i}.self_attn" for i in range(3)]
+    assert sum(record.forward for record in attention) == SCORES * LENGTH
+    assert sum(record.backward for record in attention) == 2 * SCORES * LENGTH
+    assert sum(record.recomputed for record in attention) == SCORES * LENGTH / 2
 
 
 def test_the_groups_of_a_convolution_count_backward_too() -> None:

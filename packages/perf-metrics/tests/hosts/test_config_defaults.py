@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from perf_metrics import Architecture, FlopsUnknownError, architecture_of_config
-from perf_metrics.flops.from_config import FAMILIES
+from perf_metrics.flops.read_architecture import FAMILIES
 
 SHAPE: dict[str, object] = {
     "vocab_size": 331, "hidden_size": 192, "intermediate_size": 388, "num_hidden_layers": 5,

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from perf_metrics import DefaultMetrics, JsonLogger, ProgressCallback
-from perf_metrics.callbacks.batch_counts import TokenCounts
+from perf_metrics.callbacks.device_metrics import PeakMemory
 from perf_metrics.callbacks.lightning import LightningCallbacks
-from perf_metrics.callbacks.peak_memory import PeakMemory
+from perf_metrics.callbacks.lightning_state import TokenCounts
 
 PEAK, FLOPS = 1e12, 5000.0
 

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from perf_metrics import DefaultMetrics, JsonLogger, ProgressCallback, model_flops_per_token
-from perf_metrics.callbacks.interval_counts import IntervalCounts
-from perf_metrics.callbacks.peak_memory import PeakMemory
+from perf_metrics.callbacks.device_metrics import PeakMemory
+from perf_metrics.callbacks.metrics import IntervalCounts
 
 PEAK = 1e12
 

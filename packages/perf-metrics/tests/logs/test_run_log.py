@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from perf_metrics.logs.panels import percent_text, smooth_values, tick_text
-from perf_metrics.logs.run_log import RunLog, default_names, read_run
+from perf_metrics.logs.plot import percent_text, smooth_values, tick_text
+from perf_metrics.logs.summary import RunLog, default_names, read_run
 
 
 def run_of(tmp_path: Path, *entries: dict[str, object]) -> RunLog:

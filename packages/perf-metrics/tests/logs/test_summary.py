@@ -8,8 +8,7 @@ from statistics import quantiles
 import pytest
 
 from perf_metrics.commands.main import main
-from perf_metrics.logs.summary import RunSummary, summarize_log
-from perf_metrics.logs.summary_table import summary_json, summary_lines
+from perf_metrics.logs.summary import RunSummary, summarize_log, summary_json, summary_lines
 
 GIB = 2**30
 START = 1_790_000_000.0

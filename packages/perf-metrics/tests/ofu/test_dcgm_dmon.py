@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from perf_metrics.ofu.dcgm_dmon import read_dmon
+from perf_metrics.ofu.counter_files import read_dmon
 from perf_metrics.ofu.samples import Device, mean_ofu, mean_ofu_by_device
 
 HEADER = """\

@@ -2,7 +2,7 @@
 
 import pytest
 
-from perf_metrics.ofu.dcgm_exporter import read_exporter
+from perf_metrics.ofu.counter_files import read_exporter
 from perf_metrics.ofu.samples import Device, mean_ofu, mean_ofu_by_device, mean_ofu_by_job
 
 PRO = "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"

@@ -1,9 +1,7 @@
 import pytest
 from torch import distributed
 
-from perf_metrics.ofu.diagnosis import Candidate, diagnose
-from perf_metrics.ofu.job_facts import JobFacts
-from perf_metrics.ofu.process_checks import check_process
+from perf_metrics.ofu.diagnosis import Candidate, JobFacts, check_process, diagnose
 
 
 def named(mfu: float, ofu: float, name: str, facts: JobFacts | None = None) -> Candidate:

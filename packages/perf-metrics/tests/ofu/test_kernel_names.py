@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from perf_metrics.ofu.candidates import candidate_kernels
-from perf_metrics.ofu.kernel_names import GemmKernel, TileShape, explain, parse_kernel
+from perf_metrics.ofu.kernels import GemmKernel, TileShape, candidate_kernels, explain, parse_kernel
 
 COLLECTED = [
     line

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from perf_metrics.ofu.nsys import CLOCK, TENSOR, read_nsys
+from perf_metrics.ofu.counter_files import NSYS_CLOCK, NSYS_TENSOR, read_nsys
 from perf_metrics.ofu.samples import mean_ofu_by_device
 
 START = 1_700_000_000_000_000_000
 TYPE = 0x0001_0000_0000_0000  # above the low byte stands the virtual machine
-NAMES = {7: "SMs Active [Throughput %]", 8: TENSOR, 0: CLOCK}
+NAMES = {7: "SMs Active [Throughput %]", 8: NSYS_TENSOR, 0: NSYS_CLOCK}
 Row = tuple[int, int, int, float]
 
 
@@ -80,10 +80,10 @@ def test_missing_metrics_and_similar_names_are_said(tmp_path: Path) -> None:
     readings = read_nsys(export(tmp_path / "a.sqlite", data, names))
     assert readings.samples == ()
     assert readings.notes[:2] == (
-        f"no metric {TENSOR!r}; there is Tensor Active / FP16 Active [Throughput %], not used",
-        f"no metric {CLOCK!r}; there is SYS Clock Frequency [MHz], not used",
+        f"no metric {NSYS_TENSOR!r}; there is Tensor Active / FP16 Active [Throughput %], not used",
+        f"no metric {NSYS_CLOCK!r}; there is SYS Clock Frequency [MHz], not used",
     )
-    only_tensor = read_nsys(export(tmp_path / "b.sqlite", [(100, TYPE, 8, 50)], {8: TENSOR}))
+    only_tensor = read_nsys(export(tmp_path / "b.sqlite", [(100, TYPE, 8, 50)], {8: NSYS_TENSOR}))
     assert (only_tensor.samples[0].tensor_activity, only_tensor.samples[0].sm_mhz) == (0.5, None)
     (mean,) = mean_ofu_by_device(only_tensor.samples, 1830.0).values()
     assert (mean.ofu, mean.reason) == (None, "1 of 1 samples lack the SM clock")
@@ -97,7 +97,7 @@ def test_a_gpu_without_the_metric_is_named(tmp_path: Path) -> None:
     readings = read_nsys(path)
     assert len(readings.samples) == 1
     assert readings.notes == (
-        f"GPU 1: no metric {TENSOR!r}; profile with nsys profile --gpu-metrics-devices=all and "
+        f"GPU 1: no metric {NSYS_TENSOR!r}; profile with nsys profile --gpu-metrics-devices=all and "
         "nsys export --type sqlite",
     )
 
@@ -108,8 +108,8 @@ def test_values_of_another_unit_are_left_out(tmp_path: Path) -> None:
     assert [s.sm_mhz for s in readings.samples] == [None, 1710.0, 0.0, 1710.0]
     assert [s.tensor_activity for s in readings.samples] == [0.5, None, 1.01, None]
     assert sorted(readings.notes) == [
-        f"{CLOCK}: 1 of 4 values are not a clock in Hz and were left out",
-        f"{TENSOR}: 2 of 4 values are not 0 to 100 % and were left out",
+        f"{NSYS_CLOCK}: 1 of 4 values are not a clock in Hz and were left out",
+        f"{NSYS_TENSOR}: 2 of 4 values are not 0 to 100 % and were left out",
     ]
 
 

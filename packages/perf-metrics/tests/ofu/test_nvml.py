@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from hardware_table import accelerators
-from perf_metrics.ofu.clocks import ofu_from_activity, ofu_from_cycles, tensor_clock
+from perf_metrics.ofu.samples import ofu_from_activity, ofu_from_cycles, tensor_clock
 
 READ = """
 import json, sys, time
 from dataclasses import asdict
-from perf_metrics.ofu.gpm import TensorMeter
+from perf_metrics.ofu.nvml import TensorMeter
 from perf_metrics.ofu.nvml import Nvml, UnavailableError
 
 def tell(number, identifier=None):

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from perf_metrics.callbacks.ofu_metrics import OFUMetrics, current_cuda_device, identifier_of
+from perf_metrics.callbacks.device_metrics import OFUMetrics, current_cuda_device, identifier_of
 from perf_metrics.ofu.nvml import Nvml, UnavailableError
 
 GPU = "GPU-00000000-0000-0000-0000-00000000000"
 TRAIN = """
 import json, logging, sys, time
 from types import SimpleNamespace
-from perf_metrics.callbacks.ofu_metrics import OFUMetrics
+from perf_metrics.callbacks.device_metrics import OFUMetrics
 said = []
 handler = logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage())

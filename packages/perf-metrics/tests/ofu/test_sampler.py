@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from perf_metrics.ofu.clocks import TensorClock
-from perf_metrics.ofu.gpm import CycleCounts, Reading
-from perf_metrics.ofu.nvml import Device
-from perf_metrics.ofu.sampler import OFUSampler
-from perf_metrics.ofu.windows import WindowSums
+from perf_metrics.ofu.nvml import CycleCounts, Device, Reading
+from perf_metrics.ofu.sampler import OFUSampler, WindowSums
+from perf_metrics.ofu.samples import TensorClock
 
 START = """
 import json, threading, time
@@ -187,8 +185,8 @@ def test_bad_arguments() -> None:
 
 WATCH = """
 import sys
-from perf_metrics.commands.parser import OneLineParser
-from perf_metrics.commands.watch import add_watch
+from perf_metrics.commands import OneLineParser
+from perf_metrics.commands.ofu import add_watch
 parser = OneLineParser(prog="perf-metrics")
 add_watch(parser.add_subparsers())
 options = parser.parse_args(["watch", *sys.argv[1:]])

@@ -7,10 +7,16 @@ import random
 
 import pytest
 
-from perf_metrics.commands.gemm import add_gemm
-from perf_metrics.commands.parser import OneLineParser
-from perf_metrics.ofu.kernel_names import GemmKernel, TileShape, parse_kernel
-from perf_metrics.ofu.tiles import adjusted_ofu, effective_sizes, tile_overhead
+from perf_metrics.commands import OneLineParser
+from perf_metrics.commands.ofu import add_gemm
+from perf_metrics.ofu.kernels import (
+    GemmKernel,
+    TileShape,
+    adjusted_ofu,
+    effective_sizes,
+    parse_kernel,
+    tile_overhead,
+)
 
 
 def kernel(name: str) -> GemmKernel:

@@ -11,11 +11,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from perf_metrics.ofu.kernel_names import TileShape, parse_kernel
-from perf_metrics.ofu.tiles import effective_sizes
-from perf_metrics.ofu.trace import TraceOverhead, trace_overhead
-from perf_metrics.ofu.trace_events import TraceFileError
-from perf_metrics.ofu.trace_shapes import matmul_sizes
+from perf_metrics.ofu.kernels import TileShape, effective_sizes, parse_kernel
+from perf_metrics.ofu.trace import TraceFileError, TraceOverhead, matmul_sizes, trace_overhead
 
 H100_SMS = 132
 TILE = "nvjet_tst_256x160_64x4_2x1"

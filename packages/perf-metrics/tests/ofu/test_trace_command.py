@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from perf_metrics.commands.parser import OneLineParser
-from perf_metrics.commands.trace import add_trace
+from perf_metrics.commands import OneLineParser
+from perf_metrics.commands.ofu import add_trace
 
 TILE = "nvjet_tst_256x160_64x4_2x1"
 

@@ -5,8 +5,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from perf_metrics.callbacks.ofu_metrics import gather_ofu
-from perf_metrics.callbacks.peak_memory import MemoryFigures, PeakMemory, gather_memory_figures
+from perf_metrics.callbacks.device_metrics import MemoryFigures, PeakMemory, gather_memory_figures, gather_ofu
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

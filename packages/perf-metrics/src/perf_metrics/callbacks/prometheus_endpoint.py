@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from .training_series import Figures
+from ..monitoring.series import Figures
 
 try:
     from prometheus_client import CollectorRegistry, MetricsHandler

@@ -7,9 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..records import is_evaluation, is_training
-from .events import EventHandlers, ProgressState
-from .training_series import (
+from ..logs.log_file import is_evaluation, is_training
+from ..monitoring.series import (
     LOGGED_AT,
     STEP,
     TOKENS,
@@ -18,6 +17,7 @@ from .training_series import (
     figures_of_interval,
     number,
 )
+from . import EventHandlers, ProgressState
 
 if TYPE_CHECKING:
     from .prometheus_endpoint import MetricsEndpoint

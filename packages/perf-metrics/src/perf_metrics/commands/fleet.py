@@ -1,4 +1,4 @@
-"""`perf-metrics fleet`: OFU of every job out of Prometheus, beside the MFU that the jobs report."""
+"""`perf-metrics fleet` and `fleet-files`: report on a fleet, and files that monitor it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..fleet.applications import Application, read_applications
+from ..fleet.app_metrics import Application, mfu_from_series, read_applications
 from ..fleet.collect import collect_fleet
 from ..fleet.job_samples import RUN_GAP_S, FleetSamples
-from ..fleet.mfu_series import mfu_from_series
 from ..fleet.prometheus_api import PrometheusAPI
-from ..fleet.report import OutlierRule, fleet_report
+from ..fleet.report import OutlierRule, fleet_report, report_as_json, report_as_text
 from ..fleet.report_html import report_as_html
-from ..fleet.report_json import report_as_json
-from ..fleet.report_text import report_as_text
-from ..ofu.clocks import check_tensor_mhz
+from ..monitoring.dashboard import grafana_dashboard
+from ..monitoring.rules import example_config, recording_and_alert_rules
+from ..ofu.samples import check_tensor_mhz
 
 if TYPE_CHECKING:
-    from .parser import Subparsers
+    from . import Subparsers
 
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _YEAR_2000, _YEAR_2100 = 946_684_800, 4_102_444_800
@@ -253,3 +252,68 @@ def _headers(options: argparse.Namespace) -> dict[str, str]:
         token = options.bearer_token_file.read_text(encoding="utf-8").strip()
         headers["Authorization"] = f"Bearer {token}"
     return headers
+
+
+def add_fleet_files(subparsers: Subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "fleet-files",
+        help="write rules and alerts for Prometheus and a dashboard for Grafana that show OFU of a fleet",
+        description="Write ofu-rules.yml (recording rules and alerts), ofu-dashboard.json (for Grafana) and "
+        "an example prometheus.yml. A file that is there with another content stays, and nothing is written.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write; created if it is not there")
+    parser.add_argument(
+        "--job-label", default="hpc_job", metavar="LABEL", help="label that names a job [%(default)s]"
+    )
+    parser.add_argument(
+        "--cluster-label", metavar="LABEL", help="label that names the cluster, if a server has several"
+    )
+    parser.add_argument(
+        "--tensor-mhz",
+        action="append",
+        default=[],
+        metavar="NAME=MHZ",
+        help="clock of the tensor peak of a GPU, by exact name; again for each [by hardware-table]",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    labels = {"job_label": options.job_label, "cluster_label": options.cluster_label}
+    clocks = dict(_tensor_clock(text) for text in options.tensor_mhz)
+    dashboard = json.dumps(grafana_dashboard(**labels), indent=2)
+    _write(
+        options.folder,
+        {
+            "ofu-rules.yml": recording_and_alert_rules(**labels, tensor_mhz=clocks),
+            "ofu-dashboard.json": f"{dashboard}\n",
+            "prometheus.yml": example_config(**labels),
+        },
+    )
+    return 0
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {folder / name: text for name, text in files.items()}
+    for path, text in paths.items():
+        # Somebody's own work, such as the server's config, must not be lost.
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise FileExistsError(
+                f"{path} is there with another content; give another folder, or move it away"
+            )
+    for path, text in paths.items():
+        path.write_text(text, encoding="utf-8")
+        print(path)
+
+
+def _tensor_clock(text: str) -> tuple[str, float]:
+    name, equals, mhz = text.rpartition("=")
+    try:
+        clock = float(mhz)
+    except ValueError:
+        clock = None
+    if not equals or not name.strip() or clock is None:
+        raise ValueError(f"tensor_mhz={text!r}: must be NAME=MHZ, such as 'NVIDIA H100 80GB HBM3=1830'")
+    return name.strip(), clock

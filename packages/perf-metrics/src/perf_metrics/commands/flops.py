@@ -8,20 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..display.text_table import text_table
-from ..flops.accounts import FlopsUnknownError
-from ..flops.architecture import Architecture
-from ..flops.comparison import FlopsComparison, compare_flops
-from ..flops.conventions import CONVENTIONS
-from ..flops.from_config import FAMILIES, architecture_of_config
-from ..flops.from_modules import architecture_of_model
-from ..flops.recomputation import hardware_flops_per_token
-from ..flops.settings import Settings
+from ..display import text_table
+from ..flops.architecture import CONVENTIONS, Architecture, FlopsUnknownError, hardware_flops_per_token
+from ..flops.attention import Settings
+from ..flops.per_token import FlopsComparison, compare_flops
+from ..flops.read_architecture import FAMILIES, architecture_of_config, architecture_of_model
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .parser import Subparsers
+    from . import Subparsers
 
 
 def add_flops(commands: Subparsers) -> None:

@@ -6,15 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .fleet import add_fleet
-from .fleet_files import add_fleet_files
+from . import OneLineParser
+from .fleet import add_fleet, add_fleet_files
 from .flops import add_flops
-from .gemm import add_gemm
-from .parser import OneLineParser
-from .plot import add_plot
-from .summary import add_summary
-from .trace import add_trace
-from .watch import add_watch
+from .logs import add_plot, add_summary
+from .ofu import add_gemm, add_trace, add_watch
 
 PROGRAM = "perf-metrics"
 

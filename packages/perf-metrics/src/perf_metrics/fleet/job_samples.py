@@ -11,8 +11,7 @@ from heapq import merge
 from itertools import pairwise
 from typing import TypeAlias
 
-from ..ofu.clocks import check_tensor_mhz, ofu_from_activity, tensor_clock
-from ..ofu.samples import MAX_ACTIVITY, Device
+from ..ofu.samples import MAX_ACTIVITY, Device, check_tensor_mhz, ofu_from_activity, tensor_clock
 
 RUN_GAP_S = 3600.0
 """Seconds without any sample of a job after which its name stands for another run: what is queued again after

@@ -1,13 +1,14 @@
-"""Counting what a model computes in one training step, without computing it."""
+"""Counts the FLOPs of one training step of any module, on a copy without values."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .accounts import (
+from .architecture import (
     ATTENTION_SCORES,
     KINDS,
     ROUTED_EXPERTS,
@@ -17,16 +18,109 @@ from .accounts import (
     FlopsPart,
     FlopsPerToken,
     FlopsUnknownError,
+    check_length,
+    kind_of,
     per_token_of,
 )
-from .architecture import check_length
-from .layer_kinds import kind_of
-from .meta_copy import NotCopiedError, meta_copy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from .operator_watch import Booking
+    from .operator_watch import OpRecord
+
+
+class NotCopiedError(ValueError):
+    """A part of the model cannot be copied; the message names it."""
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Return the model with its parameters and buffers on the meta device.
+
+    No memory for weights is needed, whatever the model's size. Sharded tensors become whole. Hooks are left
+    out, compiled modules are as they were written, modes and `requires_grad` are kept.
+
+    What compiles a module, or adds up gradients of ranks, is left out. An attribute that cannot be copied,
+    such as a lock or an open file, is shared with the original.
+
+    Args:
+        model: The model, which stays as it is.
+
+    Raises:
+        NotCopiedError: It is not a module.
+    """
+    from torch import nn
+
+    modules = list(model.modules())
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers(), *_bare_tensors(modules)):
+        memo.setdefault(id(tensor), _fake_tensor(tensor))
+    for module in modules:
+        # Made beforehand, so that hooks and what forbids copying (a sharded module does) are not met.
+        bare: nn.Module = object.__new__(_written_class(module))
+        memo[id(module)] = bare
+    for module in reversed(modules):
+        if (inner := _wrapped(module)) is not None:
+            memo[id(module)] = memo[id(inner)]
+    plain = nn.Module()
+    hooks = {
+        name for name, value in plain.__dict__.items() if isinstance(value, OrderedDict) and "hook" in name
+    }
+    for module in modules:
+        if _wrapped(module) is None:
+            clone = memo[id(module)]
+            clone.__dict__.update({name: _copied(value, memo) for name, value in _state(module, hooks)})
+            clone.__dict__.update({name: OrderedDict() for name in hooks})
+    result = memo[id(model)]
+    if not isinstance(result, nn.Module):
+        raise NotCopiedError(f"{type(model).__name__} is not a module")
+    return result
+
+
+def _state(module: nn.Module, hooks: set[str]) -> Iterator[tuple[str, object]]:
+    """What makes the module what it is; not what others have hung on it."""
+    for name, value in vars(module).items():
+        # Sharding keeps process groups there.
+        if name not in hooks and not name.startswith("__composable_api_state"):
+            yield name, None if name == "_compiled_call_impl" else value
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """The module within one that only compiles it, or adds up gradients of ranks."""
+    inner = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}.get(type(module).__name__)
+    return None if inner is None else module._modules.get(inner)
+
+
+def _copied(value: object, memo: dict[int, object]) -> object:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # noqa: BLE001 - locks, files, loggers: what cannot be copied is shared
+        return value
+
+
+def _written_class(module: nn.Module) -> type:
+    """The class that the author wrote, where sharding has put another one on top of it."""
+    kind = type(module)
+    if any(base.__name__ == "FSDPModule" for base in kind.__mro__[1:3]):
+        return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind.__mro__[1]
+    return kind
+
+
+def _bare_tensors(modules: list[nn.Module]) -> Iterator[Tensor]:
+    """Tensors that modules hold as plain attributes."""
+    import torch
+
+    for module in modules:
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+
+
+def _fake_tensor(tensor: Tensor) -> Tensor:
+    import torch
+    from torch import nn
+
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty.requires_grad_(tensor.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -97,7 +191,7 @@ def count_flops(
     """Count the FLOPs of one training step of this very model, by torch's formulas for its operators.
 
     A copy without values is run on the meta device, forward and backward; nothing is computed, and the model
-    stays as it is. Each operator is booked on the module that called it; its backward is found by the
+    stays as it is. Each operator is recorded for the module that called it; its backward is found by the
     autograd node. Beside torch's own formulas there are some for what torch leaves out: attention on the CPU,
     grouped products of experts, the groups of a convolution's backward.
 
@@ -123,12 +217,12 @@ def count_flops(
         raise ValueError("count_flops needs either sequence_length or inputs")
     import torch
 
-    from .trial_run import NotRunError, run_step
+    from .operator_watch import NotRunError, run_step
 
     try:
         # What is made in inference mode can have no gradient.
         with torch.inference_mode(False):
-            batch = _row(sequence_length) if inputs is None else _without_values(inputs)
+            batch = _row(sequence_length) if inputs is None else _fake_inputs(inputs)
             first = next((value for value in batch.values()), None)
             tokens = 0 if first is None else max(1, first.shape[:2].numel())
             return CountedFlops(tokens, _parts(run_step(meta_copy(model), batch, model), tokens))
@@ -146,30 +240,30 @@ def _row(sequence_length: int | None) -> dict[str, Tensor]:
     return {"input_ids": torch.zeros((1, sequence_length or 0), dtype=torch.int64, device="meta")}
 
 
-def _without_values(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _fake_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: value.detach().to("meta").requires_grad_(value.requires_grad) for name, value in inputs.items()
     }
 
 
-def _parts(bookings: Iterable[Booking], tokens: int) -> tuple[CountedPart, ...]:
+def _parts(records: Iterable[OpRecord], tokens: int) -> tuple[CountedPart, ...]:
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for booking in bookings:
-        figures = sums[_kind(booking)]
-        for index, amount in enumerate((booking.forward, booking.backward, booking.recomputed)):
+    for record in records:
+        figures = sums[_kind(record)]
+        for index, amount in enumerate((record.forward, record.backward, record.recomputed)):
             figures[index] += amount / tokens
     return tuple(CountedPart(kind, *sums[kind]) for kind in KINDS if kind in sums)
 
 
-def _kind(booking: Booking) -> str:
-    place = booking.place
+def _kind(record: OpRecord) -> str:
+    place = record.place
     kind = kind_of(place.path)
-    if booking.operator == "attention":
+    if record.operator == "attention":
         return ATTENTION_SCORES
-    if booking.operator == "convolution":
+    if record.operator == "convolution":
         return SHORT_CONVOLUTION if kind == STATE_PROJECTIONS else kind
     if place.holds_experts:
         return ROUTED_EXPERTS
-    if booking.operator == "batched":
+    if record.operator == "batched":
         return STATE_SCAN if kind == STATE_PROJECTIONS and not place.attends else ATTENTION_SCORES
     return kind

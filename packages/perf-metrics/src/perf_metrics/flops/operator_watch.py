@@ -1,19 +1,114 @@
-"""Books every operator that a model calls on the module that called it."""
+"""Runs one step of a copy of a model and records the FLOPs of each operator by module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache, wraps
+from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .op_formulas import FUSED_BACKWARD, SCORES_AGAIN, attention_operators, formulas, is_backward_of_attention
-
 if TYPE_CHECKING:
-    from torch import nn
     from torch.utils.hooks import RemovableHandle
+
+Shape: TypeAlias = tuple[int, ...]
+Formula: TypeAlias = Callable[..., float]
+
+FUSED_BACKWARD = 2.5
+"""Backward of fused attention over its forward: five products for two, as the scores are computed again."""
+
+SCORES_AGAIN = 0.5
+"""The part of that which is recomputation."""
+
+
+@cache
+def formulas() -> Mapping[object, Formula]:
+    """FLOPs by operator (an `OpOverloadPacket`), for inputs and outputs as they are called."""
+    from torch.utils.flop_counter import flop_registry
+
+    return {**flop_registry, **_missing()}
+
+
+@cache
+def attention_operators() -> frozenset[object]:
+    """Fused attention, forward and backward."""
+    named = (name for name in formulas() if "attention" in str(name))
+    return frozenset(named)
+
+
+def is_backward_of_attention(operator: object) -> bool:
+    """Whether an operator is the backward of fused attention, scores computed again included."""
+    return operator in attention_operators() and "backward" in str(operator)
+
+
+def _missing() -> dict[object, Formula]:
+    aten = torch.ops.aten
+    known: dict[str, Formula] = {
+        # torch 2.13 counts nothing for the CPU's kernel, and refuses fewer key heads than query heads.
+        "_scaled_dot_product_flash_attention_for_cpu": _attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        "_grouped_mm": _grouped,
+        "_scaled_grouped_mm": _grouped,
+        # torch 2.13 forgets the groups in the backward of a convolution.
+        "convolution_backward": _convolution_backward,
+    }
+    return {
+        getattr(aten, name): _of_shapes(formula) for name, formula in known.items() if hasattr(aten, name)
+    }
+
+
+def _of_shapes(formula: Callable[..., float]) -> Formula:
+    @wraps(formula)
+    def count(*args: object, out_val: object = None, **_: object) -> float:
+        return formula(*(tuple(arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args))
+
+    return count
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *_: object) -> float:
+    """[batch, heads, queries, size] and two more; keys and values may have fewer heads."""
+    batch, heads, queries, size = query
+    return 2.0 * batch * heads * queries * key[-2] * (size + value[-1])
+
+
+def _attention_backward(grad: Shape, query: Shape, key: Shape, value: Shape, *_: object) -> float:
+    return FUSED_BACKWARD * _attention(query, key, value)
+
+
+def _grouped(left: Shape, right: Shape, *_: object) -> float:
+    """Products of groups of rows, or of groups of columns: each row of the left is used once."""
+    if len(left) == 2 and len(right) == 2:
+        return 2.0 * left[0] * left[1] * right[1]
+    return 2.0 * prod(left) * right[-1]
+
+
+def _convolution_backward(
+    grad: Shape,
+    source: Shape,
+    weight: Shape,
+    bias: object,
+    stride: object,
+    padding: object,
+    dilation: object,
+    transposed: bool,
+    output_padding: object,
+    groups: int,
+    output_mask: tuple[bool, ...],
+    *_: object,
+) -> float:
+    places = prod((source if transposed else grad)[2:])
+    forward = 2.0 * grad[0] * places * prod(weight)
+    return forward * sum(output_mask[:2])
+
 
 Sort: TypeAlias = Literal["attention", "batched", "convolution", "product"]
 
@@ -37,7 +132,7 @@ def _place(path: str, module: nn.Module) -> Place:
 
 
 @dataclass
-class Booking:
+class OpRecord:
     """FLOPs of one sort of operator in one module, of all its calls."""
 
     place: Place
@@ -108,12 +203,12 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._foreign = {id(tensor) for tensor in held}
         self._last_node = -1
         self._makers: dict[int, Place] = {}
-        self._booked: dict[tuple[Place, Sort], Booking] = {}
+        self._records: dict[tuple[Place, Sort], OpRecord] = {}
 
     @property
-    def bookings(self) -> list[Booking]:
+    def records(self) -> list[OpRecord]:
         """What was counted."""
-        return list(self._booked.values())
+        return list(self._records.values())
 
     def __torch_dispatch__(
         self,
@@ -122,7 +217,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        """Run the operator, and book it if it has a formula."""
+        """Run the operator, and record it if it has a formula."""
         if self._is_copy:
             self._refuse_foreign(args)
         operator = getattr(func, "overloadpacket", func)
@@ -132,7 +227,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return parts
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        self._book(operator, formula(*args, **(kwargs or {}), out_val=result))
+        self._add(operator, formula(*args, **(kwargs or {}), out_val=result))
         return result
 
     def _refuse_foreign(self, args: Iterable[object]) -> None:
@@ -147,13 +242,13 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._refuse_foreign(arg)
 
     def _decomposed(self, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """What operators made of others come to, those others being booked."""
+        """What operators made of others come to, those others being recorded."""
         if not isinstance(func, torch._ops.OpOverload) or func is torch.ops.prim.device.default:
             return NotImplemented
         with self:
             return func.decompose(*args, **kwargs)
 
-    def _book(self, operator: object, flops: float) -> None:
+    def _add(self, operator: object, flops: float) -> None:
         node = torch._C._current_autograd_node()
         if node is None or torch.is_grad_enabled():
             place = self._calls.innermost
@@ -162,20 +257,20 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if newest > self._last_node:
                 self._makers[newest] = place
                 self._last_node = newest
-            booking = self._booking(place, operator)
+            record = self._record(place, operator)
             if node is None:
-                booking.forward += flops
+                record.forward += flops
             else:
-                booking.recomputed += flops
+                record.recomputed += flops
             return
-        booking = self._booking(self._makers.get(node._sequence_nr(), self._calls.innermost), operator)
+        record = self._record(self._makers.get(node._sequence_nr(), self._calls.innermost), operator)
         again = flops * SCORES_AGAIN / FUSED_BACKWARD if is_backward_of_attention(operator) else 0.0
-        booking.backward += flops - again
-        booking.recomputed += again
+        record.backward += flops - again
+        record.recomputed += again
 
-    def _booking(self, place: Place, operator: object) -> Booking:
+    def _record(self, place: Place, operator: object) -> OpRecord:
         sort = _sort(operator)
-        return self._booked.setdefault((place, sort), Booking(place, sort))
+        return self._records.setdefault((place, sort), OpRecord(place, sort))
 
 
 def _sort(operator: object) -> Sort:
@@ -193,3 +288,125 @@ def _holds_experts(module: nn.Module) -> bool:
     return any(parameter.dim() == 3 for parameter in own) and not isinstance(
         module, torch.nn.Conv1d | torch.nn.ConvTranspose1d
     )
+
+
+class NotRunError(ValueError):
+    """The model does not run without values."""
+
+
+def run_step(model: nn.Module, batch: Mapping[str, Tensor], original: nn.Module) -> list[OpRecord]:
+    """Run forward and backward, and return what was computed.
+
+    Where a model looks at values, it is tried in other ways: with a mask of its own, so that it does not
+    look for packed documents, and with experts that are all called alike.
+
+    Args:
+        model: The copy on the meta device.
+        batch: Keyword arguments, on the meta device.
+        original: The model that was copied, whose tensors must not be met.
+
+    Raises:
+        NotRunError: It does not run in any way, with the reason of the first.
+    """
+    problem: Exception | None = None
+    for prepare in _attempts(model, batch):
+        try:
+            return _run(model, prepare(), original)
+        except Exception as error:  # noqa: BLE001 - whatever a model does without values, it is told
+            problem = problem or error
+    text = str(problem).partition("\n")[0][:200] or type(problem).__name__
+    raise NotRunError(text)
+
+
+def _attempts(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Callable[[], Mapping[str, Tensor]]]:
+    """Ways to call a model; each gives the arguments when it is to be tried."""
+    masked = _with_mask(model, batch)
+    ways = [batch] if masked is None else [batch, masked]
+    for arguments in ways:
+        yield lambda arguments=arguments: arguments  # type: ignore[misc]
+    switch = getattr(model, "set_experts_implementation", None)
+    if callable(switch):
+        for arguments in ways:
+
+            def prepared(arguments: Mapping[str, Tensor] = arguments) -> Mapping[str, Tensor]:
+                # Which experts are used must not change what is called.
+                switch("batched_mm")
+                return arguments
+
+            yield prepared
+
+
+def _with_mask(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    """The arguments with a mask that is used as it is; None if the model takes none."""
+    tokens = batch.get("input_ids")
+    if tokens is None or "attention_mask" in batch or not _takes(model, "attention_mask"):
+        return None
+    length = tokens.shape[-1]
+    return {**batch, "attention_mask": torch.zeros((tokens.shape[0], 1, length, length), device="meta")}
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    taken = inspect.signature(model.forward).parameters.values()
+    return any(each.name == name or each.kind is each.VAR_KEYWORD for each in taken)
+
+
+def _run(model: nn.Module, batch: Mapping[str, Tensor], original: nn.Module) -> list[OpRecord]:
+    calls = CallStack(model)
+    watch = OperatorWatch(calls, original)
+    with ExitStack() as stack:
+        stack.enter_context(_generators_put_back())
+        stack.enter_context(torch.enable_grad())
+        # What the forward makes for itself, such as a mask, has no values either.
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(calls)
+        stack.enter_context(watch)
+        outputs = [output for output in _tensors(_call(model, batch)) if output.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        elif any(parameter.requires_grad for parameter in model.parameters()):
+            raise NotRunError("nothing that it returns depends on its trained parameters")
+    return watch.records
+
+
+@contextmanager
+def _generators_put_back() -> Iterator[None]:
+    drawn, numpy = random.getstate(), sys.modules.get("numpy")
+    arrays = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(drawn)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+
+
+def _call(model: nn.Module, batch: Mapping[str, Tensor]) -> object:
+    """Call with keywords; a row of tokens goes first where the model has another name for it."""
+    if "input_ids" in batch and not _takes(model, "input_ids"):
+        rest = {name: value for name, value in batch.items() if name != "input_ids"}
+        return model(batch["input_ids"], **rest)
+    return model(**batch)
+
+
+def _tensors(output: object) -> list[Tensor]:
+    """What a loss would be made of: the loss or the logits where a model says so, else what it returns."""
+    for name in ("loss", "logits", "last_hidden_state"):
+        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return [value]
+    return list(_leaves(output))
+
+
+def _leaves(output: object) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _leaves(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _leaves(value)
+    elif dataclasses.is_dataclass(output):
+        for field in dataclasses.fields(output):
+            yield from _leaves(getattr(output, field.name))

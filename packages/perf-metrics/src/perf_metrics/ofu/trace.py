@@ -1,18 +1,302 @@
-"""Tile overhead of a whole trace of torch.profiler: which kernels compute how much more than was asked."""
+"""Tile overhead of a torch.profiler trace: which kernels compute how much more than was asked."""
 
 from __future__ import annotations
 
+import enum
+import gzip
+import json
+import math
 import re
+import zlib
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import IO, NamedTuple, TypeAlias
 
-from .grid_check import GridCheck, GridChecks
-from .kernel_names import PLAIN_CORES, GemmKernel, explain, parse_kernel
-from .tiles import EffectiveSizes, effective_sizes
-from .trace_events import Event, TraceFile, TraceFileError
-from .trace_shapes import MATMUL_OPERATORS, MatmulSizes, matmul_sizes
+from .kernels import PLAIN_CORES, EffectiveSizes, GemmKernel, effective_sizes, explain, parse_kernel
+
+Event: TypeAlias = Mapping[str, object]
+
+_CHUNK = 1 << 20
+_SPACE = re.compile(r"[\s,]*")
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class TraceFileError(ValueError):
+    """The file is no trace in the chrome format."""
+
+
+class TraceFile:
+    """A trace of torch.profiler: JSON, or JSON packed by gzip, whatever the file is called.
+
+    Attributes:
+        header: What the file says beside the events. Complete once `events` has come to its end.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.header: dict[str, object] = {}
+
+    def events(self) -> Iterator[Event]:
+        """Go through the events in the order of the file.
+
+        Raises:
+            TraceFileError: It is not JSON, is cut off, or has no events.
+            OSError: It cannot be read.
+        """
+        with self._open() as file:
+            reader = _Reader(file)
+            try:
+                yield from self._walk(reader)
+            except json.JSONDecodeError as error:
+                raise TraceFileError(
+                    f"{self.path}: not a JSON trace, or cut off, near character "
+                    f"{reader.dropped + error.pos:,} ({error.msg})"
+                ) from None
+            except TraceFileError:
+                raise
+            except (RecursionError, ValueError) as error:  # brackets by thousands, or digits
+                raise TraceFileError(f"{self.path}: not a trace that can be read ({error})") from None
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise TraceFileError(f"{self.path}: the gzip file is damaged ({error})") from None
+
+    def _open(self) -> IO[str]:
+        with self.path.open("rb") as file:
+            packed = file.read(2) == _GZIP_MAGIC
+        # Names of frames and modules may hold bytes of any encoding; the figures never do.
+        if packed:
+            return gzip.open(self.path, "rt", encoding="utf-8", errors="replace")
+        return self.path.open(encoding="utf-8", errors="replace")
+
+    def _walk(self, reader: _Reader) -> Iterator[Event]:
+        opening = reader.next_character()
+        if opening == "[":
+            reader.skip()
+            yield from self._array(reader)
+            return
+        if opening != "{":
+            raise TraceFileError(f"{self.path}: not a trace: must be a JSON object with traceEvents")
+        reader.skip()
+        found = False
+        while (character := reader.next_character()) != "}":
+            if character != '"':
+                raise json.JSONDecodeError("expected a key", "", reader.position)
+            key = str(reader.value())
+            if reader.next_character() != ":":
+                raise json.JSONDecodeError("expected a colon", "", reader.position)
+            reader.skip()
+            if key == "traceEvents" and reader.next_character() == "[":
+                found = True
+                reader.skip()
+                yield from self._array(reader)
+            else:
+                self.header[key] = reader.value()
+        if not found:
+            raise TraceFileError(f"{self.path}: not a trace of torch.profiler: it has no list traceEvents")
+
+    @staticmethod
+    def _array(reader: _Reader) -> Iterator[Event]:
+        while reader.next_character() != "]":
+            event = reader.value()
+            if isinstance(event, dict):
+                yield event
+        reader.skip()
+
+
+class _Reader:
+    """JSON values out of a text that is read piece by piece."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._decode = json.JSONDecoder(strict=False).raw_decode
+        self._text = ""
+        self._ended = False
+        self.position = 0
+        self.dropped = 0
+
+    def next_character(self) -> str:
+        """The next character that is neither space nor comma, left in place; empty at the end."""
+        while True:
+            match = _SPACE.match(self._text, self.position)
+            self.position = match.end() if match else self.position
+            if self.position < len(self._text):
+                return self._text[self.position]
+            if not self._fill():
+                raise json.JSONDecodeError("the file ends too early", "", self.position)
+
+    def skip(self) -> None:
+        """Go past the character that `next_character` gave."""
+        self.position += 1
+
+    def value(self) -> object:
+        """The next value."""
+        self.next_character()
+        while True:
+            try:
+                value, end = self._decode(self._text, self.position)
+            except json.JSONDecodeError:
+                if not self._fill():
+                    raise
+                continue
+            # A number at the end of the piece may go on in the next one.
+            if end == len(self._text) and self._fill():
+                continue
+            self.position = end
+            return value
+
+    def _fill(self) -> bool:
+        """Read on; False at the end of the file. The piece doubles while one value does not fit."""
+        if self._ended:
+            return False
+        left = self._text[self.position :]
+        more = self._file.read(max(_CHUNK, len(left)))
+        self._ended = not more
+        self.dropped += self.position
+        self._text, self.position = left + more, 0
+        return bool(more)
+
+
+_FACTORS = {
+    "aten::mm": (0, 1),
+    "aten::bmm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::addmm_": (1, 2),
+    "aten::_addmm_activation": (1, 2),
+    "aten::baddbmm": (1, 2),
+    "aten::baddbmm_": (1, 2),
+    "aten::linear": (0, 1),
+    "aten::_scaled_mm": (0, 1),
+    "aten::_scaled_mm_v2": (0, 1),
+}
+"""Where the two factors are among the inputs of an operator, read from the schemas of torch 2.13."""
+
+MATMUL_OPERATORS = frozenset(_FACTORS)
+"""Operators whose sizes are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulSizes:
+    """A batch of products of [tokens, k] and [k, features], in torch's row-major terms.
+
+    Attributes:
+        batch: Products of this size.
+        tokens: Rows of the result, which is cuBLAS's n.
+        features: Columns of the result, which is cuBLAS's m.
+        k: Depth.
+    """
+
+    batch: int
+    tokens: int
+    features: int
+    k: int
+
+    def __str__(self) -> str:
+        product = f"[{self.tokens}, {self.k}] x [{self.k}, {self.features}]"
+        return product if self.batch == 1 else f"{self.batch} of {product}"
+
+    @property
+    def flops(self) -> int:
+        """FLOPs that were asked for: 2 m n k, times the batch."""
+        return 2 * self.batch * self.tokens * self.features * self.k
+
+
+def matmul_sizes(operator: str, shapes: object) -> MatmulSizes | None:
+    """Read the sizes of an operator.
+
+    Args:
+        operator: One of `MATMUL_OPERATORS`.
+        shapes: The trace's "Input Dims": a list of shapes.
+
+    Returns:
+        The sizes, or None where the shapes are not there, do not fit one another or hold nothing.
+    """
+    left, right = (_shape(shapes, place) for place in _FACTORS[operator])
+    if left is None or right is None:
+        return None
+    if operator == "aten::linear":
+        return _sizes(1, prod(left[:-1]), left[-1], right[::-1])
+    if len(left) == 3 and len(right) == 3 and left[0] == right[0]:
+        return _sizes(left[0], left[1], left[2], right[1:])
+    if len(left) == 2:
+        return _sizes(1, left[0], left[1], right)
+    return None
+
+
+def _sizes(batch: int, tokens: int, k: int, right: Sequence[int]) -> MatmulSizes | None:
+    if len(right) != 2 or right[0] != k or min(batch, tokens, k, right[1]) < 1:
+        return None
+    return MatmulSizes(batch, tokens, right[1], k)
+
+
+def _shape(shapes: object, place: int) -> Sequence[int] | None:
+    if not isinstance(shapes, list) or len(shapes) <= place:
+        return None
+    shape = shapes[place]
+    if not isinstance(shape, list) or not shape or any(type(size) is not int for size in shape):
+        return None
+    return shape
+
+
+class GridCheck(enum.Enum):
+    """What a launched grid says about the formula."""
+
+    AGREES = "agrees"
+    DIFFERS = "differs"
+    UNCHECKED = "unchecked"
+
+    @classmethod
+    def of(
+        cls, kernel: GemmKernel, blocks: int, grid: Sequence[int] | None, multiprocessors: int | None
+    ) -> GridCheck:
+        """Compare a grid with the formula.
+
+        A persistent kernel starts at most one block for each multiprocessor, so a grid can only be held
+        against the formula if the formula gives no more blocks than that. cutlass_80 pads its grid for the
+        order of the tiles, and how XMMA lays out its grid was not seen: neither is checked.
+
+        Args:
+            kernel: What the name tells.
+            blocks: Thread blocks by the formula, over the whole batch, before any split of k.
+            grid: As launched, or None if it is not known.
+            multiprocessors: Of the device, or None if it is not known.
+        """
+        if grid is None or kernel.family not in ("nvjet", "cutlass3x") or not _whole(kernel):
+            return cls.UNCHECKED
+        # Only the product: which side of the grid is which, and where the clusters are, differs by kernel.
+        launched = prod(grid)
+        if launched == blocks or (kernel.split_k and launched % blocks == 0):
+            return cls.AGREES
+        if launched > blocks and not kernel.split_k:
+            return cls.DIFFERS
+        # Into how many parts k is split is not told, so they may be more than there are multiprocessors.
+        wanted = math.inf if kernel.split_k and launched > blocks else blocks
+        persistent = multiprocessors is None or wanted > multiprocessors >= launched
+        return cls.UNCHECKED if persistent else cls.DIFFERS
+
+
+@dataclass(frozen=True, slots=True)
+class GridChecks:
+    """Launches of one kernel by what their grids say.
+
+    Attributes:
+        agree: The grid is what the formula gives.
+        differ: It is not: the name was misread, the axes are others, or the operator's shapes are not those
+            of the kernel.
+        unchecked: The kernel is persistent, or the trace does not tell.
+        example: The first that differs, in words.
+    """
+
+    agree: int
+    differ: int
+    unchecked: int
+    example: str | None = None
+
+
+def _whole(kernel: GemmKernel) -> bool:
+    return kernel.tile.cluster_m is not None and kernel.tile.cluster_n is not None
+
 
 _MATRIX_WORK = re.compile(
     r"gemm|nvjet|cutlass|xmma|mma_|matmul|flash|fmha|attention|attn|sdpa|conv(?!ert)|triton_tem_",

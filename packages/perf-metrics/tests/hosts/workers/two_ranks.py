@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from perf_metrics import DefaultMetrics, JsonLogger
-from perf_metrics.callbacks.interval_counts import IntervalCounts
+from perf_metrics.callbacks.device_metrics import PeakMemory
 from perf_metrics.callbacks.lightning import LightningCallbacks
-from perf_metrics.callbacks.peak_memory import PeakMemory
+from perf_metrics.callbacks.metrics import IntervalCounts
 
 folder = Path(sys.argv[1])
 config = LlamaConfig(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from perf_metrics.callbacks.ofu_metrics import OFUMetrics
+from perf_metrics.callbacks.device_metrics import OFUMetrics
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 dist.init_process_group("gloo")

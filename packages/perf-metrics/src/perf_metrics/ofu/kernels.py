@@ -1,17 +1,17 @@
-"""What the name of a matrix multiplication kernel tells: its tile, its cluster and its number formats.
-
-There is no published grammar for cuBLAS's names. The rules here are read from names in public traces (the
-list in the tests); CUTLASS documents its own. A name that does not follow them is not read at all: `explain`
-says why.
-"""
+"""Matrix multiplication kernels: what their names tell, which are known, and what their tiles cost."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias
+
+# There is no published grammar for cuBLAS's names. The rules here are read from names in public traces (the
+# list in the tests); CUTLASS documents its own. A name that does not follow them is not read at all:
+# `explain` says why.
 
 Family: TypeAlias = Literal["nvjet", "cutlass3x", "cutlass_80", "xmma"]
 
@@ -289,3 +289,209 @@ _SCHEMES: tuple[tuple[re.Pattern[str], Callable[[str], GemmKernel | str]], ...] 
     (re.compile(r"\bcutlass_80_\w+"), _cutlass2),
     (re.compile(r"\bsm\d+_xmma_gemm_\w+"), _xmma),
 )
+
+
+# Kernels seen in public traces, by architecture and number format. Which kernel cuBLAS picks for given sizes
+# is not known outside of it; the list is what the survey of public traces met, not what cuBLAS has.
+
+_HOPPER_16 = (
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT",
+    "nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_coopA_TNN",
+    "nvjet_sm90_hsh_320x128_64x3_1x2_h_bz_coopB_TNT",
+    "nvjet_sm90_tst_192x208_64x4_2x1_v_bz_coopB_bias_TNT",
+    "nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NTN",
+    "nvjet_sm90_tst_512x8_64x3_2x1_v_bz_TNT",
+    "nvjet_sm90_tst_192x8_64x8_2x1_v_bz_TNT",
+    "nvjet_sm90_tst_128x8_64x12_4x1_v_bz_TNT",
+    "nvjet_sm90_tst_64x16_64x16_4x1_v_bz_splitK_TNT",
+    "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT",
+)
+_HOPPER_8 = (
+    "nvjet_sm90_qqtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT",
+    "nvjet_sm90_qqtst_128x128_128x6_1x2_h_bz_ovscale_TNT",
+)
+_HOPPER_TF32 = (
+    "sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize256x128x32_warpgroupsize2x1x1"
+    "_execute_segment_k_off_kernel__5x_cublas",
+    "sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32_warpgroupsize1x1x1"
+    "_execute_segment_k_off_kernel__5x_cublas",
+)
+_AMPERE_16 = (
+    "cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8",
+    "cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x256_32x3_tn_align8",
+    "cutlass_80_tensorop_bf16_s16816gemm_bf16_128x128_64x3_nn_align8",
+    "cutlass_80_tensorop_bf16_s16816gemm_bf16_64x256_32x4_nn_align8",
+    "cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x64_64x6_tn_align8",
+)
+_AMPERE_TF32 = (
+    "cutlass_80_tensorop_s1688gemm_256x128_16x3_nn_align4",
+    "cutlass_80_tensorop_s1688gemm_128x256_16x3_nn_align4",
+    "cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align4",
+    "cutlass_80_tensorop_s1688gemm_256x64_16x4_nn_align4",
+    "cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4",
+)
+_BLACKWELL_16 = (
+    "nvjet_sm100_tst_128x256_64x6_2x1_2cta_v_bz_TNT",
+    "nvjet_sm100_tst_256x128_64x5_2x1_2cta_v_bz_TNT",
+    "nvjet_sm100_tst_192x288_64x5_2x1_2cta_v_bz_TNT",
+    "nvjet_sm100_tst_64x32_64x16_2x1_2cta_v_bz_TNT",
+    "nvjet_sm100_tst_128x24_64x11_4x2_h_bz_TNT",
+    "nvjet_sm100_tst_32x64_64x16_4x1_v_bz_TNN",
+    "nvjet_sm100_tst_16x64_64x16_4x1_v_bz_TNN",
+)
+_BLACKWELL_8 = (
+    "nvjet_sm100_qqtst_128x256_128x6_2x1_2cta_v_bz_bias_TNT",
+    "nvjet_sm100_qqtst_128x16_128x12_2x1_2cta_v_bz_TNT",
+)
+_BLACKWELL_4 = (
+    "nvjet_sm100_oosss_128x256_256x5_2x1_2cta_v_bz_Avec16UE4M3_Bvec16UE4M3_TNT",
+    "nvjet_sm100_ootst_128x128_256x7_4x1_2cta_v_bx_Avec16UE4M3_Bvec16UE4M3_TNT",
+)
+
+# By compute capability, not by the name of the architecture: consumer Blackwell (12.x) has other kernels.
+_SEEN: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("9.0", "bf16"): _HOPPER_16,
+    ("9.0", "fp16"): _HOPPER_16,
+    ("9.0", "tf32"): _HOPPER_TF32,
+    ("9.0", "fp8"): _HOPPER_8,
+    ("8.0", "bf16"): _AMPERE_16,
+    ("8.0", "fp16"): _AMPERE_16,
+    ("8.0", "tf32"): _AMPERE_TF32,
+    ("10.0", "bf16"): _BLACKWELL_16,
+    ("10.0", "fp16"): _BLACKWELL_16,
+    ("10.0", "fp8"): _BLACKWELL_8,
+    ("10.0", "fp4"): _BLACKWELL_4,
+}
+
+
+def candidate_kernels(compute_capability: str | None, dtype: str) -> tuple[GemmKernel, ...]:
+    """Kernels of an architecture and a number format that public traces show.
+
+    BF16 and FP16 share their tiles, so names of either stand for both.
+
+    Args:
+        compute_capability: Such as "9.0", of an NVIDIA device.
+        dtype: "bf16", "fp16", "tf32", "fp8" or "fp4".
+
+    Returns:
+        The kernels; empty where none was collected.
+    """
+    names = _SEEN.get((compute_capability or "", dtype), ())
+    return tuple(kernel for kernel in map(parse_kernel, names) if kernel is not None)
+
+
+# Formulas: section on tile quantization of "Instant GPU Efficiency Visibility at Fleet Scale". The copy that
+# was read had lost its equations; they are rebuilt from the prose, and agree with its worked example and with
+# the launched grids of four kernels in a public trace (see `tests/ofu`).
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveSizes:
+    """The sizes that a kernel really computes.
+
+    Attributes:
+        m: Effective size along the kernel's m, rounded up to whole tiles and whole clusters.
+        n: The same along n.
+        k: Effective depth, rounded up to whole steps.
+        blocks_m: Thread blocks along m, those that only fill up a cluster included.
+        blocks_n: The same along n.
+        inexact: Why the sizes are a lower bound; None if they are exact.
+    """
+
+    m: int
+    n: int
+    k: int
+    blocks_m: int
+    blocks_n: int
+    inexact: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything that the sizes depend on is known."""
+        return self.inexact is None
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks of one matrix multiplication, before any split of k."""
+        return self.blocks_m * self.blocks_n
+
+    @property
+    def flops(self) -> int:
+        """FLOPs that are computed: 2 m n k."""
+        return 2 * self.m * self.n * self.k
+
+
+def effective_sizes(kernel: GemmKernel | TileShape, m: int, n: int, k: int) -> EffectiveSizes:
+    """Round the sizes of a matrix multiplication up to what the kernel computes.
+
+    M' = ceil(ceil(M / TM) / CM) CM TM, N' likewise, K' = ceil(K / TK) TK. A thread block that only fills up
+    its cluster computes a tile like the others.
+
+    Args:
+        kernel: A kernel as `parse_kernel` gives it, or a tile.
+        m: Size along cuBLAS's m: torch's out_features. For a kernel that is `row_major`: torch's tokens.
+        n: The other one.
+        k: Depth.
+
+    Returns:
+        The sizes. Where the name leaves out the cluster or the depth of a step, they are taken as 1 and the
+        result is a lower bound, marked `inexact`; so is that of a split k, as each part may be rounded up.
+
+    Raises:
+        ValueError: A size is not a whole number of 1 or more.
+    """
+    for name, size in (("m", m), ("n", n), ("k", k)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}={size!r}: must be a whole number of 1 or more")
+    tile = kernel if isinstance(kernel, TileShape) else kernel.tile
+    blocks_m = _round_up(-(-m // tile.m), tile.cluster_m or 1)
+    blocks_n = _round_up(-(-n // tile.n), tile.cluster_n or 1)
+    return EffectiveSizes(
+        m=blocks_m * tile.m,
+        n=blocks_n * tile.n,
+        k=_round_up(k, tile.k or 1),
+        blocks_m=blocks_m,
+        blocks_n=blocks_n,
+        inexact=_inexact(tile, isinstance(kernel, GemmKernel) and kernel.split_k),
+    )
+
+
+def tile_overhead(kernel: GemmKernel | TileShape, m: int, n: int, k: int) -> float:
+    """Share of work on top of what was asked for: M'N'K' / (MNK) - 1; 0.0156 is 1.56 %.
+
+    Arguments and errors are those of `effective_sizes`; where that is a lower bound, so is this.
+    """
+    return effective_sizes(kernel, m, n, k).flops / (2 * m * n * k) - 1
+
+
+def adjusted_ofu(ofu: float, overhead: float) -> float:
+    """OFU with the extra work of the tiles divided out: OFU / (1 + overhead).
+
+    Args:
+        ofu: As a share of the peak: 0.45 is 45 %.
+        overhead: As `tile_overhead` gives it, or over a whole trace.
+
+    Raises:
+        ValueError: `ofu` is not a share, or `overhead` is negative or not finite.
+    """
+    # Above 1 is possible, as the clock may be above that of the peak (1980 MHz for 1830 on an H100).
+    if not 0 <= ofu <= 1.5:
+        raise ValueError(f"ofu={ofu!r}: must be a share of the peak from 0 to 1.5; 45 % is 0.45")
+    if not 0 <= overhead < math.inf:
+        raise ValueError(f"overhead={overhead!r}: must be a share of 0 or more")
+    return ofu / (1 + overhead)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _inexact(tile: TileShape, split_k: bool) -> str | None:
+    reasons = []
+    if split_k:
+        reasons.append("k is split, and each part may be rounded up")
+    if tile.k is None:
+        reasons.append("the name has no depth of a step")
+    if tile.cluster_m is None or tile.cluster_n is None:
+        reasons.append("the name has no cluster")
+    return "; ".join(reasons) or None

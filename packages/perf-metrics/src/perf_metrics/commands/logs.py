@@ -1,17 +1,30 @@
-"""`perf-metrics plot`: curves of one or several runs as a picture."""
+"""`perf-metrics plot` and `summary`: curves and figures of one or several runs."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..logs.panels import PANELS
-from ..logs.plot import plot_logs
-from .logs_argument import add_logs_argument
+from ..logs.log_file import LOG_FILENAME, STATE_FILENAME
+from ..logs.plot import PANELS, plot_logs
+from ..logs.summary import default_names, read_run, summary_json, summary_lines, summary_of
 
 if TYPE_CHECKING:
-    from .parser import Subparsers
+    from . import Subparsers
+
+
+def add_logs_argument(parser: argparse.ArgumentParser) -> None:
+    """Add one or several LOG as `logs`."""
+    parser.add_argument(
+        "logs",
+        nargs="+",
+        type=Path,
+        metavar="LOG",
+        help=f"{LOG_FILENAME}, {STATE_FILENAME} of Hugging Face's trainer, a directory that holds one of "
+        "them, or a file with one JSON object a line",
+    )
 
 
 def add_plot(subparsers: Subparsers) -> None:
@@ -52,14 +65,14 @@ def add_plot(subparsers: Subparsers) -> None:
         "--labels", type=_names, metavar="NAME,...", help="a name for each run [taken from the paths]"
     )
     parser.add_argument("--title", metavar="TEXT", help="title of the picture")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_plot)
 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_plot(options: argparse.Namespace) -> int:
     path = plot_logs(
         options.logs,
         options.output,
@@ -70,4 +83,29 @@ def _run(options: argparse.Namespace) -> int:
         title=options.title,
     )
     print(path)
+    return 0
+
+
+def add_summary(subparsers: Subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "summary",
+        help="show steps, losses, speed, utilization, memory and time of runs",
+        description="Show the figures of runs, one a row; n/a: the log does not tell. Speed and utilization "
+        "are medians over the log entries.",
+    )
+    add_logs_argument(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="write JSON, in tokens per second, seconds, bytes and shares"
+    )
+    parser.set_defaults(run=_run_summary)
+
+
+def _run_summary(options: argparse.Namespace) -> int:
+    names = default_names(options.logs)
+    summaries = [summary_of(read_run(log), name) for log, name in zip(options.logs, names, strict=True)]
+    if options.json:
+        print(json.dumps([summary_json(summary) for summary in summaries], indent=2))
+    else:
+        print("\n".join(summary_lines(summaries)))
     return 0

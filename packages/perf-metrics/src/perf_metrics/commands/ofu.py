@@ -1,0 +1,570 @@
+"""`perf-metrics watch`, `gemm` and `trace`: OFU of this node, and what tiles cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from ..display import format_value, text_table
+from ..ofu.kernels import (
+    EffectiveSizes,
+    GemmKernel,
+    adjusted_ofu,
+    candidate_kernels,
+    effective_sizes,
+    explain,
+    parse_kernel,
+)
+from ..ofu.sampler import SHORTEST_INTERVAL_S, DeviceWindow, OFUSampler
+from ..ofu.samples import check_tensor_mhz
+from ..ofu.trace import KernelOverhead, LeftOut, TraceOverhead, trace_overhead
+
+if TYPE_CHECKING:
+    from hardware_table import Accelerator
+
+    from . import Subparsers
+
+_WIDTH = 72
+
+
+def short_name(name: str) -> str:
+    """The name in the width of a table. The middle of a long one says least."""
+    if len(name) <= _WIDTH:
+        return name
+    half = (_WIDTH - 3) // 2
+    return f"{name[:half]}...{name[-half:]}"
+
+
+_LONGEST_BETWEEN_SAMPLES_S = 1.0
+_HEADER = ("GPU", "name", "OFU", "tensor active", "SM MHz", "lowest", "highest", "tensor MHz", "")
+_CLEAR, _HOME, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[2J", "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+def add_watch(subparsers: Subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "watch",
+        help="show OFU, tensor activity and clocks of this node's GPUs, live",
+        description="Show every GPU of this node, of those in MIG mode every slice, until Ctrl-C. OFU = "
+        "tensor activity x SM clock / clock of the tensor peak, for each sample, then averaged. Samples are "
+        "taken once a second, or once an interval where that is shorter. Needs Hopper or newer.",
+    )
+    parser.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between rows; default 1"
+    )
+    parser.add_argument(
+        "--json-lines", type=Path, metavar="FILE", help="append one JSON object a device and interval"
+    )
+    parser.add_argument("--once", action="store_true", help="show one interval and end")
+    parser.add_argument(
+        "--tensor-mhz",
+        type=_tensor_mhz,
+        metavar="MHZ",
+        help="clock of the tensor peak; default: by the device's name, from hardware-table",
+    )
+    parser.set_defaults(run=run_watch)
+
+
+def run_watch(options: argparse.Namespace) -> int:
+    """Show tables until Ctrl-C, or one with `--once`.
+
+    Returns:
+        Exit status: 0; 1 where NVML cannot be opened or has no devices.
+
+    Raises:
+        ModuleNotFoundError: nvidia-ml-py is not installed.
+        OSError: `--json-lines` cannot be written.
+    """
+    sampler = OFUSampler(
+        interval_s=min(options.interval, _LONGEST_BETWEEN_SAMPLES_S), tensor_mhz=options.tensor_mhz
+    )
+    try:
+        if options.json_lines is None:
+            return _watch(sampler, options, None)
+        with options.json_lines.open("a", encoding="utf-8") as lines:
+            return _watch(sampler, options, lines)
+    except KeyboardInterrupt:
+        print()
+        return 0
+    finally:
+        sampler.stop()
+
+
+def _watch(sampler: OFUSampler, options: argparse.Namespace, lines: TextIO | None) -> int:
+    sampler.start()
+    live = sys.stdout.isatty() and not options.once
+    due, shown = time.monotonic() + options.interval, 0
+    while True:
+        if (problem := sampler.problem) is not None:
+            print(f"perf-metrics watch: unavailable: {problem}", file=sys.stderr)
+            return 1
+        time.sleep(max(0.0, due - time.monotonic()))
+        # The threads need not be in step with this one: give them the time of another sample.
+        sampler.wait(options.interval)
+        devices = sampler.window().devices
+        _show(devices, time.time(), live=live, first=shown == 0)
+        if lines is not None:
+            _append(lines, devices, time.time())
+        if options.once:
+            return 0
+        due, shown = max(due + options.interval, time.monotonic()), shown + 1
+
+
+def _show(devices: Sequence[DeviceWindow], now: float, *, live: bool, first: bool) -> None:
+    title = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    table = text_table(_HEADER, [_device_row(device) for device in devices], left=(0, 1, len(_HEADER) - 1))
+    text = f"{title}\n{table}\n"
+    if live:
+        text = (_CLEAR if first else "") + _HOME + text.replace("\n", f"{_REST_OF_LINE}\n") + _REST_OF_SCREEN
+    elif not first:
+        text = f"\n{text}"
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _device_row(device: DeviceWindow) -> tuple[str, ...]:
+    clocks = (device.sm_mhz, device.lowest_sm_mhz, device.highest_sm_mhz, device.tensor_mhz)
+    return (
+        device.label,
+        device.name,
+        _text(device.ofu, ".1%"),
+        _text(device.tensor_activity, ".1%"),
+        *(_text(clock, ".0f") for clock in clocks),
+        device.reason or device.problem or "",
+    )
+
+
+def _text(value: float | None, fmt: str) -> str:
+    return "n/a" if value is None else format(value, fmt)
+
+
+def _append(lines: TextIO, devices: Sequence[DeviceWindow], now: float) -> None:
+    for device in devices:
+        cycles = device.cycles
+        entry = {
+            "timestamp": now,
+            "gpu": device.label,
+            "uuid": device.uuid,
+            "name": device.name,
+            "ofu": device.ofu,
+            "tensor_activity": device.tensor_activity,
+            "sm_mhz": device.sm_mhz,
+            "lowest_sm_mhz": device.lowest_sm_mhz,
+            "highest_sm_mhz": device.highest_sm_mhz,
+            "tensor_mhz": device.tensor_mhz,
+            "samples": device.samples,
+            "seconds": round(device.seconds, 3),
+            "sm_cycles_elapsed": None if cycles is None else cycles.elapsed,
+            "sm_cycles_active": None if cycles is None else cycles.active,
+            "tensor_cycles_active": None if cycles is None else cycles.tensor,
+            "cycles_seconds": round(device.cycles_seconds, 3),
+            "reason": device.reason or device.problem,
+        }
+        lines.write(json.dumps(entry) + "\n")
+    lines.flush()
+
+
+def _interval(text: str) -> float:
+    value = _number(text)
+    if not SHORTEST_INTERVAL_S <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {SHORTEST_INTERVAL_S} seconds or more")
+    return value
+
+
+def _tensor_mhz(text: str) -> float:
+    value = _number(text)
+    try:
+        check_tensor_mhz(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number") from None
+
+
+DEFAULT_DEVICE = "NVIDIA H100 80GB HBM3"
+_NOTE = (
+    "prediction: which kernel cuBLAS picks for these sizes is not known; these are shapes that public traces "
+    "show. Read the kernel's name in a profile and pass it as --kernel."
+)
+
+
+def add_gemm(commands: Subparsers) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "gemm",
+        help="extra work of a matrix multiplication in whole tiles, and its time at the peak",
+        description="Sizes as torch's mm has them: [M, K] x [K, N]. M is tokens and N is out_features. "
+        "cuBLAS sees the transpose: its m is N, its n is M.",
+    )
+    parser.add_argument("m", type=int, metavar="M", help="rows: tokens")
+    parser.add_argument("n", type=int, metavar="N", help="columns: out_features")
+    parser.add_argument("k", type=int, metavar="K", help="depth: in_features")
+    parser.add_argument("--dtype", default="bf16", help="number format: bf16 (default), fp16, tf32, fp8, fp4")
+    parser.add_argument(
+        "--device",
+        default=DEFAULT_DEVICE,
+        metavar="NAME",
+        help=f"as torch names it (default: {DEFAULT_DEVICE})",
+    )
+    parser.add_argument("--kernel", metavar="NAME", help="name of the kernel, from a profile")
+    parser.add_argument("--json", action="store_true", help="print JSON, in FLOPs, seconds and shares")
+    parser.set_defaults(run=run_gemm)
+
+
+def run_gemm(options: argparse.Namespace) -> int:
+    """Print the table.
+
+    Raises:
+        ValueError: A size is below 1, the number format is unknown, or the kernel's name is not understood.
+    """
+    # Imported here: the other commands must not need the table.
+    from hardware_table import lookup, peak_flops
+
+    for name in ("m", "n", "k"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name.upper()}={getattr(options, name)}: must be 1 or more")
+    device = lookup(options.device)
+    # For its check of the number format, which must not depend on whether the device is known.
+    peak_flops(options.device, options.dtype)
+    asked = _Asked(options.m, options.n, options.k, options.dtype, options.device, device)
+    given = None if options.kernel is None else _kernel(options.kernel)
+    kernels = candidate_kernels(_capability(device), asked.dtype_name) if given is None else (given,)
+    rows = [(kernel, asked.in_tiles(kernel)) for kernel in kernels]
+    # By what is known: the least extra work is no reason for cuBLAS to choose a small tile.
+    rows.sort(key=lambda row: -row[0].tile.m * row[0].tile.n)
+    if options.json:
+        print(json.dumps(_gemm_json(asked, rows, predicted=given is None), indent=2))
+    else:
+        print(_gemm_report(asked, rows, predicted=given is None))
+    return 0
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The multiplication, in torch's terms, and the device."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    device_name: str
+    device: Accelerator | None
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def dtype_name(self) -> str:
+        """As hardware-table names it: "bf16" for "torch.bfloat16"."""
+        peak = None if self.device is None else self.device.peak(self.dtype)
+        return self.dtype if peak is None else peak.dtype
+
+    @property
+    def peak_flops(self) -> float | None:
+        return None if self.device is None else self.device.peak_flops(self.dtype)
+
+    def seconds(self, flops: int) -> float | None:
+        """Time at the peak, or None if that is unknown."""
+        return None if self.peak_flops is None else flops / self.peak_flops
+
+    def in_tiles(self, kernel: GemmKernel) -> EffectiveSizes:
+        m, n = (self.m, self.n) if kernel.row_major else (self.n, self.m)
+        return effective_sizes(kernel, m, n, self.k)
+
+
+def _kernel(name: str) -> GemmKernel:
+    kernel = parse_kernel(name)
+    if kernel is None:
+        raise ValueError(f"--kernel={name}: its tile is not known: {explain(name)}")
+    return kernel
+
+
+def _capability(device: Accelerator | None) -> str | None:
+    # Compute capabilities of NVIDIA and AMD are numbered alike.
+    return device.compute_capability if device is not None and device.vendor == "NVIDIA" else None
+
+
+def _gemm_report(asked: _Asked, rows: list[tuple[GemmKernel, EffectiveSizes]], *, predicted: bool) -> str:
+    seconds = asked.seconds(asked.flops)
+    at_peak = f"{_micro(seconds)} us at {(asked.peak_flops or 0) / 1e12:,.1f} TFLOP/s of {asked.device_name}"
+    if seconds is None:
+        at_peak = (
+            f"time at the peak unknown: hardware-table has no {asked.dtype} peak for {asked.device_name!r}"
+        )
+    heading = (
+        f"[{asked.m:,}, {asked.k:,}] x [{asked.k:,}, {asked.n:,}] in {asked.dtype}: "
+        f"{asked.flops / 1e9:,.3f} GFLOP; {at_peak}"
+    )
+    if not rows:
+        none = (
+            f"no kernel for {asked.dtype} on {asked.device_name!r} was collected: pass its name as --kernel"
+        )
+        return f"{heading}\nno prediction: {none}"
+    header = (
+        "kernel",
+        "tile",
+        "cluster",
+        "m' x n' x k' (cuBLAS)",
+        "blocks",
+        "overhead",
+        "us at peak",
+        "exact",
+    )
+    table = text_table(header, [_gemm_row(asked, *row) for row in rows], left=(0, 7))
+    if not predicted:
+        return f"{heading}\n\n{table}"
+    extra = sorted(sizes.flops / asked.flops - 1 for _, sizes in rows)
+    return f"{heading}\n\n{table}\n\noverhead from {extra[0]:.2%} to {extra[-1]:.2%}; {_NOTE}"
+
+
+def _gemm_row(asked: _Asked, kernel: GemmKernel, sizes: EffectiveSizes) -> tuple[str, ...]:
+    tile = kernel.tile
+    seconds = asked.seconds(sizes.flops)
+    known = tile.cluster_m is not None and tile.cluster_n is not None
+    return (
+        short_name(kernel.name),
+        f"{tile.m}x{tile.n}x{tile.k or '?'}",
+        f"{tile.cluster_m}x{tile.cluster_n}" if known else "?",
+        f"{sizes.m}x{sizes.n}x{sizes.k}",
+        f"{sizes.blocks:,}",
+        f"{sizes.flops / asked.flops - 1:.2%}",
+        "unknown" if seconds is None else _micro(seconds),
+        f"no: {sizes.inexact}" if sizes.inexact else "yes",
+    )
+
+
+def _micro(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1e6:,.3f}"
+
+
+def _gemm_json(
+    asked: _Asked, rows: list[tuple[GemmKernel, EffectiveSizes]], *, predicted: bool
+) -> dict[str, object]:
+    return {
+        "m": asked.m,
+        "n": asked.n,
+        "k": asked.k,
+        "dtype": asked.dtype,
+        "device": asked.device_name,
+        "flops": asked.flops,
+        "peak_flops": asked.peak_flops,
+        "seconds_at_peak": asked.seconds(asked.flops),
+        "predicted": predicted,
+        "note": _NOTE if predicted else None,
+        "kernels": [
+            {
+                "name": kernel.name,
+                "effective": {"m": sizes.m, "n": sizes.n, "k": sizes.k},
+                "blocks": sizes.blocks,
+                "flops": sizes.flops,
+                "overhead": sizes.flops / asked.flops - 1,
+                "seconds_at_peak": asked.seconds(sizes.flops),
+                "exact": sizes.exact,
+                "inexact": sizes.inexact,
+            }
+            for kernel, sizes in rows
+        ],
+    }
+
+
+def add_trace(commands: Subparsers) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "trace",
+        help="tile overhead of the kernels in a trace of torch.profiler, and adjusted OFU",
+        description="A matrix multiplication computes whole tiles and clusters, more than was asked for. The "
+        "tile is read from the kernel's name, the sizes from the operator: record the trace with "
+        "record_shapes=True. What cannot be read is listed with its time.",
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="what prof.export_chrome_trace wrote; .json or .json.gz"
+    )
+    parser.add_argument("--ofu", type=float, metavar="SHARE", help="measured OFU to adjust, such as 0.45")
+    parser.add_argument("--json", action="store_true", help="print JSON, in seconds, FLOPs and shares")
+    parser.set_defaults(run=run_trace)
+
+
+def run_trace(options: argparse.Namespace) -> int:
+    """Print the tables.
+
+    Raises:
+        ValueError: The file is no trace with kernels, or the OFU is no share.
+        OSError: The file cannot be read.
+    """
+    if options.ofu is not None:
+        # Before the file, which may take long to read.
+        adjusted_ofu(options.ofu, 0.0)
+    trace = trace_overhead(options.file)
+    print(
+        json.dumps(_trace_json(trace, options.ofu), indent=2)
+        if options.json
+        else _trace_report(trace, options.ofu)
+    )
+    return 0
+
+
+def _trace_report(trace: TraceOverhead, ofu: float | None) -> str:
+    blocks = [_summary(trace, ofu)]
+    if trace.kernels:
+        blocks.append(_kernels(trace))
+    mismatches = [kernel for kernel in trace.kernels if kernel.grids.differ]
+    if mismatches:
+        blocks.append(
+            "launched grids that the formula does not give:\n" + "\n".join(map(_mismatch, mismatches))
+        )
+    for title, left_out in (
+        ("not counted, tile not known:", trace.unreadable),
+        ("not counted, sizes not known:", trace.without_sizes),
+        ("not on tensor cores, so not in OFU:", trace.plain_cores),
+    ):
+        if left_out:
+            blocks.append(f"{title}\n{_left_out(trace, left_out)}")
+    return "\n\n".join(blocks)
+
+
+def _summary(trace: TraceOverhead, ofu: float | None) -> str:
+    parts = [
+        f"{_share(trace, trace.kernels)} of {trace.device_seconds * 1e3:,.3f} ms of kernels counted",
+        f"{_share(trace, trace.unreadable)} with a tile that is not known",
+        f"{_share(trace, trace.without_sizes)} without sizes",
+    ]
+    lines = ["; ".join(parts)]
+    if trace.overhead is None:
+        lines.append("tile overhead: unavailable: no kernel has both a known tile and known sizes")
+        if ofu is not None:
+            lines.append(f"adjusted OFU: unavailable; OFU {ofu:.2%}")
+        return "\n".join(lines)
+    bound = "" if trace.exact else "at least "
+    lines.append(
+        f"tile overhead: {bound}{trace.overhead:.2%} ({_flop(trace.flops)} asked, "
+        f"{_flop(trace.effective_flops)} computed)"
+    )
+    if ofu is not None:
+        bound = "" if trace.exact else "at most "
+        text = f"adjusted OFU: {bound}{adjusted_ofu(ofu, trace.overhead):.2%} (OFU {ofu:.2%})"
+        if trace.unreadable or trace.without_sizes:
+            text += ", as if the kernels not counted had the same overhead"
+        lines.append(text)
+    contradicted = [kernel for kernel in trace.kernels if kernel.grids.differ]
+    if contradicted:
+        share = _share(trace, contradicted)
+        lines.append(f"in doubt: launched grids contradict the formula for kernels of {share} of the time")
+    return "\n".join(lines)
+
+
+def _flop(flops: int) -> str:
+    return f"{format_value(float(flops), 'si')}FLOP"
+
+
+def _kernels(trace: TraceOverhead) -> str:
+    header = ("kernel", "calls", "ms", "share", "FLOP asked", "computed", "overhead", "exact", "grids")
+    rows = [
+        (
+            short_name(kernel.kernel.name),
+            f"{kernel.calls:,}",
+            f"{kernel.seconds * 1e3:,.3f}",
+            f"{trace.share(kernel.seconds):.1%}",
+            format_value(float(kernel.flops), "si"),
+            format_value(float(kernel.effective_flops), "si"),
+            f"{kernel.overhead:.2%}",
+            f"no: {kernel.inexact}" if kernel.inexact else "yes",
+            _grids(kernel),
+        )
+        for kernel in trace.kernels
+    ]
+    return text_table(header, rows, left=(0, 7, 8))
+
+
+def _grids(kernel: KernelOverhead) -> str:
+    counts = (
+        (kernel.grids.agree, "agree"),
+        (kernel.grids.differ, "DIFFER"),
+        (kernel.grids.unchecked, "unchecked"),
+    )
+    return ", ".join(f"{count:,} {word}" for count, word in counts if count)
+
+
+def _mismatch(kernel: KernelOverhead) -> str:
+    return (
+        f"  {kernel.kernel.name}: {kernel.grids.differ:,} of {kernel.calls:,}, such as {kernel.grids.example}"
+    )
+
+
+def _left_out(trace: TraceOverhead, kernels: Sequence[LeftOut]) -> str:
+    rows = [
+        (
+            short_name(kernel.name),
+            f"{kernel.calls:,}",
+            f"{kernel.seconds * 1e3:,.3f}",
+            f"{trace.share(kernel.seconds):.1%}",
+            kernel.reason,
+        )
+        for kernel in kernels
+    ]
+    return text_table(("kernel", "calls", "ms", "share", "why"), rows, left=(0, 4))
+
+
+def _share(trace: TraceOverhead, kernels: Sequence[KernelOverhead] | Sequence[LeftOut]) -> str:
+    return f"{trace.share(sum(kernel.seconds for kernel in kernels)):.1%}"
+
+
+def _trace_json(trace: TraceOverhead, ofu: float | None) -> dict[str, object]:
+    overhead = trace.overhead
+    return {
+        "device_seconds": trace.device_seconds,
+        "overhead": overhead,
+        "exact": trace.exact if trace.kernels else None,
+        "flops": trace.flops,
+        "effective_flops": trace.effective_flops,
+        "ofu": ofu,
+        "adjusted_ofu": None if ofu is None or overhead is None else adjusted_ofu(ofu, overhead),
+        "kernels": [_kernel_json(trace, kernel) for kernel in trace.kernels],
+        "unreadable": [_left_json(trace, kernel) for kernel in trace.unreadable],
+        "without_sizes": [_left_json(trace, kernel) for kernel in trace.without_sizes],
+        "plain_cores": [_left_json(trace, kernel) for kernel in trace.plain_cores],
+    }
+
+
+def _kernel_json(trace: TraceOverhead, kernel: KernelOverhead) -> dict[str, object]:
+    return {
+        "name": kernel.kernel.name,
+        "calls": kernel.calls,
+        "seconds": kernel.seconds,
+        "time_share": trace.share(kernel.seconds),
+        "flops": kernel.flops,
+        "effective_flops": kernel.effective_flops,
+        "overhead": kernel.overhead,
+        "exact": kernel.inexact is None,
+        "inexact": kernel.inexact,
+        "linear_pass": kernel.kernel.linear_pass,
+        "grids": {
+            "agree": kernel.grids.agree,
+            "differ": kernel.grids.differ,
+            "unchecked": kernel.grids.unchecked,
+            "example": kernel.grids.example,
+        },
+    }
+
+
+def _left_json(trace: TraceOverhead, kernel: LeftOut) -> dict[str, object]:
+    return {
+        "name": kernel.name,
+        "reason": kernel.reason,
+        "calls": kernel.calls,
+        "seconds": kernel.seconds,
+        "time_share": trace.share(kernel.seconds),
+    }

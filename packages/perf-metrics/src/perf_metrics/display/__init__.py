@@ -1,1 +1,0 @@
-"""How figures become text: formats, columns, tables."""
