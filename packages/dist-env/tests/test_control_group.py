@@ -25,6 +25,10 @@ def test_one_rank_needs_no_connection() -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(DistributedEnvironmentError, match="timeout_seconds=0 is out of range"):
         ControlGroup([0], 0)
+    with pytest.raises(DistributedEnvironmentError, match="timeout_seconds=inf is out of range"):
+        ControlGroup([0], float("inf"))
+    with pytest.raises(DistributedEnvironmentError, match="ranks is empty"):
+        ControlGroup([], 1.0)
     with pytest.raises(DistributedEnvironmentError, match="2 ranks need a process group, and there is none"):
         ControlGroup([0, 1], 1.0)
 
@@ -62,3 +66,35 @@ def test_why_a_rank_failed_is_told_also_where_its_connections_close_first(launch
     kind, text, named, _ = job.notes[0]["failed"]
     assert (kind, named) == ("RankFailedError", 1)
     assert text == f"saving: a connection broke, and rank 1 on {HOST} failed: OSError: no such disk"
+
+
+def test_a_forked_child_ends(launch: Callable[..., Any]) -> None:
+    job = launch("controlling.py", 2, "forked")
+    assert job.codes == [0, 0], job.err
+    assert job.notes == [{"drop": 0, "exit": 0, "after": [0, 1]}] * 2
+
+
+def test_ctrl_c_and_closing_do_not_wait_for_the_timeout(launch: Callable[..., Any]) -> None:
+    job = launch("controlling.py", 2, "interrupted")
+    assert job.codes == [0, 0], job.err
+    assert job.notes[0]["interrupted"] <= job.notes[0]["closed"] < WITHIN  # the timeout is 120 s
+
+
+def test_opening_leaves_the_store_to_other_threads(launch: Callable[..., Any]) -> None:
+    job = launch("controlling.py", 2, "opened")
+    assert job.codes == [0, 0], job.err
+    assert all(seen["opened"] < 30 for seen in job.notes)  # it stood still for 40 s
+
+
+def test_a_rank_that_does_not_open_it_is_named(launch: Callable[..., Any]) -> None:
+    job = launch("controlling.py", 2, "late")
+    assert job.codes == [0, 0], job.err
+    kind, text, named, _ = job.notes[0]["late"]
+    assert (kind, named) == ("RankFailedError", 1)
+    assert text.startswith(f"opening: within timeout_seconds=1 no answer came from rank 1 ({HOST})")
+
+
+def test_a_process_may_be_another_rank_of_a_later_job(launch: Callable[..., Any]) -> None:
+    job = launch("controlling.py", 3, "remade")
+    assert job.codes == [0, 0, 0], job.err
+    assert job.notes == [{"one": [0, 1]}, {"one": [0, 1], "two": [1, 2]}, {"two": [1, 2]}]

@@ -19,7 +19,6 @@ _MOST_REPORT_BYTES = 1 << 30
 _SILENT_SECONDS = 10.0
 """Without a sign of life for so long, the process of a rank that is waited for counts as lost. A launcher
 that has seen it die gives the others half a minute."""
-_LOOK = "Look at the log of that rank"
 _T = TypeVar("_T")
 
 
@@ -64,6 +63,7 @@ class RankAgreement:
         self._group: ControlGroup | None = None
         if self.world_size > 1:
             _check_default_group(self.rank, self.world_size)
+            self._default = dist.group.WORLD
             self._group = _open(self.world_size, timeout_seconds)
         if each_node:
             self._check_nodes()
@@ -245,11 +245,19 @@ class RankAgreement:
         group = self._opened(phase)
         try:
             for piece in torch.split(tensor.reshape(-1).view(torch.uint8), _CHUNK_BYTES):
-                group.wait(phase, group.broadcast(piece, source))
-        except RuntimeError as error:
+                group.wait(phase, self._start_broadcast(phase, group, piece, source))
+        except RankFailedError as error:
             raise self._lost(phase, error) from error
         except BaseException as error:
             raise self._torn(phase, error) from error
+
+    def _start_broadcast(
+        self, phase: str, group: ControlGroup, piece: torch.Tensor, source: int
+    ) -> dist.Work:
+        try:
+            return group.broadcast(piece, source)
+        except RuntimeError as error:  # a connection that is broken already
+            raise group.broken(phase, error) from error
 
     def _exchange(self, phase: str, report: _Report, failure: BaseException | None) -> list[_Report]:
         group = self._opened(phase, failure)
@@ -264,7 +272,7 @@ class RankAgreement:
             )
             texts = group.gather(phase, json.dumps(report), most_bytes=_MOST_REPORT_BYTES)
             return [json.loads(text) for text in texts]
-        except (RuntimeError, RankTimeoutError) as error:
+        except (RankFailedError, RankTimeoutError) as error:
             raise self._lost(phase, error) from (failure or error)
         except BaseException as error:  # noqa: BLE001 - raised as what it is, or as a CheckpointError
             raise self._torn(phase, error) from (failure or error)
@@ -275,19 +283,23 @@ class RankAgreement:
                 f"{phase}: the ranks can no longer agree ({self._broken or 'the manager was closed'}); "
                 "restart the job, it resumes from the last committed checkpoint"
             ) from failure
+        if not dist.is_initialized() or dist.group.WORLD is not self._default:
+            # Ranks of another group may be others, or have other numbers.
+            raise CheckpointError(
+                f"{phase}: the process group that the manager was made in was destroyed. Close the manager "
+                "before the process group is destroyed"
+            ) from failure
         return self._group
 
-    def _lost(self, phase: str, error: Exception) -> LostRankError:
+    def _lost(self, phase: str, error: RankFailedError | RankTimeoutError) -> LostRankError:
         if isinstance(error, RankTimeoutError):
             reason = f"no answer within {self._timeout_seconds:g} s from {_named(error)}"
-        else:
-            reason = " ".join(str(error).split()).removeprefix(f"{phase}: ") or type(error).__name__
-        reason = reason.removesuffix(f". {_LOOK}").removesuffix(".")
+            advice = (
+                ". Look at the log of that rank; if it is only slow, raise CheckpointConfig.timeout_seconds"
+            )
+        else:  # says itself what to do
+            reason, advice = " ".join(str(error).split()).removeprefix(f"{phase}: ").removesuffix("."), ""
         self._broken = f"{phase}: {reason}"
-        names_none = isinstance(error, RankFailedError) and error.rank is None
-        advice = (
-            "" if names_none else f". {_LOOK}; if it is only slow, raise CheckpointConfig.timeout_seconds"
-        )
         return LostRankError(f"{phase}: {reason}{advice}")
 
     def _torn(self, phase: str, error: BaseException) -> BaseException:
@@ -298,9 +310,8 @@ class RankAgreement:
         self._broken = f"{phase}: interrupted by {describe_error(error)}"
         if not isinstance(error, Exception):
             return error  # Ctrl-C stays Ctrl-C where it was pressed.
-        return CheckpointError(
-            f"{phase}: {describe_error(error)}. Close the manager before the process group is destroyed"
-        )
+        reason = describe_error(error).removesuffix(".")
+        return CheckpointError(f"{phase}: {reason}. Close the manager before the process group is destroyed")
 
 
 def _open(world_size: int, timeout_seconds: float) -> ControlGroup:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import math
+import os
 import socket
 import time
 import weakref
-from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -18,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from dist_env.coordination import current_coordinator
 from dist_env.decoding import decode_value
 from dist_env.encoding import encode_value
-from dist_env.errors import DistributedEnvironmentError, RankFailedError, one_line
+from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line
 
 T = TypeVar("T")
 
@@ -31,9 +34,9 @@ _LOOK_SECONDS = 0.2
 _SHORTEST_PAUSE = 2e-5
 _LONGEST_PAUSE = 1e-3
 
-# How many groups were made of the same ranks: their names in the store must differ, and the names that
-# torch.distributed gives repeat when a group is destroyed and another one is made.
-_made: Counter[str] = Counter()
+_MOMENT = timedelta(milliseconds=1)
+_END_TAG = 7
+
 _open: weakref.WeakSet[ControlGroup] = weakref.WeakSet()
 
 
@@ -44,12 +47,25 @@ def _close_all() -> None:
         group.close()
 
 
+def _keep_in_child() -> None:
+    """A forked child must not destroy a group: that would wait for threads that a fork does not copy."""
+    for group in list(_open):
+        if group.process_group is not None:
+            # Never given back, so that it outlives the modules, too.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.process_group))
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
+
+
 class ControlGroup:
     """Connections of their own among some ranks, over gloo: beside any training backend, from any thread.
 
-    A rank that is lost while others wait for it is named within seconds, however long the timeout is, if its
-    connections break: then all ranks that wait answer a roll call in the job's store. `torch.distributed`
-    does not know the group. Making it is collective among its ranks; with one rank nothing is opened.
+    A rank whose connections break while others wait for it is named within seconds, however long the timeout
+    is: then all ranks that wait answer a roll call in the job's store. `torch.distributed` does not know the
+    group. Making it is collective among its ranks, which first meet in the store: until then a rank that is
+    lost without a word is missed only after the timeout. With one rank nothing is opened.
 
     Args:
         ranks: Global ranks that take part, this one among them, the same on each of them.
@@ -63,19 +79,22 @@ class ControlGroup:
         scope: Name of the group, the same on its ranks, which no other group of the job has.
 
     Raises:
-        DistributedEnvironmentError: `timeout_seconds` is not positive; or there are several ranks, and no
-            default process group or this rank is not one of them.
+        DistributedEnvironmentError: `timeout_seconds` is not a positive number, or `ranks` is empty; or there
+            are several ranks, and no default process group or this rank is not one of them.
         RankFailedError: A rank did not take part; named where it can be told.
     """
 
     def __init__(
         self, ranks: Sequence[int], timeout_seconds: float, *, doing: str = "opening the control group"
     ) -> None:
-        if not timeout_seconds > 0:
+        if not (timeout_seconds > 0 and math.isfinite(timeout_seconds)):
             raise DistributedEnvironmentError(
-                f"timeout_seconds={timeout_seconds!r} is out of range; it must be positive"
+                f"timeout_seconds={timeout_seconds!r} is out of range; it must be positive and finite"
             )
         self.ranks = tuple(ranks)
+        if not self.ranks:
+            raise DistributedEnvironmentError("ranks is empty; name the global ranks that take part")
+        self._is_torn = False
         self.timeout_seconds = timeout_seconds
         self.process_group: dist.ProcessGroup | None = None
         self.index = 0
@@ -149,6 +168,13 @@ class ControlGroup:
         Raises:
             RankFailedError: A rank is lost, or the exchange took longer than the timeout.
         """
+        try:
+            self._wait(doing, work)
+        except BaseException:
+            self._is_torn = True
+            raise
+
+    def _wait(self, doing: str, work: dist.Work) -> None:
         pause, next_look = _SHORTEST_PAUSE, time.monotonic() + _LOOK_SECONDS
         # Polled: a rank that does not talk to the lost one itself would wait for the timeout in silence.
         while not work.is_completed():
@@ -203,15 +229,22 @@ class ControlGroup:
                 self.ranks[missing[0]],
             )
         return RankFailedError(
-            f"{doing}: no answer within timeout_seconds={self.timeout_seconds:g}, though every rank is "
-            f"alive: {one_line(reason)}. If one of them is only slow, raise timeout_seconds",
+            f"{doing}: an exchange failed, though every rank is alive: {one_line(reason)}. If it timed out, "
+            f"a rank was only late, and more than timeout_seconds={self.timeout_seconds:g} helps; if not, "
+            "look at the network between the hosts",
             None,
         )
 
     def close(self) -> None:
         """Close the connections of this rank; not collective."""
-        self.process_group = None
+        group, self.process_group = self.process_group, None
         _open.discard(self)
+        if group is not None and self._is_torn:
+            # An exchange that nobody waits for any more would hold the group until its timeout. gloo closes
+            # all connections of a group where a receive times out. It has no other way.
+            other = (self.index + 1) % self.size
+            with suppress(RuntimeError):
+                group.recv([torch.zeros(1, dtype=torch.uint8)], other, _END_TAG).wait(_MOMENT)
 
     def _connect(self, doing: str) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -225,12 +258,21 @@ class ControlGroup:
             )
         self.index = self.ranks.index(dist.get_rank())
         self._hosts = ["unknown host"] * self.size
-        named = f"{doing}/{'-'.join(map(str, self.ranks))}"
-        _made[named] += 1
-        self.scope = f"{named}/{_made[named]}"
-        self._coordinator = current_coordinator()
-        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        self._store: Store = PrefixStore(f"dist_env/control/{self.scope}", store)
+        try:
+            self._meet(doing)
+        except RankTimeoutError as error:
+            named = ", ".join(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
+            raise RankFailedError(
+                f"{doing}: within timeout_seconds={self.timeout_seconds:g} no answer came from {named}. Look "
+                "at the log of that rank",
+                min(error.missing, default=None),
+            ) from error
+        except RankFailedError as error:
+            raise RankFailedError(f"{doing}: {error}", error.rank) from error
+        except dist.DistError as error:
+            raise RankFailedError(
+                f"{doing}: the store of the job is gone: {one_line(error)}", None
+            ) from error
         timeout = timedelta(seconds=self.timeout_seconds)
         try:
             gloo = dist.ProcessGroupGloo(self.store("gloo"), self.index, self.size, timeout)
@@ -239,6 +281,21 @@ class ControlGroup:
         self.process_group = cast(dist.ProcessGroup, gloo)  # a backend has the same methods
         _open.add(self)
         self._hosts = self.gather(doing, socket.gethostname())
+
+    def _meet(self, doing: str) -> None:
+        """Wait for the other ranks, and name the group.
+
+        gloo's own start holds the connection of this process to the store until all have come, from which
+        what the others do first, such as a save in the background, may have to hear.
+        """
+        self._coordinator = current_coordinator()
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        named = f"{doing}/{'-'.join(map(str, self.ranks))}"
+        # The store counts, for each place: a process may have been another rank of an earlier default group.
+        number = store.add(f"dist_env/control groups/{named}/{self.index}", 1)
+        self.scope = f"{named}/{number}"
+        self._store: Store = PrefixStore(f"dist_env/control/{self.scope}", store)
+        self._coordinator.barrier(self.ranks, self.scope, self.timeout_seconds, doing)
 
     def _connected(self) -> dist.ProcessGroup:
         if self.process_group is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 import sys
 import threading
@@ -121,6 +122,7 @@ class DistributedEnvironment:
         self._exported = ExportedVariables()
         self._rendezvous: Rendezvous | None = None
         self._speaker_before: tuple[int | None, int, int] | None = None
+        self._opened_by = 0
 
     @property
     def rank(self) -> int:
@@ -181,6 +183,7 @@ class DistributedEnvironment:
         """
         if self.is_open:
             raise RuntimeError(f"{self!r} is open already; close it first, or make another one.")
+        self._opened_by = os.getpid()
         self._speaker_before = set_speaker(self.rank, self.world_size, self.log_level)
         atexit.register(self._close_at_exit)
         try:
@@ -257,8 +260,8 @@ class DistributedEnvironment:
         self._release(getattr(sys, "last_value", None))
 
     def _release(self, error: BaseException | None) -> None:
-        if self._speaker_before is None:
-            return
+        if self._speaker_before is None or os.getpid() != self._opened_by:
+            return  # in a forked child: the group, and what is told to the others, are its parent's
         try:
             if error is None or self.world_size == 1:
                 self._warn_of(self._sign_off(_LEAVE_SECONDS))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dist_env import ControlGroup, DistributedEnvironment, RankFailedError, barrier
 
@@ -74,12 +78,101 @@ def failing(env: DistributedEnvironment) -> None:
         note("failed", error)
 
 
+def forked(env: DistributedEnvironment) -> None:
+    """A child that was forked beside a group ends, whether it drops the group or leaves with it."""
+    held = [ControlGroup(range(2), 60.0, doing="starting")]
+    for how in ("drop", "exit"):
+        child = os.fork()
+        if child == 0:
+            if how == "drop":
+                held.clear()
+                gc.collect()
+                os._exit(0)
+            sys.exit(0)
+        end = time.monotonic() + 30
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+            time.sleep(0.05)
+        notes[how] = ended[0] == child and os.waitstatus_to_exitcode(ended[1])
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    notes["after"] = held[0].gather("saving", env.rank)
+
+
+def interrupted(env: DistributedEnvironment) -> None:
+    """Ctrl-C ends a wait at once, and closing does not wait for the timeout."""
+    group = ControlGroup(range(2), 120.0, doing="starting")
+    if env.rank == 0:
+        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        try:
+            group.gather("saving", 0)
+        except KeyboardInterrupt:
+            notes["interrupted"] = time.monotonic() - begin
+        group.close()
+        notes["closed"] = time.monotonic() - begin
+    barrier(env, timeout=150, tag="after")
+
+
+def opened_while_another_waits(env: DistributedEnvironment) -> None:
+    """Rank 1 opens a group only after it has heard from a thread of rank 0, which opens already."""
+    first = ControlGroup(range(2), 60.0, doing="starting")
+    heard = threading.Thread(target=lambda: (time.sleep(1.0), barrier(env, process_group=first, timeout=60)))
+    heard.start()
+    if env.rank == 1:
+        heard.join()
+    begin = time.monotonic()
+    ControlGroup(range(2), 40.0, doing="opening")
+    notes["opened"] = time.monotonic() - begin
+    heard.join()
+
+
+def late(env: DistributedEnvironment) -> None:
+    if env.rank == 0:
+        try:
+            ControlGroup(range(2), 1.0, doing="opening")
+        except RankFailedError as error:
+            note("late", error)
+    barrier(env, timeout=60, tag="after")
+
+
+def remade() -> None:
+    """Processes 0 and 1 have a group of ranks 0 and 1; then 1 and 2 are ranks 0 and 1 of another job."""
+    process, wait = int(os.environ["RANK"]), timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, process == 0, wait, False)
+    for name, first in (("one", 0), ("two", 1)):
+        rank = process - first
+        if rank in (0, 1):
+            prefix = dist.PrefixStore(name, store)
+            dist.init_process_group("gloo", store=prefix, rank=rank, world_size=2, timeout=wait)
+            group = ControlGroup(range(2), 30.0, doing="starting")
+            notes[name] = group.gather("saying", process)
+            group.close()
+            dist.destroy_process_group()
+    store.add("ended", 1)
+    while process == 0 and store.add("ended", 0) < 3:
+        time.sleep(0.1)
+
+
 def write() -> None:
     Path(os.environ["NOTES"]).write_text(json.dumps(notes))
 
 
+PARENT = os.getpid()
+SCENES = {
+    "trio": trio,
+    "failing": failing,
+    "forked": forked,
+    "interrupted": interrupted,
+    "opened": opened_while_another_waits,
+    "late": late,
+}
 try:
-    with DistributedEnvironment(training_timeout=60) as environment:
-        {"trio": trio, "failing": failing}[sys.argv[1]](environment)
+    if sys.argv[1] == "remade":
+        remade()
+    else:
+        with DistributedEnvironment(training_timeout=60) as environment:
+            SCENES[sys.argv[1]](environment)
 finally:
-    write()
+    if os.getpid() == PARENT:
+        write()
