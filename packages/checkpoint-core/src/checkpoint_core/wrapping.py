@@ -5,7 +5,6 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -13,6 +12,7 @@ from checkpoint_core.components import SharingPattern, StateComponent, Stateful
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.state.optimizer_rng import OptimizerState, RNGState
 from checkpoint_core.state.weights import ModelState
+from checkpoint_core.storage.tensors import is_sharded
 
 _SAME_EVERYWHERE = (LRScheduler, torch.amp.GradScaler)
 Parts = nn.Module | Sequence[nn.Module]
@@ -93,7 +93,7 @@ def _parts(model: Parts) -> Sequence[nn.Module]:
 
 
 def _pattern(model: Parts) -> SharingPattern:
-    if isinstance(model, nn.Module) and not any(isinstance(p, DTensor) for p in model.parameters()):
+    if isinstance(model, nn.Module) and not any(is_sharded(p) for p in model.parameters()):
         return SharingPattern.REPLICATED
     return SharingPattern.SHARDED
 
