@@ -30,7 +30,7 @@ class _Report(TypedDict):
 
 
 class RankAgreement:
-    """Runs steps on all ranks and lets none go on unless all succeeded.
+    """Runs steps on all ranks and lets none continue unless all succeeded.
 
     Messages travel as JSON over a gloo group of its own, which works beside any backend and has its own
     timeout. Constructing it is collective when there is more than one rank.

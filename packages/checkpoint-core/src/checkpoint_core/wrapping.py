@@ -66,7 +66,7 @@ def _wrap(
     if isinstance(value, Optimizer):
         model = _owner(key, value, models)
         return OptimizerState(value, model), _pattern(model)
-    # Accelerate's scheduler is no LRScheduler, but has one inside.
+    # Accelerate's scheduler is not an LRScheduler, but contains one.
     if isinstance(value, _SAME_EVERYWHERE) or isinstance(getattr(value, "scheduler", None), LRScheduler):
         return cast(Stateful, value), SharingPattern.REPLICATED
     _check_saves(key, value)

@@ -114,7 +114,7 @@ class BatchCodec:
 
     Args:
         unpickle: Let all other values travel as pickles, which run whatever code the sender likes; None where
-            there is no such setting.
+            that is not a setting.
     """
 
     def __init__(self, unpickle: bool | None = None) -> None:
@@ -155,7 +155,7 @@ class BatchCodec:
             return None
         try:
             return _PICKLE, pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
+        except Exception as error:  # a class's own __reduce__ may raise anything
             raise TypeError(f"a {name} does not pickle: {one_line(error)}") from error
 
     def _restore(self, name: str, value: object) -> object:
@@ -163,7 +163,7 @@ class BatchCodec:
             # The one place of all packages where bytes of another process are unpickled.
             try:
                 return pickle.loads(value)
-            except Exception as error:
+            except Exception as error:  # a pickle runs code, which may raise anything
                 raise ValueError(f"a value does not unpickle here: {one_line(error)}") from error
         if name not in _MAPPINGS or not isinstance(value, tuple) or len(value) != 2:
             raise ValueError(f"the message holds a {name[:80]!r}, which is not read here")

@@ -170,7 +170,7 @@ class ControlGroup:
         """
         try:
             self._wait(doing, work)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: `close` must know, and the error continues
             self._is_torn = True
             raise
 

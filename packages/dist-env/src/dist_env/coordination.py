@@ -255,7 +255,7 @@ def current_coordinator() -> Coordinator:
     """The coordinator of the default group, the same for every caller: who formed it, or else over its store.
 
     Raises:
-        RuntimeError: There is no default group.
+        RuntimeError: No default group exists.
     """
     global _current
     group = dist.group.WORLD

@@ -58,7 +58,7 @@ def callback_base(framework: Framework) -> type:
     """Return `Callback` of a framework.
 
     Raises:
-        ValueError: There is no such framework.
+        ValueError: The framework is not known.
     """
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework={framework!r}: must be one of {', '.join(FRAMEWORKS)}, or None")

@@ -80,7 +80,7 @@ class ProgressCallback(EventHandlers):
         self._reader_gone = False
 
     def on_train_begin(self, args: object, state: ProgressState, control: object, **_: object) -> None:
-        """Open the bar, at the step where the run goes on."""
+        """Open the bar, at the step where the run resumes."""
         if not state.is_world_process_zero:
             return
         self._table.reserve("step", len(_step_text(state.max_steps, state.max_steps)))
@@ -186,7 +186,7 @@ class JsonLogger(EventHandlers):
 
     Each entry has `global_step`, `epoch` and `timestamp` (seconds since 1970), then the record. Lists stay
     arrays; nan and infinities become null. The file is valid JSON after every entry, and appending costs the
-    same however long it is. At the start of training, entries beyond the step where the run goes on are
+    same however long it is. At the start of training, entries beyond the step where the run resumes are
     dropped, and so are the final metrics of the part before it; the curve of a resumed run is one curve. A
     file damaged by a kill is repaired, and the damaged one is kept beside it as `<filename>.damaged`. Only
     the process with world rank 0 writes.

@@ -125,7 +125,7 @@ class IntervalCounts(EventHandlers):
         self._timer.end("evaluate")
 
     def on_predict(self, args: object, state: object, control: object, **_: object) -> None:
-        """A prediction, which is no part of training either, is over."""
+        """A prediction, which is not part of training either, is over."""
         self.on_evaluate(args, state, control)
 
     def on_save(self, args: object, state: object, control: object, **_: object) -> None:

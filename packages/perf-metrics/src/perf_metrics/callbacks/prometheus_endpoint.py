@@ -134,7 +134,7 @@ class _Server(socketserver.ThreadingTCPServer):
             connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # A connection that broke off is no error of the training; its traceback would fill the log.
+        # A connection that broke off is not an error of the training; its traceback would fill the log.
         if not isinstance(error := sys.exception(), OSError):
             _logger.warning("a scrape from %s failed: %r", client_address, error)
 

@@ -51,7 +51,7 @@ def run_flops(options: argparse.Namespace) -> int:
     """Print the tables.
 
     Raises:
-        ValueError: The file is no configuration, or the FLOPs are not known.
+        ValueError: The file is not a configuration, or the FLOPs are not known.
         ModuleNotFoundError: The model must be built, and transformers is not installed.
         FileNotFoundError: There is no such file.
     """

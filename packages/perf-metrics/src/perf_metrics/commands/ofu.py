@@ -243,7 +243,7 @@ def run_gemm(options: argparse.Namespace) -> int:
     given = None if options.kernel is None else _kernel(options.kernel)
     kernels = candidate_kernels(_capability(device), asked.dtype_name) if given is None else (given,)
     rows = [(kernel, asked.in_tiles(kernel)) for kernel in kernels]
-    # By what is known: the least extra work is no reason for cuBLAS to choose a small tile.
+    # By what is known: the least extra work is not why cuBLAS chooses a small tile.
     rows.sort(key=lambda row: -row[0].tile.m * row[0].tile.n)
     if options.json:
         print(json.dumps(_gemm_json(asked, rows, predicted=given is None), indent=2))
@@ -402,7 +402,7 @@ def run_trace(options: argparse.Namespace) -> int:
     """Print the tables.
 
     Raises:
-        ValueError: The file is no trace with kernels, or the OFU is no share.
+        ValueError: The file is not a trace with kernels, or the OFU is not between 0 and 1.
         OSError: The file cannot be read.
     """
     if options.ofu is not None:

@@ -37,7 +37,7 @@ class Application:
         notes: What it says that is not used, in sentences.
 
     Raises:
-        ValueError: `mfu` is no share.
+        ValueError: `mfu` is not between 0 and 1.
     """
 
     mfu: float | None

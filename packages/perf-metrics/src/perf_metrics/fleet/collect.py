@@ -20,7 +20,7 @@ _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 def activity_query(job_labels: Sequence[str], selector: str, step_s: float) -> str:
     """Return the expression for tensor activity of all devices that have a job.
 
-    `last_over_time` looks back one step and no more: a plain selector would go on with the last value for
+    `last_over_time` looks back one step and no more: a plain selector would repeat the last value for
     five minutes after a job's end. It also keeps the name, as both names of the metric may be there.
 
     Args:

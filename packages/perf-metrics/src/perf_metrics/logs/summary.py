@@ -45,7 +45,7 @@ class Series:
 class RunLog:
     """The entries of a log, without those that a resume has made void.
 
-    A run that goes on from a checkpoint does steps anew. Where training comes back to a step that it had
+    A run that resumes from a checkpoint does steps anew. Where training comes back to a step that it had
     reached before, the entries from that step on are void, as they are for `JsonLogger`; and of two values
     for one key and step, the later one counts.
     """

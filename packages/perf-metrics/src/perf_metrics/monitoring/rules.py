@@ -269,7 +269,7 @@ def _with_job(labels: FleetLabels) -> str:
 
 
 def _mean(name: str, of: str, window: str) -> RecordingRule:
-    # Only of what is there now: else a job would go on for the window after its end.
+    # Only of what is there now: else a job would seem to last for the window after its end.
     return RecordingRule(name, f"avg_over_time({of}[{window}]) and {of}")
 
 

@@ -25,7 +25,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class TraceFileError(ValueError):
-    """The file is no trace in the chrome format."""
+    """The file is not a trace in the chrome format."""
 
 
 class TraceFile:
@@ -140,7 +140,7 @@ class _Reader:
                 if not self._fill():
                     raise
                 continue
-            # A number at the end of the piece may go on in the next one.
+            # A number at the end of the piece may continue in the next one.
             if end == len(self._text) and self._fill():
                 continue
             self.position = end
