@@ -88,6 +88,8 @@ def test_what_has_no_state_is_refused_by_name(value: object, told: str, tmp_path
 def test_either_objects_or_a_provider(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="got neither of state and stateful_provider"):
         CheckpointManager(tmp_path)
+    with pytest.raises(TypeError, match="state is a list; give a dictionary such as"):
+        CheckpointManager(tmp_path, [nn.Linear(1, 1)])  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="got both of state and stateful_provider"):
         CheckpointManager(tmp_path, {}, stateful_provider=[])
 

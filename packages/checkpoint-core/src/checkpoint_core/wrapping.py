@@ -35,6 +35,11 @@ def wrap_state(state: Mapping[str, object], world_size: int) -> list[StateCompon
             given, or an object does not tell how ranks share it.
         TypeError: An object has no state that can be saved.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state is a {type(state).__name__}; give a dictionary such as "
+            '{"model": model, "optimizer": optimizer}, whose keys name the files'
+        )
     models = {key: cast(Parts, value) for key, value in state.items() if _is_model(value)}
     components = []
     for key, value in state.items():

@@ -37,7 +37,7 @@ class Application:
         notes: What it says that is not used, in sentences.
 
     Raises:
-        ValueError: `mfu` is not between 0 and 1.
+        ValueError: `mfu` is not a share.
     """
 
     mfu: float | None
