@@ -147,40 +147,40 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from checkpoint_core import CheckpointManager
 
-directory, stateful = sys.argv[1], sys.argv[2] == "True"
 
-
-def made():
+def made(stateful):
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful)
     )
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    loader = torch.utils.data.DataLoader(torch.arange(8.0).reshape(8, 1), batch_size=2)
+    loader = torch.utils.data.DataLoader(torch.arange(8.0).reshape(8, 1), batch_size=2, shuffle=True)
     names = ("model", "optimizer", "scheduler", "loader")
     return dict(zip(names, accelerator.prepare(model, optimizer, scheduler, loader)))
 
 
-state = made()
-batches = iter(state["loader"])
-next(batches), next(batches)
-CheckpointManager(directory, state).save(1)
-resumed = made()
-CheckpointManager(directory, resumed).load()
-print("left", [batch.flatten().tolist() for batch in resumed["loader"]])
+for stateful in (True, False):
+    state = made(stateful)
+    try:
+        CheckpointManager(f"{sys.argv[1]}-{stateful}", state)
+    except TypeError as error:
+        print(error)
+    del state["loader"]
+    CheckpointManager(f"{sys.argv[1]}-{stateful}", state).save(1)
+    resumed = made(stateful)
+    del resumed["loader"]
+    CheckpointManager(f"{sys.argv[1]}-{stateful}", resumed).load()
+    print(torch.equal(state["model"].weight, resumed["model"].weight))
 """
 
 
-@pytest.mark.parametrize("stateful", [True, False])
-def test_what_accelerate_has_prepared_is_saved_or_refused_by_name(stateful: bool, tmp_path: Path) -> None:
+def test_what_accelerate_has_prepared_is_saved_or_refused_by_name(tmp_path: Path) -> None:
     script = tmp_path / "prepared.py"
     script.write_text(PREPARED)
     # In a process of its own: Accelerate keeps what it found out about the job for as long as the process.
-    command = [sys.executable, str(script), str(tmp_path / "runs"), str(stateful)]
+    command = [sys.executable, str(script), str(tmp_path / "runs")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if stateful:
-        assert "left [[4.0, 5.0], [6.0, 7.0]]" in done.stdout, done.stderr
-    else:
-        told = "component 'loader': the position of a DataLoaderShard cannot be saved; prepare it with"
-        assert told in done.stderr
+    assert done.stdout.splitlines()[1::2] == ["True", "True"], done.stderr
+    told = "component 'loader': the position of a DataLoaderShard cannot be saved, since Accelerate does not"
+    assert done.stdout.count(told) == 2

@@ -66,7 +66,7 @@ def test_an_optimizer_belongs_to_the_model_that_has_its_parameters() -> None:
     assert isinstance(component.stateful, OptimizerState)
     assert component.stateful.parts == (two,)
     both = torch.optim.SGD([*one.parameters(), *two.parameters()])
-    with pytest.raises(CheckpointError, match=r"no of the models given \(one, two\) has all parameters"):
+    with pytest.raises(CheckpointError, match=r"none of the models given \(one, two\) has all parameters"):
         wrap_state({**state, "optimizer": both}, 1)
     with pytest.raises(CheckpointError, match="component 'optimizer': no model is given"):
         wrap_state({"optimizer": both}, 1)

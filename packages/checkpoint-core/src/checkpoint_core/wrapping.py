@@ -109,24 +109,26 @@ def _owner(key: str, optimizer: Optimizer, models: Mapping[str, Parts]) -> Parts
     for model in models.values():
         if wanted <= {id(parameter) for part in _parts(model) for parameter in part.parameters()}:
             return model
-    given = f"of the models given ({', '.join(models)})" if models else "model is given, and none"
+    given = f"none of the models given ({', '.join(models)}) has" if models else "no model is given that has"
     raise CheckpointError(
-        f"component {key!r}: no {given} has all parameters of the {type(optimizer).__name__}, whose state is "
+        f"component {key!r}: {given} all parameters of the {type(optimizer).__name__}, whose state is "
         f"stored under their names. Give the model too, or {key!r}: OptimizerState(optimizer, model)"
     )
 
 
 def _check_saves(key: str, value: object) -> None:
     kind = type(value).__name__
-    # A loader that Accelerate has prepared has the methods in any case; they work on this attribute.
-    is_bare = type(value).__module__.startswith("accelerate.") and not hasattr(value, "dl_state_dict")
-    if isinstance(value, Stateful) and not (isinstance(value, Iterable) and is_bare):
+    # The loaders that Accelerate prepares have the methods in any case. Those with use_stateful_dataloader
+    # restore how many batches were taken, but not the order of a shuffle: other samples would follow.
+    is_prepared = type(value).__module__.startswith("accelerate.")
+    if isinstance(value, Stateful) and not (isinstance(value, Iterable) and is_prepared):
         return
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, list, tuple)):
-        advice = "prepare it with DataLoaderConfiguration(use_stateful_dataloader=True)"
-        if not is_bare:
-            advice = "use torchdata's StatefulDataLoader, or build_loader of dataloader-dispatch"
-        raise TypeError(f"component {key!r}: the position of a {kind} cannot be saved; {advice}")
+        reason = ", since Accelerate does not restore a shuffled order" if is_prepared else ""
+        raise TypeError(
+            f"component {key!r}: the position of a {kind} cannot be saved{reason}; use torchdata's "
+            "StatefulDataLoader, or build_loader of dataloader-dispatch" + ", as it is" * is_prepared
+        )
     raise TypeError(
         f"component {key!r}: a {kind} has no state_dict() and load_state_dict(). Give an object that has "
         "both, or a StateComponent"
