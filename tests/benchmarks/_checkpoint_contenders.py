@@ -35,9 +35,6 @@ class Contender(Protocol):
 class AsyncContender(Protocol):
     """A way to save while the training goes on."""
 
-    def reserve(self) -> None:
-        """Prepare for later saves, where the library can."""
-
     def save(self, step: int) -> None:
         """Return when the model and the optimizer may change again."""
 
@@ -45,7 +42,7 @@ class AsyncContender(Protocol):
         """Return when the last save is complete."""
 
     def close(self) -> None:
-        """Give back what was reserved."""
+        """Give back what is kept between saves."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -110,9 +107,6 @@ class _Ours:
             stateful_provider=core.StaticStatefulProvider(components),
         )
         self._first = directory / "checkpoint-1"
-
-    def reserve(self) -> None:
-        self._manager.reserve_staging()
 
     def save(self, step: int) -> None:
         self._manager.save_checkpoint(step)
@@ -220,9 +214,6 @@ class _DistributedAsync(_Distributed):
         super().__init__(model, optimizer, directory)
         # Kept between saves, so that later ones find the memory of the first.
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
-
-    def reserve(self) -> None:
-        """There is nothing to call: the memory is taken by the first save."""
 
     def save(self, step: int) -> None:
         pending = self._saver.async_save(

@@ -87,8 +87,6 @@ _SAVE_HEADING = ["save", "save s", "durable s", "/ raw durable", "CPU s", "peak 
 _LOAD_HEADING = ["load", "load s", "CPU s", "/ raw read, same kinds", "/ fresh", "/ touched"]
 _ASYNC_HEADING = [
     "async save",
-    "reserve call",
-    "reserved",
     "first blocks",
     "later block",
     "warm copy",
@@ -148,8 +146,6 @@ def _load_row(name: str, rows: Sequence[LoadSample]) -> list[str]:
 def _async_row(name: str, rows: Sequence[AsyncSample]) -> list[str]:
     return [
         LABELS[name],
-        _seconds([row.reserve_call_seconds for row in rows]),
-        _seconds([row.reserved_seconds for row in rows]),
         _seconds([row.blocking_seconds[0] for row in rows]),
         _seconds([seconds for row in rows for seconds in row.blocking_seconds[1:]]),
         _seconds([row.warm_copy_seconds for row in rows]),

@@ -111,8 +111,6 @@ class AsyncSample:
     ``committed_seconds`` includes syncing what the contender left unsynced.
     """
 
-    reserve_call_seconds: float = 0.0
-    reserved_seconds: float = 0.0
     cold_copy_seconds: float = 0.0
     warm_copy_seconds: float = 0.0
     blocking_seconds: list[float]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import mmap
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,8 +36,6 @@ from _timing import (
 )
 
 WARM_UP_SCALE = 0.0005
-LONGEST_RESERVATION_SECONDS = 60.0
-GROWTH_BYTES = 1 << 20
 
 
 def measure_save(job: Job) -> tuple[SaveSample, dict[str, int]]:
@@ -137,10 +134,6 @@ def measure_async(job: Job) -> AsyncSample:
     sample.cold_copy_seconds, sample.warm_copy_seconds = _copy_twice(list(tensors.values()), size)
     _normalise(job, size)
     before = resident_bytes()
-    watch = Stopwatch()
-    contender.reserve()
-    sample.reserve_call_seconds = watch.wall()
-    sample.reserved_seconds = _until_memory_is_still()
     for step in range(1, ASYNC_SAVES + 1):
         _normalise(job, size)
         with PeakMemory(above=before) as peak:
@@ -221,17 +214,6 @@ def _copy_twice(tensors: Sequence[torch.Tensor], size: int) -> tuple[float, floa
             place.copy_(tensor)
         seconds.append(watch.wall())
     return seconds[0], seconds[1]
-
-
-def _until_memory_is_still() -> float:
-    """Wait until this process has not grown for half a second. Returns how long it grew, in seconds."""
-    watch = Stopwatch()
-    largest, grown = resident_bytes() or 0, 0.0
-    while (now := watch.wall()) < min(grown + 0.5, LONGEST_RESERVATION_SECONDS):
-        time.sleep(0.01)
-        if (resident := resident_bytes() or 0) > largest + GROWTH_BYTES:
-            largest, grown = resident, now
-    return grown
 
 
 def _empty(directory: Path) -> None:

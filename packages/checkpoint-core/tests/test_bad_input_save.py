@@ -110,7 +110,6 @@ def test_a_read_only_directory(job, tmp_path: Path) -> None:
         other.train(1)
         calls = {
             "save": other.save,
-            "trial": lambda: other.manager.trial_save(9),
             "export": lambda: other.manager.save_model(run / "exported"),
         }
         return [step, {name: error_of(call) for name, call in calls.items()}]
@@ -120,7 +119,6 @@ def test_a_read_only_directory(job, tmp_path: Path) -> None:
     assert step == 1
     for name, parts in {
         "save": ["saving checkpoint-2: Permission denied", str(run)],
-        "trial": ["saving checkpoint-9: Permission denied", str(run)],
         "export": ["saving the model to", str(run / "exported")],
     }.items():
         for part in (*parts, "permission to read and write there", "choose another directory"):

@@ -2,6 +2,7 @@
 
 import os
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -150,37 +151,14 @@ class CheckpointManager:
     """Short for :meth:`save_checkpoint`."""
 
     def trial_save(self, first_step: int = 0) -> None:
-        """Write a whole checkpoint, and discard it: what a later save would trip over shows now. Collective.
-
-        It finds state that cannot be stored, missing permissions, too little space or quota, names that
-        clash, and replicas that differ.
-
-        Args:
-            first_step: The step of the first checkpoint to come, which must not collide with another run's.
-
-        Raises:
-            CheckpointError: On every rank, when any failed.
-        """
-        self.wait()
-        save = self._new_save("trying to save a checkpoint", first_step, None)
-        save.capture()
-        save.rehearse()
+        """Deprecated: does nothing but warn. The first checkpoint of a run tells what a trial would."""
+        warnings.warn(
+            "trial_save() does nothing any more; save a checkpoint", DeprecationWarning, stacklevel=2
+        )
 
     def reserve_staging(self) -> None:
-        """Allocate the memory of asynchronous saves ahead, in the background. Collective.
-
-        Without it the first asynchronous save takes the time that the system needs to hand out new memory.
-        Call it when all state exists: after the first optimizer step, or after loading.
-
-        Raises:
-            CheckpointError: The state cannot be stored, or there is not enough memory.
-        """
-        self.wait()
-        save = self._new_save("reserving memory for checkpoints", 0, None)
-        save.capture()
-        self._ranks.run(
-            "reserving memory for checkpoints", lambda: self._staging.reserve(save.staged_bytes())
-        )
+        """Deprecated: does nothing but warn. The first asynchronous save allocates its memory."""
+        warnings.warn("reserve_staging() does nothing any more", DeprecationWarning, stacklevel=2)
 
     def load_checkpoint(self, path: str | Path | None = None) -> LoadedCheckpoint | None:
         """Verify a checkpoint and restore every component from it. Collective.

@@ -2,8 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypedDict
@@ -45,7 +44,7 @@ from checkpoint_core.directory.manifest import (
 )
 from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.replication import Replica, find_mismatches
-from checkpoint_core.staging import StagingBuffer, staged_bytes
+from checkpoint_core.staging import StagingBuffer
 from checkpoint_core.storage.files import (
     FileRecord,
     checksum_file,
@@ -151,48 +150,23 @@ class CheckpointSave:
         Raises:
             CheckpointError: On every rank, when any failed. Nothing is left behind then.
         """
-        with self._discarding_on_error():
-            staging = self._write_all()
-            # Every node has all of its files before the first one publishes.
-            self._ranks.run_on_leaders(self._phase, lambda: self._publish(staging))
-        return self.final
-
-    def rehearse(self) -> None:
-        """Do everything that :meth:`commit` does, except to publish; nothing is left behind. Collective.
-
-        Raises:
-            CheckpointError: On every rank, when any failed.
-        """
-        with self._discarding_on_error():
-            self._write_all()
-        if self._staging is not None:
-            discard(self._staging)
-
-    def staged_bytes(self) -> int:
-        """The space in a staging buffer that this rank needs, once captured."""
-        parts = (part for files in self._files.values() for part in files.parts.values())
-        return staged_bytes(part.data for part in parts)
-
-    def _write_all(self) -> Path:
         ranks, phase = self._ranks, self._phase
-        sizes = ranks.run(phase, lambda: (self._size(), uuid.uuid4().hex))
-        self._save_id = sizes[0][1]
-        needed = sum(sizes[rank][0] for rank in ranks.site)
-        staging = self.final.parent / ranks.run_on_leaders(phase, lambda: self._begin(needed))
-        reports = ranks.run(phase, lambda: self._write(staging))
-        ranks.run_on_leaders(phase, lambda: self._write_manifest(staging, reports))
-        return staging
-
-    @contextmanager
-    def _discarding_on_error(self) -> Iterator[None]:
         try:
-            yield
+            sizes = ranks.run(phase, lambda: (self._size(), uuid.uuid4().hex))
+            self._save_id = sizes[0][1]
+            needed = sum(sizes[rank][0] for rank in ranks.site)
+            staging = self.final.parent / ranks.run_on_leaders(phase, lambda: self._begin(needed))
+            reports = ranks.run(phase, lambda: self._write(staging))
+            ranks.run_on_leaders(phase, lambda: self._write_manifest(staging, reports))
+            # Every node has all of its files before the first one publishes.
+            ranks.run_on_leaders(phase, lambda: self._publish(staging))
         except BaseException:
             # Only a leader has made it, and by now no rank writes into it any more. When a rank was lost,
             # another node may have published, and the next load needs this one's files to do the same.
-            if self._staging is not None and not (self._ranks.broken and len(self._ranks.sites()) > 1):
+            if self._staging is not None and not (ranks.broken and len(ranks.sites()) > 1):
                 discard(self._staging)
             raise
+        return self.final
 
     def _capture(self, captured: dict[str, CapturedState]) -> dict[str, object] | None:
         for key, assignment in self._plan.assignments.items():

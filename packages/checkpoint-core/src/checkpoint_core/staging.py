@@ -1,7 +1,7 @@
 """Host memory that every asynchronous save copies its tensors into.
 
 New memory is slow: the operating system hands out each page at its first touch, which takes several times as
-long as the copy. So the memory is kept from save to save, and can be touched ahead, in the background.
+long as the copy. So the memory is kept from save to save.
 """
 
 import logging
@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -23,23 +23,9 @@ ALIGNMENT = 64
 _K = TypeVar("_K")
 _logger = logging.getLogger(__name__)
 _HUGE_PAGE = 2 * 1024 * 1024
-_PAGES_AT_ONCE = 8192
-"""Pages touched between two looks at whether to stop; few enough that torch does it in the calling thread."""
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None
 """MADV_WIPEONFORK of linux/mman.h, which the mmap module does not name."""
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices, not only for the current one.
-
-
-def staged_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """The space that :meth:`StagingBuffer.copy` needs for some tensors.
-
-    Args:
-        tensors: Dense tensors of any device, dtype and shape.
-
-    Returns:
-        Bytes, with the padding between tensors.
-    """
-    return sum(_padded_bytes(tensor) for tensor in tensors)
 
 
 class StagingBuffer:
@@ -55,31 +41,9 @@ class StagingBuffer:
 
     @property
     def capacity(self) -> int:
-        """Bytes allocated; 0 before the first :meth:`reserve` or :meth:`copy`, and in a forked child."""
+        """Bytes allocated; 0 before the first :meth:`copy`, and in a forked child."""
         region = self._current()
         return 0 if region is None else region.bytes.numel()
-
-    def reserve(self, size: int) -> None:
-        """Allocate memory ahead and touch all of it in the background. Does not block.
-
-        A copy that comes too early waits for the rest. With CUDA or ROCm already in use in this process, the
-        memory is also pinned there.
-
-        Args:
-            size: Bytes that the next copies will need; :func:`staged_bytes` counts them. A buffer that is
-                large enough already stays as it is.
-
-        Raises:
-            CheckpointError: ``size`` is negative, or the system refuses that much memory.
-        """
-        if size < 0:
-            raise CheckpointError(f"cannot reserve size={size!r} bytes of staging memory; give 0 or more")
-        if size > self.capacity:
-            self.release()
-            region = _Region(size)
-            region.prepare(touch=True, pin_for=_cuda_in_use())
-            # Last: an interrupt before it leaves no region that is touched, and so overwritten, unnoticed.
-            self._region = region
 
     def copy(self, tensors: Mapping[_K, torch.Tensor]) -> dict[_K, torch.Tensor]:
         """Copy tensors into the buffer.
@@ -100,7 +64,7 @@ class StagingBuffer:
         """
         for key, tensor in tensors.items():
             _check_dense(key, tensor)
-        region = self._region_for(staged_bytes(tensors.values()))
+        region = self._region_for(sum(_padded_bytes(tensor) for tensor in tensors.values()))
         # Copies to the host can only overlap on the devices that can be synchronised afterwards.
         accelerator = torch.accelerator.current_accelerator()
         devices = {
@@ -124,9 +88,7 @@ class StagingBuffer:
 
     def release(self) -> None:
         """Give the memory back. Staged tensors that are still referenced keep theirs."""
-        region, self._region = self._region, None
-        if region is not None:
-            region.stop_touching()
+        self._region = None
 
     def _region_for(self, size: int) -> "_Region":
         region = self._current()
@@ -134,7 +96,6 @@ class StagingBuffer:
             self._tell_growth(size)
             self.release()
             region = self._region = _Region(size)
-        region.ready.wait()
         return region
 
     def _tell_growth(self, size: int) -> None:
@@ -142,14 +103,13 @@ class StagingBuffer:
             self._told = True
             _logger.info(
                 "the staging buffer grows from %d to %d bytes; this save takes longer, because new memory is "
-                "slow at its first use. Call reserve_staging() before the first asynchronous save to have it "
-                "ready in time",
+                "slow at its first use",
                 self.capacity,
                 size,
             )
 
     def _current(self) -> "_Region | None":
-        # A forked child finds the memory wiped, and its thread that touches and its CUDA context gone.
+        # A forked child finds the memory wiped, and its CUDA context gone.
         if self._region is not None and self._region.owner != os.getpid():
             self._region = None
         return self._region
@@ -166,7 +126,7 @@ class _HostMemory(mmap.mmap):
 
 
 class _Region:
-    """One piece of memory and the thread that touches its pages."""
+    """One piece of memory."""
 
     def __init__(self, size: int) -> None:
         self.owner = os.getpid()
@@ -176,34 +136,7 @@ class _Region:
             whole = torch.frombuffer(self._memory, dtype=torch.uint8)
             # Huge pages need memory that begins where one begins. The slice keeps the mapping alive.
             self.bytes = whole[-whole.data_ptr() % _HUGE_PAGE :][: -size % ALIGNMENT + size]
-        self.ready = InterruptSafeEvent()
-        self.ready.set()
-        self._stop = False
         self._pinning_tried = False
-
-    def prepare(self, *, touch: bool, pin_for: torch.device | None) -> None:
-        """Touch every page, so that the operating system provides it, and pin them. In another thread.
-
-        Args:
-            touch: Whether to touch the pages. It overwrites them; wait for ``ready`` before using them.
-            pin_for: The CUDA or ROCm device to pin them for, or None.
-        """
-        ready = InterruptSafeEvent()
-
-        def run() -> None:
-            try:
-                if (not touch or self._touch()) and pin_for is not None:
-                    self._pin(pin_for)
-            finally:
-                ready.set()
-
-        # Not a daemon: a thread that is inside torch when the interpreter goes away aborts the process.
-        threading.Thread(target=run, name="checkpoint staging memory").start()
-        self.ready = ready
-
-    def stop_touching(self) -> None:
-        """End the touching early; the memory is no longer wanted."""
-        self._stop = True
 
     def ensure_pinned(self, device: torch.device) -> None:
         """Pin the memory for copies from a device, at the first call; say so when that is not possible."""
@@ -211,19 +144,20 @@ class _Region:
             return
         if device.type == "cuda":
             # Not in this thread: CUDA keeps the error of a failed call for the thread's next kernel to raise.
-            self.prepare(touch=False, pin_for=device)
-            self.ready.wait()
+            pinned = InterruptSafeEvent()
+
+            def pin() -> None:
+                try:
+                    self._pin(device)
+                finally:
+                    pinned.set()
+
+            # Not a daemon: a thread that is inside torch when the interpreter goes away aborts the process.
+            threading.Thread(target=pin, name="checkpoint staging memory").start()
+            pinned.wait()
         else:
             self._pinning_tried = True
             self._tell_unpinned(device, f"this is not done for {device.type} devices")
-
-    def _touch(self) -> bool:
-        """Whether all pages were touched, and it is worth going on."""
-        for pages in torch.split(self.bytes[:: mmap.PAGESIZE], _PAGES_AT_ONCE):
-            if self._stop or not threading.main_thread().is_alive():
-                return False
-            pages.zero_()
-        return True
 
     def _pin(self, device: torch.device) -> None:
         self._pinning_tried = True
@@ -272,13 +206,6 @@ def _map_memory(size: int) -> _HostMemory:
             except OSError as error:
                 _logger.debug("madvise(%d) is not available for staging memory: %s", advice, error)
     return memory
-
-
-def _cuda_in_use() -> torch.device | None:
-    """The caller's device, if CUDA or ROCm is in use in this process already."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.device("cuda", torch.cuda.current_device())
-    return None
 
 
 def _padded_bytes(tensor: torch.Tensor) -> int:

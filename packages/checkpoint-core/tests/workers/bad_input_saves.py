@@ -59,8 +59,6 @@ class Saves(Ranks):
         for rank in range(2):
             with self.limit_on(rank, resource.RLIMIT_FSIZE, SMALL_FILE):
                 self.save(f"rank {rank} cannot write its part", manager)
-        with self.limit_on(1, resource.RLIMIT_FSIZE, SMALL_FILE):
-            self.attempt("trial save finds it", lambda: manager.trial_save(2), self.run)
         preprocessor = Broken() if self.rank == 0 else None
         with self.manager(self.components, self.run, preprocessor=preprocessor) as broken:
             self.save("preprocessor raises on rank 0", broken)
@@ -74,7 +72,6 @@ class Saves(Ranks):
             self.limit_on(1, resource.RLIMIT_AS, address_space() + 2**30),
         ):
             self.save("rank 1 cannot stage", manager)
-            self.attempt("rank 1 cannot reserve", manager.reserve_staging, self.run)
 
     def background(self) -> None:
         run = self.directory / "background"

@@ -212,8 +212,6 @@ def work(job: Job, life: Life) -> Iterator[tuple[str, dict[str, object]]]:
     job.fill(0)
     loaded = job.manager.load_checkpoint()
     yield "loaded", {"values": sorted(job.values()), "step": loaded.step if loaded else None}
-    if life.asynchronous:
-        job.manager.reserve_staging()
     # Every other life begins by replacing the checkpoint from which it resumed.
     begin = 2 * (loaded.step if loaded else 0) + life.first_value % 2 + 1
     for count in itertools.count():
