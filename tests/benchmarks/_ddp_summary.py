@@ -15,23 +15,27 @@ Samples = Mapping[str, Sequence[Sample]]
 """By label, one sample of each round."""
 
 
-def mean_of_ranks(by_rank: Sequence[Samples]) -> dict[str, list[Sample]]:
-    """One sample in place of those of all ranks: the mean of each window, and of the set-up."""
+def mean_of_ranks(by_rank: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]) -> dict[str, list[Sample]]:
+    """One sample in place of those of all ranks: the mean of each window, and of the set-up.
+
+    Args:
+        by_rank: Of each rank the fields of its samples, by label: what ranks can send.
+    """
     return {
         label: [_mean_sample(samples) for samples in zip(*(told[label] for told in by_rank), strict=True)]
         for label in by_rank[0]
     }
 
 
-def _mean_sample(samples: Sequence[Sample]) -> Sample:
-    windows = [_mean(windows) for windows in zip(*(sample.windows for sample in samples), strict=True)]
-    return Sample(windows, _mean([sample.setup for sample in samples]))
+def _mean_sample(samples: Sequence[Mapping[str, Any]]) -> Sample:
+    windows = [_mean(windows) for windows in zip(*(sample["windows"] for sample in samples), strict=True)]
+    return Sample(windows, _mean([sample["setup"] for sample in samples]))
 
 
-def _mean(windows: Sequence[Window]) -> Window:
+def _mean(windows: Sequence[Mapping[str, float]]) -> Window:
     return Window(
-        statistics.fmean(window.cpu for window in windows),
-        statistics.fmean(window.wall for window in windows),
+        statistics.fmean(window["cpu"] for window in windows),
+        statistics.fmean(window["wall"] for window in windows),
     )
 
 

@@ -52,10 +52,11 @@ def measure(size: str, options: Mapping[str, Any], env: DistributedEnvInterface)
             samples[contender.label].append(train(contender, work)[0])
         minutes = (time.monotonic() - began) / 60
         tell(f"[{minutes:5.1f} min] {size}: round {number + 1}/{options['rounds']}", env)
+    told = {label: [asdict(sample) for sample in taken] for label, taken in samples.items()}
     return {
         "rounds": options["rounds"],
         "windows": options["windows"],
-        "contenders": summarise(mean_of_ranks(gather_objects(samples, env))),
+        "contenders": summarise(mean_of_ranks(gather_objects(told, env))),
         "first_setup_ms": {label: asdict(sample.setup) for label, sample in first.items()},
         "agreement": agreed,
     }
