@@ -372,7 +372,7 @@ SAID: dict[str, Callable[[], object]] = {
     "match its checksum": lambda: load(lambda path: (path / "model.safetensors").write_bytes(bytes(16496))),
     "has no manifest.json": lambda: load(lambda path: (path / "manifest.json").unlink()),
     "none can be used": all_damaged,
-    "checkpoints but is none": lambda: go_on(resume_from_checkpoint="runs"),
+    "checkpoints but is not one itself": lambda: go_on(resume_from_checkpoint="runs"),
     "wrong shape: next.weight": lambda: go_on(max_steps=4, model=lambda: Bigram(63)),
     "not those of the checkpoint": other_parameters,
     "it was saved with seed=1": other_data,

@@ -17,10 +17,10 @@ from trainer_core.arguments.config import REFUSED, WARNED, Changes, compare, pla
 BAD = [
     # unknown names and wrong types
     ({"max_step": 3}, "max_step=3.*did you mean 'max_steps'"),
-    ({"max_steps": "3"}, "max_steps='3'.*str.*int"),
+    ({"max_steps": "3"}, "max_steps='3'.*int, got str"),
     ({"max_steps": True}, "max_steps=True"),
     ({"learning_rate": "fast"}, "learning_rate='fast'"),
-    ({"fp8_recipe": "rowwise", "fp8_exclude": "head"}, r"fp8_exclude='head'.*str.*tuple"),
+    ({"fp8_recipe": "rowwise", "fp8_exclude": "head"}, r"fp8_exclude='head'.*tuple.*, got str"),
     ({"sdpa_backend": 3}, "sdpa_backend=3.*int"),
     # single values
     ({"max_steps": -2}, "max_steps=-2"),

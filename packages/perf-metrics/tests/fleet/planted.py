@@ -49,14 +49,16 @@ MISTAKES = (
     Mistake("sparse peak used", 0.40, 0.5, alone=False),
     Mistake("peak of a faster type", 0.36, 0.5, alone=False),
     Mistake(
-        "bf16 work held against the fp8 peak",
+        "bf16 work against the fp8 peak",
         0.38,
         0.5,
         {"compute_dtype": "bf16", "peak_dtype": "fp8"},
         alone=False,
     ),
     Mistake("peak of a slower type", 0.31, 2.0),
-    Mistake("fp8 work held against the bf16 peak", 0.30, 2.0, {"compute_dtype": "fp8", "peak_dtype": "bf16"}),
+    Mistake(
+        "fp8 work against the bf16 peak", 0.30, 2.0, {"compute_dtype": "fp8", "peak_dtype": "bf16"}
+    ),
     Mistake("latent experts counted at full width", 0.2558, LATENT_EXPERTS, {"experts": True}),
     Mistake("hybrid counted as attention and MLP", 0.1556, HYBRID, {"hybrid": True}),
     Mistake(

@@ -71,6 +71,6 @@ def test_a_type_without_a_known_rate_in_one_row_does_not_stop_the_report(tmp_pat
         fleet.add("a", Device("node", "0"), 30.0 * step, 0.125, 1000)
     report = fleet_report(fleet, applications)
     # FP4 runs at four times the rate of BF16.
-    assert report.jobs[0].candidates[0].name == "fp4 work held against the bf16 peak"
+    assert report.jobs[0].candidates[0].name == "fp4 work against the bf16 peak"
     (note,) = (one for one in report.notes if "int4" in one)
     assert note.startswith("job b: compute_dtype='int4' is none of fp4, fp8, bf16")

@@ -74,8 +74,18 @@ def test_case_4_a_forgotten_debug_setting(monkeypatch: pytest.MonkeyPatch) -> No
         (0.20, 0.40, JobFacts(), "sparse peak used"),
         (0.20, 0.40, JobFacts(), "peak of a faster type"),
         (0.80, 0.40, JobFacts(), "peak of a slower type"),
-        (0.80, 0.40, JobFacts(compute_dtype="fp8", peak_dtype="bf16"), "fp8 work held against the bf16 peak"),
-        (0.10, 0.40, JobFacts(compute_dtype="tf32", peak_dtype="fp8"), "tf32 work held against the fp8 peak"),
+        (
+            0.80,
+            0.40,
+            JobFacts(compute_dtype="fp8", peak_dtype="bf16"),
+            "fp8 work against the bf16 peak",
+        ),
+        (
+            0.10,
+            0.40,
+            JobFacts(compute_dtype="tf32", peak_dtype="fp8"),
+            "tf32 work against the fp8 peak",
+        ),
         # Of 671B parameters 37B are active.
         (3.6, 0.2, JobFacts(total_parameters=671e9, active_parameters=37e9), "experts counted as dense"),
         (0.44, 0.40, JobFacts(), "causal attention not halved"),

@@ -250,8 +250,8 @@ def test_second_switch_is_refused(decoder: type[nn.Module], arguments: Arguments
     [
         ("aten.scaled_mn", "no operator of that name; did you mean"),
         ("gelo", r"did you mean aten\.gelu"),
-        ("linear", "carried out as other operators"),
-        ("aten.scaled_dot_product_attention", "carried out as other operators"),
+        ("linear", "decomposed into other operators"),
+        ("aten.scaled_dot_product_attention", "decomposed into other operators"),
         ("no such thing", "no operator of that name"),
     ],
 )

@@ -92,7 +92,7 @@ class Recommendation:
     """The first layout that fits, or what is missing."""
 
     layout: str
-    """The layout in words; if nothing fits, the most frugal one."""
+    """The layout in words; if nothing fits, the most memory-efficient one."""
     args: FSDP2TrainingArguments
     """The settings of it; with `uses_ddp`, those for trainer-ddp that both have."""
     plan: Plan
@@ -130,7 +130,7 @@ def recommend(
     sequence_length: int,
     optimizer_factory: OptimizerFactory | None = None,
 ) -> Recommendation:
-    """Walk from the fastest layout to the most frugal one, and take the first that fits.
+    """Try layouts from fastest to most memory-efficient, and take the first that fits.
 
     In this order, after the reports of IBM and Meta on FSDP (PyTorch blog, 2024): a whole copy on each GPU;
     then, without activation checkpointing, with a third of the blocks, half of them, and all of them

@@ -121,7 +121,7 @@ def open_checkpoint(path: Path) -> Manifest:
         raise CheckpointError(f"there is no checkpoint directory {path}; 'checkpoint-core ls' lists them")
     if not (path / MANIFEST_NAME).is_file() and (inside := checkpoint_directories(path)):
         raise CheckpointError(
-            f"{path} holds checkpoints but is none; pass one of them, such as {inside[0][1]}"
+            f"{path} contains checkpoints but is not one itself; pass one of them, such as {inside[0][1]}"
         )
     return read_manifest(path)
 

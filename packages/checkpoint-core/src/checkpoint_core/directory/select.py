@@ -135,7 +135,9 @@ def _named(ranks: RankAgreement, output_dir: Path, path: Path) -> tuple[Path, Ma
     def check() -> None:
         if not (path / MANIFEST_NAME).is_file() and checkpoint_directories(path):
             newest = checkpoint_directories(path)[0][1]
-            raise CheckpointError(f"{path} holds checkpoints but is none; pass one of them, such as {newest}")
+            raise CheckpointError(
+                f"{path} contains checkpoints but is not one itself; pass one of them, such as {newest}"
+            )
         verify_checkpoint(path, checksums=False)
 
     ranks.run_on_leaders(_PHASE, check)

@@ -207,7 +207,7 @@ class JobFigures:
         gpus: Number of devices that it had at a time, also of those without a figure: the median over time.
         ofu: None when there is no sample.
         imbalance: (highest - lowest) / mean of the OFU of the devices that had the job for half as long as
-            any other, or longer; each is held against the others at the same times. None for fewer than two,
+            any other, or longer; each is compared with the others at the same times. None for fewer than two,
             or without work.
         odd_devices: Those that are unlike the others of the same model at the same times; none where there
             are fewer than three.

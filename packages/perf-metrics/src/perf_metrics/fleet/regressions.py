@@ -195,7 +195,7 @@ def _refined(block: int, starts: Sequence[int], values: Sequence[float]) -> int:
 RegressionKind: TypeAlias = Literal["within the job", "against earlier jobs of the run"]
 
 SHORTEST_JOB_S = 1800.0
-"""Seconds that a job must have run to be held against others: one that crashed at its start tells nothing."""
+"""Seconds that a job must have run to be compared with others: one that crashed early says nothing."""
 _FEWEST_EARLIER = 2
 _DEVIATIONS = 3.0
 

@@ -250,7 +250,7 @@ def _mfu_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
     yield RecordingRule(
         series.JOB_OFU_WITH_MFU,
         f"{series.JOB_OFU} and {series.JOB_MFU}",
-        "To be held against MFU: only while the job tells MFU, so without its start.",
+        "For comparison with MFU: only while the job tells MFU, so without its start.",
     )
     yield _mean(series.JOB_OFU_WITH_MFU_1H, series.JOB_OFU_WITH_MFU, "1h")
     yield RecordingRule(

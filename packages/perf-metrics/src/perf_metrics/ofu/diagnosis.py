@@ -200,7 +200,7 @@ class JobFacts:
         n_layers: Number of layers with attention.
         matmul_parameters: Weights of matrix products, head included. Without it, 12 x width^2 a layer.
         compute_dtype: Type that the matrix products run in: fp4, fp8, bf16, fp16 or tf32.
-        peak_dtype: Type whose peak MFU is held against.
+        peak_dtype: Type whose peak MFU is compared with.
         tile_overhead: Work that tiles add to the shapes, as a share; about 0.02 to 0.09 when unknown.
         tensor_mhz: Clock in MHz of the tensor peak; the default is that of H100 SXM.
         boost_mhz: Boost limit of the SMs in MHz, which may have been taken in its place.
@@ -382,7 +382,7 @@ def _peak(facts: JobFacts) -> Iterator[MfuGapCause | str]:
     run, peak = facts.compute_dtype, facts.peak_dtype
     if run is not None and peak is not None:
         share = RATES[run] / RATES[peak]
-        name = f"{run} work held against the {peak} peak"
+        name = f"{run} work against the {peak} peak"
         yield (
             f"peak of the wrong type: work and peak are {run} and {peak}, which have the same"
             if share == 1
@@ -390,10 +390,10 @@ def _peak(facts: JobFacts) -> Iterator[MfuGapCause | str]:
         )
         return
     yield MfuGapCause(
-        "peak of a slower type", 2.0, 2.0, "such as fp8 work held against the bf16 peak: 2/1", check
+        "peak of a slower type", 2.0, 2.0, "such as fp8 work against the bf16 peak: 2/1", check
     )
     yield MfuGapCause(
-        "peak of a faster type", 0.5, 0.5, "such as bf16 work held against the fp8 peak: 1/2", check
+        "peak of a faster type", 0.5, 0.5, "such as bf16 work against the fp8 peak: 1/2", check
     )
 
 
@@ -477,7 +477,7 @@ class Diagnosis:
 def diagnose(mfu: float, ofu: float, facts: JobFacts | None = None) -> Diagnosis:
     """Return what may explain the difference between MFU and OFU.
 
-    Each candidate is held against the ratio alone; two mistakes at once multiply, and may look like a third.
+    Each candidate is compared with the ratio alone; two mistakes at once multiply, and may look like a third.
 
     Args:
         mfu: As the application reports it, as a share (0.42, not 42).

@@ -51,7 +51,7 @@ def arguments_from_dict(cls: type[T], mapping: Mapping[str, object]) -> T:
         raise ConfigurationError(
             name,
             value,
-            f"has the type {type(value).__name__} and must be {_type_name(error.field_type)}",
+            f"must be {_type_name(error.field_type)}, got {type(value).__name__}",
             "write a value of that type",
         ) from error
     except dacite.MissingValueError as error:

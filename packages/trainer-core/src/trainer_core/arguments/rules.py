@@ -86,7 +86,7 @@ def check_types(args: object) -> None:
             raise ConfigurationError(
                 field.name,
                 value,
-                f"has the type {type(value).__name__} and must be {_shown(hints[field.name])}",
+                f"must be {_shown(hints[field.name])}, got {type(value).__name__}",
                 "give a value of that type",
             )
 

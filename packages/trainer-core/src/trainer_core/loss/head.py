@@ -247,7 +247,7 @@ class HiddenStatesTargetLoss(HiddenStatesLoss):
     loss: TargetLoss
 
     def make_targets(self, labels: Tensor) -> Tensor:
-        """What the prediction at each place is held against, in the shape of the labels."""
+        """What the prediction at each place is compared with, in the shape of the labels."""
         return self.loss.make_targets(labels)
 
     def on_targets(self, predictions: object, targets: Tensor) -> Tensor:

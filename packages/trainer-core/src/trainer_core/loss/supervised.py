@@ -25,7 +25,7 @@ class ElementLoss(Protocol):
 class ClassificationLoss:
     """Cross-entropy of classes, in natural units (nats), for examples or for each position of them.
 
-    Labels are held against the logits as they stand, nothing is shifted. Labels of -100 do not count. The
+    Labels are compared with the logits as they stand, nothing is shifted. Labels of -100 do not count. The
     mean is that of `torch.nn.functional.cross_entropy` with the same options, over the whole batch of an
     optimizer step.
 
@@ -73,7 +73,7 @@ class ClassificationLoss:
         return weight[labels.where(counts, 0).long()].where(counts, 0).sum()
 
     def make_targets(self, labels: Tensor) -> Tensor:
-        """The labels: each is held against the prediction at its place."""
+        """The labels: each is compared with the prediction at its place."""
         return labels
 
     def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class RegressionLoss:
         return self._counts(labels).sum()
 
     def make_targets(self, labels: Tensor) -> Tensor:
-        """The labels: each is held against the prediction at its place."""
+        """The labels: each is compared with the prediction at its place."""
         return labels
 
     def on_targets(self, predictions: object, targets: Tensor) -> Tensor:

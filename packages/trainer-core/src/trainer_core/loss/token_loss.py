@@ -54,7 +54,7 @@ class TargetLoss(TokenLoss, Protocol):
     """
 
     def make_targets(self, labels: Tensor) -> Tensor:
-        """What the prediction at each place is held against: in the shape of the labels, on their device."""
+        """What the prediction at each place is compared with: in the shape of the labels, on their device."""
 
     def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
         """Sum of the losses, as `__call__` has it of labels: float32 scalar."""
@@ -313,7 +313,7 @@ class NextTokenLoss(ABC):
 class CausalLMLoss(NextTokenLoss):
     """Cross-entropy of the next token, in natural units (nats).
 
-    Labels are not shifted beforehand: position t of the logits is held against label t + 1, as in
+    Labels are not shifted beforehand: position t of the logits is compared with label t + 1, as in
     Hugging Face models. Labels of -100 do not count.
 
     Args:

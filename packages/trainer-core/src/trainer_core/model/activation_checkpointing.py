@@ -109,7 +109,7 @@ def _named(name: str) -> OpOverloadPacket | OpOverload:
             raise ConfigurationError(
                 _OPERATORS_SETTING,
                 name,
-                "is carried out as other operators, so there is no result of its own to keep",
+                "is decomposed into other operators, so it has no result of its own to save",
                 "name those, such as aten.mm, aten.addmm and aten.bmm for a matrix product",
             )
         break

@@ -171,7 +171,7 @@ def choose_layers(model: nn.Module, rule: LayerRule, exclude: Sequence[str] = ()
     Args:
         model: The model.
         rule: What else keeps a layer from being replaced.
-        exclude: Patterns in the manner of `fnmatch`; each is held against the name of a layer and the names
+        exclude: Patterns in the manner of `fnmatch`; each is compared with the name of a layer and the names
             of the modules that hold it.
 
     Raises:
