@@ -1,7 +1,6 @@
-"""Two ranks give a manager their objects, not how they share them. Usage: short_form.py DIRECTORY PORT."""
+"""Two ranks give a manager their objects, not how they share them. Usage: short_form.py DIRECTORY."""
 
 import json
-import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -74,9 +73,9 @@ def error_of(directory: Path, state: dict[str, Any]) -> str:
     return "none"
 
 
-def rank_main(rank: int, directory: Path, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+def rank_main(rank: int, directory: Path) -> None:
+    store = dist.FileStore(str(directory / "store"), 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=60))
     seen: dict[str, Any] = {}
     for name, sharded in (("copies", False), ("shards", True)):
         first, second = objects(0, sharded, 3 + rank), objects(1, sharded, 0)
@@ -95,4 +94,4 @@ def rank_main(rank: int, directory: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(rank_main, (Path(sys.argv[1]), int(sys.argv[2])), nprocs=2)
+    mp.spawn(rank_main, (Path(sys.argv[1]),), nprocs=2)
