@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hardware_table import DetectedDevice, HardwareFileError, resolve_peak
-from hardware_table.detected import record_detected
+from hardware_table.hardware_file import record_detected
 
 
 def device(name: str, units: int, backend: str = "cuda") -> DetectedDevice:
@@ -130,7 +130,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from hardware_table import DetectedDevice
-from hardware_table.detected import record_detected
+from hardware_table.hardware_file import record_detected
 path, rank = Path(sys.argv[1]), int(sys.argv[2])
 sys.stdin.readline()  # all start at once
 for step in range(10):
@@ -162,7 +162,7 @@ FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 from hardware_table import DetectedDevice
-from hardware_table.detected import record_detected
+from hardware_table.hardware_file import record_detected
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))  # a write past 64 bytes fails as on a full disk
 try:

@@ -3,13 +3,11 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hardware_table.detection import DetectedDevice, detect
-    from hardware_table.dtypes import DTYPES
+    from hardware_table.detection import DetectedDevice, HardwareTableWarning, detect
+    from hardware_table.hardware_file import HardwareFileError, default_config_path
     from hardware_table.matching import accelerators, lookup, peak_flops
-    from hardware_table.messages import HardwareTableWarning
-    from hardware_table.records import Accelerator, MemoryConfiguration, Peak
+    from hardware_table.records import DTYPES, Accelerator, MemoryConfiguration, Peak
     from hardware_table.resolve import ResolvedPeak, get_peak_hardware_flops, resolve_peak
-    from hardware_table.userfile import HardwareFileError, default_config_path
 
 __all__ = [
     "DTYPES",
@@ -31,16 +29,16 @@ __all__ = [
 
 # A name loads its module when it is first used, so that importing the package costs next to nothing.
 _HOME = {
-    "DTYPES": "dtypes",
+    "DTYPES": "records",
     "Accelerator": "records",
     "DetectedDevice": "detection",
-    "HardwareFileError": "userfile",
-    "HardwareTableWarning": "messages",
+    "HardwareFileError": "hardware_file",
+    "HardwareTableWarning": "detection",
     "MemoryConfiguration": "records",
     "Peak": "records",
     "ResolvedPeak": "resolve",
     "accelerators": "matching",
-    "default_config_path": "userfile",
+    "default_config_path": "hardware_file",
     "detect": "detection",
     "get_peak_hardware_flops": "resolve",
     "lookup": "matching",

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from hardware_table.matching import lookup
-from hardware_table.messages import warn_once
 from hardware_table.records import Accelerator
+
+_said: set[str] = set()
+
+
+class HardwareTableWarning(UserWarning):
+    """A peak is unknown or uncertain, or what was detected could not be written down."""
+
+
+def warn_once(message: str) -> None:
+    """Warn with `HardwareTableWarning`, unless this process has said the same before."""
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, HardwareTableWarning, stacklevel=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from hardware_table.dtypes import canonical_dtype
-from hardware_table.names import normalise, take_apart
-from hardware_table.records import Accelerator
-from hardware_table.table import load_table
+from hardware_table.records import Accelerator, canonical_dtype
+from hardware_table.table import load_table, normalise, take_apart
 
 _NO_SINGLE_PEAK = {
     "laptop": "it is a laptop part, whose power limit and clock are set by each notebook",

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from hardware_table.detection import DetectedDevice, detect
-from hardware_table.dtypes import canonical_dtype
+from hardware_table.detection import DetectedDevice, detect, warn_once
+from hardware_table.hardware_file import default_config_path, load_overrides, parse_flops
 from hardware_table.matching import match
-from hardware_table.messages import warn_once
-from hardware_table.names import normalise
-from hardware_table.records import Accelerator
-from hardware_table.userfile import default_config_path, load_overrides, parse_flops
+from hardware_table.records import Accelerator, canonical_dtype
+from hardware_table.table import normalise
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,7 +74,7 @@ def get_peak_hardware_flops(
 
 def peak_of(device: DetectedDevice, dtype: str, path: Path) -> float | None:
     """Find the peak of a detected device, warn if there is doubt, and write down what was detected."""
-    from hardware_table.detected import record_detected
+    from hardware_table.hardware_file import record_detected
 
     peak = resolve_peak(device, dtype, config_path=path)
     if peak.flops is None or peak.uncertain:

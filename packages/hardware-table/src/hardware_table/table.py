@@ -1,15 +1,25 @@
-"""Reading `accelerators.toml` into records, once and only when asked for."""
+"""The table of `accelerators.toml` by device name: read once, and only when asked for."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
-from hardware_table.dtypes import DTYPES
-from hardware_table.names import normalise
-from hardware_table.records import Accelerator, MemoryConfiguration, Peak
+from hardware_table.records import DTYPES, Accelerator, MemoryConfiguration, Peak
+
+Modifier = Literal["MIG", "laptop", "Max-Q", "vGPU", "VF"]
+
+_TRADEMARKS = re.compile(r"\((?:r|tm|c)\)")
+_SUFFIXES: tuple[tuple[Modifier, re.Pattern[str]], ...] = (
+    ("MIG", re.compile(r" mig (?:\d+c\.)?\d+g\.\d+gb(?:[+-][a-z.]+)*$")),
+    ("laptop", re.compile(r" laptop gpu$")),
+    ("Max-Q", re.compile(r" with max-q design$")),
+    ("vGPU", re.compile(r"(?:-\d+)+[qcab]$")),
+    ("VF", re.compile(r" vf$")),
+)
+_GRID = "grid "
 
 
 class _MemoryEntry(TypedDict, total=False):
@@ -64,6 +74,52 @@ def load_table() -> Table:
             by_name[name] = (*by_name.get(name, ()), accelerator)
     excluded = {normalise(name): group["reason"] for group in data["excluded"] for name in group["names"]}
     return Table(accelerators, by_name, excluded)
+
+
+class DeviceName(NamedTuple):
+    """A device name taken apart.
+
+    `base` is the normalised name of the whole device, `modifier` what the name says of the part in use.
+    """
+
+    base: str
+    modifier: Modifier | None
+
+
+def normalise(name: str) -> str:
+    """Give the one spelling under which a name is looked up.
+
+    Case, surrounding and repeated spaces, trademark signs and one leading "NVIDIA" do not count (old drivers
+    leave the vendor out). Everything else does: names that differ in one letter are different devices.
+
+    Args:
+        name: Device name as torch, a driver or a person writes it.
+
+    Returns:
+        The normalised name.
+    """
+    text = _TRADEMARKS.sub(" ", name.casefold())
+    return " ".join(text.split()).removeprefix("nvidia ")
+
+
+def take_apart(name: str) -> DeviceName:
+    """Split what marks a slice, a laptop part or a virtual device off a name.
+
+    Args:
+        name: Device name in any spelling. Products whose own name ends like a modifier are found before this
+            is called: "Max-Q Workstation Edition" is a desktop card.
+
+    Returns:
+        The base name and the modifier.
+    """
+    base = normalise(name)
+    for modifier, pattern in _SUFFIXES:
+        match = pattern.search(base)
+        if match:
+            return DeviceName(base[: match.start()].removeprefix(_GRID), modifier)
+    if base.startswith(_GRID):
+        return DeviceName(base.removeprefix(_GRID), "vGPU")
+    return DeviceName(base, None)
 
 
 def _record(entry: _Entry, references: Mapping[str, str]) -> Accelerator:
