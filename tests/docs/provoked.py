@@ -33,14 +33,11 @@ from dist_env import (
     StallReport,
     StaticDistributedEnvironment,
 )
-from dist_env.checks import find_warnings
-from dist_env.coordination import Coordinator
+from dist_env.coordination import Coordinator, RankRecord
 from dist_env.device import check_visible
-from dist_env.joining import check_agreement
+from dist_env.handshake import check_agreement
 from dist_env.links import Link
-from dist_env.records import RankRecord
-from dist_env.stores import hash_store
-from dist_env.survey import RankReport
+from dist_env.rank_report import RankReport, find_warnings
 from hardware_table.detection import DetectedDevice
 from hardware_table.resolve import resolve_peak
 from llama_pretrain import PretrainArguments
@@ -238,13 +235,13 @@ def meet(**other: Any) -> None:
 
 
 def wait_for_the_end() -> None:
-    store = hash_store()
+    store = torch.distributed.HashStore()
     store.set("rank/1", record(rank=1, host="node1").to_text())
     Coordinator(store, record()).barrier([0, 1], "world", 0.01, "end of training")
 
 
 def ask_for_failures() -> None:
-    store = hash_store()
+    store = torch.distributed.HashStore()
     Coordinator(store, record(rank=1, host="node1")).fail(ValueError("mine"))
     Coordinator(store, record()).raise_if_failed()
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpoint_core import CheckpointError, local_ranges
 from checkpoint_core.storage.tensors import local_part
-from dist_env import imagined_job
+from dist_env import fake_job
 
 ANY = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)]
 SIZES = [(1, 5), (2, 1), (5, 2), (6, 0), (7, 4), (12, 6), (0, 3)]
@@ -37,7 +37,7 @@ def test_the_ranges_are_those_of_torch(shape: tuple[int, ...], layouts: list[tup
     world = torch.Size(shape).numel()
     several = 0
     for rank in range(world):
-        with imagined_job(world, rank=rank):
+        with fake_job(world, rank=rank):
             for placements, size in product(layouts, SIZES):
                 whole = torch.arange(size[0] * size[1]).view(size)
                 tensor = placed(whole, shape, placements)
@@ -52,12 +52,12 @@ def test_the_ranges_are_those_of_torch(shape: tuple[int, ...], layouts: list[tup
 
 
 def test_of_a_scalar_there_is_nothing_to_divide() -> None:
-    with imagined_job(2):
+    with fake_job(2):
         assert local_ranges(placed(torch.tensor(1.0), (2,), (Replicate(),))) == []
 
 
 def test_a_rank_outside_the_mesh_holds_nothing() -> None:
-    with imagined_job(4, rank=3):
+    with fake_job(4, rank=3):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
         inside = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1])
         tensor = distribute_tensor(torch.ones(4, 2), inside, [Shard(0)], src_data_rank=None)
@@ -66,7 +66,7 @@ def test_a_rank_outside_the_mesh_holds_nothing() -> None:
 
 
 def test_partial_sums_are_refused() -> None:
-    with imagined_job(2):
+    with fake_job(2):
         mesh = init_device_mesh("cpu", (2,))
         tensor = DTensor.from_local(torch.ones(4, 2), mesh, [Partial()], run_check=False)
         with pytest.raises(CheckpointError, match=r"shape \[4, 2\].*Partial.*redistribute"):
@@ -74,7 +74,7 @@ def test_partial_sums_are_refused() -> None:
 
 
 def test_a_part_of_several_boxes_and_one_of_another_size_are_not_saved() -> None:
-    with imagined_job(2, rank=1):
+    with fake_job(2, rank=1):
         strided = placed(torch.arange(8.0), (2,), (_StridedShard(0, split_factor=2),))
         assert local_ranges(strided) == [[range(2, 4), range(6, 8)]]
         with pytest.raises(CheckpointError, match=r"x is placed as .*more than one box"):

@@ -11,7 +11,7 @@ import pytest
 from dist_env import ControlGroup, DistributedEnvironmentError
 
 HOST = socket.gethostname()
-# A roll call takes 5 s, the timeout of the groups 600 s; the rest is for a machine that is busy.
+# A liveness check takes 5 s, the timeout of the groups 600 s; the rest is for a machine that is busy.
 WITHIN = 60.0
 
 

@@ -168,9 +168,15 @@ def test_source_of_a_broadcast_must_take_part() -> None:
 
 def test_import_loads_nothing_beyond_torch_and_the_standard_library(python: Callable[..., Any]) -> None:
     code = (
-        "import torch.distributed, sys; a = set(sys.modules); import dist_env; print(*set(sys.modules) - a)"
+        "import torch.distributed, sys; a = set(sys.modules); import dist_env; "
+        "[getattr(dist_env, name) for name in dist_env.__all__]; print(*set(sys.modules) - a)"
     )
     done = python("-c", code)
     imported = {name.split(".")[0] for name in done.out.split()}
     assert "dist_env" in imported, done.err
     assert imported - {"dist_env"} <= set(sys.stdlib_module_names)
+
+
+def test_a_layout_needs_no_torch(python: Callable[..., Any]) -> None:
+    code = "import sys, dist_env; dist_env.ParallelLayout(shard=2); print('torch' in sys.modules)"
+    assert python("-c", code).out == "False\n"

@@ -1,4 +1,4 @@
-"""Meshes on real ranks, and on imagined ones: the groups of every view are those of the layout."""
+"""Meshes on real ranks, and on fake ones: the groups of every view are those of the layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dist_env import DistributedEnvironmentError, Meshes, ParallelLayout, imagined_job
+from dist_env import DistributedEnvironmentError, Meshes, ParallelLayout, fake_job
 
 LAYOUTS = {
     2: ["dp=2", "shard=2", "cp=2", "tp=2", "pp=2", "shard=2,ep=2"],
@@ -32,9 +32,9 @@ def test_groups_of_real_ranks_are_those_of_the_layout(launch: Callable[..., Any]
 
 
 @pytest.mark.parametrize(("rank", "expert"), [(0, 1), (13, 6), (95, 12)])
-def test_imagined_ranks_have_the_groups_of_the_layout(rank: int, expert: int) -> None:
+def test_fake_ranks_have_the_groups_of_the_layout(rank: int, expert: int) -> None:
     layout = ParallelLayout(pipeline=2, replicate=4, shard=3, context=2, tensor=2, expert=expert)
-    with imagined_job(96, rank=rank):
+    with fake_job(96, rank=rank):
         meshes = Meshes(layout)
         for view in VIEWS:
             mesh: DeviceMesh | None = getattr(meshes, view)
@@ -49,7 +49,7 @@ def test_imagined_ranks_have_the_groups_of_the_layout(rank: int, expert: int) ->
 
 def test_a_layout_of_another_size_and_a_missing_group_are_refused() -> None:
     with (
-        imagined_job(4),
+        fake_job(4),
         pytest.raises(DistributedEnvironmentError, match="tp=2 needs 2 ranks, but 4 were started"),
     ):
         Meshes(ParallelLayout(tensor=2))

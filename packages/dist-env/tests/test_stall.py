@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dist_env import Heartbeat, RankStatus, StallReport, StaticDistributedEnvironment
-from dist_env.stall import RankState, find_missing
+from dist_env.heartbeat import RankState, find_missing
 
 WAITING = ("/app/train.py:9 in train", "/x/torch/distributed/distributed_c10d.py:3000 in all_reduce")
 READING = ("/app/train.py:7 in train", "/app/data.py:20 in read")

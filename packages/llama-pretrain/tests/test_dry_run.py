@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_env import imagined_job
+from dist_env import fake_job
 from llama_pretrain import PretrainArguments
 from llama_pretrain.cli import main
 from llama_pretrain.commands.plan_config import show_plan
@@ -34,7 +34,7 @@ def _settings(texts: Path, folder: Path, **given: object) -> PretrainArguments:
 
 
 def _dry_run(args: PretrainArguments) -> DryRun:
-    with imagined_job(parse_mesh(args.mesh).world_size) as env:
+    with fake_job(parse_mesh(args.mesh).world_size) as env:
         return build_trainer(prepare(args), env).dry_run()
 
 

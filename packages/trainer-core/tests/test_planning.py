@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from dist_env import DistributedEnvironmentError, imagined_job
+from dist_env import DistributedEnvironmentError, fake_job
 from trainer_core import (
     BuiltModel,
     ConfigurationError,
@@ -156,7 +156,7 @@ def test_model_that_reads_values_is_named() -> None:
 
 
 def test_a_process_group_is_in_the_way() -> None:
-    with imagined_job(2), pytest.raises(DistributedEnvironmentError, match="beside the process group"):
+    with fake_job(2), pytest.raises(DistributedEnvironmentError, match="beside the process group"):
         _plan()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_env import imagined_job
+from dist_env import fake_job
 from trainer_core import Collective, ConfigurationError, DryRun
 from trainer_ddp import (
     CompressionArguments,
@@ -53,7 +53,7 @@ PARAMETERS = 2 * WIDTH * WIDTH
 def _dry_run(folder: Path, ranks: int, **settings: object) -> DryRun:
     given = {"output_dir": str(folder / "run"), "max_steps": 1, "per_device_train_batch_size": 2}
     args = DDPTrainingArguments(**(given | settings))  # type: ignore[arg-type]
-    with imagined_job(ranks) as env:
+    with fake_job(ranks) as env:
         trainer = DDPTrainer(args, model_init=Model, train_dataset=Rows(), callbacks=[], distributed_env=env)
         return trainer.dry_run()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_env import imagined_job
+from dist_env import fake_job
 from trainer_core import Collective
 from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
 
@@ -54,7 +54,7 @@ def test_shards_and_collectives_of_one_rank(tmp_path: Path, ranks: int, replicas
         per_device_train_batch_size=2,
         fsdp2=FSDP2Arguments(replicas=replicas, param_dtype="bfloat16"),
     )
-    with imagined_job(ranks, local_world_size=4) as env:
+    with fake_job(ranks, local_world_size=4) as env:
         found = FSDP2Trainer(
             args, model_init=Stack, train_dataset=Rows(), callbacks=[], distributed_env=env
         ).dry_run()

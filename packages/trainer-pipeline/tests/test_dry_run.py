@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_env import imagined_job
+from dist_env import fake_job
 from trainer_core import DryRun
 from trainer_pipeline import PipelineArguments, PipelineTrainer, PipelineTrainingArguments
 
@@ -47,7 +47,7 @@ def _dry_run(folder: Path, ranks: int, **settings: object) -> DryRun:
     args = PipelineTrainingArguments(
         output_dir=str(folder / "run"), max_steps=1, per_device_train_batch_size=ROWS, pipeline=pipeline
     )
-    with imagined_job(ranks) as env:
+    with fake_job(ranks) as env:
         trainer = PipelineTrainer(
             args, model_init=Stack, train_dataset=Rows(), callbacks=[], distributed_env=env
         )

@@ -1,23 +1,24 @@
 """Which rank am I, on what device, and is the process group healthy?"""
 
-from dist_env.collectives import barrier, broadcast_object, gather_objects, main_process_first
-from dist_env.control_group import ControlGroup
-from dist_env.decoding import decode_value
-from dist_env.encoding import encode_value
-from dist_env.environment import DistributedEnvironment
-from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
-from dist_env.heartbeat import Heartbeat
-from dist_env.host_sums import HostSums
-from dist_env.imagined import imagined_job
-from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment, is_alone
-from dist_env.layout import ParallelLayout
-from dist_env.logging import forget_warnings, get_logger
-from dist_env.lost_ranks import naming_lost_ranks
-from dist_env.meshes import Meshes
+from typing import TYPE_CHECKING
+
 from dist_env.orphans import die_with_parent, die_with_parent_command
 from dist_env.orphans import die_with_torchrun as _die_with_torchrun
-from dist_env.stall import RankStatus, StallReport
-from dist_env.worker_processes import die_with_parent_context, tie_loader_workers
+
+if TYPE_CHECKING:
+    from dist_env.collectives import barrier, broadcast_object, gather_objects, main_process_first
+    from dist_env.control_group import ControlGroup
+    from dist_env.encoding import decode_value, encode_value
+    from dist_env.environment import DistributedEnvironment
+    from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
+    from dist_env.heartbeat import Heartbeat, RankStatus, StallReport
+    from dist_env.host_sums import HostSums
+    from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment, fake_job, is_alone
+    from dist_env.layout import ParallelLayout
+    from dist_env.liveness import naming_lost_ranks
+    from dist_env.logging import forget_warnings, get_logger
+    from dist_env.meshes import Meshes
+    from dist_env.worker_processes import die_with_parent_context, tie_loader_workers
 
 __all__ = [
     "ControlGroup",
@@ -40,14 +41,56 @@ __all__ = [
     "die_with_parent_command",
     "die_with_parent_context",
     "encode_value",
+    "fake_job",
     "forget_warnings",
     "gather_objects",
     "get_logger",
-    "imagined_job",
     "is_alone",
     "main_process_first",
     "naming_lost_ranks",
     "tie_loader_workers",
 ]
+
+# A name loads its module when it is first used: a layout, and the help of the command, need no torch.
+_NAMES = {
+    "collectives": ("barrier", "broadcast_object", "gather_objects", "main_process_first"),
+    "control_group": ("ControlGroup",),
+    "encoding": ("decode_value", "encode_value"),
+    "environment": ("DistributedEnvironment",),
+    "errors": ("DistributedEnvironmentError", "RankFailedError", "RankTimeoutError"),
+    "heartbeat": ("Heartbeat", "RankStatus", "StallReport"),
+    "host_sums": ("HostSums",),
+    "interface": ("DistributedEnvInterface", "StaticDistributedEnvironment", "fake_job", "is_alone"),
+    "layout": ("ParallelLayout",),
+    "liveness": ("naming_lost_ranks",),
+    "logging": ("forget_warnings", "get_logger"),
+    "meshes": ("Meshes",),
+    "worker_processes": ("die_with_parent_context", "tie_loader_workers"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_RENAMED = {"imagined_job": "fake_job"}
+
+
+if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a misspelt one
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name in _RENAMED:
+            import warnings
+
+            new = _RENAMED[name]
+            warnings.warn(f"dist_env.{name} is called {new} now.", DeprecationWarning, stacklevel=2)
+            return getattr(import_module(f"{__name__}.{_MODULES[new]}"), new)
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 _die_with_torchrun()

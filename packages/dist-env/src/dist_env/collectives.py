@@ -1,28 +1,31 @@
 """Meeting points and object exchange of the ranks of an environment.
 
 Every function is a no-op for one process, so that callers need no case for it; and for one whose other ranks
-are imagined, as if these had the same to say.
+do not exist (`fake_job`), as if these had the same to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from dist_env.control_group import ControlGroup
-from dist_env.coordination import Coordinator, current_coordinator
+from dist_env.coordination import coordinator_of, no_process_group
+from dist_env.encoding import decode_value, encode_value
 from dist_env.environment import DistributedEnvironment
-from dist_env.errors import DistributedEnvironmentError
+from dist_env.errors import DistributedEnvironmentError, RankFailedError
 from dist_env.interface import DistributedEnvInterface, is_alone
-from dist_env.objects import broadcast_encoded, gather_encoded
-from dist_env.roll_call import Lookout, roll_call_of
+from dist_env.liveness import LostRankWatch, liveness_of
 
 T = TypeVar("T")
 
 _DEFAULT_TIMEOUT = 1800.0
+_UNFIT = -1
+"""In place of a size: the rank has a value that cannot be sent."""
 
 
 def barrier(
@@ -58,7 +61,7 @@ def barrier(
     _check_seconds(lost_after, "lost_after")
     coordinator, look = coordinator_of(env), None
     if lost_after is not None:
-        look = Lookout(roll_call_of(coordinator), lost_after).look
+        look = LostRankWatch(liveness_of(coordinator), lost_after).look
     coordinator.barrier(ranks, scope, _seconds(env, timeout), tag, look)
 
 
@@ -102,6 +105,9 @@ def main_process_first(
     coordinator.announce(key, None)
 
 
+# torch's own object collectives unpickle, and need numpy in some releases that this package supports (2.11).
+
+
 def broadcast_object(
     obj: T, env: DistributedEnvInterface, src: int = 0, *, process_group: dist.ProcessGroup | None = None
 ) -> T:
@@ -126,7 +132,17 @@ def broadcast_object(
         _check_source(src, list(range(env.world_size)))
         return obj
     _check_source(src, _members(env, process_group)[0])
-    return cast(T, broadcast_encoded(obj, src, process_group, env.device))
+    device = _device_for(process_group, env.device)
+    is_source = dist.get_rank() == src
+    data, problem = _encoded(obj) if is_source else (b"", None)
+    size = torch.tensor([_UNFIT if problem else len(data)], device=device)
+    dist.broadcast(size, src=src, group=process_group)
+    _raise_unfit([int(size.item())], [src], problem)
+    on_device = _zeros(int(size.item()), src, device)
+    if is_source:
+        on_device.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(on_device, src=src, group=process_group)
+    return obj if is_source else cast(T, _decoded(_to_bytes(on_device), src))
 
 
 def gather_objects(
@@ -150,21 +166,22 @@ def gather_objects(
     """
     if is_alone(env):
         return [obj] * env.world_size
-    _members(env, process_group)
-    return cast(list[T], gather_encoded(obj, process_group, env.device))
-
-
-def coordinator_of(env: DistributedEnvInterface) -> Coordinator:
-    """The coordinator of an opened environment, else one over the store of the existing default group.
-
-    Raises:
-        DistributedEnvironmentError: There is no process group.
-    """
-    if isinstance(env, DistributedEnvironment) and env.coordinator is not None:
-        return env.coordinator
-    if not (dist.is_available() and dist.is_initialized()):
-        raise _no_group(env)
-    return current_coordinator()
+    ranks, _ = _members(env, process_group)
+    device = _device_for(process_group, env.device)
+    data, problem = _encoded(obj)
+    own = torch.tensor([_UNFIT if problem else len(data)], device=device)
+    sizes = [torch.zeros_like(own) for _ in ranks]
+    dist.all_gather(sizes, own, group=process_group)
+    lengths = [int(size.item()) for size in sizes]
+    _raise_unfit(lengths, ranks, problem)
+    longest = max(lengths)
+    # Ranks must send equally long tensors.
+    padded = _zeros(longest, ranks[lengths.index(longest)], device)
+    padded[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    received = [_zeros(longest, rank, device) for rank in ranks]
+    dist.all_gather(received, padded, group=process_group)
+    parts = zip(received, lengths, ranks, strict=True)
+    return [cast(T, _decoded(_to_bytes(tensor[:length]), rank)) for tensor, length, rank in parts]
 
 
 def _members(
@@ -174,19 +191,12 @@ def _members(
     if isinstance(process_group, ControlGroup):
         return list(process_group.ranks), process_group.scope
     if not (dist.is_available() and dist.is_initialized()):
-        raise _no_group(env)
+        raise no_process_group(env)
     if process_group is None:
         return list(range(env.world_size)), "world"
     if dist.get_rank(process_group) < 0:
         raise DistributedEnvironmentError(f"process_group does not contain this rank, {env.rank}.")
     return dist.get_process_group_ranks(process_group), f"group {process_group.group_name}"
-
-
-def _no_group(env: DistributedEnvInterface) -> DistributedEnvironmentError:
-    return DistributedEnvironmentError(
-        f"WORLD_SIZE={env.world_size} needs a process group, and there is none: "
-        "open a DistributedEnvironment first (`with DistributedEnvironment() as env:`)."
-    )
 
 
 def _check_source(src: int, ranks: list[int]) -> None:
@@ -206,3 +216,62 @@ def training_timeout(env: DistributedEnvInterface) -> float:
 
 def _seconds(env: DistributedEnvInterface, timeout: float | None) -> float:
     return training_timeout(env) if timeout is None else timeout
+
+
+def _encoded(obj: object) -> tuple[bytes, TypeError | None]:
+    try:
+        return encode_value(obj, name="the object"), None
+    except TypeError as error:
+        # Raised when the others know, who would wait for this rank.
+        return b"", error
+
+
+def _decoded(data: bytes, rank: int) -> object:
+    try:
+        return decode_value(data)
+    except ValueError as error:
+        raise _unreadable(rank, error) from error
+
+
+def _raise_unfit(sizes: Sequence[int], ranks: Sequence[int], own: TypeError | None) -> None:
+    if own is not None:
+        raise own
+    for size, rank in zip(sizes, ranks, strict=True):
+        if size == _UNFIT:
+            raise TypeError(
+                f"the object of rank {rank} cannot be sent to other ranks; its own error says why"
+            )
+        if size <= 0:
+            raise _unreadable(rank, f"it is said to have {size} bytes")
+
+
+def _unreadable(rank: int, reason: object) -> RankFailedError:
+    return RankFailedError(
+        f"exchanging objects: rank {rank} sent a message that cannot be read: {reason}. Run the same "
+        "releases on all ranks, import the same modules, and let nobody else reach their network",
+        rank,
+    )
+
+
+def _zeros(size: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Memory for a message of a size that a rank has told."""
+    try:
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise _unreadable(rank, error) from error
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    buffer = bytearray(tensor.numel())
+    torch.frombuffer(buffer, dtype=torch.uint8).copy_(tensor)
+    return bytes(buffer)
+
+
+def _device_for(group: dist.ProcessGroup | None, own_device: torch.device) -> torch.device:
+    """A device that the group can carry."""
+    if "cpu" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if own_device.type != "cpu" or accelerator is None:
+        return own_device
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

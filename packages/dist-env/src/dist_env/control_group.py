@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dist_env.coordination import current_coordinator
-from dist_env.decoding import decode_value
-from dist_env.encoding import encode_value
+from dist_env.encoding import decode_value, encode_value
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line
 
 T = TypeVar("T")
@@ -28,7 +27,7 @@ T = TypeVar("T")
 _SHORT = 1024
 """Bytes of a message that travels in one exchange with its size."""
 _HEAD = 8
-_ROLL_CALL_SECONDS = 5.0
+_LIVENESS_SECONDS = 5.0
 """How long the ranks are asked who is still there, after a connection between them broke."""
 _LOOK_SECONDS = 0.2
 _SHORTEST_PAUSE = 2e-5
@@ -63,9 +62,9 @@ class ControlGroup:
     """Connections of their own among some ranks, over gloo: beside any training backend, from any thread.
 
     A rank whose connections break while others wait for it is named within seconds, however long the timeout
-    is: then all ranks that wait answer a roll call in the job's store. `torch.distributed` does not know the
-    group. Making it is collective among its ranks, which first meet in the store: until then a rank that is
-    lost without a word is missed only after the timeout. With one rank nothing is opened.
+    is: then all ranks that wait answer a liveness check in the job's store. `torch.distributed` does not know
+    the group. Making it is collective among its ranks, which first meet in the store: until then a rank that
+    is lost without a word is missed only after the timeout. With one rank nothing is opened.
 
     Args:
         ranks: Global ranks that take part, this one among them, the same on each of them.
@@ -208,9 +207,9 @@ class ControlGroup:
         """The error for an exchange that broke, naming who failed or no longer answers.
 
         gloo tells only the address of a connection that broke, and only to those who use it. This rank first
-        tells the others, who may wait for something else, and then all who are left answer a roll call.
+        tells the others, who may wait for something else, and then all who are left answer a liveness check.
         """
-        seconds = min(self.timeout_seconds, _ROLL_CALL_SECONDS)
+        seconds = min(self.timeout_seconds, _LIVENESS_SECONDS)
         try:
             missing = self._missing(seconds)
         except RankFailedError as failure:
@@ -325,14 +324,14 @@ class ControlGroup:
         return cast(T, value)
 
     def _missing(self, seconds: float) -> list[int]:
-        """Positions of the ranks that do not answer a roll call, to which this one answers."""
-        calls = self.store("roll call")
-        calls.set(str(self.index), "")
-        calls.set("called", "")
+        """Positions of the ranks that do not answer a liveness check, to which this one answers."""
+        answers = self.store("liveness")
+        answers.set(str(self.index), "")
+        answers.set("asked", "")
         end = time.monotonic() + seconds
         missing = list(range(self.size))
         while missing and time.monotonic() < end:
-            missing = [index for index in missing if not calls.check([str(index)])]
+            missing = [index for index in missing if not answers.check([str(index)])]
             # A rank that failed closes its connections before it says why.
             self._coordinator.raise_if_failed()
             time.sleep(_LOOK_SECONDS / 4 if missing else 0)
@@ -340,6 +339,6 @@ class ControlGroup:
 
     def _others_gave_up(self) -> bool:
         try:
-            return bool(self.store("roll call").check(["called"]))
+            return bool(self.store("liveness").check(["asked"]))
         except dist.DistNetworkError:
             return True

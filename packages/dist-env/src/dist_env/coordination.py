@@ -6,20 +6,63 @@ A collective that waits for a missing rank can only say that it waits. The store
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from dist_env.errors import RankFailedError, RankTimeoutError, one_line
-from dist_env.records import UNKNOWN_HOST, RankRecord
-from dist_env.stores import clone_store, prefix_store
+from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line
+from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment
 
 if TYPE_CHECKING:
-    from dist_env.stores import Store
+    # Builds of torch without torch.distributed have no stores.
+    from torch._C._distributed_c10d import Store
+
+UNKNOWN_HOST = "unknown host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """One process in its place. `token` tells it from any other process that ever had this rank."""
+
+    rank: int
+    host: str
+    pid: int
+    token: str
+    world_size: int
+    device: str
+    device_identity: str | None
+    backend: str | None
+
+    @classmethod
+    def of(cls, env: DistributedEnvInterface, *, device_identity: str | None = None) -> RankRecord:
+        """The record of this process, with a new token."""
+        return cls(
+            rank=env.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            token=secrets.token_hex(8),
+            world_size=env.world_size,
+            device=str(env.device),
+            device_identity=device_identity,
+            backend=env.backend,
+        )
+
+    def to_text(self) -> str:
+        """The record for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> RankRecord:
+        """The record from the store."""
+        return cls(**json.loads(text))
 
 
 class Coordinator:
@@ -190,7 +233,7 @@ class Coordinator:
 
     def clone(self) -> Coordinator:
         """The same with a connection of its own, for another thread."""
-        return Coordinator(clone_store(self.store), self.record)
+        return Coordinator(self.store.clone(), self.record)  # type: ignore[attr-defined]
 
     def _late(self, late: list[int], total: int, what: str) -> RankTimeoutError:
         hosts = {rank: self.host_of(rank) for rank in late}
@@ -240,6 +283,33 @@ def lost_store(record: RankRecord) -> RankFailedError:
     )
 
 
+def prefix_store(prefix: str, store: Store) -> Store:
+    """The same store, seen through a prefix of its keys."""
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def coordinator_of(env: DistributedEnvInterface) -> Coordinator:
+    """The coordinator of an opened environment, else one over the store of the existing default group.
+
+    Raises:
+        DistributedEnvironmentError: There is no process group.
+    """
+    own = getattr(env, "coordinator", None)
+    if isinstance(own, Coordinator):
+        return own
+    if not (dist.is_available() and dist.is_initialized()):
+        raise no_process_group(env)
+    return current_coordinator()
+
+
+def no_process_group(env: DistributedEnvInterface) -> DistributedEnvironmentError:
+    """The error of several ranks that nothing connects."""
+    return DistributedEnvironmentError(
+        f"WORLD_SIZE={env.world_size} needs a process group, and there is none: "
+        "open a DistributedEnvironment first (`with DistributedEnvironment() as env:`)."
+    )
+
+
 # The coordinator of the default group, kept as long as that group is the default one.
 _current: tuple[dist.ProcessGroup, Coordinator] | None = None
 
@@ -263,7 +333,11 @@ def current_coordinator() -> Coordinator:
         raise RuntimeError("there is no default process group.")
     if _current is None or _current[0] is not group:
         store = prefix_store("dist_env/shared", group.get_group_store())
-        _current = (group, Coordinator(store, RankRecord.of_default_group()))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        place = StaticDistributedEnvironment(
+            rank=rank, local_rank=rank, world_size=size, local_world_size=size, backend=dist.get_backend()
+        )
+        _current = (group, Coordinator(store, RankRecord.of(place)))
         _current[1].publish()
     return _current[1]
 

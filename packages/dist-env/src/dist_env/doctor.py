@@ -6,24 +6,51 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from dist_env.all_reduce import AllReduceResult, measure_all_reduce, sizes_for
-from dist_env.checks import find_warnings, name_ranks
+import torch
+import torch.distributed as dist
+
 from dist_env.collectives import barrier, gather_objects
 from dist_env.environment import DistributedEnvironment
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
-from dist_env.heartbeat import Heartbeat
-from dist_env.stall import StallReport
-from dist_env.survey import RankReport, survey
+from dist_env.heartbeat import Heartbeat, StallReport
+from dist_env.rank_report import RankReport, find_warnings, name_ranks, report_rank
 from dist_env.tables import format_table
 
 OK, PROBLEMS, USAGE = 0, 1, 2
 PHASES = ("describe", "barrier", "all_reduce")
 STALL_VARIABLE = "DIST_ENV_TEST_STALL"
 _STALL_SECONDS = 60.0
+_KIBI = 1024
+_CPU_SIZES = (_KIBI, 32 * _KIBI, _KIBI**2, 16 * _KIBI**2)
+_ACCELERATOR_SIZES = (_KIBI, 32 * _KIBI, _KIBI**2, 32 * _KIBI**2, 256 * _KIBI**2)
+# Small integers, whose sums float32 holds exactly.
+_PERIOD = 251
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceResult:
+    """One size.
+
+    Attributes:
+        bytes: Size of the float32 tensor on each rank.
+        seconds: Median time of one all-reduce, of the slowest rank.
+        algorithm_bandwidth: `bytes / seconds`, in bytes per second; None for one rank, which sends nothing.
+        bus_bandwidth: That times `2 (n - 1) / n`: what each link carries, comparable between numbers of ranks
+            (source: nccl-tests, doc/PERFORMANCE.md).
+        wrong_ranks: Ranks whose sum was not the right one.
+    """
+
+    bytes: int
+    seconds: float
+    algorithm_bandwidth: float | None
+    bus_bandwidth: float | None
+    wrong_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +144,12 @@ def _examine(
                 time.sleep(_STALL_SECONDS)
 
         reach("describe")
-        reports = [RankReport(**told) for told in gather_objects(asdict(survey(env)), env)]
+        reports = [RankReport(**told) for told in gather_objects(asdict(report_rank(env)), env)]
         reach("barrier")
         barrier(env, timeout=options.timeout, tag="doctor")
         results = [
-            measure_all_reduce(env, size, lambda: reach("all_reduce"))
-            for size in sizes_for(env, options.max_bytes)
+            _measure_all_reduce(env, size, lambda: reach("all_reduce"))
+            for size in _sizes_for(env, options.max_bytes)
         ]
     problems = [
         f"all-reduce of {r.bytes} bytes gave a wrong sum on {name_ranks(r.wrong_ranks, env.world_size)}."
@@ -136,6 +163,57 @@ def _examine(
         problems=problems,
         seconds=time.monotonic() - start,
     )
+
+
+def _sizes_for(env: DistributedEnvironment, largest: float | None) -> tuple[int, ...]:
+    """Sizes in bytes to measure, none above `largest`."""
+    sizes = _ACCELERATOR_SIZES if env.use_accelerator else _CPU_SIZES
+    return tuple(size for size in sizes if largest is None or size <= largest) or sizes[:1]
+
+
+def _measure_all_reduce(
+    env: DistributedEnvironment, size: int, on_call: Callable[[], None]
+) -> AllReduceResult:
+    """Check and time an all-reduce. Call it on every rank.
+
+    Args:
+        env: The open environment.
+        size: Bytes of the float32 tensor.
+        on_call: Called before each all-reduce.
+
+    Returns:
+        The same result on every rank.
+    """
+    pattern = torch.arange(size // 4, device=env.device, dtype=torch.float32).remainder_(_PERIOD)
+    values = pattern + env.rank
+    on_call()
+    dist.all_reduce(values)
+    expected = pattern * env.world_size + env.world_size * (env.world_size - 1) // 2
+    right = torch.equal(values, expected)
+    times = []
+    for _ in range(10 if size <= _KIBI**2 else 5):
+        on_call()
+        _finish(env.device)
+        start = time.perf_counter()
+        dist.all_reduce(values)
+        _finish(env.device)
+        times.append(time.perf_counter() - start)
+    gathered = gather_objects((statistics.median(times), right), env)
+    seconds = max(median for median, _ in gathered)
+    n = env.world_size
+    bandwidth = size / seconds if n > 1 else None
+    return AllReduceResult(
+        bytes=size,
+        seconds=seconds,
+        algorithm_bandwidth=bandwidth,
+        bus_bandwidth=None if bandwidth is None else bandwidth * 2 * (n - 1) / n,
+        wrong_ranks=tuple(rank for rank, (_, ok) in enumerate(gathered) if not ok),
+    )
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _refuse(reason: object, code: int) -> int:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
 import os
 import socket
 import sys
 import threading
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
 
-from dist_env.coordination import Coordinator, forget_coordinator, use_coordinator
+from dist_env.coordination import Coordinator, RankRecord, forget_coordinator, prefix_store, use_coordinator
 from dist_env.device import DeviceMap, choose_backend, choose_device, device_identity, set_current_device
 from dist_env.errors import DistributedEnvironmentError, RankFailedError
-from dist_env.joining import join
+from dist_env.handshake import join
+from dist_env.liveness import end_liveness
 from dist_env.logging import get_logger, parse_level, set_speaker
-from dist_env.process_group import abandon_group, close_group, form_group, set_group_timeout
-from dist_env.records import RankRecord
 from dist_env.rendezvous import Rendezvous, open_store
-from dist_env.roll_call import end_roll_call
-from dist_env.stores import prefix_store
 from dist_env.variables import ExportedVariables, resolve_variables
 
 logger = get_logger("dist_env")
@@ -216,7 +216,7 @@ class DistributedEnvironment:
             )
         self.training_timeout = float(seconds)
         if self.is_open and dist.is_initialized():
-            set_group_timeout(self.training_timeout)
+            _set_group_timeout(self.training_timeout)
 
     def _join_group(self) -> None:
         if not dist.is_available() or (self.world_size == 1 and not self.always):
@@ -228,18 +228,19 @@ class DistributedEnvironment:
         self.master_port = self._rendezvous.port
         record = RankRecord.of(self, device_identity=device_identity(self.device))
         self.coordinator = join(self._rendezvous.store, record, self.init_timeout)
-        form_group(
-            prefix_store("group", self.coordinator.store),
+        dist.init_process_group(
+            self.backend,
+            store=prefix_store("group", self.coordinator.store),
             rank=self.rank,
             world_size=self.world_size,
-            backend=self.backend,
-            device=self.device,
-            timeout=self.init_timeout,
+            timeout=timedelta(seconds=self.init_timeout),
+            # Binding the device lets the backend connect at once and keeps barriers on the right device.
+            device_id=self.device if "ccl" in (self.backend or "") else None,
         )
         self.owns_process_group = True
         self.coordinator.holder = self.store_holder
         use_coordinator(self.coordinator)
-        set_group_timeout(self.training_timeout)
+        _set_group_timeout(self.training_timeout)
 
     def _adopt_group(self) -> None:
         place = (dist.get_rank(), dist.get_world_size())
@@ -265,15 +266,15 @@ class DistributedEnvironment:
         try:
             if error is None or self.world_size == 1:
                 self._warn_of(self._sign_off(_LEAVE_SECONDS))
-                close = close_group
+                close = _close_group
             else:
                 self._tell_failure(error)
-                close = abandon_group
+                close = _abandon_group
             if self.owns_process_group and dist.is_initialized():
                 self.coordinator = None
                 current = forget_coordinator()
                 if current is not None:
-                    end_roll_call(current)
+                    end_liveness(current)
                 close()
         finally:
             self.owns_process_group = False
@@ -288,7 +289,7 @@ class DistributedEnvironment:
         """Tell the holder of the store that this rank needs it no more; the holder waits for the others."""
         if self.coordinator is None or self._rendezvous is None:
             return []
-        end_roll_call(self.coordinator)
+        end_liveness(self.coordinator)
         try:
             return self.coordinator.leave(patience if self._rendezvous.hosts_store else 0.0)
         except dist.DistError:
@@ -344,3 +345,44 @@ class DistributedEnvironment:
             f"hostname={self.hostname!r}, master_addr={self.master_addr!r}, master_port={self.master_port}, "
             f"backend={self.backend!r}, device='{self.device}')"
         )
+
+
+def _set_group_timeout(timeout: float) -> None:
+    """Set the timeout of later collectives of the default group; warns where the backend cannot do that."""
+    group = dist.group.WORLD
+    if group is None:
+        return
+    try:
+        group.set_timeout(timedelta(seconds=timeout))
+    except RuntimeError as error:
+        # The debug wrapper of torch 2.11 (TORCH_DISTRIBUTED_DEBUG=DETAIL), for one.
+        logger.warning(
+            "training_timeout=%g s cannot be set, so that collectives keep init_timeout: %s", timeout, error
+        )
+
+
+def _close_group() -> None:
+    """Destroy the default group and every group made from it.
+
+    Whatever still holds a group keeps the backend's threads alive, and gloo then aborts the interpreter on
+    its way out. Reducers and hooks hold groups in reference cycles, so these are collected first.
+    """
+    gc.collect()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def _abandon_group() -> None:
+    """Let go of the default group while other ranks may never answer again.
+
+    Destroying a gloo group waits for pending collectives, and thus for ranks that wait for this one. The
+    backend objects are kept alive on purpose, so that this process can end at once with its own message;
+    accelerator backends are told to abort instead.
+    """
+    group = dist.group.WORLD
+    if group is None:
+        return
+    group.abort()
+    for held in list(dist.distributed_c10d._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    dist.destroy_process_group()

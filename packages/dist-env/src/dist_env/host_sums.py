@@ -10,8 +10,8 @@ import secrets
 import weakref
 from collections.abc import Sequence
 
-from dist_env.collectives import coordinator_of, training_timeout
-from dist_env.coordination import Coordinator
+from dist_env.collectives import training_timeout
+from dist_env.coordination import Coordinator, coordinator_of
 from dist_env.errors import DistributedEnvironmentError
 from dist_env.interface import DistributedEnvInterface
 from dist_env.links import Link, accept, connect, listen

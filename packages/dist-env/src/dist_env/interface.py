@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from dist_env.errors import DistributedEnvironmentError
 
-IMAGINED = "fake"
+FAKE_BACKEND = "fake"
 """Backend of torch whose collectives return at once: the other ranks do not exist."""
 
 
@@ -97,9 +102,72 @@ class StaticDistributedEnvironment:
         """There is nothing to close."""
 
 
+@contextmanager
+def fake_job(
+    world_size: int,
+    *,
+    local_world_size: int | None = None,
+    rank: int = 0,
+    process_group: bool | None = None,
+) -> Iterator[DistributedEnvInterface]:
+    """A context in which this process is one rank of a job whose other ranks do not exist.
+
+    It has a process group of torch's backend `fake`: meshes and groups of any size can be made, and
+    collectives return at once and move nothing. What this package offers (`barrier`, `gather_objects`, ...)
+    does as if the others had the same to say. It computes on the CPU.
+
+    Args:
+        world_size: Number of ranks, this one included.
+        local_world_size: Ranks on this host; all of them by default.
+        rank: This one.
+        process_group: Whether there is a process group; by default if there are several ranks.
+
+    Yields:
+        The environment of the rank.
+
+    Raises:
+        DistributedEnvironmentError: There is a process group already, or the numbers contradict one another.
+    """
+    on_a_host = local_world_size or world_size
+    has_group = world_size > 1 if process_group is None else process_group
+    env = StaticDistributedEnvironment(
+        rank=rank,
+        local_rank=rank % on_a_host,
+        world_size=world_size,
+        local_world_size=on_a_host,
+        backend=FAKE_BACKEND if has_group else None,
+    )
+    if not has_group:
+        yield env
+        return
+    if not dist.is_available():
+        raise DistributedEnvironmentError(
+            f"world_size={world_size} ranks need torch.distributed, which this build of torch lacks: install "
+            "a build that has it."
+        )
+    if dist.is_initialized():
+        raise DistributedEnvironmentError(
+            f"world_size={world_size} ranks cannot be faked beside the process group that exists: "
+            "call fake_job before it is made, or in another process."
+        )
+    # The first one registers the backend; torch keeps it among its tools for tests.
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+    from torch._C._distributed_c10d import HashStore
+
+    tell = sys.excepthook
+    dist.init_process_group(FAKE_BACKEND, store=HashStore(), rank=rank, world_size=world_size)
+    try:
+        yield env
+    finally:
+        # torch marks what a rank says of its end with its number, and this process is none.
+        sys.excepthook = tell
+        dist.destroy_process_group()
+        _forget_meshes()
+
+
 def is_alone(env: DistributedEnvInterface) -> bool:
-    """Whether no other process takes part: the job is one process, or its other ranks are imagined."""
-    return env.world_size == 1 or env.backend == IMAGINED
+    """Whether no other process takes part: the job is one process, or its other ranks are fake."""
+    return env.world_size == 1 or env.backend == FAKE_BACKEND
 
 
 def check_ranks(rank: int, local_rank: int, world_size: int, local_world_size: int) -> None:
@@ -129,3 +197,13 @@ def check_ranks(rank: int, local_rank: int, world_size: int, local_world_size: i
             f"LOCAL_WORLD_SIZE={local_world_size} contradicts WORLD_SIZE={world_size}: a host cannot run "
             "more processes than the job has; set both, or start the job with torchrun."
         )
+
+
+def _forget_meshes() -> None:
+    """Drop what DTensor keeps of operators: results would come on the mesh of another rank of a like job.
+
+    A mesh of the same shape is equal to that of another rank, and so found there, but names other groups.
+    Private in torch 2.11 to 2.13, and without a public equal; checked by test_fake_job.py.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()

@@ -16,21 +16,22 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from dist_env.errors import DistributedEnvironmentError, RankTimeoutError
-from dist_env.stores import connect_store, host_store
 from dist_env.variables import DEFAULT_MASTER_PORT, Variables
 
 if TYPE_CHECKING:
-    from dist_env.stores import Store
+    from torch._C._distributed_c10d import Store
 
 _CANDIDATE_PORTS = range(DEFAULT_MASTER_PORT, DEFAULT_MASTER_PORT + 32)
 # A name that a cluster's resolver learns late gets this long; a misspelt one is refused after it.
@@ -128,7 +129,7 @@ def _bind(variables: Variables, address: Address, port: int) -> socket.socket:
 def _host(variables: Variables, listener: socket.socket, timeout: float) -> Rendezvous:
     port = listener.getsockname()[1]
     try:
-        store = host_store(variables.master_addr, port, timeout, listener.detach())
+        store = _host_store(variables.master_addr, port, timeout, listener.detach())
     except dist.DistError:
         raise DistributedEnvironmentError(
             f"MASTER_ADDR={variables.master_addr} does not lead back to this host "
@@ -149,7 +150,7 @@ def _connect(variables: Variables, port: int, timeout: float) -> Store:
     else:
         raise _unreachable(variables, port, timeout)
     try:
-        return connect_store(variables.master_addr, port, timeout, _HANDSHAKE_SECONDS)
+        return _connect_store(variables.master_addr, port, timeout, _HANDSHAKE_SECONDS)
     except ConnectionError:
         raise DistributedEnvironmentError(
             f"MASTER_PORT={port} on {variables.master_addr} is held by another program: it does not answer "
@@ -166,7 +167,7 @@ def _find(variables: Variables, timeout: float) -> Rendezvous:
             if silent_until.get(port, 0.0) > time.monotonic() or not _is_open(variables.master_addr, port):
                 continue
             try:
-                store = connect_store(variables.master_addr, port, timeout, _NEIGHBOUR_SECONDS)
+                store = _connect_store(variables.master_addr, port, timeout, _NEIGHBOUR_SECONDS)
                 if _is_ours(store, variables):
                     return Rendezvous(store, port, hosts_store=False, held_by_rank_0=True)
             except (ConnectionError, dist.DistError):
@@ -234,3 +235,54 @@ def _unreachable(variables: Variables, port: int, timeout: float) -> RankTimeout
         "and that its host and port can be reached from here.",
         {0: variables.master_addr},
     )
+
+
+def _host_store(address: str, port: int, timeout: float, listener: int) -> Store:
+    """A store that this process holds.
+
+    Args:
+        address: Host name or address that leads here.
+        port: Port that `listener` is bound to.
+        timeout: Seconds for connecting, and default of later waits.
+        listener: File descriptor of a listening socket; the store takes it over.
+
+    Raises:
+        torch.distributed.DistError: The address does not lead here.
+    """
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        None,
+        True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+
+
+def _connect_store(address: str, port: int, timeout: float, handshake: float) -> Store:
+    """A client of the store at an address where somebody listens.
+
+    Args:
+        address: Host name or address.
+        port: Port.
+        timeout: Seconds of later waits.
+        handshake: Seconds for the answer of the store.
+
+    Raises:
+        ConnectionError: Whoever listens there does not answer like a store.
+    """
+    opened: list[Store] = []
+
+    def connect() -> None:
+        with suppress(dist.DistError):
+            limit = timedelta(seconds=timeout)
+            opened.append(dist.TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False))  # type: ignore[attr-defined]
+
+    # A listener that accepts and stays silent would hold the constructor for ever, whatever its timeout.
+    thread = threading.Thread(target=connect, name="connect_store", daemon=True)
+    thread.start()
+    thread.join(handshake)
+    if not opened:
+        raise ConnectionError(f"{address}:{port} does not answer like a store")
+    return opened[0]

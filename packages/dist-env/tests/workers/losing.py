@@ -152,7 +152,7 @@ def frozen() -> None:
         try:
             with naming_lost_ranks(env, "step 5", seconds=1.0):
                 if env.rank == 0:
-                    # The thread of the roll call is there by then, on both ranks.
+                    # The thread of the liveness check is there by then, on both ranks.
                     time.sleep(1.0)
                     os.kill(os.getpid(), signal.SIGSTOP)
                 notes["froze"] = time.time()

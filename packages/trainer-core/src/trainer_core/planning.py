@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from dist_env import ParallelLayout, imagined_job
+from dist_env import ParallelLayout, fake_job
 
 from .arguments import TrainingArguments
 from .distributed.transforms import ModelTransform
@@ -153,7 +153,7 @@ def plan(
     """Say what a run will need of memory, before anything of it is allocated.
 
     One rank of each place in the pipeline builds its part of the run and makes an optimizer step, one after
-    the other in this process, by the trainer's own code on fake tensors; the other ranks are imagined. Among
+    the other in this process, by the trainer's own code on fake tensors; the other ranks are fake. Among
     the ranks that share out weights the first one stands for all, since it has the largest parts.
 
     Operators are those of a CPU, where attention keeps no matrix of sequence by sequence either, without
@@ -193,7 +193,7 @@ def plan(
     transforms: Sequence[ModelTransform] | None = None
     places = [0]
     for rank in places:  # which grow to those of a pipeline, once the first has told the layout
-        with imagined_job(world_size, rank=rank, process_group=True) as env:
+        with fake_job(world_size, rank=rank, process_group=True) as env:
             # Later ranks go on with the transforms of the first, which have seen the hidden states that only
             # the first stage can tell.
             make, given = (trainer, parallel) if transforms is None else (Trainer, transforms)

@@ -248,7 +248,7 @@ class Trainer:
         """Build this rank's part of the run and make a step, on tensors without values.
 
         It takes little memory and time, whatever the model, and shows what would be built, held and sent. In
-        `dist_env.imagined_job` it does so for the first rank of a job of any size. It reads the first batches
+        `dist_env.fake_job` it does so for the first rank of a job of any size. It reads the first batches
         of the training data, and writes nothing. The trainer is of no use afterwards.
 
         Args:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_env import imagined_job
+from dist_env import fake_job
 from trainer_core import ConfigurationError
 from trainer_core.distributed.clipping import clip_grad_norm_
 
@@ -49,7 +49,7 @@ def test_plain_gradients_are_read_once_and_scaled_once() -> None:
 
 
 def test_nothing_waits_for_the_device_where_sums_are_over_ranks() -> None:
-    with imagined_job(4):
+    with fake_job(4):
         mesh = init_device_mesh("cpu", (2, 2))
         whole = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0), Shard(1)], src_data_rank=None)
         parameters = [with_gradient(whole), with_gradient(torch.zeros(3))]
@@ -61,14 +61,14 @@ def test_nothing_waits_for_the_device_where_sums_are_over_ranks() -> None:
 
 
 def test_squares_beyond_float32_are_added_up_over_ranks() -> None:
-    with imagined_job(2):
+    with fake_job(2):
         mesh = init_device_mesh("cpu", (2,))
         huge = distribute_tensor(torch.full((2,), 1e25), mesh, [Shard(0)], src_data_rank=None)
         assert clip_grad_norm_([with_gradient(huge, huge)], None).item() == pytest.approx(1e25)
 
 
 def test_a_gradient_laid_out_like_its_parameter_stays_where_it_is() -> None:
-    with imagined_job(2):
+    with fake_job(2):
         mesh = init_device_mesh("cpu", (2,))
         parameter = with_gradient(distribute_tensor(torch.zeros(2), mesh, [Shard(0)], src_data_rank=None))
         gradient = parameter.grad
@@ -86,7 +86,7 @@ def test_tiny_gradients_are_scaled_as_by_torch(scale: float) -> None:
 
 
 def test_groups_of_one_rank_are_not_asked() -> None:
-    with imagined_job(2):
+    with fake_job(2):
         mesh = init_device_mesh("cpu", (1, 2))
         whole = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0), Replicate()], src_data_rank=None)
         with Operators() as seen:
@@ -126,7 +126,7 @@ def test_the_norm_is_on_the_device_of_the_parameters_where_there_are_no_gradient
 
 
 def test_layouts_that_say_nothing_about_the_gradient_are_refused() -> None:
-    with imagined_job(4):
+    with fake_job(4):
         mesh, other = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
         rows, none = (distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None) for _ in "ab")
         sums = DTensor.from_local(torch.zeros(4), mesh, [Partial()], run_check=False)

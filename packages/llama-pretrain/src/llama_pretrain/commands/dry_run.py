@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dist_env import imagined_job
+from dist_env import fake_job
 from trainer_core import ConfigurationError, DryRun
 
 from ..mesh import parse_mesh
@@ -33,7 +33,7 @@ def dry_run(args: PretrainArguments) -> None:
     """
     args = replace(args, use_cpu=True, device=None)
     processes = _processes(args)
-    with imagined_job(processes, local_world_size=_on_a_node(processes)) as env:
+    with fake_job(processes, local_world_size=_on_a_node(processes)) as env:
         experiment = prepare(args)
         RunDirectory(args.output_dir).check(args, experiment.subject)
         found = build_trainer(experiment, env).dry_run()

@@ -1,4 +1,4 @@
-"""Who is still there? Asked over the store, after a collective broke.
+"""Which ranks are still there? Asked over the store, after a collective broke.
 
 gloo tells a broken connection only to the ranks that talk to the dead one, and only by its address. So every
 rank has a thread that answers for its process, whatever the main thread is waiting for or computing.
@@ -9,32 +9,101 @@ from __future__ import annotations
 import atexit
 import json
 import queue
+import re
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch.distributed as dist
 
-from dist_env.coordination import Coordinator
-from dist_env.errors import RankFailedError
+from dist_env.coordination import Coordinator, coordinator_of
+from dist_env.errors import DistributedEnvironmentError, RankFailedError, one_line
+from dist_env.interface import DistributedEnvInterface, is_alone
 
-# How often a rank looks for a call: an answer comes this late, at most.
+# How often a rank looks whether it is asked: an answer comes this late, at most.
 _LISTEN_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
-# What a store that works may take on top of the roll call itself.
+# What a store that works may take on top of the check itself.
 _GRACE_SECONDS = 2.0
-# Before this nobody is called in a wait: most are over by then.
+# Before this nobody is asked in a wait: most are over by then.
 _QUIET_SECONDS = 5.0
 _JOIN_SECONDS = 5.0
 
 _State = Literal["here", "left", "silent", "unheard"]
+# What the errors of gloo begin with: they come as plain RuntimeError, the type that models raise as well.
+# `[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer` is usual; the second
+# has no file; the others are those of torch's own wrapping of gloo, the last with TORCH_DISTRIBUTED_DEBUG.
+_GLOO_ERROR = re.compile(
+    r"\[(enforce fail at )?[^\]\s]*\bgloo/[^\]\s]+\.(cc|h):\d+\]"
+    r"|Application timeout caused pair closure"
+    r"|Gloo connectFullMesh failed with "
+    r"|\[Rank \d+\]: (Rank \d+ failed to pass|Ranks .* failed to pass|.*timed out in) monitoredBarrier"
+    r"|ProcessGroupWrapper: Monitored Barrier encountered error"
+)
+
+
+@contextmanager
+def naming_lost_ranks(
+    env: DistributedEnvInterface, doing: str | Callable[[], str], *, seconds: float = 5.0
+) -> Iterator[None]:
+    """Turn the error of a collective that breaks in the body into one that names the lost rank.
+
+    A broken collective, a DDP backward pass included, says at most which address closed a connection. After
+    such an error the ranks that are left ask through the job's store who is there. From its first use on, a
+    thread of each rank answers for the process, also while that computes or waits: a rank that is merely
+    slow is not called lost. With one rank nothing is done.
+
+    Recognised are the errors of `torch.distributed` (`DistError` and its subclasses) and the plain
+    `RuntimeError` of gloo, by its text. All other errors pass unchanged.
+
+    Args:
+        env: Environment of this process.
+        doing: What the body does, for the message; if callable, asked when it is needed.
+        seconds: How long to wait for the answers of the other ranks.
+
+    Raises:
+        RankFailedError: From the error of the collective. It names the rank that is lost, that failed with an
+            error of its own, that left early, or that was not heard; with its host. If every rank answers it
+            says so, with the error of the collective.
+        DistributedEnvironmentError: `seconds` is not positive, or there is no process group.
+    """
+    if not seconds > 0:
+        raise DistributedEnvironmentError(f"seconds={seconds!r} is not a positive number of seconds.")
+    if is_alone(env):
+        yield
+        return
+    liveness = liveness_of(coordinator_of(env))
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_broken_collective(error):
+            raise
+        verdict = liveness.check(seconds)
+        what = doing() if callable(doing) else doing
+        if verdict is not None:
+            raise RankFailedError(f"{what}: {verdict.text.removesuffix('.')}.", verdict.rank) from error
+        raise RankFailedError(
+            f"{what}: a collective failed, though every rank answers: {one_line(error)}. If it timed out, a "
+            "rank was only late, and a longer timeout helps; if not, look at the network between the hosts.",
+            None,
+        ) from error
+
+
+def is_broken_collective(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised the error because a collective or the store broke."""
+    if isinstance(error, dist.DistError):
+        return True
+    # The type is compared exactly: RankFailedError and the out-of-memory error are subclasses.
+    return type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a roll call found.
+    """What a liveness check found.
 
     Attributes:
         text: What is known of the rank or ranks, to stand behind what the job was doing.
@@ -45,8 +114,8 @@ class Verdict:
     rank: int | None
 
 
-class RollCall:
-    """A thread that answers the roll calls of other ranks, and holds one when asked.
+class Liveness:
+    """A thread that answers the liveness checks of other ranks, and makes one when asked.
 
     Args:
         coordinator: Coordinator of the job; the thread makes a connection of its own from it.
@@ -63,7 +132,7 @@ class RollCall:
         self._ends = False
         self._one_at_a_time = threading.Lock()
         self._requests: queue.SimpleQueue[tuple[float, Future[Verdict | None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="roll call", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="liveness", daemon=True)
         self._thread.start()
 
     @property
@@ -71,15 +140,11 @@ class RollCall:
         """The rank that is known to be lost or to have failed, whoever found that out."""
         return self._known
 
-    def call(self, seconds: float) -> None:
-        """Ask every rank whether it is there, and wait for nothing: `known` tells what comes of it.
-
-        Args:
-            seconds: How long to wait for answers.
-        """
+    def start_check(self, seconds: float) -> None:
+        """Like `check`, but wait for nothing: `known` tells what comes of it."""
         self._requests.put((seconds, Future()))
 
-    def hold(self, seconds: float) -> Verdict | None:
+    def check(self, seconds: float) -> Verdict | None:
         """Ask every rank whether it is there; takes little more than `seconds`, even if the store is gone.
 
         Args:
@@ -104,7 +169,7 @@ class RollCall:
             )
 
     def stop(self) -> None:
-        """End the thread, also amid a call for which nobody waits."""
+        """End the thread, also amid a check for which nobody waits."""
         self._ends = True
         self._requests.put(None)
         self._thread.join(_JOIN_SECONDS)
@@ -128,24 +193,24 @@ class RollCall:
             return
 
     def _listen(self) -> None:
-        """Answer the latest call, and learn what others found out, while the store is there to tell it."""
+        """Answer the latest check, and learn what others found out, while the store is there to tell it."""
         store = self._coordinator.store
-        called = store.add("roll call/called", 0)
+        called = store.add("liveness/asked", 0)
         if called > self._answered:
-            store.set(f"roll call/answer/{self._rank}", str(called))
+            store.set(f"liveness/answer/{self._rank}", str(called))
             self._answered = called
         if self._known is None:
             self._known = self._read()
 
     def _read(self) -> Verdict | None:
         store = self._coordinator.store
-        if store.check(["roll call/verdict"]):
-            return Verdict(**json.loads(store.get("roll call/verdict")))
+        if store.check(["liveness/verdict"]):
+            return Verdict(**json.loads(store.get("liveness/verdict")))
         failure = self._coordinator.failure_of_another()
         return None if failure is None else Verdict(str(failure), failure.rank)
 
     def _ask(self, seconds: float) -> Verdict | None:
-        number = self._coordinator.store.add("roll call/called", 1)
+        number = self._coordinator.store.add("liveness/asked", 1)
         end = time.monotonic() + seconds
         states: dict[int, _State] = {
             rank: "unheard" for rank in range(self._coordinator.world_size) if rank != self._rank
@@ -163,7 +228,7 @@ class RollCall:
 
     def _state(self, rank: int, number: int) -> _State:
         store = self._coordinator.store
-        key = f"roll call/answer/{rank}"
+        key = f"liveness/answer/{rank}"
         if store.check([f"left/{rank}"]):
             return "left"
         if not store.check([key]):
@@ -182,7 +247,7 @@ class RollCall:
         verdict = Verdict("; ".join(sentences), next(rank for ranks in by_state.values() for rank in ranks))
         if by_state["silent"]:
             # For the ranks that learn of it only when this one is gone, and the store with it.
-            self._coordinator.store.set("roll call/verdict", json.dumps(asdict(verdict)))
+            self._coordinator.store.set("liveness/verdict", json.dumps(asdict(verdict)))
         return verdict
 
     def _sentence(self, state: _State, ranks: list[int], seconds: float) -> str:
@@ -199,9 +264,9 @@ class RollCall:
                 "for a collective; let every rank take part in the same collectives"
             )
         return (
-            f"{named} {'was' if one else 'were'} not heard in a roll call of {seconds:g} s and may be lost, "
-            "or only busy: no answer is expected before a rank first comes to naming_lost_ranks; look at "
-            f"{'its log' if one else 'their logs'}"
+            f"{named} {'was' if one else 'were'} not heard in a liveness check of {seconds:g} s and may be "
+            "lost, or only busy: no answer is expected before a rank first comes to naming_lost_ranks; look "
+            f"at {'its log' if one else 'their logs'}"
         )
 
     def _name(self, rank: int) -> str:
@@ -223,43 +288,43 @@ class RollCall:
         )
 
 
-class Lookout:
-    """Holds roll calls during a wait that may last, and ends it when a rank is lost.
+class LostRankWatch:
+    """Makes liveness checks during a wait that may last, and ends it when a rank is lost.
 
     Args:
-        roll_call: That of this process.
+        liveness: That of this process.
         seconds: How long a process that has answered before may be silent.
     """
 
-    def __init__(self, roll_call: RollCall, seconds: float) -> None:
-        self._roll_call = roll_call
+    def __init__(self, liveness: Liveness, seconds: float) -> None:
+        self._liveness = liveness
         self._seconds = seconds
         self._next = time.monotonic() + _QUIET_SECONDS
 
     def look(self) -> None:
-        """Look what is known by now, and call again when the last call is over.
+        """Look what is known by now, and ask again when the last check is over.
 
         Raises:
             RankFailedError: A rank is lost, or has failed.
         """
-        if (verdict := self._roll_call.known) is not None:
+        if (verdict := self._liveness.known) is not None:
             raise RankFailedError(f"{verdict.text}.", verdict.rank)
         if time.monotonic() >= self._next:
-            self._roll_call.call(self._seconds)
+            self._liveness.start_check(self._seconds)
             self._next = time.monotonic() + self._seconds + _GRACE_SECONDS
 
 
-_threads: dict[Coordinator, RollCall] = {}
+_threads: dict[Coordinator, Liveness] = {}
 
 
-def roll_call_of(coordinator: Coordinator) -> RollCall:
-    """The roll call of this process in a job; the first time, it begins to answer."""
+def liveness_of(coordinator: Coordinator) -> Liveness:
+    """The thread of this process in a job; the first time, it begins to answer."""
     if coordinator not in _threads:
-        _threads[coordinator] = RollCall(coordinator)
+        _threads[coordinator] = Liveness(coordinator)
     return _threads[coordinator]
 
 
-def end_roll_call(coordinator: Coordinator) -> None:
+def end_liveness(coordinator: Coordinator) -> None:
     """Answer no more; the store may go."""
     if coordinator in _threads:
         _threads.pop(coordinator).stop()
@@ -269,4 +334,4 @@ def end_roll_call(coordinator: Coordinator) -> None:
 def _end_all() -> None:
     """A thread amid a call into the store can abort an interpreter that ends."""
     for coordinator in list(_threads):
-        end_roll_call(coordinator)
+        end_liveness(coordinator)

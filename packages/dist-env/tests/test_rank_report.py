@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from dist_env.checks import find_warnings, name_ranks
-from dist_env.survey import RankReport, find_interface
+from dist_env.rank_report import RankReport, find_interface, find_warnings, name_ranks
 
 PLAIN = RankReport(
     rank=0,

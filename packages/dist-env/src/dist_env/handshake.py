@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from dist_env.coordination import Coordinator, lost_store
+from dist_env.coordination import UNKNOWN_HOST, Coordinator, RankRecord, lost_store, prefix_store
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line
-from dist_env.records import UNKNOWN_HOST, RankRecord
-from dist_env.stores import prefix_store
 
 if TYPE_CHECKING:
-    from dist_env.stores import Store
+    from torch._C._distributed_c10d import Store
 
 _POLL_SECONDS = 0.01
 # Rank 0 gives up first, and its reason needs a moment to reach the others.
@@ -48,13 +46,13 @@ def join(store: Store, record: RankRecord, timeout: float) -> Coordinator:
     deadline = time.monotonic() + timeout
     try:
         if record.rank == 0:
-            return _RollCall(root, record, timeout).run(deadline)
+            return _Caller(root, record, timeout).run(deadline)
         return _answer(root, record, timeout, deadline + _GRACE_SECONDS)
     except dist.DistNetworkError:
         raise lost_store(record) from None
 
 
-class _RollCall:
+class _Caller:
     """Rank 0's side."""
 
     def __init__(self, root: Store, record: RankRecord, timeout: float) -> None:

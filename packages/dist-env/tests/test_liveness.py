@@ -16,10 +16,10 @@ from dist_env import (
     StaticDistributedEnvironment,
     naming_lost_ranks,
 )
-from dist_env.lost_ranks import is_broken_collective
+from dist_env.liveness import is_broken_collective
 
 HOST = socket.gethostname()
-# A roll call takes 5 s; the rest is for a machine that is busy with other things.
+# A liveness check takes 5 s; the rest is for a machine that is busy with other things.
 WITHIN = 30.0
 # As gloo wrote them with torch 2.13, for a killed peer, a reset connection and a timeout.
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
@@ -99,7 +99,7 @@ def test_four_ranks_one_killed_in_a_backward(launch: Callable[..., Any]) -> None
     job = launch("losing.py", 4, "quad", timeout=200)
     text, named, _, _, _ = job.notes[0]["unheard"]
     assert text.startswith(
-        f"step 0: rank 3 on {HOST} was not heard in a roll call of 3 s and may be lost, or only busy"
+        f"step 0: rank 3 on {HOST} was not heard in a liveness check of 3 s and may be lost, or only busy"
     )
     assert named == 3
     check_killed(job, 2, "step 4: backward")

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from dist_env import DistributedEnvironmentError, RankFailedError, RankTimeoutError
-from dist_env.joining import check_agreement, join
-from dist_env.records import RankRecord
+from dist_env.coordination import RankRecord
+from dist_env.handshake import check_agreement, join
 
 
 def record(rank: int, world_size: int = 3, **changes: Any) -> RankRecord:
