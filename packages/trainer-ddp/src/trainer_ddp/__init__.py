@@ -7,8 +7,7 @@ from .arguments import (
     DiLoCoArguments,
     PostLocalSGDArguments,
 )
-from .replicate import Replicate
-from .trainer import DDPTrainer
+from .replicate import DDPTrainer, Replicate
 
 __all__ = [
     "CompressionArguments",

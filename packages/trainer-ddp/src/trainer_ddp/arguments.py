@@ -1,13 +1,15 @@
-"""The settings of data-parallel training."""
+"""The settings of data-parallel training, and their rules."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Self
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Protocol, Self
 
-from trainer_core import DataParallelArguments
+from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments, no_dry_run
 
-from .checks import check_beside
+_METHODS = ("no", "fp16", "bf16", "powerSGD")
+_OF_POWERSGD = ("matrix_rank", "start_step", "min_compression_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +118,166 @@ class DDPTrainingArguments(DataParallelArguments):
         compression = CompressionArguments() if rounded else self.compression
         plain = replace(self, ddp=ddp, compression=compression)
         return super(DDPTrainingArguments, plain).for_planning(batch_size)
+
+
+class Modes(Protocol):
+    """How replicas come to one model."""
+
+    @property
+    def ddp(self) -> DDPArguments:
+        """Options of torch's wrapper."""
+
+    @property
+    def compression(self) -> CompressionArguments:
+        """How gradients are made smaller before they travel."""
+
+    @property
+    def post_local_sgd(self) -> PostLocalSGDArguments:
+        """Local steps with averaged weights."""
+
+    @property
+    def diloco(self) -> DiLoCoArguments:
+        """Local steps with an outer optimizer."""
+
+
+def check_beside(args: TrainingArguments, modes: Modes) -> None:
+    """Check single values first, then what belongs together.
+
+    Raises:
+        ConfigurationError: For the first rule that is broken.
+    """
+    _check_ranges(modes)
+    _check_wrapper(args, modes)
+    _check_modes(args, modes)
+    if args.fuse_optim_with_backward:
+        raise ConfigurationError(
+            "fuse_optim_with_backward",
+            True,
+            "steps each parameter before its gradient was averaged over the ranks",
+            "leave it out",
+        )
+    for name, condition in _unused(modes):
+        group, _, field_name = name.partition(".")
+        settings = getattr(modes, group)
+        value = getattr(settings, field_name)
+        default = next(f.default for f in fields(settings) if f.name == field_name)
+        if value != default:
+            raise ConfigurationError(name, value, f"has no effect {condition}", f"leave {name} out")
+
+
+def check_dry_run(modes: Modes) -> None:
+    """Refuse settings with which a step looks at values, which a dry run does not have.
+
+    Raises:
+        ConfigurationError: For the first of them.
+    """
+    for setting, value, usual in (
+        ("compression.method", modes.compression.method, "no"),
+        ("post_local_sgd.enabled", modes.post_local_sgd.enabled, False),
+        ("diloco.enabled", modes.diloco.enabled, False),
+        ("ddp.static_graph", modes.ddp.static_graph, False),
+        ("ddp.find_unused_parameters", modes.ddp.find_unused_parameters, False),
+    ):
+        if value != usual:
+            raise no_dry_run(setting, value)
+
+
+def _check_ranges(modes: Modes) -> None:
+    lowest: Mapping[str, tuple[object, float]] = {
+        "ddp.bucket_cap_mb": (modes.ddp.bucket_cap_mb, 1),
+        "compression.matrix_rank": (modes.compression.matrix_rank, 1),
+        "compression.start_step": (modes.compression.start_step, 0),
+        "compression.min_compression_rate": (modes.compression.min_compression_rate, 1),
+        "post_local_sgd.start_step": (modes.post_local_sgd.start_step, 0),
+        "post_local_sgd.period": (modes.post_local_sgd.period, 1),
+        "diloco.start_step": (modes.diloco.start_step, 0),
+        "diloco.inner_steps": (modes.diloco.inner_steps, 1),
+        "diloco.outer_learning_rate": (modes.diloco.outer_learning_rate, 0),
+        "diloco.outer_momentum": (modes.diloco.outer_momentum, 0),
+    }
+    for name, (value, low) in lowest.items():
+        if value is not None and not (isinstance(value, int | float) and value >= low):
+            raise ConfigurationError(name, value, f"must be at least {low}", "raise it")
+    if not modes.diloco.outer_momentum < 1:
+        raise ConfigurationError(
+            "diloco.outer_momentum", modes.diloco.outer_momentum, "must be below 1", "lower it"
+        )
+    if modes.compression.method not in _METHODS:
+        choices = ", ".join(map(repr, _METHODS))
+        raise ConfigurationError(
+            "compression.method", modes.compression.method, f"must be one of {choices}", "choose one of these"
+        )
+
+
+def _check_wrapper(args: TrainingArguments, modes: Modes) -> None:
+    rewrites = [name for name in ("find_unused_parameters", "static_graph") if getattr(modes.ddp, name)]
+    if rewrites and args.fused_loss != "no":
+        raise ConfigurationError(
+            f"ddp.{rewrites[0]}",
+            True,
+            f"replaces what the model returns, and fused_loss={args.fused_loss!r} needs it as it is",
+            "leave one of them out",
+        )
+    if len(rewrites) > 1:
+        raise ConfigurationError(
+            "ddp.find_unused_parameters",
+            True,
+            "looks anew in each step for what ddp.static_graph promises to be always the same",
+            "leave one of them out",
+        )
+
+
+def _check_modes(args: TrainingArguments, modes: Modes) -> None:
+    if modes.compression.method == "powerSGD" and args.mixed_precision == "fp16":
+        raise ConfigurationError(
+            "compression.method",
+            "powerSGD",
+            "adds what one gradient leaves out to the next, and mixed_precision='fp16' scales each anew",
+            "use bf16, or another method",
+        )
+    sgd, diloco = modes.post_local_sgd, modes.diloco
+    if sgd.enabled and diloco.enabled:
+        raise ConfigurationError(
+            "diloco.enabled", True, "excludes post_local_sgd.enabled: each has its own step", "choose one"
+        )
+    for name in ("start_step", "period"):
+        if sgd.enabled and getattr(sgd, name) is None:
+            raise ConfigurationError(
+                f"post_local_sgd.{name}", None, "must be set with post_local_sgd.enabled", "give a number"
+            )
+    mode = "post_local_sgd" if sgd.enabled else "diloco" if diloco.enabled else None
+    if mode and modes.compression.method != "no":
+        raise ConfigurationError(
+            "compression.method",
+            modes.compression.method,
+            f"makes gradients smaller, and with {mode}.enabled they do not travel",
+            "leave one of them out",
+        )
+    if mode and args.mixed_precision == "fp16":
+        raise ConfigurationError(
+            "mixed_precision",
+            "fp16",
+            f"skips steps that overflow on a rank, and with {mode}.enabled the others would go on",
+            "use bf16",
+        )
+    if mode and modes.ddp.static_graph:
+        raise ConfigurationError(
+            "ddp.static_graph",
+            True,
+            f"promises that gradients are reduced in every step, and with {mode}.enabled they are not",
+            "leave one of them out",
+        )
+
+
+def _unused(modes: Modes) -> Iterator[tuple[str, str]]:
+    if modes.compression.method != "powerSGD":
+        for name in _OF_POWERSGD:
+            yield f"compression.{name}", f"with compression.method={modes.compression.method!r}"
+    for group in ("post_local_sgd", "diloco"):
+        settings = getattr(modes, group)
+        if not settings.enabled:
+            for item in fields(settings):
+                if item.name != "enabled":
+                    yield f"{group}.{item.name}", f"while {group}.enabled is off"
+    if not modes.ddp.find_unused_parameters:
+        yield "ddp.skip_all_reduce_unused_params", "without ddp.find_unused_parameters"

@@ -19,22 +19,30 @@ from trainer_core import (
     BuiltModel,
     ConfigurationError,
     GradSync,
+    ModelTransform,
     Ranks,
     ReplicateGradients,
     StepHooks,
     Traffic,
+    Trainer,
     TrainingArguments,
     copy_weights_of_rank_0,
     has_no_values,
     saved_buffers,
 )
 
-from .arguments import CompressionArguments, DDPArguments, DiLoCoArguments, PostLocalSGDArguments
-from .checks import check_beside, check_dry_run
+from .arguments import (
+    CompressionArguments,
+    DDPArguments,
+    DDPTrainingArguments,
+    DiLoCoArguments,
+    PostLocalSGDArguments,
+    check_beside,
+    check_dry_run,
+)
+from .comm_hooks import GroupAverageHook, node_group, sum_without_values
 from .compression import GradientCompression, build_compression
-from .hosts import group_of_host
-from .local import LocalUpdates
-from .scoped import ScopedAverage, sum_without_values
+from .local_updates import LocalUpdates
 from .wrapper import GradientWatch, wrap_model
 
 
@@ -123,6 +131,35 @@ class Replicate(ReplicateGradients):
         built.hooks.append(replicas)
 
 
+class DDPTrainer(Trainer):
+    """Trains a model that every rank holds, on data that the ranks share.
+
+    The curve is that of one process with the same global batch: per_device_train_batch_size times
+    gradient_accumulation_steps times ranks. With one rank it is `trainer_core.Trainer`. Making it compares
+    the arguments of all ranks, so all ranks make it together. It takes what `Trainer` takes; the arguments
+    are `DDPTrainingArguments`, or a dict of them.
+
+    Raises:
+        ConfigurationError: For arguments that cannot be used, or that differ between ranks, before any work.
+    """
+
+    arguments_class: ClassVar[type[TrainingArguments]] = DDPTrainingArguments
+
+    def preset(self) -> list[ModelTransform]:
+        """Replicates the model over the dimension `replicate`: all ranks, unless `mesh` says otherwise.
+
+        Raises:
+            ConfigurationError: If the arguments are not for this trainer.
+        """
+        args = self.args
+        if not isinstance(args, DDPTrainingArguments):
+            raise ConfigurationError(
+                "args", type(args).__name__, "is not for DDPTrainer", "make a DDPTrainingArguments"
+            )
+        modes = {"post_local_sgd": args.post_local_sgd, "diloco": args.diloco}
+        return [Replicate(args.ddp, compression=args.compression, **modes)]  # type: ignore[arg-type]
+
+
 class _WrapperSync(GradSync):
     """Gradients travel with the last backward pass of a step, through torch's wrapper.
 
@@ -199,7 +236,7 @@ class _Replicas(StepHooks):
             elif not trains:
                 copy_weights_of_rank_0(self._built.model, self._group)  # the wrapper does so by itself
         sgd = self._modes.post_local_sgd
-        host = group_of_host(self._built.ranks.env) if sgd.enabled else None
+        host = node_group(self._built.ranks.env) if sgd.enabled else None
         self._local = self.sync.local = self._local_updates(optimizer, host)
         if trains and self._group is not None:
             self._wrap(self._group, host)
@@ -256,7 +293,7 @@ class _Replicas(StepHooks):
         if self._compression is not None:
             self._compression.register(sync.wrapped)
         elif host is not None and modes.post_local_sgd.post_local_gradient_allreduce:
-            scoped = ScopedAverage({"all": group, "node": host}, lambda: sync.scope, self._traffic)
+            scoped = GroupAverageHook({"all": group, "node": host}, lambda: sync.scope, self._traffic)
             sync.wrapped.register_comm_hook(None, scoped.reduce)
         else:
             sync.exchanged += built.parameters

@@ -34,7 +34,7 @@ def test_diloco_steps_the_anchor_with_nesterov_momentum(jobs):
                 parameter.copy_(value)
     assert job.local.gradient_scope == "none"
     assert not job.local.replicas_differ
-    assert not job.local.moments_differ
+    assert not job.local.optimizer_state_differs
     assert job.traffic.bytes == 0
 
 

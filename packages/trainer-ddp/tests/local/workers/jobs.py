@@ -24,7 +24,7 @@ from checkpoint_core import (
 from dist_env import StaticDistributedEnvironment
 from trainer_core import Multiopt, Traffic
 from trainer_ddp import DiLoCoArguments, PostLocalSGDArguments
-from trainer_ddp.local import LocalUpdates
+from trainer_ddp.local_updates import LocalUpdates
 
 Settings = PostLocalSGDArguments | DiLoCoArguments
 

@@ -11,7 +11,7 @@ from jobs import Job, Settings, diloco, distance, gathered, mean_of, post_local,
 from torch import Tensor
 
 from trainer_core import Traffic
-from trainer_ddp.local.combining import RankCombiner
+from trainer_ddp.combining import RankCombiner
 
 MODES: dict[str, Callable[[int, int], Settings]] = {"post_local": post_local, "diloco": diloco}
 
@@ -63,7 +63,9 @@ class Two:
             scope = job.local.gradient_scope
             job.train(1)
             first, second = self.all_ranks(job.parameters())
-            seen.append([scope, job.local.replicas_differ, job.local.moments_differ, not same(first, second)])
+            seen.append(
+                [scope, job.local.replicas_differ, job.local.optimizer_state_differs, not same(first, second)]
+            )
         return seen
 
     def consolidated(self) -> object:
@@ -86,7 +88,7 @@ class Two:
             untouched = same(job.moments(), moments)
         with job.local.consolidated(optimizer=True), job.local.consolidated(optimizer=True):
             first, second = self.all_ranks({**job.weights(), **job.moments()})
-            claims = [job.local.replicas_differ, job.local.moments_differ]
+            claims = [job.local.replicas_differ, job.local.optimizer_state_differs]
             cache = float(job.model.cache)
         try:
             with job.local.consolidated(optimizer=True):
@@ -237,7 +239,11 @@ class Two:
         """A run that goes on in another way, of which all ranks begin from the mean."""
         mean = torch.load(self.directory / "for-one-post_local.pt")
         later = self._going_on(post_local(50, 3))
-        claims = [later.local.replicas_differ, later.local.moments_differ, later.local.gradient_scope]
+        claims = [
+            later.local.replicas_differ,
+            later.local.optimizer_state_differs,
+            later.local.gradient_scope,
+        ]
         host = self._going_on(post_local(2, 3, node=True), node=self.group)
         other = self._going_on(diloco(2, 3))
         seen = {
@@ -272,7 +278,7 @@ class Two:
         return {
             "scopes": seen,
             "equal": same(first, second),
-            "claims": [job.local.replicas_differ, job.local.moments_differ],
+            "claims": [job.local.replicas_differ, job.local.optimizer_state_differs],
             "bytes": job.traffic.bytes,
         }
 

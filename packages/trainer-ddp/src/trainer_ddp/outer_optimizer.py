@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .combining import working_dtype
-from .tensors import check_names, host_copy
+from .optimizer_state import check_names, host_copy
 
 
 class OuterOptimizer:

@@ -1,5 +1,6 @@
-"""Communication hooks that average gradients over some ranks, or over ranks that are imagined."""
+"""Communication hooks that average gradients over some ranks, or in a dry run over none."""
 
+import socket
 from collections.abc import Callable, Mapping
 
 import torch
@@ -8,12 +9,13 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from dist_env import DistributedEnvInterface, gather_objects
 from trainer_core import Traffic
 
 # No `from __future__ import annotations` here: DDP compares the annotations of its hook with types.
 
 
-class ScopedAverage:
+class GroupAverageHook:
     """A communication hook that averages over the group in force at the moment.
 
     Args:
@@ -41,3 +43,18 @@ def sum_without_values(group: ProcessGroup, bucket: GradBucket) -> torch.futures
     answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     answer.set_result(bucket.buffer())
     return answer
+
+
+def node_group(env: DistributedEnvInterface) -> ProcessGroup | None:
+    """A group of the ranks on this host; none if this rank is alone there. Collective among all ranks."""
+    if env.world_size == 1:
+        return None
+    hosts = gather_objects(socket.gethostname(), env)
+    mine = None
+    # Every rank has to take part in making every group.
+    for host in sorted(set(hosts)):
+        ranks = [rank for rank, its_host in enumerate(hosts) if its_host == host]
+        group = dist.new_group(ranks) if len(ranks) > 1 else None
+        if env.rank in ranks:
+            mine = group
+    return mine

@@ -1,23 +1,79 @@
-"""What powerSGD carries from step to step, by name of the parameter."""
+"""What powerSGD carries from step to step: the error feedback and factors of each parameter, by its name."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from dist_env import get_logger
 
-from .matrices import MatrixShape, first_factor
+from .arguments import CompressionArguments
 
 _logger = get_logger(__name__)
 
 
+class MatrixShape(NamedTuple):
+    """A gradient as a matrix [rows, columns], sent as factors [rows, rank] and [columns, rank]."""
+
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def rate(self) -> float:
+        """How many times smaller the factors are than the matrix."""
+        return self.rows * self.columns / (self.rank * (self.rows + self.columns))
+
+
+def matrix_shapes(model: nn.Module, settings: CompressionArguments) -> dict[str, MatrixShape]:
+    """The parameters worth compressing.
+
+    Args:
+        model: The model.
+        settings: Rank of the factors, and how much smaller a tensor must become.
+
+    Returns:
+        By name: trainable real tensors of two dimensions or more. The first dimension becomes the rows, all
+        others together the columns, as in the paper.
+    """
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or parameter.dim() < 2 or not parameter.numel():
+            continue
+        rows = parameter.shape[0]
+        columns = parameter.numel() // rows
+        shape = MatrixShape(rows, columns, min(settings.matrix_rank, rows, columns))
+        if parameter.is_floating_point() and shape.rate >= settings.min_compression_rate:
+            shapes[name] = shape
+    return shapes
+
+
+def first_factor(name: str, shape: MatrixShape) -> Tensor:
+    """The factor that the first compressed step begins with.
+
+    It depends on the name alone, so that all ranks draw the same without a message, and no other generator
+    is moved.
+
+    Args:
+        name: The parameter's name.
+        shape: Its matrix.
+
+    Returns:
+        Random columns of length 1: float32 [columns, rank] on the CPU.
+    """
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(shape.columns, shape.rank, generator=generator, device="cpu", dtype=torch.float32)
+    return torch.nn.functional.normalize(drawn, dim=0)
+
+
 @dataclass
-class Memory:
+class Residual:
     """What is carried for one parameter."""
 
     error: Tensor
@@ -26,8 +82,8 @@ class Memory:
     """Columns of length 1 that the next step begins with, [columns, rank]; equal on all ranks."""
 
 
-class Memories:
-    """The memories of all compressed parameters.
+class ErrorFeedback:
+    """The residuals of all compressed parameters.
 
     They go by name, not by bucket: DDP forms its buckets anew after the first step of every process, and a
     training that goes on from a checkpoint would find others than it left.
@@ -40,23 +96,23 @@ class Memories:
     def __init__(self, model: nn.Module, shapes: Mapping[str, MatrixShape]) -> None:
         self._parameters = dict(model.named_parameters())
         self._shapes = shapes
-        self._memories: dict[str, Memory] = {}
+        self._residuals: dict[str, Residual] = {}
 
-    def of(self, name: str) -> Memory:
-        """The memory of a compressed parameter; nothing is owed at first."""
-        if name not in self._memories:
+    def of(self, name: str) -> Residual:
+        """The residual of a compressed parameter; nothing is owed at first."""
+        if name not in self._residuals:
             rows, columns, _ = self._shapes[name]
             like = self._parameters[name]
             dtype = torch.promote_types(like.dtype, torch.float32)
             error = torch.zeros(rows, columns, dtype=dtype, device=like.device)
-            self._memories[name] = Memory(error, first_factor(name, self._shapes[name]).to(error))
-        return self._memories[name]
+            self._residuals[name] = Residual(error, first_factor(name, self._shapes[name]).to(error))
+        return self._residuals[name]
 
     def state_dict(self) -> dict[str, object]:
         """Errors and factors by name; empty before the first compressed step."""
         return {
-            "errors": {name: memory.error for name, memory in self._memories.items()},
-            "factors": {name: memory.factor for name, memory in self._memories.items()},
+            "errors": {name: residual.error for name, residual in self._residuals.items()},
+            "factors": {name: residual.factor for name, residual in self._residuals.items()},
         }
 
     def load_state_dict(self, state: dict[str, object], /) -> None:
@@ -70,7 +126,7 @@ class Memories:
         """
         errors, factors = _parts(state)
         self._check(errors)
-        self._memories.clear()
+        self._residuals.clear()
         lost = sorted(errors.keys() - self._shapes.keys())
         if lost:
             _logger.warning(
@@ -79,11 +135,11 @@ class Memories:
                 lost[0],
             )
         for name in errors.keys() & self._shapes.keys():
-            memory = self.of(name)
-            memory.error.copy_(errors[name])
+            residual = self.of(name)
+            residual.error.copy_(errors[name])
             # After a change of matrix_rank the factor begins anew, and finds its directions in a few steps.
-            if factors[name].shape == memory.factor.shape:
-                memory.factor.copy_(factors[name])
+            if factors[name].shape == residual.factor.shape:
+                residual.factor.copy_(factors[name])
 
     def load_resharded(self, states: Sequence[dict[str, object]], /, *, rank: int, world_size: int) -> None:
         """Take up what another number of ranks saved.
