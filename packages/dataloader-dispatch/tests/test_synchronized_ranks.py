@@ -26,12 +26,12 @@ def test_length_is_the_least_of_the_ranks_or_the_greatest_under_pad(notes: Notes
 
 
 def test_surplus_batches_are_named_once_and_by_one_rank(notes: Notes) -> None:
-    counted, stepwise = notes[0]["left out"]
-    assert "after 3 batches on every rank" in counted
-    assert [f"rank {rank}" in counted for rank in range(4)] == [True] * 4
-    assert all(f"has {count} batches" in counted for count in (3, 5, 4, 6))
-    assert "has 3 batches" in stepwise
-    assert stepwise.count("has more than 3 batches") == 3
+    sized, unsized = notes[0]["left out"]
+    assert "after 3 batches on every rank" in sized
+    assert [f"rank {rank}" in sized for rank in range(4)] == [True] * 4
+    assert all(f"has {count} batches" in sized for count in (3, 5, 4, 6))
+    assert "has 3 batches" in unsized
+    assert unsized.count("has more than 3 batches") == 3
     assert [note["left out"] for note in notes[1:]] == [[]] * 3
 
 
@@ -42,11 +42,6 @@ def test_ranks_with_the_same_first_batch_are_named_once(notes: Notes) -> None:
     assert "DataloaderDispatcher" in message
     assert quiet == [[], [], []]
     assert [note["same first batch"] for note in notes[1:]] == [[[]] * 4] * 3
-
-
-def test_ranks_with_lengths_exchange_nothing_from_step_to_step(notes: Notes) -> None:
-    """The last one takes its second batch when all others have taken all of theirs."""
-    assert [note["free running"] for note in notes] == [[20, 0]] * 4
 
 
 def test_settings_that_differ_or_are_unknown_are_refused_on_every_rank(notes: Notes) -> None:

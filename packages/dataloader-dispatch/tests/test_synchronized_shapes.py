@@ -36,8 +36,9 @@ class Shape:
     in_step: bool
 
     @property
-    def is_counted(self) -> bool:
-        return None not in self.claims
+    def is_refused(self) -> bool:
+        """Lengths that differ are refused before the first batch."""
+        return self.kind == "error" and None not in self.claims and len(set(self.claims)) > 1
 
     @property
     def is_padded(self) -> bool:
@@ -56,10 +57,10 @@ def expected(shape: Shape) -> Expected:
     """The documented outcome, of callers with a collective in each step."""
     if len(shape.counts) == 1:
         return alone(shape)
-    limit = counted_end(shape) if shape.is_counted else stepwise_end(shape)
-    failure = None if shape.failing is None else failing_step(shape, limit)
-    if failure is not None:
-        return Expected(failure, "failure")
+    limit = end_of_data(shape)
+    if shape.failing is not None and shape.fails_at <= limit.batches and not shape.is_refused:
+        # A loader is asked for one batch more than all of them have.
+        return Expected(shape.fails_at, "failure")
     if shape.kind == "evaluate" and limit == Expected(0):
         return Expected(0, "DataError")
     return limit
@@ -72,33 +73,13 @@ def alone(shape: Shape) -> Expected:
     return Expected(shape.counts[0], "DataError" if is_empty else "nothing")
 
 
-def stepwise_end(shape: Shape) -> Expected:
+def end_of_data(shape: Shape) -> Expected:
     least, most = min(shape.counts), max(shape.counts)
+    if shape.is_refused:
+        return Expected(0, "DataError")
     if shape.is_padded:
         return Expected(most)
     return Expected(least, "DataError" if shape.kind == "error" and least < most else "nothing")
-
-
-def counted_end(shape: Shape) -> Expected:
-    claims = [claim for claim in shape.claims if claim is not None]
-    if shape.is_padded:
-        nobody = max(claims) > 0 and max(shape.counts) == 0
-        return Expected(0, "DataError") if nobody else Expected(max(claims))
-    if shape.kind == "error" and len(set(claims)) > 1:
-        return Expected(0, "DataError")
-    least = min(shape.counts)
-    return Expected(least, "DataError") if least < min(claims) else Expected(min(claims))
-
-
-def failing_step(shape: Shape, limit: Expected) -> int | None:
-    """The step that the failing loader would be missing in; None if the pass ends before."""
-    if shape.is_counted and shape.kind == "error" and len(set(shape.claims)) > 1:
-        return None
-    # Every loader is asked for a first batch.
-    if shape.is_padded or shape.fails_at == 0 or shape.fails_at < limit.batches:
-        return shape.fails_at
-    # Without lengths a loader is asked for one batch more than all of them have.
-    return shape.fails_at if not shape.is_counted and shape.fails_at == limit.batches else None
 
 
 @st.composite

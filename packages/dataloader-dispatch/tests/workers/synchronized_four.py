@@ -1,6 +1,5 @@
 """Four ranks with uneven data; rank 2 is killed at the end, while the others wait to begin a pass."""
 
-import itertools
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ def lengths() -> Any:
 
 
 def left_out(log: Log) -> Any:
-    """What is said about surplus batches, in two passes of a counted and of a stepwise loader."""
+    """What is said about surplus batches, in two passes of loaders with and without a length."""
     log.taken()
     for kind in (SizedBatches, Batches):
         loader = SynchronizedDataLoader(kind(COUNTS[RANK]), "cpu")
@@ -41,19 +40,6 @@ def same_first_batch(log: Log) -> Any:
     empty = [torch.empty(0, 2)]
     list(SynchronizedDataLoader(empty, "cpu"))
     return [*told, log.taken()]
-
-
-def free_running() -> Any:
-    """A pass of 20 batches, of which rank 3 takes the second one when all others have taken theirs."""
-    loader = SynchronizedDataLoader(SizedBatches(20), "cpu")
-    batches = iter(loader)
-    taken = [next(batches)]
-    if RANK == 3:
-        dist.barrier()
-    taken += itertools.islice(batches, 19)
-    if RANK != 3:
-        dist.barrier()
-    return [len(taken), len(list(batches))]
 
 
 def settings_differ() -> Any:
@@ -96,7 +82,6 @@ def main() -> None:
         "lengths": lengths(),
         "left out": left_out(log),
         "same first batch": same_first_batch(log),
-        "free running": free_running(),
         "settings": settings_differ(),
         "templates": templates(log),
         "subgroups": subgroups(),

@@ -1,67 +1,147 @@
-"""One pass of several ranks over their loaders."""
+"""One pass of several ranks over their loaders, each one batch ahead of its user."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from typing import Generic, NoReturn, TypeVar
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar, cast
 
+import torch
+
+from dataloader_dispatch.batches import Uneven, copy_of, to_device
 from dataloader_dispatch.connection import one_line
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.synchronized.epoch_start import EpochStart, left_out, start_epoch, unequal
-from dataloader_dispatch.synchronized.exchange import Alarm, FailureSignal, Flags
-from dataloader_dispatch.synchronized.prefetch import Delivery, Place, Prefetch, Settings, epoch_of
+from dataloader_dispatch.loader import exact_length, length_of
+from dataloader_dispatch.synchronized.epoch_start import (
+    EpochFacts,
+    common_epoch,
+    digest,
+    left_out,
+    rank_list,
+    same_first_batches,
+    unequal,
+)
+from dataloader_dispatch.synchronized.exchange import Exchange, Flags
 from dist_env import RankFailedError
 
 Batch = TypeVar("Batch")
+Result = TypeVar("Result")
+
+
+class Place(NamedTuple):
+    """Where a loader stands; None for what it does not tell.
+
+    Attributes:
+        state: A copy of its ``state_dict``.
+        epoch: Its ``epoch``.
+        progress: Its ``epoch_progress``.
+    """
+
+    state: object = None
+    epoch: int | None = None
+    progress: float | None = None
+
+    @classmethod
+    def of(cls, loader: object) -> Place:
+        """Where a loader stands now."""
+        state = getattr(loader, "state_dict", None)
+        # A copy, because the loader may go on to change what it returned.
+        copied = copy.deepcopy(state()) if callable(state) else None
+        progress = getattr(loader, "epoch_progress", None)
+        return cls(copied, epoch_of(loader), None if progress is None else float(progress))
+
+
+def epoch_of(loader: object) -> int | None:
+    """The epoch that a loader says it stands in."""
+    epoch = getattr(loader, "epoch", None)
+    return int(epoch) if isinstance(epoch, int) else None
+
+
+@dataclass(frozen=True)
+class Settings(Generic[Batch]):
+    """What stays the same in every pass.
+
+    Attributes:
+        loader: This rank's loader.
+        device: Where batches go.
+        group: The ranks.
+        uneven: What to do when ranks run out.
+        make_dummy: Makes a batch that stands in for a missing one, under ``uneven="pad"``.
+    """
+
+    loader: Iterable[Batch]
+    device: torch.device
+    group: Exchange
+    uneven: Uneven
+    make_dummy: Callable[[Batch], Batch]
 
 
 class Epoch(Generic[Batch]):
     """One pass of this rank over its loader, to an end that all ranks agree on.
 
+    Each rank fetches a batch before its user asks for it, and says whether it has one while the user computes
+    with the batch before. What a loader raises is kept until the other ranks know of it.
+
     Args:
         settings: What stays the same in every pass.
-        number: Number of the pass, the same on all ranks.
 
     Attributes:
-        delivery: This rank's batches.
+        place: Where the loader stands for the user; None if that is where it really stands. It does not while
+            it is read ahead, nor when it was left in the middle because other ranks ran out.
         lengths: Lengths of the loaders, None for those without; empty until the ranks have met.
+        is_dummy: Whether the last batch delivered stands in for a missing one.
         is_over: Whether the pass came to its end.
         has_failed: Whether an error ended it.
     """
 
-    def __init__(self, settings: Settings[Batch], number: int) -> None:
-        self.delivery = Delivery(settings)
+    def __init__(self, settings: Settings[Batch]) -> None:
+        self.place: Place | None = None
         self.lengths: tuple[int | None, ...] = ()
-        self.is_over = False
-        self.has_failed = False
-        self._number = number
-        self._end: Place | None = None
-        self._steps: Generator[Batch] | None = None
+        self.is_dummy = self.is_over = self.has_failed = False
+        self._settings = settings
+        self._group = settings.group
+        self._batches: int | None = None
+        self._taken = 0
+        self._has = False
+        self._held: Batch | None = None
+        self._dummy: Batch | None = None
+        self._error: Exception | None = None
+        self._iterator: Iterator[Batch] = iter(())
         self._is_superseded = False
 
-    @property
-    def place(self) -> Place | None:
-        """Where the loader stands for the user; None if that is where it really stands.
-
-        It does not while it is read ahead, nor when it was left in the middle because other ranks ran out.
-        """
-        return self._end if self.is_over else self.delivery.prefetch.place
-
-    def batches(self, prepare: Callable[[], bool], before: Prefetch[Batch] | None) -> Iterator[Batch]:
+    def batches(self, prepare: Callable[[], bool], before: Epoch[Batch] | None) -> Iterator[Batch]:
         """The batches.
 
         Args:
             prepare: Puts this rank's loader where the pass is to begin, and tells whether an epoch starts
                 there.
-            before: The pass before, if it was broken off.
+            before: The pass before, if it was broken off. A loader that is its own iterator goes on with the
+                batch that was fetched for it.
 
         Raises:
+            DataError: Epochs do not fit together, or ranks run out before others under ``uneven="error"``.
+            RankFailedError: The loader of another rank failed, or a rank is lost.
             RuntimeError: A newer iterator was made.
         """
+        settings, group = self._settings, self._group
         try:
-            opened = start_epoch(self.delivery, prepare, before)
-            self.lengths = opened.lengths
-            yield from self._deliver(opened)
+            epoch, flags = self._begin(prepare, before)
+            while flags.has and (settings.uneven == "pad" or not flags.ended):
+                batch = self._next()
+                group.start_flags(has=self._has, failed=self._error is not None)
+                yield batch
+                del batch  # its memory is the caller's to free while the next one is waited for
+                if self._is_superseded:
+                    raise RuntimeError(
+                        "a newer iterator of this SynchronizedDataLoader was made; use that one"
+                    )
+                flags = group.wait_flags()
+                if flags.failed:
+                    self._gather("telling what failed", lambda: None)
+            if flags.has:
+                self._tell_surplus()
+            self._finish(epoch)
         except GeneratorExit:
             raise
         except BaseException:
@@ -71,181 +151,154 @@ class Epoch(Generic[Batch]):
     def supersede(self) -> None:
         """Make way for a newer pass."""
         self._is_superseded = True
-        if self._steps is not None:
-            self._steps.close()
 
-    def _deliver(self, opened: EpochStart) -> Iterator[Batch]:
-        batches = opened.plan.batches
-        if batches is None:
-            self._steps = stepwise(self.delivery, opened.flags)
+    def _begin(self, prepare: Callable[[], bool], before: Epoch[Batch] | None) -> tuple[int | None, Flags]:
+        """Meet the other ranks, and fetch and compare the first batches. Collective.
+
+        Returns:
+            The epoch that the ranks are in, if they count epochs, and what is true before the first batch.
+        """
+        settings, group = self._settings, self._group
+        facts = self._gather("opening an epoch", lambda: self._facts(prepare()))
+        self.lengths = tuple(each.length for each in facts)
+        epoch, done = common_epoch(facts, settings.uneven, group)
+
+        def first() -> tuple[bool, str | None]:
+            if group.index in done:
+                self.place = Place.of(settings.loader)
+                return False, None
+            self._open(epoch, before)
+            if self._has and settings.uneven == "pad":
+                # So that batches which cannot be masked are refused before a rank runs out.
+                self._prepare_dummy(self._first)
+            return self._has, digest(self._first) if self._has else None
+
+        firsts = self._gather("comparing first batches", first)
+        has = [has for has, _ in firsts]
+        if same := same_first_batches([fingerprint for _, fingerprint in firsts], group.ranks):
+            group.warn_once("same first batch", same)
+        if settings.uneven == "pad" and any(has) and not all(has):
+            self._share_first(has)
+        return epoch, Flags(any(has), not all(has), False)
+
+    def _facts(self, is_whole: bool) -> EpochFacts:
+        loader = self._settings.loader
+        self._batches = exact_length(loader) if is_whole else None
+        return EpochFacts(epoch_of(loader), length_of(loader), self._batches)
+
+    def _open(self, epoch: int | None, before: Epoch[Batch] | None) -> None:
+        """Begin the pass over the loader, and fetch its first batch."""
+        loader = self._settings.loader
+        if epoch is not None and epoch_of(loader) not in (None, epoch):
+            loader.set_epoch(epoch)  # type: ignore[attr-defined]  # a loader with epochs can be set to one
+        self._iterator = iter(loader)
+        if before is not None and before._has and before._iterator is self._iterator:
+            self._held, self._has, self.place = before._held, True, before.place
         else:
-            self._steps = counted(self.delivery, opened, batches, self._number)
-        try:
-            for batch in self._steps:
-                yield batch
-                if self._is_superseded:
-                    raise RuntimeError(
-                        "a newer iterator of this SynchronizedDataLoader was made; use that one"
-                    )
-        finally:
-            self._steps.close()
-        if is_surplus(self.delivery, opened):
-            self._leave_rest(opened.plan.epoch)
-        self.is_over = True
+            self._fetch()
 
-    def _leave_rest(self, epoch: int | None) -> None:
-        """Go on with the next epoch, as the ranks do that have run out."""
-        loader = self.delivery.settings.loader
+    def _fetch(self) -> None:
+        """Fetch the next batch, if there is one."""
+        self._has = False
+        if (interruption := self._group.take_interruption()) is not None:
+            raise interruption
+        self.place = Place.of(self._settings.loader)
+        try:
+            self._held = to_device(next(self._iterator), self._settings.device)
+        except StopIteration:
+            return
+        self._has = True
+
+    def _next(self) -> Batch:
+        """The batch held, or one that stands in for it; the batch after it is fetched."""
+        self.is_dummy = not self._has
+        if self.is_dummy:
+            return copy_of(cast(Batch, self._dummy))
+        batch, self._held = self._first, None
+        self._taken += 1
+        self._attempt(self._fetch)
+        if self._settings.uneven == "pad" and not self._has and self._error is None:
+            self._attempt(lambda: self._prepare_dummy(batch))
+        return batch
+
+    @property
+    def _first(self) -> Batch:
+        return cast(Batch, self._held)
+
+    def _prepare_dummy(self, batch: Batch) -> None:
+        # A copy, as users may change what they receive.
+        self._dummy = copy_of(self._settings.make_dummy(batch))
+
+    def _share_first(self, has: Sequence[bool]) -> None:
+        """Give ranks without a single batch one to make dummies of: the first of the lowest rank with one."""
+        group = self._group
+        empty = [rank for rank, has_one in zip(group.ranks, has, strict=True) if not has_one]
+        group.warn_once(
+            f"empty {empty}",
+            f"{rank_list(empty)} of {group.size} ranks without a single batch in this pass; batches that do "
+            "not count stand in",
+        )
+        source = has.index(True)
+        shared = to_device(self._first, torch.device("cpu")) if group.index == source else None
+        received = group.send_batch("sending a batch to ranks without one", shared, source)
+        if not self._has:
+            self._prepare_dummy(cast(Batch, to_device(received, self._settings.device)))
+
+    def _tell_surplus(self) -> None:
+        """Say which ranks had more batches than others; an error under ``uneven="error"``. Collective."""
+        group, uneven = self._group, self._settings.uneven
+        if uneven == "stop" and group.was_warned("uneven"):
+            return
+        mine = (self._taken, self._has, self._batches or 0)
+        counts = group.gather("comparing the ends of the data", mine)
+        has = [
+            f"{max(taken, batches)} batches" if batches > taken or not more else f"more than {taken} batches"
+            for taken, more, batches in counts
+        ]
+        if uneven == "error":
+            raise DataError(unequal(has, group))
+        group.warn_once("uneven", left_out(self._taken, has, group))
+
+    def _finish(self, epoch: int | None) -> None:
+        """Go on with the next epoch where the loader was left before its end, as ranks do that ran out."""
+        loader = self._settings.loader
         set_epoch = getattr(loader, "set_epoch", None)
+        self.place, self.is_over = None, True
+        if not self._has:
+            return
         if epoch is None or not callable(set_epoch):
-            self._end = Place(state={})
+            self.place = Place(state={})
         elif epoch_of(loader) == epoch:
             set_epoch(epoch + 1)
 
+    def _attempt(self, action: Callable[[], Result]) -> Result | None:
+        """What an action returns; None, and its error in ``_error``, if it fails."""
+        try:
+            return action()
+        except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
+            self._error = error
+            return None
 
-def counted(delivery: Delivery[Batch], opened: EpochStart, batches: int, number: int) -> Generator[Batch]:
-    """The batches of a pass whose length was agreed on. While all goes well nothing is exchanged.
+    def _gather(self, doing: str, action: Callable[[], Result]) -> list[Result]:
+        """What an action returns on each rank. Collective.
 
-    Args:
-        delivery: This rank's batches.
-        opened: What the ranks have agreed on.
-        batches: Number of batches on every rank.
-        number: Number of the pass, the same on all ranks.
-
-    Raises:
-        DataError: A loader ended before its length, unless ``uneven="pad"``.
-        RankFailedError: The loader of another rank failed, or a rank is lost.
-    """
-    group, prefetch = delivery.settings.group, delivery.prefetch
-    own = _own_length(opened, group.index)
-    _check_beginning(delivery, opened, batches)
-    _tell_lengths(delivery, opened, batches)
-    closing = delivery.settings.group
-    with FailureSignal(group, number) as signal:
-        trouble: Alarm | None = None
-        for count in range(1, batches + 1):
-            if alarm := trouble or signal.alarm:
-                closing.start_flags(has=False, failed=True)
-                _raise(delivery, alarm)
-            batch = delivery.next(fetch=own <= batches or count < batches)
-            if not delivery.is_dummy and not prefetch.has and (trouble := _trouble(delivery, own, count)):
-                signal.raise_alarm(trouble)
-            yield batch
-            del batch  # its memory is the caller's to free while the next one is fetched
-        # Ranks whose users exchange nothing may be here long before another one gets into trouble.
-        closing.start_flags(has=False, failed=trouble is not None)
-        if trouble:
-            _raise(delivery, trouble)
-        if closing.wait_flags().failed and (alarm := signal.look()):
-            _raise(delivery, alarm)
-    if own <= batches and prefetch.has:
-        delivery.settings.warn_once.say_here(
-            f"the loader goes on after the {own} batches of its len(); the rest is left out"
-        )
-
-
-def is_surplus(delivery: Delivery[Batch], opened: EpochStart) -> bool:
-    """Whether this rank's loader was left before its end."""
-    batches = opened.plan.batches
-    if batches is None:
-        return delivery.prefetch.has
-    return delivery.prefetch.has or _own_length(opened, delivery.settings.group.index) > batches
-
-
-def _own_length(opened: EpochStart, index: int) -> int:
-    length = opened.lengths[index]
-    return 0 if length is None else length
-
-
-def _check_beginning(delivery: Delivery[Batch], opened: EpochStart, batches: int) -> None:
-    """Refuse loaders that have a length and not a single batch."""
-    if batches == 0 or all(opened.has) or (delivery.settings.uneven == "pad" and any(opened.has)):
-        return
-    index = opened.has.index(False)
-    raise DataError(_too_short(delivery, index, 0, _own_length(opened, index)))
-
-
-def _tell_lengths(delivery: Delivery[Batch], opened: EpochStart, batches: int) -> None:
-    settings = delivery.settings
-    if settings.uneven == "stop" and len(set(opened.lengths)) > 1:
-        has = [f"{length} batches" for length in opened.lengths]
-        settings.warn_once.say("uneven", left_out(batches, has, settings.group))
-
-
-def _trouble(delivery: Delivery[Batch], own: int, count: int) -> Alarm | None:
-    """What is wrong, now that this rank has no batch after ``count``."""
-    prefetch, settings = delivery.prefetch, delivery.settings
-    index = settings.group.index
-    if prefetch.error is not None:
-        return Alarm(index, one_line(prefetch.error), True)
-    if count >= own:
-        return None
-    text = _too_short(delivery, index, count, own)
-    if settings.uneven == "pad":
-        settings.warn_once.say_here(text)
-        return None
-    return Alarm(index, text, False)
-
-
-def _too_short(delivery: Delivery[Batch], index: int, count: int, length: int) -> str:
-    return (
-        f"the loader of {delivery.settings.group.name(index)} ended after {count} batches, but its len() "
-        f"is {length}. Correct its __len__, or remove it: without one the ranks agree step by step. Load "
-        "positions into the SynchronizedDataLoader, not into the loader in it"
-    )
-
-
-def _raise(delivery: Delivery[Batch], alarm: Alarm) -> NoReturn:
-    if alarm.is_failure:
-        delivery.raise_failure({alarm.index: alarm.text})
-    raise DataError(alarm.text)
-
-
-def stepwise(delivery: Delivery[Batch], flags: Flags) -> Generator[Batch]:
-    """The batches of a pass whose end shows one batch ahead.
-
-    Args:
-        delivery: This rank's batches.
-        flags: What is true before the first batch.
-
-    Raises:
-        DataError: Ranks run out before others under ``uneven="error"``.
-        RankFailedError: The loader of another rank failed, or a rank is lost.
-    """
-    uneven, prefetch = delivery.settings.uneven, delivery.prefetch
-    exchange = delivery.settings.group
-    while True:
-        if flags.failed:
-            _fail(delivery)
-        if flags.ended and (not flags.has or uneven != "pad"):
-            break
-        batch = delivery.next(fetch=True)
-        exchange.start_flags(has=prefetch.has, failed=prefetch.error is not None)
-        yield batch
-        del batch  # its memory is the caller's to free while the next one is waited for
-        flags = exchange.wait_flags()
-    if flags.has:
-        _end_uneven(delivery)
-
-
-def _fail(delivery: Delivery[Batch]) -> NoReturn:
-    error = delivery.prefetch.error
-    text = None if error is None else one_line(error)
-    try:
-        texts = delivery.settings.group.gather("telling what failed", text)
-    except RankFailedError:
-        if error is None:
-            raise
-        raise error from None  # another rank is lost as well, but this is what happened here
-    delivery.raise_failure({index: text for index, text in enumerate(texts) if text is not None})
-
-
-def _end_uneven(delivery: Delivery[Batch]) -> None:
-    settings, prefetch = delivery.settings, delivery.prefetch
-    if settings.uneven == "stop" and settings.warn_once.was_said("uneven"):
-        return
-    counts = settings.group.gather("comparing the ends of the data", (prefetch.taken, prefetch.has))
-    has = [f"more than {taken} batches" if more else f"{taken} batches" for taken, more in counts]
-    if settings.uneven == "error":
-        raise DataError(unequal(has, settings.group))
-    settings.warn_once.say("uneven", left_out(prefetch.taken, has, settings.group))
+        Raises:
+            Exception: What this rank's loader raised, now or before.
+            RankFailedError: The loader of another rank failed, or a rank is lost.
+        """
+        own, group = self._attempt(action), self._group
+        try:
+            told = group.gather(doing, (own, None if self._error is None else one_line(self._error)))
+        except RankFailedError:
+            if self._error is None:
+                raise
+            raise self._error from None  # another rank is lost as well, but this is what happened here
+        failed = {index: error for index, (_, error) in enumerate(told) if error is not None}
+        if self._error is not None:
+            raise self._error
+        if failed:
+            texts = "; ".join(f"{group.name(index)} failed: {text}" for index, text in failed.items())
+            raise RankFailedError(
+                f"loading data: {texts}. Look at the log of that rank", group.ranks[min(failed)]
+            )
+        return [cast(Result, result) for result, _ in told]

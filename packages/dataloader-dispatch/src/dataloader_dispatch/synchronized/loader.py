@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader
 from dataloader_dispatch.batches import Uneven, masked_dummy, to_device
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import PassGenerator, length_of, set_loader_epoch
-from dataloader_dispatch.synchronized.epoch import Epoch
+from dataloader_dispatch.synchronized.epoch import Epoch, Place, Settings
 from dataloader_dispatch.synchronized.epoch_start import common_length
-from dataloader_dispatch.synchronized.exchange import Exchange, WarnOnce
-from dataloader_dispatch.synchronized.prefetch import Settings
+from dataloader_dispatch.synchronized.exchange import Exchange
 from dist_env import get_logger, tie_loader_workers
 
 Batch = TypeVar("Batch")
@@ -35,20 +34,20 @@ class SynchronizedDataLoader(Generic[Batch]):
       `masked_dummy`) until the last one has run out. `last_is_dummy` tells them.
     * ``uneven="error"``: `DataError` on every rank, before the step in question, naming who has how many.
 
-    Where every loader has an exact length (torch calls that of a loader of an iterable dataset a guess), the
-    ranks agree once an epoch, and exchange nothing from step to step. Otherwise each rank looks one batch
-    ahead, and whether there is another one is agreed on while the caller computes; so it is in the first pass
-    after a position was loaded. Exchanges use a gloo group of their own and disturb no other.
+    Each rank reads one batch ahead, and the ranks agree on whether there is another one while the caller
+    computes: three bytes a step, over a gloo group of their own, which disturbs no other. Lengths are not
+    relied on for that. Under "error" they are compared before the first batch, where every loader has an
+    exact one (torch calls that of a loader of an iterable dataset a guess).
 
     If the loader of one rank raises, that rank raises the same error and every other one `RankFailedError`,
     before the step in which that rank would be missing. After an error make a new SynchronizedDataLoader.
 
     The ranks must have different data; if first batches are the same, one warning names the ranks.
 
-    Making it, and getting the first batch of a pass, are collective. A later pass may begin before the one
-    before it has come to its end, if it does so on every rank: a torch ``DataLoader`` then begins anew, and
-    another loader with ``state_dict`` goes on behind the last batch delivered. With one rank, batches are
-    only moved to the device.
+    Making it, and getting a batch, are collective. A later pass may begin before the one before it has come
+    to its end, if it does so on every rank behind the same batch: a torch ``DataLoader`` then begins anew,
+    and another loader with ``state_dict`` continues behind the last batch delivered. With one rank, batches
+    are only moved to the device.
 
     Args:
         loader: This rank's batches: any iterable that can be iterated anew.
@@ -81,10 +80,10 @@ class SynchronizedDataLoader(Generic[Batch]):
         self.device = torch.device(device)
         group = Exchange(_ranks_of(process_group), timeout_seconds)
         self._group = group
-        self._settings = Settings(loader, self.device, group, uneven, make_dummy, WarnOnce(group))
-        self._state: PrefetchState[Batch] = PrefetchState(loader)
+        self._settings = Settings(loader, self.device, group, uneven, make_dummy)
         self._generator = PassGenerator(loader)
-        self._passes = 0
+        self._latest: Epoch[Batch] | None = None
+        self._is_loaded = False
         self._has_failed = False
         self._lengths: tuple[int | None, ...] = ()
         self._check_settings()
@@ -93,8 +92,8 @@ class SynchronizedDataLoader(Generic[Batch]):
         """The batches of a pass, with tensors on the device.
 
         Raises:
-            DataError: Ranks have different numbers of batches under ``uneven="error"``, a loader contradicts
-                its length, batches cannot be masked under "pad", or an earlier pass ended with an error.
+            DataError: Ranks have different numbers of batches under ``uneven="error"``, batches cannot be
+                masked under "pad", or an earlier pass ended with an error.
             RankFailedError: The loader of another rank failed, or a rank is lost.
         """
         if self._group.size == 1:
@@ -111,8 +110,7 @@ class SynchronizedDataLoader(Generic[Batch]):
         Raises:
             TypeError: The loader of some rank has no length.
         """
-        latest = self._state.latest
-        lengths = (latest and latest.lengths) or self._lengths
+        lengths = (self._latest and self._latest.lengths) or self._lengths
         if self._group.size == 1:
             lengths = (length_of(self.loader),)
         length = common_length(lengths, self._settings.uneven)
@@ -123,8 +121,7 @@ class SynchronizedDataLoader(Generic[Batch]):
     @property
     def last_is_dummy(self) -> bool:
         """Whether the last batch delivered on this rank was a dummy that counts for nothing."""
-        latest = self._state.latest
-        return latest is not None and latest.delivery.is_dummy
+        return self._latest is not None and self._latest.is_dummy
 
     @property
     def world_size(self) -> int:
@@ -134,34 +131,39 @@ class SynchronizedDataLoader(Generic[Batch]):
     @property
     def batch_size(self) -> int | None:
         """``batch_size`` of the loader, if it has one."""
-        return cast("int | None", self._state.inner("batch_size"))
+        return cast("int | None", self._inner("batch_size"))
 
     @property
     def dataset(self) -> object:
         """``dataset`` of the loader, if it has one."""
-        return self._state.inner("dataset")
+        return self._inner("dataset")
 
     @property
     def sampler(self) -> object:
         """``sampler`` of the loader, if it has one."""
-        return self._state.inner("sampler")
+        return self._inner("sampler")
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next batch, if the loader tells it."""
-        return self._state.epoch
+        """Epoch of the next batch, if the loader has ``epoch``."""
+        return cast(int, self._inner("epoch") if self._place.epoch is None else self._place.epoch)
 
     @property
     def epoch_progress(self) -> float:
-        """Share of the epoch that was delivered, if the loader tells it."""
-        return self._state.progress
+        """Share of the epoch that was delivered, if the loader has ``epoch_progress``."""
+        progress = self._place.progress
+        return cast(float, self._inner("epoch_progress") if progress is None else progress)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch, between passes: ``set_epoch`` of the loader, or else of its dataset and samplers.
 
-        Nothing happens if the position is in that epoch already. Not collective, but all ranks must do it.
+        Does nothing when the position is in that epoch already. Not collective, but all ranks must do it.
         """
-        self._state.set_epoch(epoch)
+        if self._place.epoch is not None:
+            if self._place.epoch == epoch:
+                return
+            self._leave()
+        set_loader_epoch(self.loader, epoch)
 
     @property
     def state_dict(self) -> Callable[[], dict[str, object]]:
@@ -171,40 +173,94 @@ class SynchronizedDataLoader(Generic[Batch]):
         rank that has run out stays behind its last batch. An empty dict is the start of an epoch: of a loader
         that does not count epochs, after other ranks have run out before it.
         """
-        self._state.inner("state_dict")
-        return self._state.state_dict
+        own = cast(Callable[[], dict[str, object]], self._inner("state_dict"))
+
+        def state_dict() -> dict[str, object]:
+            state = self._place.state
+            return own() if state is None else cast("dict[str, object]", state)
+
+        return state_dict
 
     @property
     def load_state_dict(self) -> Callable[[Mapping[str, object]], None]:
         """A function that takes what ``state_dict`` returned on this rank; absent as in the loader."""
-        self._state.inner("load_state_dict")
-        return self._state.load_state_dict
+        load = cast(Callable[[Mapping[str, object]], None], self._inner("load_state_dict"))
+
+        def load_state_dict(state: Mapping[str, object]) -> None:
+            self._leave()
+            if state:  # an empty one is the start of an epoch, where any next pass begins
+                load(state)
+                self._is_loaded = True
+
+        return load_state_dict
 
     @property
     def load_resharded(self) -> Callable[..., None]:
         """The loader's function for states of another number of ranks; absent as in the loader."""
-        self._state.inner("load_resharded")
-        return self._state.load_resharded
+        load = cast(Callable[..., None], self._inner("load_resharded"))
+
+        def load_resharded(*args: object, **kwargs: object) -> None:
+            self._leave()
+            load(*args, **kwargs)
+            self._is_loaded = True
+
+        return load_resharded
 
     def close(self) -> None:
         """Close the connections between the ranks, on this rank; it cannot be iterated again."""
-        self._state.leave()
+        self._leave()
         self._group.close()
 
+    def _inner(self, name: str) -> object:
+        return cast(object, getattr(self.loader, name))
+
+    @property
+    def _place(self) -> Place:
+        """Where the loader stands for the user, if that is not where it really stands."""
+        return (self._latest and self._latest.place) or Place()
+
+    def _leave(self) -> Epoch[Batch] | None:
+        """Forget the latest pass; returned if it was broken off."""
+        left, self._latest = self._latest, None
+        if left is None or left.is_over:
+            return None
+        left.supersede()
+        return left
+
     def _pass(self) -> Iterator[Batch]:
+        """A new pass, which begins where the user stands."""
         if self._has_failed:
             raise DataError(
                 "an error ended an earlier pass of this SynchronizedDataLoader, and the ranks may stand at "
                 "different places; make a new one on every rank"
             )
-        self._passes += 1
-        if self._state.latest is not None:
-            self._lengths = self._state.latest.lengths
-        epoch = Epoch(self._settings, self._passes)
+        if self._latest is not None:
+            self._lengths = self._latest.lengths or self._lengths
+        left, is_loaded = self._leave(), self._is_loaded
+        epoch = self._latest = Epoch(self._settings)
+        self._is_loaded = False
+
+        def prepare() -> bool:
+            return not is_loaded if left is None or is_loaded else self._go_back(left)
+
         try:
-            yield from self._state.begin(epoch)
+            yield from epoch.batches(prepare, left)
         finally:
             self._has_failed = epoch.has_failed or self._has_failed
+
+    def _go_back(self, left: Epoch[Batch]) -> bool:
+        """Give up what a pass that was broken off has read ahead; whether the next one is a whole epoch."""
+        place, loader = left.place, self.loader
+        if place is None:
+            return False
+        if isinstance(loader, DataLoader):
+            # It begins anew, but perhaps in another epoch since its last batch was fetched.
+            if place.epoch is not None and place.epoch != self._inner("epoch"):
+                set_loader_epoch(loader, place.epoch)
+            return True
+        if place.state is not None:
+            cast(Callable[[object], None], self._inner("load_state_dict"))(place.state)
+        return False
 
     def _check_settings(self) -> None:
         """Agree on the settings and on the first lengths. Collective."""
@@ -236,104 +292,3 @@ def _ranks_of(process_group: dist.ProcessGroup | None) -> list[int]:
             os.environ["WORLD_SIZE"],
         )
     return [0]
-
-
-class PrefetchState(Generic[Batch]):
-    """Position of a loader as its user sees it: behind the last batch delivered.
-
-    Args:
-        loader: The loader.
-
-    Attributes:
-        latest: The latest pass of several ranks over it.
-    """
-
-    def __init__(self, loader: object) -> None:
-        self.latest: Epoch[Batch] | None = None
-        self._loader = loader
-        self._is_loaded = False
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next batch."""
-        place = self.latest and self.latest.place
-        return place.epoch if place and place.epoch is not None else cast(int, self.inner("epoch"))
-
-    @property
-    def progress(self) -> float:
-        """Share of the epoch that was delivered."""
-        place = self.latest and self.latest.place
-        if place and place.progress is not None:
-            return place.progress
-        return cast(float, self.inner("epoch_progress"))
-
-    def inner(self, name: str) -> object:
-        """An attribute of the loader.
-
-        Raises:
-            AttributeError: It has none of that name.
-        """
-        return cast(object, getattr(self._loader, name))
-
-    def state_dict(self) -> dict[str, object]:
-        """The loader's state."""
-        place = self.latest and self.latest.place
-        if place and place.state is not None:
-            return cast(dict[str, object], place.state)
-        return cast(Callable[[], dict[str, object]], self.inner("state_dict"))()
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go to a saved position. An empty one is the start of an epoch, where any next pass begins."""
-        self.leave()
-        if state:
-            cast(Callable[[Mapping[str, object]], None], self.inner("load_state_dict"))(state)
-            self._is_loaded = True
-
-    def load_resharded(self, *args: object, **kwargs: object) -> None:
-        """Go to a position that another number of ranks saved."""
-        self.leave()
-        cast(Callable[..., None], self.inner("load_resharded"))(*args, **kwargs)
-        self._is_loaded = True
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch, unless the user is in it already."""
-        place = self.latest and self.latest.place
-        if place and place.epoch is not None:
-            if place.epoch == epoch:
-                return
-            self.leave()
-        set_loader_epoch(self._loader, epoch)
-
-    def leave(self) -> Epoch[Batch] | None:
-        """Forget the latest pass; returned if it was broken off."""
-        left, self.latest = self.latest, None
-        if left is None or left.is_over:
-            return None
-        left.supersede()
-        return left
-
-    def begin(self, epoch: Epoch[Batch]) -> Iterator[Batch]:
-        """The batches of a new pass, which begins where the user stands."""
-        left, is_loaded = self.leave(), self._is_loaded
-        self.latest, self._is_loaded = epoch, False
-
-        def prepare() -> bool:
-            if left is not None and not is_loaded:
-                return self._go_back(left)
-            return not is_loaded
-
-        return epoch.batches(prepare, None if left is None else left.delivery.prefetch)
-
-    def _go_back(self, left: Epoch[Batch]) -> bool:
-        """Give up what a pass that was broken off has read ahead; whether the next one is a whole epoch."""
-        place = left.place
-        if place is None:
-            return False
-        if isinstance(self._loader, DataLoader):
-            # It begins anew, but perhaps in another epoch since its last batch was fetched.
-            if place.epoch is not None and place.epoch != self.inner("epoch"):
-                cast(Callable[[int], None], self.inner("set_epoch"))(place.epoch)
-            return True
-        if place.state is not None:
-            cast(Callable[[object], None], self.inner("load_state_dict"))(place.state)
-        return False
