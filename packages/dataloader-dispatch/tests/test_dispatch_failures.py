@@ -94,7 +94,7 @@ def test_hostile_messages_are_errors_that_name_the_rank(launch: Callable[..., li
     ranks = launch("dispatch_hostile.py", 2)
     assert [(rank.code, rank.err) for rank in ranks] == [(0, "")] * 2
     told = ranks[1].note["told"]
-    assert len(told) == 19
+    assert len(told) == 20
     for name, text in told.items():
         assert text.startswith("RankFailedError: "), (name, text)
         assert "rank 0 (" in text

@@ -15,7 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from dataloader_dispatch import DataloaderDispatcher, SynchronizedDataLoader
 from dataloader_dispatch.connection import Connection
 from dataloader_dispatch.dispatch.dispatcher import Facts, check_same_on_all_ranks
-from dataloader_dispatch.dispatch.message import DATA_TAG, FIRST_CAPACITY, Header, Kind
+from dataloader_dispatch.dispatch.message import (
+    DATA_TAG,
+    FIRST_CAPACITY,
+    Kind,
+    MessageHeader,
+    Record,
+    aligned,
+)
 from dist_env import ControlGroup, encode_value
 
 open_group()
@@ -36,9 +43,11 @@ def message(
     kind: int, described: bytes, payload: int, capacity: int = FIRST_CAPACITY, rest: bytes = b""
 ) -> bytes:
     """A message that begins as it should."""
-    head = bytearray(64)
-    Header(1, kind, 1, len(described), payload, capacity, 0, 0.0, 1).write(memoryview(head))
-    return bytes(head) + described.ljust(-(-len(described) // 64) * 64, b"\0") + rest
+    head = bytearray(128)
+    body = described.ljust(aligned(len(described)), b"\0") + rest.ljust(aligned(len(rest)), b"\0")
+    MessageHeader(1, 64 + len(body), capacity).write(memoryview(head))
+    Record(kind, 1, len(described), payload).write(memoryview(head), 64)
+    return bytes(head) + body
 
 
 def description(specs: bytes, structure: bytes) -> bytes:
@@ -58,9 +67,12 @@ CASES = {
         Kind.FAILURE, b"", 300, rest=encode_value(("raised", "os.system", ("true",), [], "", "")).ljust(300)
     ),
     "unknown kind": message(77, b"", 64),
-    "a continuation of nothing": message(Kind.MORE, b"", 64),
+    "more bytes than came": struct.pack("<QQQ", 1, 2**40, FIRST_CAPACITY).ljust(128, b"\0"),
+    "no bytes": struct.pack("<QQQ", 1, 0, FIRST_CAPACITY).ljust(128, b"\0"),
     "a huge message": message(Kind.BATCH, b"", 2**60),
-    "a message larger than memory": message(Kind.BATCH, b"", 2**50),
+    "a batch larger than memory": message(
+        Kind.BATCH, description(encode_value([(torch.uint8, 2**50)]), encode_value(0)), 2**50
+    ),
     "a huge receive": message(Kind.BATCH, b"", 64, 2**50),
     "no receive": message(Kind.BATCH, b"", 64, 0),
     "a huge tensor": BATCH,

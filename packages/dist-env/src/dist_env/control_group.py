@@ -107,6 +107,11 @@ class ControlGroup:
         """Number of ranks."""
         return len(self.ranks)
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host of each of the ranks."""
+        return tuple(self._hosts)
+
     def name(self, index: int) -> str:
         """Rank and host of one of the ranks, for messages."""
         return f"rank {self.ranks[index]} ({self._hosts[index]})"

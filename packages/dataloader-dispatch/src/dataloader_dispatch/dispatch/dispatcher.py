@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dataloader_dispatch.batches import Uneven
 from dataloader_dispatch.connection import BatchCodec, data_errors, run_finalizer
 from dataloader_dispatch.dispatch.reader import Position, Reader, Single
-from dataloader_dispatch.dispatch.receiver import Inbox, Receiver, pins
+from dataloader_dispatch.dispatch.receiver import Inbox, Receiver
 from dataloader_dispatch.dispatch.sender import DataDimension, Outbox, Placement
 from dataloader_dispatch.dispatch.source import Source
 from dataloader_dispatch.errors import DataError
@@ -293,17 +292,17 @@ def _open(loader: Iterable[Any] | None, group: ControlGroup, options: _Options) 
     }
     facts, problem = _facts(loader) if group.index == 0 else (None, None)
     codec = BatchCodec(options.unpickle)
-    facts, hosts = check_same_on_all_ranks(group, settings, facts, _problem(options) or problem)
+    facts = check_same_on_all_ranks(group, settings, facts, _problem(options) or problem)
     if group.index != 0 or loader is None:
         patience = timeout + min(_GRACE_SECONDS, timeout / 2)
-        inbox = Inbox(group, options.prefetch, pins(options.device), patience, hosts[group.ranks[0]])
+        inbox = Inbox(group, options.prefetch, options.device, patience)
         return facts, Receiver(inbox, options.device, facts.epoch, codec)
     if group.size == 1:
         return facts, Single(loader, options.device)
     reader = Reader(loader, place.width, options.uneven, options.make_dummy)
     outbox = Outbox(group, place, options.prefetch, codec)
     prefetch, share, device = options.prefetch, place.shares[0], options.device
-    return facts, Source(reader, outbox, group, prefetch, timeout, hosts, share, device)
+    return facts, Source(reader, outbox, group, prefetch, timeout, share, device)
 
 
 def _close(role: Role, group: ControlGroup) -> None:
@@ -368,55 +367,41 @@ class Facts(NamedTuple):
     epoch: int
 
 
-class Entry(NamedTuple):
-    """What one rank says at the start.
-
-    Attributes:
-        settings: The settings that must be the same everywhere, as they are shown.
-        facts: Those of the root; None on other ranks.
-        problem: What is wrong with this rank's arguments; None if nothing is.
-        is_type: Whether that is a type.
-        host: Its host.
-    """
-
-    settings: dict[str, str]
-    facts: Facts | None
-    problem: str | None
-    is_type: bool
-    host: str
-
-
 def check_same_on_all_ranks(
     group: ControlGroup, settings: Mapping[str, object], facts: Facts | None, problem: Exception | None
-) -> tuple[Facts, dict[int, str]]:
+) -> Facts:
     """Compare the arguments of all ranks. Collective.
 
+    Args:
+        group: The ranks.
+        settings: What must be the same everywhere.
+        facts: Those of the root; None on other ranks.
+        problem: What is wrong with this rank's arguments; None if nothing is.
+
     Returns:
-        What the root knows, and the host of every rank.
+        What the root knows.
 
     Raises:
         DataError: A setting differs, or is wrong on some rank.
         TypeError: An argument of some rank has the wrong type.
         RankFailedError: A rank is lost.
     """
-    told = None if problem is None else str(problem)
+    text = None if problem is None else str(problem)
     shown = {name: repr(value) for name, value in settings.items()}
-    mine = Entry(shown, facts, told, isinstance(problem, TypeError), socket.gethostname())
-    entries = group.gather("opening the data loader", mine)
-    for index, entry in enumerate(entries):
-        if entry.problem is not None:
-            kind = TypeError if entry.is_type else DataError
+    told = group.gather("opening the data loader", (shown, facts, text, isinstance(problem, TypeError)))
+    for index, (_, _, text, is_type) in enumerate(told):
+        if text is not None:
             if problem is not None and index == group.index:
                 raise problem
-            raise kind(f"on {group.name(index)}: {entry.problem}")
-    for name, first in entries[0].settings.items():
-        for index, entry in enumerate(entries):
-            if entry.settings[name] != first:
+            raise (TypeError if is_type else DataError)(f"on {group.name(index)}: {text}")
+    first, root, _, _ = told[0]
+    for name, value in first.items():
+        for index, (own, _, _, _) in enumerate(told):
+            if own[name] != value:
                 raise DataError(
-                    f"{name} must be the same on every rank; it is {first} on {group.name(0)} and "
-                    f"{entry.settings[name]} on {group.name(index)}"
+                    f"{name} must be the same on every rank; it is {value} on {group.name(0)} and "
+                    f"{own[name]} on {group.name(index)}"
                 )
-    root = entries[0].facts
     if root is None:
         raise DataError(f"{group.name(0)} says nothing about its loader; do all ranks run the same release?")
-    return root, {group.ranks[index]: entry.host for index, entry in enumerate(entries)}
+    return root

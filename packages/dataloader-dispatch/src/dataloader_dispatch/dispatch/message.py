@@ -1,4 +1,7 @@
-"""What travels between ranks: a header of 64 bytes, and the bytes of descriptions, batches or errors."""
+"""What travels to each rank: a stream of records, which are batches, ends and errors, cut into messages.
+
+A message and a record begin with a header of 64 bytes each.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,12 @@ ALIGNMENT = 64
 DATA_TAG = 1
 ACKNOWLEDGE_TAG = 2
 HEADER_BYTES = ALIGNMENT
-FIRST_CAPACITY = 1 << 16
-"""Bytes of the first receives, before anything is known about the batches."""
+FIRST_CAPACITY = 1 << 20
+"""Bytes of the receives, until a record needs more."""
 U32 = struct.Struct("<I")
 """In front of a description: how long its first part is, the types and shapes of the tensors."""
-_FORMAT = struct.Struct("<QIIQQQqdI")
-_STANDING = struct.Struct("<qd?")
-_SEQUENCE = struct.Struct("<Q")
+_MESSAGE = struct.Struct("<QQQ")
+_RECORD = struct.Struct("<QQQQqd?")
 
 # Those that end an iteration would end it in silence, and the roots of all say nothing that others can catch.
 _NOT_SENT = (StopIteration, StopAsyncIteration, GeneratorExit, BaseException, Exception)
@@ -46,14 +48,8 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@lru_cache
-def encode_specs(specs: tuple[Spec, ...]) -> bytes:
-    """Types and shapes as bytes."""
-    return encode_value([(dtype, *shape) for dtype, shape in specs])
-
-
 def decode_specs(data: bytes) -> list[Spec]:
-    """Types and shapes of tensors that `encode_specs` wrote.
+    """Types and shapes of tensors, from the first part of a description.
 
     Raises:
         ValueError: The bytes say something else, or tensors of impossible sizes.
@@ -108,6 +104,13 @@ class Layout:
         ]
 
 
+@lru_cache
+def described(specs: tuple[Spec, ...]) -> tuple[bytes, Layout]:
+    """The first part of a description, which `decode_specs` reads behind its length, and the layout."""
+    encoded = encode_value([(dtype, *shape) for dtype, shape in specs])
+    return U32.pack(len(encoded)) + encoded, Layout(specs)
+
+
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, size = [], 1
     for length in reversed(shape):
@@ -116,71 +119,78 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class Kind(IntEnum):
-    """What a message says."""
-
-    BATCH = 1
-    MORE = 2
-    """The rest of the message before it, which did not fit into one receive."""
-    END = 3
-    FAILURE = 4
-
-
-class Header(NamedTuple):
-    """The beginning of every message.
+class MessageHeader(NamedTuple):
+    """The beginning of every message; the next bytes of the stream of records follow.
 
     Attributes:
         sequence: Number of the message to this destination, from 1.
-        kind: A `Kind`.
-        generation: Number of the pass over the loader, from 1, in which it was sent.
-        description: Bytes of the description; 0 if it is that of the batch before.
-        payload: Bytes of the tensors, or of the failure.
-        capacity: Bytes that the receive posted in place of this message's first one is to have.
-        epoch: Epoch of the next batch.
-        progress: Share of the epoch that is over.
-        rounds: Number of batches in it.
+        num_bytes: How many bytes follow.
+        capacity: Bytes that the receive posted in its place is to have.
     """
 
     sequence: int
-    kind: int
-    generation: int
-    description: int
-    payload: int
+    num_bytes: int
     capacity: int
-    epoch: int
-    progress: float
-    rounds: int
 
     def write(self, memory: memoryview) -> None:
         """Write it to the beginning of a buffer."""
-        _FORMAT.pack_into(memory, 0, *self)
+        _MESSAGE.pack_into(memory, 0, *self)
 
     @classmethod
-    def read(cls, memory: memoryview) -> Header:
-        """Read it from the beginning of a buffer."""
-        return cls(*_FORMAT.unpack_from(memory, 0))
+    def read(cls, memory: memoryview) -> MessageHeader:
+        """Read it from the beginning of a buffer. It has not arrived before its number is there."""
+        return cls(*_MESSAGE.unpack_from(memory, 0))
 
 
-def write_standing(memory: memoryview, start: int, epoch: int, progress: float, is_dummy: bool) -> None:
-    """Write, in front of one batch of several, where the loader stands behind it, and whether it counts for
-    nothing; takes `HEADER_BYTES`."""
-    _STANDING.pack_into(memory, start, epoch, progress, is_dummy)
+class Kind(IntEnum):
+    """What a record holds."""
+
+    BATCH = 1
+    END = 2
+    FAILURE = 3
 
 
-def read_standing(memory: memoryview, start: int) -> tuple[int, float, bool]:
-    """What `write_standing` wrote: epoch, progress, and whether the batch is a dummy."""
-    epoch, progress, is_dummy = _STANDING.unpack_from(memory, start)
-    return epoch, progress, is_dummy
+class Record(NamedTuple):
+    """The beginning of every record, which a description and a payload follow.
 
+    Attributes:
+        kind: A `Kind`.
+        generation: Number of the pass over the loader, from 1.
+        description: Bytes of the description; 0 if it is that of the batch before.
+        payload: Bytes of the tensors, or of the failure.
+        epoch: Epoch of the next batch.
+        progress: Share of the epoch that is over.
+        is_dummy: Whether the batch fills up a round and counts for nothing.
+    """
 
-def arrived(memory: memoryview, sequence: int) -> bool:
-    """Whether at least the number of a message has reached a buffer that `forget` was called for."""
-    return bool(_SEQUENCE.unpack_from(memory, 0)[0] == sequence)
+    kind: int
+    generation: int
+    description: int = 0
+    payload: int = 0
+    epoch: int = 0
+    progress: float = 0.0
+    is_dummy: bool = False
 
+    @property
+    def total(self) -> int:
+        """Bytes of the record, with all that follows."""
+        return HEADER_BYTES + aligned(self.description) + aligned(self.payload)
 
-def forget(memory: memoryview) -> None:
-    """Prepare a buffer for `arrived`."""
-    _SEQUENCE.pack_into(memory, 0, 0)
+    def write(self, memory: memoryview, start: int) -> None:
+        """Write it into a buffer."""
+        _RECORD.pack_into(memory, start, *self)
+
+    @classmethod
+    def read(cls, data: memoryview) -> Record:
+        """Read it.
+
+        Raises:
+            ValueError: It cannot be that of a record.
+        """
+        record = cls(*_RECORD.unpack_from(data))
+        if record.kind not in list(Kind) or record.total >= 2**56:
+            raise ValueError(f"it is of the kind {record.kind} and has {record.total} bytes")
+        return record
 
 
 def memory_of(buffer: torch.Tensor) -> memoryview:

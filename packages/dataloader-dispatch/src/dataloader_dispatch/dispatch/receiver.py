@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,94 +20,94 @@ from dataloader_dispatch.dispatch.message import (
     FIRST_CAPACITY,
     HEADER_BYTES,
     U32,
-    Header,
     Kind,
     Layout,
+    MessageHeader,
+    Record,
     aligned,
-    arrived,
     decode_error,
     decode_specs,
-    forget,
     memory_of,
-    read_standing,
 )
 from dataloader_dispatch.dispatch.reader import outdated
 from dataloader_dispatch.errors import DataError
 from dist_env import ControlGroup, RankFailedError, RankTimeoutError
 
-DOING = "waiting for a batch"
+_DOING = "waiting for a batch"
 _LOOK_SECONDS = 0.2
 _SHORTEST_PAUSE = 2e-5
 _LONGEST_PAUSE = 1e-3
 _ACKNOWLEDGE_SECONDS = 1.0
 _ROOT = 0
-_BEGINNINGS = (Kind.BATCH, Kind.END, Kind.FAILURE)
-_IMPOSSIBLE = 1 << 56
-_SPARE = 2
-"""Pinned buffers beyond those that receives are posted for, so that a copy may still read from them."""
+_CPU = torch.device("cpu")
 _PINNING = ("cuda", "xpu")
-
-
-class Received(NamedTuple):
-    """A message and the buffer that holds all of it."""
-
-    header: Header
-    buffer: torch.Tensor
+"""Devices to which copies are faster, and continue in the background, from page-locked memory."""
 
 
 class Inbox:
-    """Messages from the root, in their order.
+    """The stream of records from the root, which comes in messages.
 
     Args:
         group: The ranks; this one is not the root.
         prefetch: Number of receives that are posted at a time.
-        pinned: Receive into page-locked memory.
+        device: Where batches are to be.
         timeout_seconds: How long to wait for one message.
-        host: Host of the root, for messages.
     """
 
     def __init__(
-        self, group: ControlGroup, prefetch: int, pinned: bool, timeout_seconds: float, host: str
+        self, group: ControlGroup, prefetch: int, device: torch.device, timeout_seconds: float
     ) -> None:
         self._group = group
         self._connection = Connection(group)
         self._timeout_seconds = timeout_seconds
-        self._host = host
-        self._buffers = _Buffers(pinned, prefetch + _SPARE)
+        self._pinned = device.type in _PINNING
         self._posted: deque[tuple[dist.Work, torch.Tensor, memoryview]] = deque()
         self._sequence = 0
+        self._message = torch.empty(0, dtype=torch.uint8)
+        self._start = self._end = 0
         self._longest = 0
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
         self._broken: RuntimeError | None = None
         for _ in range(prefetch):
             self._post(FIRST_CAPACITY)
 
-    def take(self) -> Received:
-        """The next message. Its buffer belongs to the caller, who may `give_back` it.
+    def read(self, num_bytes: int, device: torch.device = _CPU) -> torch.Tensor:
+        """The next bytes, in memory of their own on a device.
 
         Raises:
-            RankFailedError: The root is lost.
+            RankFailedError: The root is lost, or its message cannot be read.
             RankTimeoutError: Nothing came within the timeout.
         """
-        header, buffer = self._next()
-        total = HEADER_BYTES + aligned(header.description) + header.payload
-        self._longest = max(self._longest, total)
-        if header.kind not in _BEGINNINGS or total >= _IMPOSSIBLE:
-            raise self.unreadable(f"it is of the kind {header.kind} and has {total} bytes")
-        self._post_for(header)
-        if total > buffer.numel():
-            buffer = self._rest_of(buffer, total)
-        if header.kind in (Kind.END, Kind.FAILURE):
-            self._acknowledge()
-        return Received(header, buffer)
+        self._longest = max(self._longest, num_bytes)
+        if num_bytes <= self._end - self._start:
+            part = self._message[self._start : self._start + num_bytes]
+            self._start += num_bytes
+            # torch keeps page-locked memory from being used again before a copy in the background has ended.
+            return part.to(device, non_blocking=self._pinned, copy=True)
+        try:
+            whole = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned and device != _CPU)
+        except RuntimeError as error:
+            raise self.unreadable(error) from error
+        filled = 0
+        while filled < num_bytes:
+            if self._start == self._end:
+                self._next_message()
+            size = min(num_bytes - filled, self._end - self._start)
+            whole[filled : filled + size] = self._message[self._start : self._start + size]
+            self._start, filled = self._start + size, filled + size
+        return whole.to(device, non_blocking=self._pinned)
 
     def unreadable(self, reason: object) -> RankFailedError:
         """The error for a message of the root that cannot be read."""
-        return self._group.unreadable(DOING, _ROOT, reason)
+        return self._group.unreadable(_DOING, _ROOT, reason)
 
-    def give_back(self, buffer: torch.Tensor, event: torch.Event | None = None) -> None:
-        """Let a buffer be used again, once ``event`` has happened."""
-        self._buffers.give_back(buffer, event)
+    def acknowledge(self) -> None:
+        """Tell the root that it may leave."""
+        byte = torch.ones(1, dtype=torch.uint8)
+        try:
+            self._sent = [(self._connection.send(byte, _ROOT, ACKNOWLEDGE_TAG), byte)]
+        except RuntimeError as error:
+            self._broken = error
 
     def close(self) -> None:
         """Let go of all that keeps the connection open, once the root can know that it may leave."""
@@ -120,218 +120,77 @@ class Inbox:
         self._posted.clear()
         self._connection.cut([_ROOT])
 
-    def _next(self) -> tuple[Header, torch.Tensor]:
+    def _next_message(self) -> None:
         if not self._posted:
-            raise self._group.lost(DOING, _ROOT, self._broken) from self._broken
+            raise self._group.lost(_DOING, _ROOT, self._broken) from self._broken
         work, buffer, memory = self._posted[0]
-        self._await(memory, self._sequence + 1)
+        self._await(memory)
         try:
             # The rest of the message is on its way, unless the root stops in the middle of it.
             work.wait(timedelta(seconds=self._timeout_seconds))
         except RuntimeError as error:
-            raise self._group.lost(DOING, _ROOT, error) from error
+            raise self._group.lost(_DOING, _ROOT, error) from error
         self._posted.popleft()
-        self._sequence += 1
-        return Header.read(memory), buffer
+        self._sequence, num_bytes, capacity = MessageHeader.read(memory)
+        if not 0 < num_bytes <= buffer.numel() - HEADER_BYTES:
+            raise self.unreadable(f"{num_bytes} bytes in a message of {buffer.numel()}")
+        if not FIRST_CAPACITY <= capacity <= max(FIRST_CAPACITY, 8 * self._longest) or capacity % ALIGNMENT:
+            raise self.unreadable(f"it asks for a receive of {capacity} bytes")
+        try:
+            self._post(capacity)
+        except RuntimeError as error:
+            raise self.unreadable(error) from error
+        self._message, self._start, self._end = buffer, HEADER_BYTES, HEADER_BYTES + num_bytes
 
-    def _await(self, memory: memoryview, sequence: int) -> None:
-        """Wait until a message has begun to arrive.
+    def _await(self, memory: memoryview) -> None:
+        """Wait until the next message has begun to arrive.
 
         A wait inside gloo could not be interrupted by Ctrl-C, and closes every connection when it times out.
         """
         start = time.monotonic()
         pause, next_look = _SHORTEST_PAUSE, start + _LOOK_SECONDS
-        while not arrived(memory, sequence):
+
+        def has_begun() -> bool:
+            return MessageHeader.read(memory).sequence == self._sequence + 1
+
+        while not has_begun():
             if (now := time.monotonic()) >= next_look:
                 next_look = now + _LOOK_SECONDS
                 error = self._connection.fault(_ROOT)
-                if error is not None and not arrived(memory, sequence):
-                    raise self._group.lost(DOING, _ROOT, error) from error
+                if error is not None and not has_begun():
+                    raise self._group.lost(_DOING, _ROOT, error) from error
                 if now - start >= self._timeout_seconds:
                     raise self._late()
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def _late(self) -> RankTimeoutError:
-        root = self._group.ranks[_ROOT]
         return RankTimeoutError(
-            f"{DOING}: {self._group.name(_ROOT)} sent none for {self._timeout_seconds:g} s, though its "
+            f"{_DOING}: {self._group.name(_ROOT)} sent none for {self._timeout_seconds:g} s, though its "
             "connection is open. Look at what that rank does; if it is only slow, raise timeout_seconds",
-            {root: self._host},
+            {self._group.ranks[_ROOT]: self._group.hosts[_ROOT]},
         )
 
-    def _rest_of(self, buffer: torch.Tensor, total: int) -> torch.Tensor:
-        """A message that is longer than one receive, in a buffer of its own."""
-        try:
-            whole = torch.empty(aligned(total), dtype=torch.uint8)
-        except RuntimeError as error:
-            raise self.unreadable(error) from error
-        whole[: buffer.numel()] = buffer
-        filled = buffer.numel()
-        while filled < total:
-            header, piece = self._next()
-            longest = min(total - filled, piece.numel() - HEADER_BYTES)
-            if header.kind != Kind.MORE or not 0 < header.payload <= longest:
-                raise self.unreadable(f"{header.payload} bytes of the kind {header.kind} continue it")
-            self._post_for(header)
-            whole[filled : filled + header.payload] = piece[HEADER_BYTES : HEADER_BYTES + header.payload]
-            filled += header.payload
-        return whole
-
-    def _post_for(self, header: Header) -> None:
-        """Post the receive that a message asks for, which is not much longer than messages are."""
-        most = max(FIRST_CAPACITY, 2 * aligned(self._longest))
-        if not FIRST_CAPACITY <= header.capacity <= most or header.capacity % ALIGNMENT:
-            raise self.unreadable(f"it asks for a receive of {header.capacity} bytes")
-        try:
-            self._post(header.capacity)
-        except RuntimeError as error:
-            raise self.unreadable(error) from error
-
     def _post(self, capacity: int) -> None:
+        """Post a receive, into the message that was read last if it may be used again."""
         if self._broken is not None:
             return
-        buffer = self._buffers.get(capacity)
+        buffer = self._message
+        if self._pinned or buffer.numel() != capacity:
+            buffer = torch.empty(capacity, dtype=torch.uint8, pin_memory=self._pinned)
         memory = memory_of(buffer)
-        forget(memory)
+        MessageHeader(0, 0, 0).write(memory)
         try:
             self._posted.append((self._connection.receive(buffer, _ROOT, DATA_TAG), buffer, memory))
         except RuntimeError as error:
             self._broken = error  # What has arrived before is still to be delivered.
-
-    def _acknowledge(self) -> None:
-        """Tell the root that it may leave."""
-        byte = torch.ones(1, dtype=torch.uint8)
-        try:
-            self._sent = [(self._connection.send(byte, _ROOT, ACKNOWLEDGE_TAG), byte)]
-        except RuntimeError as error:
-            self._broken = error
-
-
-class _Buffers:
-    """Buffers to receive into."""
-
-    def __init__(self, pinned: bool, limit: int) -> None:
-        self._pinned = pinned
-        self._limit = limit
-        self._made = 0
-        self._free: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
-
-    def get(self, capacity: int) -> torch.Tensor:
-        while self._free:
-            buffer, event = self._free[0]
-            if buffer.numel() == capacity:
-                if event is None or event.query():
-                    self._free.popleft()
-                    return buffer
-                if self._made < self._limit:
-                    break
-                event.synchronize()
-            else:
-                # Freed memory that a copy still reads is not handed out again before the copy ends.
-                self._free.popleft()
-                self._made -= 1
-        self._made += 1
-        return torch.empty(capacity, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def give_back(self, buffer: torch.Tensor, event: torch.Event | None) -> None:
-        self._free.append((buffer, event))
-
-
-def pins(device: torch.device) -> bool:
-    """Whether copies to a device are faster, and can go on in the background, from page-locked memory."""
-    return device.type in _PINNING
-
-
-class Arrived(NamedTuple):
-    """A batch, where the loader stands behind it, and whether it fills up a round and counts for nothing."""
-
-    batch: object
-    epoch: int
-    progress: float
-    is_dummy: bool
-
-
-class Unpacker:
-    """Makes batches of messages. No batch shares memory with another one or with a buffer that is used again.
-
-    Args:
-        inbox: Where the buffers of messages go back to.
-        device: Where the tensors are to be.
-        codec: Reads the batches.
-    """
-
-    def __init__(self, inbox: Inbox, device: torch.device, codec: BatchCodec) -> None:
-        self._inbox = inbox
-        self._device = device
-        self._codec = codec
-        self._structure = b""
-        self._slots: list[Slot] = []
-        self._skeleton: object = None
-        self._immutable = True
-        self._layout = Layout([])
-
-    def batches(self, message: Received) -> Iterator[Arrived]:
-        """The batches in a message, one at a time; then its buffer is given back.
-
-        Raises:
-            ValueError: The message cannot be read.
-        """
-        header, buffer = message
-        memory = memory_of(buffer)
-        if header.description:
-            self._learn(memory[HEADER_BYTES : HEADER_BYTES + header.description].tobytes())
-        start = HEADER_BYTES + aligned(header.description)
-        if header.rounds * (HEADER_BYTES + self._layout.num_bytes) != header.payload:
-            raise ValueError(f"{header.rounds} batches of {self._layout.num_bytes} bytes in {header.payload}")
-        own = header.rounds == 1 and 2 * header.payload >= buffer.numel() and self._device.type == "cpu"
-        for _ in range(header.rounds):
-            standing = read_standing(memory, start)
-            start += HEADER_BYTES
-            tensors = self._tensors(buffer, start, own)
-            start += self._layout.num_bytes
-            yield Arrived(self._assembled(tensors), *standing)
-        if not own:
-            self._inbox.give_back(buffer, self._copied(buffer))
-
-    def _learn(self, described: bytes) -> None:
-        start = U32.size + int.from_bytes(described[: U32.size], "little")
-        specs = decode_specs(described[U32.size : start])
-        self._structure, self._layout = described[start:], Layout(specs)
-        self._slots = [Slot(number) for number in range(len(specs))]
-        self._skeleton = self._read()
-        # Values that can be changed are made anew for each batch.
-        self._immutable = is_immutable(self._skeleton)
-
-    def _read(self) -> object:
-        return self._codec.decode(self._structure, self._slots)
-
-    def _assembled(self, tensors: list[torch.Tensor]) -> object:
-        return put_together(self._skeleton if self._immutable else self._read(), tensors)
-
-    def _tensors(self, buffer: torch.Tensor, start: int, own: bool) -> list[torch.Tensor]:
-        """The tensors of one batch: in the buffer itself if the batch may keep it, else in one copy."""
-        if own:
-            return self._layout.tensors_in(buffer, start)
-        part = buffer[start : start + self._layout.num_bytes]
-        if self._device.type == "cpu":
-            return self._layout.tensors_in(part.clone(), 0)
-        # The buffer of a copy that goes on in the background is not used before it has ended.
-        return self._layout.tensors_in(part.to(self._device, non_blocking=buffer.is_pinned()), 0)
-
-    def _copied(self, buffer: torch.Tensor) -> torch.Event | None:
-        if not buffer.is_pinned():
-            return None
-        event = torch.Event(self._device)
-        event.record()
-        return event
 
 
 class Receiver:
     """A rank that receives.
 
     Args:
-        inbox: Messages from the root.
+        inbox: Records from the root.
         device: Where tensors are to be.
         epoch: The root's at the start.
         codec: Reads the batches.
@@ -339,8 +198,13 @@ class Receiver:
 
     def __init__(self, inbox: Inbox, device: torch.device, epoch: int, codec: BatchCodec) -> None:
         self._inbox: Inbox | None = inbox
-        self._unpacker = Unpacker(inbox, device, codec)
-        self._arrived: Iterator[Arrived] = iter(())
+        self._device = device
+        self._codec = codec
+        self._structure = b""
+        self._slots: list[Slot] = []
+        self._skeleton: object = None
+        self._immutable = True
+        self._layout = Layout([])
         self._number = 0
         self._active = False
         self._outcome: BaseException | None = None
@@ -353,7 +217,6 @@ class Receiver:
         self._opened()
         self._number += 1
         self._active, self._outcome, self.is_dummy = True, None, False
-        self._arrived = iter(())
         return self._number
 
     def take(self, number: int) -> Any:
@@ -362,41 +225,53 @@ class Receiver:
             raise outdated()
         if self._outcome is not None:
             raise self._outcome
-        while (arrived := self._unpacked(inbox)) is None:
-            self._receive(inbox, number)
-        self._epoch, self._progress, self.is_dummy = arrived.epoch, arrived.progress, arrived.is_dummy
-        return arrived.batch
+        record, value = self._receive(inbox)
+        while record.generation < number:
+            record, value = self._receive(inbox)
+        if record.generation > number:
+            raise DataError(
+                f"this rank begins pass {number} over the data and the first rank pass {record.generation}; "
+                "all ranks must call iter() on the data loader equally often"
+            )
+        if record.kind != Kind.FAILURE:
+            self._epoch, self._progress = record.epoch, record.progress
+        if record.kind != Kind.BATCH and isinstance(value, BaseException):
+            self._outcome = value
+            if isinstance(value, RankFailedError | RankTimeoutError):
+                self._failed = value
+            raise value
+        self.is_dummy = record.is_dummy
+        return value
 
-    def _unpacked(self, inbox: Inbox) -> Arrived | None:
+    def _receive(self, inbox: Inbox) -> tuple[Record, object]:
+        """The next record, and what is in it: a batch, or the end or the failure of a pass."""
         try:
-            return next(self._arrived, None)
+            record = Record.read(memory_of(inbox.read(HEADER_BYTES)))
+            if record.description:
+                self._learn(_bytes_of(inbox, record.description))
+            if record.kind == Kind.BATCH:
+                if record.payload != self._layout.num_bytes:
+                    raise ValueError(f"a batch of {self._layout.num_bytes} bytes in {record.payload}")
+                tensors = self._layout.tensors_in(inbox.read(record.payload, self._device), 0)
+                # Values that can be changed are made anew for each batch.
+                return record, put_together(self._skeleton if self._immutable else self._decode(), tensors)
+            failure = _bytes_of(inbox, record.payload)
+            inbox.acknowledge()
+            return record, StopIteration() if record.kind == Kind.END else decode_error(failure)
         except ValueError as error:
             self._failed = inbox.unreadable(error)
             raise self._failed from error
 
-    def _receive(self, inbox: Inbox, number: int) -> None:
-        while (message := inbox.take()).header.generation < number:
-            inbox.give_back(message.buffer)
-        header = message.header
-        if header.generation > number:
-            raise DataError(
-                f"this rank begins pass {number} over the data and the first rank pass {header.generation}; "
-                "all ranks must call iter() on the data loader equally often"
-            )
-        if header.kind == Kind.FAILURE:
-            payload = memory_of(message.buffer)[HEADER_BYTES : HEADER_BYTES + header.payload].tobytes()
-            try:
-                self._outcome = decode_error(payload)
-            except ValueError as error:
-                self._outcome = inbox.unreadable(error)
-            if isinstance(self._outcome, RankFailedError | RankTimeoutError):
-                self._failed = self._outcome
-            raise self._outcome
-        if header.kind == Kind.END:
-            self._epoch, self._progress = header.epoch, header.progress
-            self._outcome = StopIteration()
-            raise self._outcome
-        self._arrived = self._unpacker.batches(message)
+    def _learn(self, described: bytes) -> None:
+        start = U32.size + int.from_bytes(described[: U32.size], "little")
+        specs = decode_specs(described[U32.size : start])
+        self._structure, self._layout = described[start:], Layout(specs)
+        self._slots = [Slot(number) for number in range(len(specs))]
+        self._skeleton = self._decode()
+        self._immutable = is_immutable(self._skeleton)
+
+    def _decode(self) -> object:
+        return self._codec.decode(self._structure, self._slots)
 
     def epoch(self) -> int:
         return self._epoch
@@ -435,3 +310,7 @@ class Receiver:
         if self._failed is not None:
             raise self._failed
         return self._inbox
+
+
+def _bytes_of(inbox: Inbox, length: int) -> bytes:
+    return memory_of(inbox.read(aligned(length)))[:length].tobytes()

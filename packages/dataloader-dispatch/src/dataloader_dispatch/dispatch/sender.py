@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -20,16 +20,16 @@ from dataloader_dispatch.dispatch.message import (
     DATA_TAG,
     FIRST_CAPACITY,
     HEADER_BYTES,
-    U32,
-    Header,
     Kind,
     Layout,
+    MessageHeader,
+    Record,
     aligned,
-    encode_specs,
+    described,
     memory_of,
     spec_of,
-    write_standing,
 )
+from dataloader_dispatch.dispatch.reader import Round, Snapshot
 from dataloader_dispatch.errors import DataError
 from dist_env import ControlGroup
 
@@ -39,9 +39,6 @@ DataDimension = int | str | tuple[int | str, ...] | None
 Transfer = tuple[int, dist.Work, torch.Tensor]
 """A rank of the group, a send to it or a receive from it, and the memory that it uses."""
 
-UNDER_WAY = 2
-"""Messages whose sends need not have ended: one travels while the next is packed."""
-_GROWTH = 1.25
 _UNLIMITED = timedelta(days=365)
 """Whoever waits for this rank counts the time; the others may rightly pause for an evaluation."""
 
@@ -108,166 +105,112 @@ def _dimension(mesh: DeviceMesh, dp_mesh_dim: int | str) -> int:
     )
 
 
-class PassInfo(NamedTuple):
-    """What a message tells of the pass: its number, where the loader stands behind a round, and how many
-    batches of the round are real; the others fill it up."""
-
-    generation: int
-    epoch: int
-    progress: float
-    real: int = 0
-
-
 class Packed(NamedTuple):
-    """Batches of one description, without their containers."""
+    """A batch without its containers: what describes it, and its tensors."""
 
     described: bytes
-    infos: list[PassInfo]
-    tensors: list[list[torch.Tensor]]
+    layout: Layout
+    tensors: list[torch.Tensor]
+
+
+class SendBuffer:
+    """A message in the making. It is used again once every send of it has ended."""
+
+    def __init__(self) -> None:
+        self.sends: list[Transfer] = []
+        self.filled = HEADER_BYTES
+        self.data = torch.empty(FIRST_CAPACITY, dtype=torch.uint8)
+        self.memory = memory_of(self.data)
+        self._layout: Layout | None = None
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def append_bytes(self, data: bytes) -> None:
+        """Append some bytes, and what aligns what follows."""
+        self._grow(aligned(len(data)))
+        self.memory[self.filled : self.filled + len(data)] = data
+        self.filled += aligned(len(data))
+
+    def append_batch(self, record: Record, packed: Packed) -> None:
+        """Append a batch, with its description if the record says so."""
+        self._grow(record.total)
+        record.write(self.memory, self.filled)
+        self.filled += HEADER_BYTES
+        if record.description:
+            self.append_bytes(packed.described)
+        if packed.layout is not self._layout:
+            self._layout, self._views = packed.layout, {}
+        if (views := self._views.get(self.filled)) is None:
+            views = self._views[self.filled] = packed.layout.tensors_in(self.data, self.filled)
+        with torch.no_grad():
+            for view, tensor in zip(views, packed.tensors, strict=True):
+                view.copy_(tensor)
+        self.filled += record.payload
+
+    def _grow(self, num_bytes: int) -> None:
+        if self.filled + num_bytes > self.data.numel():
+            grown = torch.empty(2 * (self.filled + num_bytes), dtype=torch.uint8)
+            grown[: self.filled] = self.data[: self.filled]
+            self.data, self.memory, self._views = grown, memory_of(grown), {}
 
 
 class SendQueue:
     """What goes to all ranks with the same share: the same messages in the same order.
 
     Args:
+        share: Position of their batch in a round.
         destinations: Positions of these ranks in the group.
         prefetch: Receives that each has posted.
+
+    Attributes:
+        buffer: The message in the making.
     """
 
-    def __init__(self, destinations: list[int], prefetch: int) -> None:
+    def __init__(self, share: int, destinations: list[int], prefetch: int) -> None:
+        self.share = share
         self.destinations = destinations
-        self._buffers = deque(SendBuffer() for _ in range(UNDER_WAY))
+        self.buffer = SendBuffer()
+        self._under_way = SendBuffer()
         self._sequence = 0
         self._capacity = FIRST_CAPACITY
         self._capacities = deque([FIRST_CAPACITY] * prefetch)
-        self._known = (0, b"")
-
-    def next_buffer(self) -> SendBuffer:
-        """The buffer that was used longest ago; its sends may not have ended."""
-        self._buffers.rotate(-1)
-        return self._buffers[-1]
-
-    def is_news(self, packed: Packed) -> bool:
-        """Whether the description is another than that of the batch before. It is known afterwards."""
-        before, self._known = self._known, (packed.infos[0].generation, packed.described)
-        return before != self._known
-
-    def pieces(self, buffer: SendBuffer, kind: Kind, info: PassInfo) -> list[torch.Tensor]:
-        """The buffers to send: one, or more where the receives that are posted are too small for it."""
-        total = HEADER_BYTES + aligned(buffer.description) + buffer.payload
-        if total > self._capacity:
-            first = self._capacity == FIRST_CAPACITY
-            self._capacity = aligned(total if first else int(total * _GROWTH))
-        sent = min(total, self._head(buffer, kind, info))
-        pieces = [buffer.message(sent)]
-        while sent < total:
-            rest = buffer.data[sent : min(sent + self._capacities[0] - HEADER_BYTES, total)]
-            piece = SendBuffer()
-            piece.fill(memory_of(rest))
-            self._head(piece, Kind.MORE, info)
-            pieces.append(piece.message(HEADER_BYTES + rest.numel()))
-            sent += rest.numel()
-        return pieces
-
-    def _head(self, buffer: SendBuffer, kind: Kind, info: PassInfo) -> int:
-        """Write the header, and return how much the receive takes that the buffer goes to."""
-        self._sequence += 1
-        self._capacities.append(self._capacity)
-        Header(
-            self._sequence,
-            kind,
-            info.generation,
-            buffer.description,
-            buffer.payload,
-            self._capacity,
-            info.epoch,
-            info.progress,
-            buffer.rounds,
-        ).write(buffer.memory)
-        return self._capacities.popleft()
-
-
-class SendBuffer:
-    """A message in a buffer that is used again once every send of it has ended."""
-
-    def __init__(self) -> None:
-        self.sends: list[Transfer] = []
-        self.description = 0
-        self.payload = 0
-        self.rounds = 0
-        self._layout = Layout([])
         self._described = b""
-        self._start = 0
-        self._views: list[list[torch.Tensor]] = []
-        self._whole = torch.empty(0)
-        self._grow(HEADER_BYTES)
 
-    def message(self, num_bytes: int) -> torch.Tensor:
-        """The beginning of the buffer."""
-        if self._whole.numel() != num_bytes:
-            self._whole = self.data[:num_bytes]
-        return self._whole
+    def has_room(self, packed: Packed) -> bool:
+        """Whether a batch fits into the message that is being made, or would be the first in it."""
+        most = Record(Kind.BATCH, 0, len(packed.described), packed.layout.num_bytes).total
+        return self.buffer.filled + most <= self._capacities[0] or self.buffer.filled == HEADER_BYTES
 
-    def fill(self, payload: bytes | memoryview) -> None:
-        """Make it a message without tensors."""
-        self._grow(HEADER_BYTES + len(payload))
-        self.memory[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-        self.payload = len(payload)
+    def append(self, generation: int, taken: Round, packed: Packed) -> None:
+        """Append a batch to the message, with its description if that is another than before."""
+        described = 0 if packed.described == self._described else len(packed.described)
+        self._described = packed.described
+        after, is_dummy = taken.after, self.share >= taken.real
+        size = packed.layout.num_bytes
+        record = Record(Kind.BATCH, generation, described, size, after.epoch, after.progress, is_dummy)
+        self.buffer.append_batch(record, packed)
 
-    def pack(self, packed: Packed, share: int, news: bool) -> None:
-        """Make it a message of the batches at one position of their rounds, with their description if that
-        is news."""
-        described = packed.described
-        if described != self._described:
-            self._layout, self._described, self._views = Layout(spec_of(packed.tensors[0])), described, []
-        self.description = len(described) if news else 0
-        self.rounds = len(packed.tensors)
-        stride = HEADER_BYTES + self._layout.num_bytes
-        self.payload = self.rounds * stride
-        start = HEADER_BYTES + aligned(self.description)
-        if self.data.numel() < start + self.payload:
-            self._grow(start + self.payload)
-        if news:
-            self.memory[HEADER_BYTES : HEADER_BYTES + len(described)] = described
-        if start != self._start:
-            self._views, self._start = [], start
-        with torch.no_grad():
-            for number, (info, tensors) in enumerate(zip(packed.infos, packed.tensors, strict=True)):
-                place = start + number * stride
-                write_standing(self.memory, place, info.epoch, info.progress, share >= info.real)
-                if number == len(self._views):
-                    self._views.append(self._layout.tensors_in(self.data, place + HEADER_BYTES))
-                for view, tensor in zip(self._views[number], tensors, strict=True):
-                    view.copy_(tensor)
+    def next_buffer(self) -> None:
+        """Begin another message, in the buffer that was used longest ago; its sends may not have ended."""
+        self.buffer, self._under_way = self._under_way, self.buffer
+        self.buffer.filled = HEADER_BYTES
 
-    def _grow(self, num_bytes: int) -> None:
-        self.data = torch.empty(aligned(num_bytes), dtype=torch.uint8)
-        self.memory = memory_of(self.data)
-        self._views = []
-        self._whole = self.data
-
-
-def packed_alike(batches: Sequence[object], infos: Sequence[PassInfo], codec: BatchCodec) -> Iterator[Packed]:
-    """Batches in their order, those together that follow one another and have one description.
-
-    Raises:
-        DataError: A value in a batch cannot be sent.
-    """
-    group: Packed | None = None
-    for batch, info in zip(batches, infos, strict=True):
-        tensors: list[torch.Tensor] = []
-        structure = codec.encode(batch, tensors)
-        specs = encode_specs(spec_of(tensors))
-        described = b"".join((U32.pack(len(specs)), specs, structure))
-        if group is not None and group.described == described:
-            group.infos.append(info)
-            group.tensors.append(tensors)
-            continue
-        if group is not None:
-            yield group
-        group = Packed(described, [info], [tensors])
-    if group is not None:
-        yield group
+    def messages(self, buffer: SendBuffer) -> list[torch.Tensor]:
+        """What to send: one message, or more where the receives that are posted are too small for it."""
+        pieces, start = [], HEADER_BYTES
+        while start < buffer.filled:
+            size = min(self._capacities.popleft() - HEADER_BYTES, buffer.filled - start)
+            self._capacities.append(self._capacity)
+            self._sequence += 1
+            piece = buffer.data[: HEADER_BYTES + size]
+            if start > HEADER_BYTES:
+                piece = torch.empty(HEADER_BYTES + size, dtype=torch.uint8)
+                piece[HEADER_BYTES:] = buffer.data[start : start + size]
+            MessageHeader(self._sequence, size, self._capacity).write(memory_of(piece))
+            pieces.append(piece)
+            start += size
+        # The next message asks for it: the receiver has seen by then how long records are.
+        self._capacity = max(self._capacity, 1 << (buffer.filled - 1).bit_length())
+        return pieces
 
 
 class LostRank(Exception):  # not an error of its own: what becomes one on every rank
@@ -285,75 +228,79 @@ class LostRank(Exception):  # not an error of its own: what becomes one on every
 
 
 class Outbox:
-    """Sends rounds of batches. One thread packs; `send_failure` and `unreachable` may come from another.
+    """Sends batches. One thread packs; `send_failure` and `unreachable` may come from another.
 
     Args:
         group: The ranks; this one is the root.
         placement: Who gets which batch.
         prefetch: Receives that every destination has posted.
         codec: Writes the batches.
+
+    Attributes:
+        waiting_for: Position of the rank whose receives the sending thread waits for.
     """
 
     def __init__(self, group: ControlGroup, placement: Placement, prefetch: int, codec: BatchCodec) -> None:
         self._codec = codec
         self._connection = Connection(group)
-        self._queues = [
-            SendQueue([i for i, share in enumerate(placement.shares) if share == queue and i], prefetch)
-            for queue in range(placement.width)
-        ]
+        others = list(enumerate(placement.shares))[1:]
+        shares = {share: [i for i, other in others if other == share] for share in range(placement.width)}
+        self._queues = [SendQueue(share, to, prefetch) for share, to in shares.items() if to]
         self._lock = threading.Lock()
         self._lost: set[int] = set()
-        self._finals: deque[_Final] = deque()
-        self.round_bytes = 0
-        """What a round takes in a message, as far as is known."""
+        self._finals: list[SendBuffer] = []
+        self._acknowledgements: list[Transfer] = []
         self.waiting_for: int | None = None
-        """Position of the rank whose receives the sending thread waits for."""
 
-    def send_rounds(
-        self, infos: Sequence[PassInfo], rounds: Sequence[Sequence[object]]
-    ) -> Iterator[Sequence[Sequence[object]]]:
-        """Send batch i of each round to everyone with share i, waiting for who is too far behind.
-
-        Rounds of one call travel together if they are alike. If not, whoever waits for the first of them must
-        not have to wait until there is room for the last.
-
-        Yields:
-            Rounds that are on their way to all, as soon as they are.
+    def pack(self, batches: Sequence[object]) -> list[Packed]:
+        """The batches of a round that go to other ranks, ready to be sent.
 
         Raises:
-            LostRank: A destination cannot be reached.
             DataError: A batch cannot be sent.
         """
-        queues = [(share, queue) for share, queue in enumerate(self._queues) if queue.destinations]
-        messages = [
-            list(packed_alike([each[share] for each in rounds], infos, self._codec)) for share, _ in queues
-        ]
-        if any(len(packed) > 1 for packed in messages):
-            for info, each in zip(infos, rounds, strict=True):
-                yield from self.send_rounds([info], [each])
-            return
-        for (share, queue), (packed,) in zip(queues, messages, strict=True):
-            buffer = queue.next_buffer()
-            self._wait(buffer.sends)
-            buffer.sends.clear()
-            buffer.pack(packed, share, queue.is_news(packed))
-            with self._lock:
-                self._post(queue, buffer, Kind.BATCH, packed.infos[-1])
-            self.round_bytes = buffer.payload // buffer.rounds
-        yield rounds
+        return [self._packed(batches[queue.share]) for queue in self._queues]
 
-    def send_end(self, info: PassInfo) -> None:
-        """Tell everyone that the pass is over, waiting for who has not taken the end of earlier ones.
+    def has_room(self, packed: Sequence[Packed]) -> bool:
+        """Whether a round can travel together with those appended before it."""
+        return all(queue.has_room(each) for queue, each in zip(self._queues, packed, strict=True))
+
+    def append(self, generation: int, taken: Round, packed: Sequence[Packed]) -> None:
+        """Put a round into the messages that `flush` sends, waiting for who is too far behind.
 
         Raises:
             LostRank: A destination cannot be reached.
         """
-        while len(self._finals) >= UNDER_WAY:
-            self._wait(self._finals[0].acknowledgements)
-            self._finals.popleft()
-        self._send_last(Kind.END, info, b"")
+        for queue, each in zip(self._queues, packed, strict=True):
+            self._wait(queue.buffer.sends)
+            queue.buffer.sends.clear()
+            queue.append(generation, taken, each)
 
-    def send_failure(self, info: PassInfo, payload: bytes, lost: int | None = None) -> None:
+    def flush(self) -> None:
+        """Send what was appended, without waiting for anyone.
+
+        Raises:
+            LostRank: A destination cannot be reached.
+        """
+        with self._lock:
+            for queue in self._queues:
+                if queue.buffer.filled > HEADER_BYTES:
+                    self._post(queue, queue.buffer)
+                    queue.next_buffer()
+
+    def send_end(self, generation: int, after: Snapshot) -> None:
+        """Tell everyone that the pass is over, waiting for who has not taken the end of the one before.
+
+        Raises:
+            LostRank: A destination cannot be reached.
+        """
+        # What was sent has to stay until it is answered: a send that nobody holds does not go out.
+        held, answers = self._finals, self._acknowledgements
+        self._finals, self._acknowledgements = [], []
+        self._wait(answers)
+        held.clear()
+        self._send_last(Record(Kind.END, generation, epoch=after.epoch, progress=after.progress), b"")
+
+    def send_failure(self, generation: int, failure: bytes, lost: int | None = None) -> None:
         """Tell everyone but a lost rank about a failure, without waiting for anyone.
 
         Raises:
@@ -361,7 +308,7 @@ class Outbox:
         """
         if lost is not None:
             self._lost.add(lost)
-        self._send_last(Kind.FAILURE, info, payload)
+        self._send_last(Record(Kind.FAILURE, generation, payload=len(failure)), failure)
 
     def unreachable(self) -> LostRank | None:
         """A destination whose connection is broken, if there is one."""
@@ -372,9 +319,9 @@ class Outbox:
         return None
 
     def drain(self, seconds: float) -> None:
-        """Wait until everyone has taken the last message of every pass, or is gone, or time is up."""
+        """Wait until everyone has taken the last record of every pass, or is gone, or time is up."""
         deadline = time.monotonic() + seconds
-        for index, work, _ in [entry for final in self._finals for entry in final.acknowledgements]:
+        for index, work, _ in self._acknowledgements:
             if index not in self._lost:
                 try:
                     work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
@@ -382,23 +329,29 @@ class Outbox:
                     self._lost.add(index)
 
     def cut(self) -> None:
-        """Close every connection of this rank, so that a thread that waits for one goes on."""
+        """Close every connection of this rank, so that a thread that waits for one continues."""
         self._connection.cut(self._destinations())
+
+    def _packed(self, batch: object) -> Packed:
+        tensors: list[torch.Tensor] = []
+        structure = self._codec.encode(batch, tensors)
+        specs, layout = described(spec_of(tensors))
+        return Packed(specs + structure, layout, tensors)
 
     def _destinations(self) -> list[int]:
         return [i for queue in self._queues for i in queue.destinations if i not in self._lost]
 
-    def _send_last(self, kind: Kind, info: PassInfo, payload: bytes) -> None:
+    def _send_last(self, record: Record, payload: bytes) -> None:
         unreached: LostRank | None = None
-        final = _Final([], [])
+        header = bytearray(HEADER_BYTES)
+        record.write(memoryview(header), 0)
         with self._lock:
-            self._finals.append(final)
             for queue in self._queues:
                 buffer = SendBuffer()
-                buffer.fill(payload)
-                final.buffers.append(buffer)
+                buffer.append_bytes(bytes(header) + payload)
+                self._finals.append(buffer)
                 try:
-                    self._post(queue, buffer, kind, info)
+                    self._post(queue, buffer)
                 except LostRank as lost:
                     unreached = lost
             for index in self._destinations():
@@ -408,7 +361,7 @@ class Outbox:
                 except RuntimeError as error:
                     unreached = LostRank(index, error)
                 else:
-                    final.acknowledgements.append((index, work, byte))
+                    self._acknowledgements.append((index, work, byte))
         if unreached is not None:
             raise unreached
 
@@ -424,24 +377,17 @@ class Outbox:
             finally:
                 self.waiting_for = None
 
-    def _post(self, queue: SendQueue, buffer: SendBuffer, kind: Kind, info: PassInfo) -> None:
+    def _post(self, queue: SendQueue, buffer: SendBuffer) -> None:
         unreached: LostRank | None = None
-        for piece in queue.pieces(buffer, kind, info):
+        for message in queue.messages(buffer):
             for index in queue.destinations:
                 if index in self._lost:
                     continue
                 try:
-                    work = self._connection.send(piece, index, DATA_TAG)
+                    work = self._connection.send(message, index, DATA_TAG)
                 except RuntimeError as error:
                     unreached = LostRank(index, error)
                 else:
-                    buffer.sends.append((index, work, piece))
+                    buffer.sends.append((index, work, message))
         if unreached is not None:
             raise unreached
-
-
-class _Final(NamedTuple):
-    """The last message of a pass to everyone, and the receives for their answers."""
-
-    buffers: list[SendBuffer]
-    acknowledgements: list[Transfer]

@@ -12,12 +12,9 @@ import torch
 
 from dataloader_dispatch.batches import dense_to_device
 from dataloader_dispatch.connection import run_finalizer
-from dataloader_dispatch.dispatch.message import (
-    encode_error,
-    note_origin,
-)
+from dataloader_dispatch.dispatch.message import encode_error, note_origin
 from dataloader_dispatch.dispatch.reader import Reader, Round, Snapshot, outdated
-from dataloader_dispatch.dispatch.sender import LostRank, Outbox, PassInfo
+from dataloader_dispatch.dispatch.sender import LostRank, Outbox
 from dist_env import ControlGroup, RankFailedError, RankTimeoutError
 
 _DOING = "dispatching batches"
@@ -31,7 +28,6 @@ Whoever waits for the first of them waits for the last too, so a loader that is 
 get there.
 """
 _MOST_TOGETHER = 8
-_MOST_TOGETHER_BYTES = 1 << 20
 _FAREWELL_SECONDS = 30.0
 """How long the others may take for the end of a pass before the root leaves."""
 _FAILURE_SECONDS = 5.0
@@ -53,7 +49,6 @@ class Source:
         group: The ranks; this one is the root.
         prefetch: Rounds to have ready for the root itself.
         timeout_seconds: How long `take` waits.
-        hosts: Host of every rank of the group.
         share: Position of this rank's own batch in a round.
         device: Where its tensors are to be.
     """
@@ -65,7 +60,6 @@ class Source:
         group: ControlGroup,
         prefetch: int,
         timeout_seconds: float,
-        hosts: Mapping[int, str],
         share: int,
         device: torch.device,
     ) -> None:
@@ -74,13 +68,11 @@ class Source:
         self._group = group
         self._prefetch = prefetch
         self._timeout_seconds = timeout_seconds
-        self._hosts = hosts
         self._share = share
         self._device = device
         self.is_dummy = False
         self._changed = threading.Condition()
         self._ready: deque[Round | _Failed] = deque()
-        self._quick = 0
         self._generation = 0
         self._active = False
         self._closing = False
@@ -212,7 +204,7 @@ class Source:
         name, rank = self._group.name(0), self._group.ranks[0]
         error = RankFailedError(f"{_DOING}: {name} has closed its data loader or ended", rank)
         try:
-            self._outbox.send_failure(PassInfo(self._generation, 0, 0.0), encode_error(error, name))
+            self._outbox.send_failure(self._generation, encode_error(error, name))
         except LostRank:
             return  # It has left before.
 
@@ -241,10 +233,9 @@ class Source:
             what = f"the loader of {self._group.name(0)} gave no batch for {self._timeout_seconds:g} s"
         else:
             what = f"{self._group.name(index)} took no batch for {self._timeout_seconds:g} s"
-        rank = self._group.ranks[index or 0]
         return RankTimeoutError(
             f"{_DOING}: {what}. Look at what that rank does; if it is only slow, raise timeout_seconds",
-            {rank: self._hosts[rank]},
+            {self._group.ranks[index or 0]: self._group.hosts[index or 0]},
         )
 
     def _run(self) -> None:
@@ -259,55 +250,48 @@ class Source:
             self._produce(done)
 
     def _produce(self, generation: int) -> None:
+        held: list[Round] = []
         try:
-            while self._produce_some(generation):
-                pass
+            try:
+                self._read_to_end(generation, held)
+            except LostRank:
+                raise
+            except BaseException:
+                self._flush(generation, held)  # What came before the error is delivered before it.
+                raise
         except LostRank as lost:
             self._lose(lost)
         except BaseException as error:  # noqa: BLE001
             # It is raised where the batches are asked for: here on the training thread, and on every rank.
             self._fail(generation, error)
 
-    def _produce_some(self, generation: int) -> bool:
-        """Read and send what travels in one message. Returns whether the pass goes on."""
-        together: list[Round] = []
-        try:
-            while (taken := self._read(generation)) is not None and taken.batches:
-                together.append(taken)
-                if self._quick < _QUICK_ROUNDS or len(together) >= self._most_together():
-                    break
-        except BaseException:
-            self._send(generation, together)  # What came before the error is delivered before it.
-            raise
-        if not self._send(generation, together) or taken is None:
-            return False
-        if taken.batches:
-            return True
-        self._outbox.send_end(PassInfo(generation, taken.after.epoch, taken.after.progress))
-        self._offer(generation, taken)
-        return False
+    def _read_to_end(self, generation: int, held: list[Round]) -> None:
+        """Read and send rounds; those in ``held`` are appended to a message that is not on its way yet."""
+        quick = 0
+        while True:
+            start = time.monotonic()
+            taken = self._reader.read(generation, lambda: self._is_current(generation))
+            quick = quick + 1 if time.monotonic() - start < _QUICK_SECONDS else 0
+            if taken is None or not taken.batches:
+                break
+            packed = self._outbox.pack(taken.batches)
+            if not self._outbox.has_room(packed) and not self._flush(generation, held):
+                return
+            self._outbox.append(generation, taken, packed)
+            held.append(taken)
+            is_full = len(held) >= (_MOST_TOGETHER if quick >= _QUICK_ROUNDS else 1)
+            if is_full and not self._flush(generation, held):
+                return
+        if self._flush(generation, held) and taken is not None:
+            self._outbox.send_end(generation, taken.after)
+            self._offer(generation, taken)
 
-    def _read(self, generation: int) -> Round | None:
-        start = time.monotonic()
-        taken = self._reader.read(generation, lambda: self._is_current(generation))
-        self._quick = self._quick + 1 if time.monotonic() - start < _QUICK_SECONDS else 0
-        return taken
-
-    def _most_together(self) -> int:
-        return max(1, min(_MOST_TOGETHER, _MOST_TOGETHER_BYTES // max(1, self._outbox.round_bytes)))
-
-    def _send(self, generation: int, rounds: list[Round]) -> bool:
-        """Send rounds, and have those sent ready for the root itself. Returns whether the pass goes on."""
-        if not rounds:
-            return True
-        left = iter(rounds)
-        infos = [
-            PassInfo(generation, taken.after.epoch, taken.after.progress, taken.real) for taken in rounds
-        ]
-        for sent in self._outbox.send_rounds(infos, [taken.batches for taken in rounds]):
-            if not all(self._offer(generation, next(left)) for _ in sent):
-                return False
-        return True
+    def _flush(self, generation: int, held: list[Round]) -> bool:
+        """Send the rounds, and have them ready for this rank itself. Returns whether the pass continues."""
+        self._outbox.flush()
+        rounds = list(held)
+        held.clear()
+        return all(self._offer(generation, taken) for taken in rounds)
 
     def _offer(self, generation: int, taken: Round) -> bool:
         with self._changed:
@@ -327,7 +311,7 @@ class Source:
             return
         try:
             # Sent first: this process may end as soon as the training thread knows.
-            self._outbox.send_failure(PassInfo(generation, 0, 0.0), payload)
+            self._outbox.send_failure(generation, payload)
         except LostRank as lost:
             self._lose(lost)
             return
@@ -347,10 +331,9 @@ class Source:
             if self._breaking:
                 return
             self._breaking = True
-        info = PassInfo(self._generation, 0, 0.0)
         unreached = None
         try:
-            self._outbox.send_failure(info, encode_error(error, self._group.name(0)), lost)
+            self._outbox.send_failure(self._generation, encode_error(error, self._group.name(0)), lost)
         except LostRank as another:
             unreached = another
         if unreached is not None:
