@@ -15,7 +15,7 @@ def two(launch: Callable[..., list[Any]]) -> list[Any]:
     """What both ranks of a job of two tell, having left without closing their last dispatcher."""
     checks = (
         "contents,independent,order,breaking,together,position,torch_loaders,random_numbers,epochs_told,"
-        "ended_workers,uneven,dummies,in_step,collected,errors,refusals"
+        "ended_workers,uneven,dummies,in_step,collected,errors,unsendable,refusals"
     )
     ranks = launch("dispatch_two.py", 2, checks)
     assert [rank.code for rank in ranks] == [0, 0], ranks
@@ -177,6 +177,11 @@ def test_errors_of_the_loader_are_raised_on_every_rank(two: list[Any]) -> None:
             assert entry[4] == [rank, 2 + rank, 4 + rank, 6 + rank, 8 + rank]
             assert entry[5] == 10, "the next pass is whole"
     assert all("Traceback of rank 0" in entry[2][1] for entry in other)
+
+
+def test_a_batch_without_memory_to_send_it_is_an_error_and_tears_nothing(two: list[Any]) -> None:
+    for note in two:
+        assert note["unsendable"] == [[0, 300, 600], "RuntimeError", [0, 300, 600, 900, 1200]]
 
 
 def test_arguments_are_compared_and_refused_everywhere(two: list[Any]) -> None:

@@ -381,6 +381,20 @@ def errors() -> object:
     return results
 
 
+def unsendable() -> object:
+    """A tensor that no memory holds: nobody gets a part of its round, and what follows is not torn."""
+    huge = torch.ones(1).expand(2**44)
+    values = [torch.full((300,), number) for number in range(5)]
+    inner = List([*values[:3], huge, *values[4:]])
+    loader = dispatcher(inner, dp_mesh_dim=None)
+    first: list[int] = []
+    error = caught(lambda: first.extend(int(batch.sum()) for batch in loader))[0]
+    inner.batches[3] = values[3]
+    again = [int(batch.sum()) for batch in loader]
+    loader.close()
+    return [first, error, again]
+
+
 def refused(batch: object, **options: Any) -> list[Any]:
     loader = dispatcher(List([batch] * 4), **options)
     result = caught(lambda: list(loader))

@@ -211,7 +211,7 @@ class DataloaderDispatcher(Generic[Batch]):
             DataError: The loader refuses the state.
         """
         self._check_state()
-        self._role.load_state_dict(state)
+        self._role.move(lambda position: position.load_state_dict(state))
 
     @property
     def load_resharded(self) -> Callable[..., None]:
@@ -229,7 +229,7 @@ class DataloaderDispatcher(Generic[Batch]):
     def _load_resharded(
         self, states: Sequence[Mapping[str, object]], /, *, rank: int, world_size: int
     ) -> None:
-        self._role.load_resharded(states)
+        self._role.move(lambda position: position.load_resharded(states))
 
     def end_workers(self) -> None:
         """Leave the pass, and end the worker processes of the first rank's loader; the position stays.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +130,7 @@ class Reader:
         self._rounds = 0
         self._exhausted = False
         self._reported = False
-        self._ahead = False
+        self._is_ahead = False
         self._consumed = Snapshot(None, 0, 0.0)
 
     def read(self, generation: int, is_current: Callable[[], bool]) -> Round | None:
@@ -156,7 +156,7 @@ class Reader:
     def consumed(self, taken: Round) -> None:
         """The caller has received a round, or the end of the pass."""
         self._consumed = taken.after
-        self._ahead = bool(taken.batches)
+        self._is_ahead = bool(taken.batches)
 
     def snapshot(self, generation: int | None) -> Snapshot:
         """Where the caller stands.
@@ -167,7 +167,7 @@ class Reader:
         if generation is not None and self._begun != generation:
             with self._lock:
                 self._begin(generation)
-        if self._ahead:
+        if self._is_ahead:
             return self._consumed._replace(state=copy.deepcopy(self._consumed.state))
         with self._lock:
             return self._look()
@@ -177,20 +177,14 @@ class Reader:
         with self._lock:
             self._rewind(epoch)
             self.position.set_epoch(epoch)
-            self._ahead = self._ahead and self.position.epoch == self._consumed.epoch
+            self._is_ahead = self._is_ahead and self.position.epoch == self._consumed.epoch
             self._rounds = 0
 
-    def load_state_dict(self, state: object) -> None:
-        """Go to a saved position."""
+    def move(self, go: Callable[[Position], None]) -> None:
+        """Let a function change the position."""
         with self._lock:
-            self._iterator, self._ahead, self._rounds = None, False, 0
-            self.position.load_state_dict(state)
-
-    def load_resharded(self, states: Sequence[object]) -> None:
-        """Go to the position that several ranks saved together."""
-        with self._lock:
-            self._iterator, self._ahead, self._rounds = None, False, 0
-            self.position.load_resharded(states)
+            self._iterator, self._is_ahead, self._rounds = None, False, 0
+            go(self.position)
 
     def drop(self) -> None:
         """Let go of the loader's iterator, which ends its worker processes."""
@@ -205,7 +199,7 @@ class Reader:
                 end_workers(self.loader, self._iterator)
                 self._iterator = None
                 # torchdata's loader (0.11) keeps what was read ahead for its next iterator.
-                if self._ahead and getattr(self.loader, "next_iter_state", None) is not None:
+                if self._is_ahead and getattr(self.loader, "next_iter_state", None) is not None:
                     self.position.load_state_dict(copy.deepcopy(self._consumed.state))
             finally:
                 self._lock.release()
@@ -217,7 +211,7 @@ class Reader:
         self.generator.renew()
         self._iterator = iter(self.loader)
         self._rounds, self._exhausted = 0, False
-        self._consumed, self._ahead = self._look(), True
+        self._consumed, self._is_ahead = self._look(), True
         self._begun = generation
 
     def _rewind(self, epoch: int | None = None) -> None:
@@ -228,12 +222,12 @@ class Reader:
                 caller's, there is nothing to go back for.
         """
         self._iterator = None
-        if not self._ahead or (self.position.counts_epochs and epoch not in (None, self._consumed.epoch)):
+        if not self._is_ahead or (self.position.counts_epochs and epoch not in (None, self._consumed.epoch)):
             return
         # A DataLoader begins each pass anew, but reading to the end may have begun the next epoch.
         if self._consumed.state is not None and not isinstance(self.loader, DataLoader):
             self.position.load_state_dict(copy.deepcopy(self._consumed.state))
-            self._ahead = False
+            self._is_ahead = False
         self.position.go_back(self._consumed.epoch)
 
     def _next(self) -> Any:
@@ -353,19 +347,14 @@ class Single:
         return min(1.0, max(0, self._received) / length) if length else 0.0
 
     def set_epoch(self, epoch: int) -> None:
-        self._iterator, self._received = None, 0
-        self._position.set_epoch(epoch)
+        self.move(lambda position: position.set_epoch(epoch))
 
     def state_dict(self) -> dict[str, object]:
         return self._position.state_dict() or {}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def move(self, go: Callable[[Position], None]) -> None:
         self._iterator, self._received = None, 0
-        self._position.load_state_dict(state)
-
-    def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
-        self._iterator, self._received = None, 0
-        self._position.load_resharded(states)
+        go(self._position)
 
     def end_workers(self) -> None:
         end_workers(self._loader, self._iterator)

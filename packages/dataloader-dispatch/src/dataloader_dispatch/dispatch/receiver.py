@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ from dataloader_dispatch.dispatch.message import (
     decode_specs,
     memory_of,
 )
-from dataloader_dispatch.dispatch.reader import outdated
+from dataloader_dispatch.dispatch.reader import Position, outdated
 from dataloader_dispatch.errors import DataError
 from dist_env import ControlGroup, RankFailedError, RankTimeoutError
 
@@ -288,11 +288,7 @@ class Receiver:
     def state_dict(self) -> dict[str, object]:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        self._opened()
-        self._active = False
-
-    def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
+    def move(self, _: Callable[[Position], None]) -> None:
         self._opened()
         self._active = False
 

@@ -189,6 +189,10 @@ class SendQueue:
         record = Record(Kind.BATCH, generation, described, size, after.epoch, after.progress, is_dummy)
         self.buffer.append_batch(record, packed)
 
+    def take_back(self, filled: int) -> None:
+        """Let the message end where it ended before the last batch."""
+        self.buffer.filled, self._described = filled, b""
+
     def next_buffer(self) -> None:
         """Begin another message, in the buffer that was used longest ago; its sends may not have ended."""
         self.buffer, self._under_way = self._under_way, self.buffer
@@ -270,10 +274,17 @@ class Outbox:
         Raises:
             LostRank: A destination cannot be reached.
         """
-        for queue, each in zip(self._queues, packed, strict=True):
+        for queue in self._queues:
             self._wait(queue.buffer.sends)
             queue.buffer.sends.clear()
-            queue.append(generation, taken, each)
+        filled = [queue.buffer.filled for queue in self._queues]
+        try:
+            for queue, each in zip(self._queues, packed, strict=True):
+                queue.append(generation, taken, each)
+        except BaseException:  # a tensor that cannot be copied, say: no rank gets a part of the round
+            for queue, before in zip(self._queues, filled, strict=True):
+                queue.take_back(before)
+            raise
 
     def flush(self) -> None:
         """Send what was appended, without waiting for anyone.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from dataloader_dispatch.batches import dense_to_device
 from dataloader_dispatch.connection import run_finalizer
 from dataloader_dispatch.dispatch.message import encode_error, note_origin
-from dataloader_dispatch.dispatch.reader import Reader, Round, Snapshot, outdated
+from dataloader_dispatch.dispatch.reader import Position, Reader, Round, Snapshot, outdated
 from dataloader_dispatch.dispatch.sender import LostRank, Outbox
 from dist_env import ControlGroup, RankFailedError, RankTimeoutError
 
@@ -125,13 +125,9 @@ class Source:
     def state_dict(self) -> dict[str, object]:
         return self._snapshot().state or {}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def move(self, go: Callable[[Position], None]) -> None:
         self._retire()
-        self._reader.load_state_dict(state)
-
-    def load_resharded(self, states: Sequence[Mapping[str, object]]) -> None:
-        self._retire()
-        self._reader.load_resharded(states)
+        self._reader.move(go)
 
     def end_workers(self) -> None:
         self._leave_pass()
