@@ -74,18 +74,6 @@ def test_the_files_are_what_others_expect(tmp_path: Path) -> None:
     assert (tmp_path / "part-00001.bin").stat().st_size == 0
 
 
-def test_token_counts_come_from_the_index(tmp_path: Path) -> None:
-    source = TokenBinary(write(tmp_path))
-    counts = [len(document) for document in FLAT]
-    assert source.token_counts().dtype == torch.int64
-    for start in range(len(FLAT) + 1):
-        for stop in range(start, len(FLAT) + 1):
-            assert source.token_counts(start, stop).tolist() == counts[start:stop]
-    for start, stop in ((-1, 2), (3, 2), (0, 8)):
-        with pytest.raises(IndexError):
-            source.token_counts(start, stop)
-
-
 def test_what_is_read_is_a_copy_of_the_document_alone(tmp_path: Path) -> None:
     source = TokenBinary(write(tmp_path))
     first = source[0]

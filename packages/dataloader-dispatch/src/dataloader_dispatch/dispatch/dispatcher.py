@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, SupportsIndex, TypeVar, get_args
+from typing import Generic, NamedTuple, SupportsIndex, TypeVar, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -104,22 +104,35 @@ class DataloaderDispatcher(Generic[Batch]):
     ) -> None:
         self.loader = tie_loader_workers(loader)
         self._uneven = uneven
-        placement = Placement.of(mesh, dp_mesh_dim)
-        self._width = placement.width
+        place = Placement.of(mesh, dp_mesh_dim)
+        self._width = place.width
         with data_errors():
-            group = ControlGroup(placement.ranks, timeout_seconds, doing="opening the data loader")
+            group = ControlGroup(place.ranks, timeout_seconds, doing="opening the data loader")
         self._group = group
-        options = _Options(
-            placement,
-            torch.device(device),
-            prefetch,
-            timeout_seconds,
-            uneven,
-            make_dummy,
-            unpickle_batches,
-        )
+        settings = {
+            "mesh": place.ranks,
+            "dp_mesh_dim": place.shares,
+            "uneven": uneven,
+            "prefetch": prefetch,
+            "timeout_seconds": float(timeout_seconds),
+            "unpickle_batches": unpickle_batches,
+        }
         try:
-            self._facts, self._role = _open(loader, group, options)
+            facts, problem = _facts(loader) if group.index == 0 else (None, None)
+            problem = _problem(uneven, prefetch, unpickle_batches) or problem
+            self._facts = check_same_on_all_ranks(group, settings, facts, problem)
+            self._role: Role
+            device, codec = torch.device(device), BatchCodec(unpickle_batches)
+            if group.index != 0 or loader is None:
+                patience = timeout_seconds + min(_GRACE_SECONDS, timeout_seconds / 2)
+                inbox = Inbox(group, prefetch, device, patience)
+                self._role = Receiver(inbox, device, self._facts.epoch, codec)
+            elif group.size == 1:
+                self._role = Single(loader, device)
+            else:
+                reader = Reader(loader, place.width, uneven, make_dummy)
+                outbox = Outbox(group, place, prefetch, codec)
+                self._role = Source(reader, outbox, group, prefetch, timeout_seconds, place.shares[0], device)
         except BaseException:
             group.close()
             raise
@@ -269,42 +282,6 @@ class _Pass(Iterator[Batch]):
         return batch
 
 
-class _Options(NamedTuple):
-    placement: Placement
-    device: torch.device
-    prefetch: int
-    timeout_seconds: float
-    uneven: Uneven
-    make_dummy: Callable[[Any], Any] | None
-    unpickle: bool
-
-
-def _open(loader: Iterable[Any] | None, group: ControlGroup, options: _Options) -> tuple[Facts, Role]:
-    """Compare arguments with the other ranks, and make this rank's part of the dispatch."""
-    place, timeout = options.placement, options.timeout_seconds
-    settings = {
-        "mesh": place.ranks,
-        "dp_mesh_dim": place.shares,
-        "uneven": options.uneven,
-        "prefetch": options.prefetch,
-        "timeout_seconds": float(timeout),
-        "unpickle_batches": options.unpickle,
-    }
-    facts, problem = _facts(loader) if group.index == 0 else (None, None)
-    codec = BatchCodec(options.unpickle)
-    facts = check_same_on_all_ranks(group, settings, facts, _problem(options) or problem)
-    if group.index != 0 or loader is None:
-        patience = timeout + min(_GRACE_SECONDS, timeout / 2)
-        inbox = Inbox(group, options.prefetch, options.device, patience)
-        return facts, Receiver(inbox, options.device, facts.epoch, codec)
-    if group.size == 1:
-        return facts, Single(loader, options.device)
-    reader = Reader(loader, place.width, options.uneven, options.make_dummy)
-    outbox = Outbox(group, place, options.prefetch, codec)
-    prefetch, share, device = options.prefetch, place.shares[0], options.device
-    return facts, Source(reader, outbox, group, prefetch, timeout, share, device)
-
-
 def _close(role: Role, group: ControlGroup) -> None:
     try:
         role.close()
@@ -336,16 +313,14 @@ def _facts(loader: object) -> tuple[Facts | None, Exception | None]:
     return Facts(length_of(loader), batch_size, has_state, has_resharding, position.epoch), None
 
 
-def _problem(options: _Options) -> Exception | None:
-    if options.uneven not in get_args(Uneven):
+def _problem(uneven: object, prefetch: object, unpickle: object) -> Exception | None:
+    if uneven not in get_args(Uneven):
         choices = ", ".join(map(repr, get_args(Uneven)))
-        return DataError(f"uneven={options.uneven!r} is not one of {choices}")
-    if type(options.unpickle) is not bool:
-        return DataError(f"unpickle_batches={options.unpickle!r} must be True or False")
-    if type(options.prefetch) is not int or options.prefetch < 1:
-        return DataError(
-            f"prefetch={options.prefetch!r} is out of range; it must be an integer of at least 1"
-        )
+        return DataError(f"uneven={uneven!r} is not one of {choices}")
+    if type(unpickle) is not bool:
+        return DataError(f"unpickle_batches={unpickle!r} must be True or False")
+    if type(prefetch) is not int or prefetch < 1:
+        return DataError(f"prefetch={prefetch!r} is out of range; it must be an integer of at least 1")
     return None
 
 

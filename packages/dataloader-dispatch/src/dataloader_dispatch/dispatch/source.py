@@ -6,7 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -34,10 +35,6 @@ _FAILURE_SECONDS = 5.0
 """The same where something has failed, or the root leaves in the middle of a pass."""
 _END_OF_READ_SECONDS = 5.0
 """How long a read that is going on may take before the root leaves without waiting for it."""
-
-
-class _Failed(NamedTuple):
-    error: BaseException
 
 
 class Source:
@@ -72,7 +69,7 @@ class Source:
         self._device = device
         self.is_dummy = False
         self._changed = threading.Condition()
-        self._ready: deque[Round | _Failed] = deque()
+        self._ready: deque[Round | BaseException] = deque()
         self._generation = 0
         self._active = False
         self._closing = False
@@ -143,7 +140,9 @@ class Source:
         own = threading.current_thread() is self._thread  # as when the garbage collector runs in it
         run_finalizer(self._leave, wait=not own)
         if self._thread.is_alive() and not own:
-            self._end_thread()
+            self._thread.join(_END_OF_READ_SECONDS)
+            if not self._thread.is_alive():
+                self._reader.drop()
 
     def _next_round(self, generation: int) -> Round:
         """This rank's next round of a pass, without batches at its end."""
@@ -158,13 +157,13 @@ class Source:
                 if not self._changed.wait(_LOOK_SECONDS) and self._broken is None:
                     self._look(time.monotonic() - start)
             item = self._ready[0]
-            if isinstance(item, _Failed) or not item.batches:
-                self._finished = True  # It stays, for whoever asks again.
-            else:
+            if isinstance(item, Round) and item.batches:
                 self._ready.popleft()
                 self._changed.notify_all()
-        if isinstance(item, _Failed):
-            raise item.error
+            else:
+                self._finished = True  # It stays, for whoever asks again.
+        if isinstance(item, BaseException):
+            raise item
         return item
 
     def _is_current(self, generation: int) -> bool:
@@ -190,24 +189,13 @@ class Source:
 
     def _leave(self) -> None:
         ended = self._finished and self._broken is None
-        if not self._finished:
-            self._tell_closed()
+        if not self._finished:  # in the middle of a pass, behind all that was sent
+            name, rank = self._group.name(0), self._group.ranks[0]
+            error = RankFailedError(f"{_DOING}: {name} has closed its data loader or ended", rank)
+            with suppress(LostRank):  # who has left before
+                self._outbox.send_failure(self._generation, encode_error(error, name))
         self._outbox.drain(_FAREWELL_SECONDS if ended else _FAILURE_SECONDS)
         self._outbox.cut()
-
-    def _tell_closed(self) -> None:
-        """Say that this rank leaves in the middle of a pass, behind all that was sent."""
-        name, rank = self._group.name(0), self._group.ranks[0]
-        error = RankFailedError(f"{_DOING}: {name} has closed its data loader or ended", rank)
-        try:
-            self._outbox.send_failure(self._generation, encode_error(error, name))
-        except LostRank:
-            return  # It has left before.
-
-    def _end_thread(self) -> None:
-        self._thread.join(_END_OF_READ_SECONDS)
-        if not self._thread.is_alive():
-            self._reader.drop()
 
     def _check_usable(self) -> None:
         if self._closing:
@@ -313,7 +301,7 @@ class Source:
             return
         with self._changed:
             if self._is_current(generation):
-                self._ready.append(_Failed(error))
+                self._ready.append(error)
                 self._changed.notify_all()
 
     def _lose(self, lost: LostRank) -> None:
@@ -327,13 +315,10 @@ class Source:
             if self._breaking:
                 return
             self._breaking = True
-        unreached = None
         try:
             self._outbox.send_failure(self._generation, encode_error(error, self._group.name(0)), lost)
         except LostRank as another:
-            unreached = another
-        if unreached is not None:
-            error.add_note(f"Nor could {self._group.name(unreached.index)} be told")
+            error.add_note(f"Nor could {self._group.name(another.index)} be told")
         with self._changed:
             self._broken, self._finished = error, True
             self._changed.notify_all()

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -273,33 +273,6 @@ class TokenBinary:
         """One more than the largest token id that the tokenizer may give, the separator included."""
         return self.manifest.vocabulary_size
 
-    def token_counts(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Number of tokens of each of consecutive documents, from the index alone.
-
-        Args:
-            start: First document.
-            stop: Document after the last one; None for all that remain.
-
-        Returns:
-            int64 tensor of shape [stop - start].
-
-        Raises:
-            IndexError: ``0 <= start <= stop <= len(self)`` does not hold.
-            DataError: A file is gone.
-        """
-        stop = len(self) if stop is None else stop
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"documents {start} to {stop} are outside a source of {len(self)} documents")
-        counts = np.empty(stop - start, dtype=np.int64)
-        at = start
-        while at < stop:
-            number, place = locate(self._starts, at)
-            end = min(stop, self._starts[number + 1])
-            offsets = self._part(number).offsets[place : place + end - at + 1]
-            counts[at - start : end - start] = np.diff(offsets)
-            at = end
-        return torch.from_numpy(counts)
-
     def where(self, index: int) -> str:
         """The place of a document in words."""
         number, place = locate(self._starts, index)
@@ -434,14 +407,9 @@ class PartWriter:
         """
         offsets = np.zeros(len(self._lengths) + 1, dtype="<i8")
         np.cumsum(self._lengths, out=offsets[1:])
-        with self._tokens as stream:
-            stream.flush()
-            os.fsync(stream.fileno())
         raw = offsets.tobytes()
-        with self._temporary[".idx"].open("wb") as stream:
-            stream.write(raw)
-            stream.flush()
-            os.fsync(stream.fileno())
+        _write_synced(self._tokens, b"")
+        _write_synced(self._temporary[".idx"].open("wb"), raw)
         for ending, path in self._temporary.items():
             path.replace(self._final[ending])
         sync_directory(self._final[".bin"].parent)
@@ -459,6 +427,14 @@ class PartWriter:
             path.unlink(missing_ok=True)
 
 
+def _write_synced(stream: BinaryIO, data: bytes) -> None:
+    """Write the last bytes of a file, and close it when all of it is on the disk."""
+    with stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def write_durably(path: Path, text: str, *, scratch: Path | None = None) -> None:
     """Replace a file in one step; the new content is on the disk then.
 
@@ -471,10 +447,7 @@ def write_durably(path: Path, text: str, *, scratch: Path | None = None) -> None
         OSError: The file cannot be written.
     """
     temporary = (scratch or path.parent) / f"{path.name}-{os.getpid()}"
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    _write_synced(temporary.open("wb"), text.encode())
     temporary.replace(path)
     sync_directory(path.parent)
 
