@@ -1,4 +1,4 @@
-"""Training with model, gradients and optimizer spread over the ranks, and the curve of one process."""
+"""Training with weights, gradients and optimizer state sharded over the ranks."""
 
 from trainer_core import Plan as MemoryPlan
 

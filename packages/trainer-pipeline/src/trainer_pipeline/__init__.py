@@ -1,4 +1,4 @@
-"""Training with the layers of a model spread over the ranks, and the curve of one process."""
+"""Training with the layers of a model divided among the ranks."""
 
 from trainer_core import Plan as PipelinePlan
 from trainer_core import RankMemory as StageMemory
