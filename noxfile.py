@@ -1,4 +1,7 @@
-"""Every check of the workspace. `uv run nox` runs all of them, `uv run nox --list` names them.
+"""Every check of the workspace. `uv run nox` runs them, `uv run nox --list` names them.
+
+Tests marked `full` are left out: they take long, and another case of their kind stays. `uv run nox -s full` runs
+everything, and `FULL_TESTS=1 uv run nox -s NAME` all of one session.
 
 Each session has an environment of its own. A `tests-<package>` session holds that package and what it
 declares, and nothing else, so an import of something undeclared fails there.
@@ -44,13 +47,18 @@ BYTECODE = ROOT / ".nox" / ".bytecode"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
 
-# Two tests at a time, for most start several ranks.
-PYTEST = ("pytest", "-n", "2")
+FULL = bool(os.environ.get("FULL_TESTS"))
+
+# Two tests at a time, for most start several ranks. `-m ""` beats the pyproject.toml's `-m "not full"`.
+PYTEST_ALONE = ("pytest", "-m", "") if FULL else ("pytest",)
+PYTEST = (*PYTEST_ALONE, "-n", "2")
 
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
 # Packages whose README's example is also run by torchrun.
 EXAMPLE_OF_RANKS = {"dataloader-dispatch", "trainer-ddp", "trainer-fsdp2", "trainer-pipeline"}
+# Packages whose wheel is always installed alone: one without torch, and one on top of most others, with ranks.
+ALONE = ["hardware-table", "trainer-pipeline"]
 NO_TORCH = "import importlib.util; assert importlib.util.find_spec('torch') is None, 'torch is installed'"
 
 
@@ -179,7 +187,11 @@ def wheels(session: nox.Session) -> None:
     share_bytecode(session.virtualenv.location)
     session.install("--no-sources", *built)
     session.run("python", "-I", "tests/wheels/check_installed.py", *PACKAGES)
-    footprints = [install_alone(session, package, dist) for package in PACKAGES]
+    alone = PACKAGES if FULL else ALONE
+    together = [package for package in PACKAGES if package not in alone]
+    if together:
+        session.run("python", "-I", "tests/wheels/run_readme.py", *together)
+    footprints = [install_alone(session, package, dist) for package in alone]
     session.run("python", "tests/wheels/footprint_table.py", json.dumps(footprints), log=False)
 
 
@@ -207,7 +219,7 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
     def tests(session: nox.Session) -> None:
         install_package(session, package, extra)
         # One at a time: what two processes would import takes longer than these tests.
-        session.run("pytest", folder, *session.posargs, env=ENV)
+        session.run(*PYTEST_ALONE, folder, *session.posargs, env=ENV)
 
     tests.__doc__ = f"Test {package} together with `{extra}`."
     nox.session(name=f"tests-{package}-{extra}", python=PYTHONS)(tests)
@@ -239,7 +251,7 @@ for _package in PACKAGES:
 def workspace(session: nox.Session) -> None:
     """Test what holds for the repository as a whole."""
     session.install("--group", "test")
-    session.run("pytest", "tests/workspace", *session.posargs, env=ENV)
+    session.run(*PYTEST_ALONE, "tests/workspace", *session.posargs, env=ENV)
 
 
 @nox.session
@@ -265,6 +277,12 @@ def dependencies(session: nox.Session) -> None:
     for package in PACKAGES:
         with session.chdir(ROOT / "packages" / package):
             session.run("deptry", "src")
+
+
+@nox.session(default=False, venv_backend="none")
+def full(session: nox.Session) -> None:
+    """Run every session with all of its tests; weekly and at release."""
+    session.run(sys.executable, "-m", "nox", *session.posargs, env={"FULL_TESTS": "1"})
 
 
 @nox.session(default=False)

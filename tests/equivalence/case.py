@@ -50,8 +50,8 @@ class Case:
     """Who trains on ranks, a name in `training.TRAINERS`."""
     next_trainer: str | None = None
     """Who trains on ranks after the restart; none: the same."""
-    only_in_table: bool = False
-    """Trained by `table.py`, and by the tests with `--every-row` only: others do what it does together."""
+    full: bool = False
+    """Trained by `table.py` and in `nox -s full` only: others do what it does together."""
     tolerance: float = EXACT
     because: str = ""
     """Why the bound is another one than `EXACT`."""

@@ -29,21 +29,19 @@ ONE_DEVICE_CASES = [
     Case(name="accumulation 4", accumulation=4),
     Case(name="tied head", recipe=TIED, accumulation=4),
     Case(name="no clipping", recipe=UNCLIPPED),
-    Case(name="compiled model, inductor", settings=COMPILED, only_in_table=True),
+    Case(name="compiled model, inductor", settings=COMPILED, full=True),
     Case(name="compiled blocks, inductor", settings={**COMPILED, "torch_compile_scope": "blocks"}),
-    Case(
-        name="compiled model, aot_eager, accumulation 4", settings=BY_EYE, accumulation=4, only_in_table=True
-    ),
+    Case(name="compiled model, aot_eager, accumulation 4", settings=BY_EYE, accumulation=4, full=True),
     Case(
         name="compiled blocks, aot_eager, tied",
         settings={**BY_EYE, "torch_compile_scope": "blocks"},
         recipe=TIED,
-        only_in_table=True,
+        full=True,
     ),
     Case(
         name="compiled, memory budget 0.5",
         settings={**COMPILED, "activation_memory_budget": 0.5},
-        only_in_table=True,
+        full=True,
     ),
     Case(name="checkpointing full", settings={"activation_checkpointing": "full"}),
     Case(name="gradient_checkpointing", settings={"gradient_checkpointing": True}, accumulation=2),
@@ -66,7 +64,7 @@ ONE_DEVICE_CASES = [
     Case(
         name="checkpointing full, compiled blocks",
         settings={**BY_EYE, "torch_compile_scope": "blocks", "activation_checkpointing": "full"},
-        only_in_table=True,
+        full=True,
     ),
     Case(name="fused loss torch", settings={"fused_loss": "torch"}),
     Case(name="fused loss chunked", settings={"fused_loss": "chunked"}, accumulation=4),
@@ -74,7 +72,7 @@ ONE_DEVICE_CASES = [
     Case(
         name="fused loss auto, compiled",
         settings={"fused_loss": "auto", **BY_EYE},
-        only_in_table=True,
+        full=True,
     ),
     Case(name="built on the device", settings={"construct_model_on": "device"}),
     Case(name="restarted, built by default", runner="restarted"),
@@ -111,7 +109,7 @@ ONE_DEVICE_CASES = [
     Case(
         name="evaluation in between, compiled",
         settings={"eval_strategy": "steps", "eval_steps": 10, **BY_EYE},
-        only_in_table=True,
+        full=True,
     ),
     # Weights that differ in a last bit are rounded to bfloat16s that differ in the eighth: here the reference
     # has to round as we do, and without that it is as far from itself as the row below it.

@@ -19,17 +19,12 @@ from equivalence.table import Result, lines
 ROW = "row of the table"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option for when nobody waits: without it, rows that others stand for are left out."""
-    parser.addoption("--every-row", action="store_true", help="train all rows of the table")
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make a test of each row."""
     if "case" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--every-row")
-        cases = [case for case in CASES if every or not case.only_in_table]
-        metafunc.parametrize("case", cases, ids=[case.name for case in cases])
+        marks = {False: (), True: (pytest.mark.full,)}
+        rows = [pytest.param(case, id=case.name, marks=marks[case.full]) for case in CASES]
+        metafunc.parametrize("case", rows)
 
 
 @pytest.fixture

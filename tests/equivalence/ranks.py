@@ -1,8 +1,8 @@
 """Processes that wait for rows, and train them together.
 
-torch takes seconds to start, so the processes stay from one row to the next. Each row opens a process group
-of its own among as many of them as it has ranks. When something goes wrong all are ended, and the next row
-starts others.
+torch takes seconds to start, so the processes are forked from one that has imported it, and stay from one row to
+the next. Each row opens a process group of its own among as many of them as it has ranks. When something goes
+wrong all are ended, and the next row starts others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ PATIENCE = 300.0
 """Seconds that a row may take, compilation included."""
 GRACE = 30.0
 """Seconds that the other ranks have to end once one has failed, and to say why."""
+
+PRELOADED = ["trainer_ddp", "trainer_fsdp2", "trainer_pipeline", "torch._dynamo"]
+"""What all ranks import; none of these starts a thread, which a fork would lose."""
 
 
 def train_on_ranks(case: Case, directory: Path, world_size: int, part: Part) -> list[Point]:
@@ -81,7 +84,8 @@ class _Worker:
     """A process, and what it writes."""
 
     def __init__(self, number: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.connection, theirs = context.Pipe()
         descriptor, name = tempfile.mkstemp(prefix=f"rank-{number}-", suffix=".log")
         os.close(descriptor)
