@@ -1,7 +1,7 @@
 """Every check of the workspace. `uv run nox` runs them, `uv run nox --list` names them.
 
-Tests marked `full` are left out: they take long, and another case of their kind stays. `uv run nox -s full` runs
-everything, and `FULL_TESTS=1 uv run nox -s NAME` all of one session.
+Tests marked `full` are left out: they take long, and another case of their kind stays. `uv run nox -s full`
+runs everything, and `FULL_TESTS=1 uv run nox -s NAME` all of one session.
 
 Each session has an environment of its own. A `tests-<package>` session holds that package and what it
 declares, and nothing else, so an import of something undeclared fails there.
@@ -50,14 +50,14 @@ os.environ["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
 FULL = bool(os.environ.get("FULL_TESTS"))
 
 # Two tests at a time, for most start several ranks. `-m ""` beats the pyproject.toml's `-m "not full"`.
-PYTEST_ALONE = ("pytest", "-m", "") if FULL else ("pytest",)
+PYTEST_ALONE = ("pytest", "--durations=5", "--durations-min=5", *(("-m", "") if FULL else ()))
 PYTEST = (*PYTEST_ALONE, "-n", "2")
 
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
 # Packages whose README's example is also run by torchrun.
 EXAMPLE_OF_RANKS = {"dataloader-dispatch", "trainer-ddp", "trainer-fsdp2", "trainer-pipeline"}
-# Packages whose wheel is always installed alone: one without torch, and one on top of most others, with ranks.
+# Packages whose wheels are always installed alone: without torch, and on top of most others, with ranks.
 ALONE = ["hardware-table", "trainer-pipeline"]
 NO_TORCH = "import importlib.util; assert importlib.util.find_spec('torch') is None, 'torch is installed'"
 

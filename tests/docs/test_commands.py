@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -57,15 +58,18 @@ def program_of(program: list[str], words: list[str]) -> list[str]:
     ]
 
 
-def help_of(program: str, sub: str) -> str:
-    """Return what a subcommand says about itself."""
-    name, *rest = program.split()
-    start = [name, *rest] if rest else [str(Path(sys.executable).parent / name)]
-    done = subprocess.run(
-        [*start, *([sub] if sub else []), "--help"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, f"{program} {sub} --help: {done.stderr}"
-    return done.stdout
+@pytest.fixture(scope="module")
+def help_of(run: Callable[..., list[subprocess.CompletedProcess[str]]]) -> Callable[[str, str], str]:
+    """What a subcommand says about itself."""
+
+    def help_of(program: str, sub: str) -> str:
+        name, *module = program.split()
+        start = module or [str(Path(sys.executable).parent / name)]
+        (done,) = run(*start, *([sub] if sub else []), "--help")
+        assert done.returncode == 0, f"{program} {sub} --help: {done.stderr}"
+        return done.stdout
+
+    return help_of
 
 
 def options_by_command() -> dict[tuple[str, str], dict[str, Path]]:
@@ -80,7 +84,9 @@ def options_by_command() -> dict[tuple[str, str], dict[str, Path]]:
 
 
 @pytest.mark.parametrize(("command", "options"), options_by_command().items(), ids=str)
-def test_options_exist(command: tuple[str, str], options: dict[str, Path]) -> None:
+def test_options_exist(
+    command: tuple[str, str], options: dict[str, Path], help_of: Callable[[str, str], str]
+) -> None:
     known = help_of(*command)
     for option, page in options.items():
         assert re.search(rf"{re.escape(option)}(?![\w.-])", known), f"{page}: no {option} in {command}"
@@ -92,7 +98,7 @@ def test_commands_are_found() -> None:
     assert {program for program, _ in found} >= SCRIPTS
 
 
-def test_an_option_that_does_not_exist_is_seen() -> None:
+def test_an_option_that_does_not_exist_is_seen(help_of: Callable[[str, str], str]) -> None:
     assert command_in("uv run llama-pretrain --config notes.yaml --max-steps 2    # beats it") == [
         "llama-pretrain",
         "",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "pick-your-packages.md"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+Run = Callable[..., list["subprocess.CompletedProcess[str]"]]
 CODE = re.compile(r"```(?:python|\{\.python continuation\})\n(.*?)```", re.DOTALL)
 ON_SEVERAL_RANKS = (
     "A script for torchrun",
@@ -38,19 +36,9 @@ def definitions(heading: str) -> dict[str, Any]:
     return names
 
 
-def run(script: Path, *launcher: str) -> str:
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    variables = {name: value for name, value in os.environ.items() if name not in launched}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=variables | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+def check(done: Sequence[subprocess.CompletedProcess[str]]) -> None:
+    """Every process has ended well."""
+    assert all(each.returncode == 0 for each in done), "".join(each.stderr for each in done)
 
 
 def test_no_section_of_the_page_is_forgotten() -> None:
@@ -60,13 +48,15 @@ def test_no_section_of_the_page_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("heading", ON_SEVERAL_RANKS)
-def test_what_the_section_asserts_holds_on_two_ranks(heading: str, tmp_path: Path) -> None:
+def test_what_the_section_asserts_holds_on_two_ranks(
+    heading: str, run_with_theirs: Run, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(code_of(heading))
-    run(script, *TORCHRUN)
+    check(run_with_theirs(str(script), ranks=2))
 
 
-def test_one_process_goes_on_where_two_stopped(tmp_path: Path) -> None:
+def test_one_process_goes_on_where_two_stopped(run_with_theirs: Run, tmp_path: Path) -> None:
     code, _, _ = code_of("A script for torchrun").rpartition("\nwith DistributedEnvironment(")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     begun, rest = tmp_path / "begun.py", tmp_path / "rest.py"
@@ -77,8 +67,8 @@ def test_one_process_goes_on_where_two_stopped(tmp_path: Path) -> None:
         "assert len(resumed) == 4\n"
         "assert torch.allclose(torch.tensor(resumed), torch.tensor(whole[6:]), rtol=1e-5)\n"
     )
-    run(begun, *TORCHRUN)
-    run(rest)
+    check(run_with_theirs(str(begun), ranks=2))
+    check(run_with_theirs(str(rest)))
 
 
 class Bare:
@@ -175,12 +165,13 @@ for stateful in (True, False):
 """
 
 
-def test_what_accelerate_has_prepared_is_saved_or_refused_by_name(tmp_path: Path) -> None:
+def test_what_accelerate_has_prepared_is_saved_or_refused_by_name(
+    run_with_theirs: Run, tmp_path: Path
+) -> None:
     script = tmp_path / "prepared.py"
     script.write_text(PREPARED)
     # In a process of its own: Accelerate keeps what it found out about the job for as long as the process.
-    command = [sys.executable, str(script), str(tmp_path / "runs")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    (done,) = run_with_theirs(str(script), str(tmp_path / "runs"))
     assert done.stdout.splitlines()[1::2] == ["True", "True"], done.stderr
     told = "component 'loader': the position of a DataLoaderShard cannot be saved, since Accelerate does not"
     assert done.stdout.count(told) == 2

@@ -8,22 +8,30 @@ from pathlib import Path
 import pytest
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
-# `notest` keeps what takes a minute from being run twice: `pytest --markdown-docs` leaves it out.
-EXAMPLE = re.compile(r"```(?:python|\{\.python \w+\})\n(.*?)```", re.DOTALL)
+# `notest` is for what takes a minute: `pytest --markdown-docs` leaves it out, and here it is left to `full`.
+EXAMPLE = re.compile(r"```(?:python|\{\.python (\w+)\})\n(.*?)```", re.DOTALL)
 PAGES = ("pipeline.md", "utilization.md", "which-parallelism.md")
 
 
-def printing_examples() -> list[tuple[str, str]]:
-    """Return (page, code) of every example that prints rows of a table; these need no other example."""
-    found = [(page, code) for page in PAGES for code in EXAMPLE.findall((GUIDES / page).read_text())]
-    return [(page, code) for page, code in found if 'print(f"|' in code]
+def printing_examples() -> list[tuple[str, str, str]]:
+    """Return page, option and code of every example that prints a table; these need no other example."""
+    found = [(page, *block) for page in PAGES for block in EXAMPLE.findall((GUIDES / page).read_text())]
+    return [example for example in found if 'print(f"|' in example[2]]
+
+
+def as_tests() -> list[object]:
+    marks = {True: (pytest.mark.full,), False: ()}
+    return [
+        pytest.param(page, code, id=f"{page} {number}", marks=marks[option == "notest"])
+        for number, (page, option, code) in enumerate(printing_examples())
+    ]
 
 
 def test_every_page_has_such_examples() -> None:
-    assert {page for page, _ in printing_examples()} == set(PAGES)
+    assert {page for page, *_ in printing_examples()} == set(PAGES)
 
 
-@pytest.mark.parametrize(("page", "code"), printing_examples())
+@pytest.mark.parametrize(("page", "code"), as_tests())
 def test_the_table_is_what_the_example_prints(
     page: str, code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,25 +53,15 @@ with DistributedEnvironment() as env:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the tables of Linux's kernel")
-def test_a_job_on_one_host_listens_where_the_page_says() -> None:
+def test_a_job_on_one_host_listens_where_the_page_says(
+    run: Callable[..., list[subprocess.CompletedProcess[str]]], tmp_path: Path
+) -> None:
     """The store and `HostSums` on the loopback address, gloo where the name of the host leads."""
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            env={**clean, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    *listening, sums = told[0].split()
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    first, second = run(str(script), ranks=2)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    *listening, sums = first.stdout.split()
     host = {
         socket.inet_aton(info[4][0])[::-1].hex().upper()
         for info in socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET)

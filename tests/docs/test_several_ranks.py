@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+Run = Callable[..., list["subprocess.CompletedProcess[str]"]]
 REPORT = """
 logged = [round(entry["loss"], 5) for entry in trainer.state.log_history if "loss" in entry]
 print("losses", logged, losses)
@@ -23,36 +23,37 @@ print("losses", logged, losses)
 SHORT = re.findall(r"```\{\.python notest\}\n(.*?)```", (GUIDES / "data-parallel.md").read_text(), re.DOTALL)
 
 
-def run(script: Path, *launcher: str, **job: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in its folder, outside of any job that this process may belong to."""
+def under_torchrun(script: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script on two ranks that torchrun starts, outside of any job that this process may belong to."""
     variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        cwd=script.parent,
+        [sys.executable, *TORCHRUN, str(script)],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        env=variables | {"OMP_NUM_THREADS": "1"} | job,
+        env=variables | {"OMP_NUM_THREADS": "1"},
     )
 
 
-def losses(script: Path, *launcher: str) -> set[str]:
+def losses(done: Sequence[subprocess.CompletedProcess[str]]) -> set[str]:
     """What the ranks print; each of them prints the same."""
-    done = run(script, *launcher)
-    assert done.returncode == 0, done.stderr
-    return set(re.findall(r"losses (\[[^\]]*\]) \[", done.stdout))
+    assert all(each.returncode == 0 for each in done), "".join(each.stderr for each in done)
+    return {each for rank in done for each in re.findall(r"losses (\[[^\]]*\]) \[", rank.stdout)}
 
 
 @pytest.mark.parametrize("page", ["data-parallel.md", "sharded.md", "pipeline.md", "classification.md"])
-def test_the_page_runs_under_torchrun(page: str, tmp_path: Path) -> None:
+def test_the_page_runs_on_two_ranks(
+    page: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     text = (GUIDES / page).read_text()
     first, *others = re.findall(r"```(?:python|\{\.python continuation\})\n(.*?)```", text, re.DOTALL)
     one, several = tmp_path / "one.py", tmp_path / "several.py"
     one.write_text(first + REPORT)
     # Alone, the examples of pipelines cut nothing; what they assert holds on every rank.
     several.write_text("\n\n".join([first + REPORT, *(others if page == "pipeline.md" else [])]))
-    alone, together = losses(one), losses(several, *TORCHRUN)
+    alone, together = losses(run(str(one))), losses(run(str(several), ranks=2))
     assert len(alone) == 1
     assert alone == together
 
@@ -65,29 +66,31 @@ def test_the_page_runs_under_torchrun(page: str, tmp_path: Path) -> None:
         ("trainer_pipeline", "PipelineTrainer"),
     ],
 )
-def test_a_script_of_ten_lines_says_nothing_of_the_ranks(module: str, trainer: str, tmp_path: Path) -> None:
+def test_a_script_of_ten_lines_says_nothing_of_the_ranks(
+    module: str, trainer: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (short,) = SHORT
     assert sum(bool(line) for line in short.splitlines()) == 10
     script = tmp_path / "train.py"
     script.write_text(short.replace("trainer_ddp", module).replace("DDPTrainer", trainer))
-    done = run(script, *TORCHRUN)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 2\n") == 2
-    assert "process group" not in done.stderr, "nothing is left for torch to warn of"
+    done = [under_torchrun(script)] if module == "trainer_ddp" else run(str(script), ranks=2)
+    told = "".join(each.stderr for each in done)
+    assert all(each.returncode == 0 for each in done), told
+    assert "".join(each.stdout for each in done).count("step 2\n") == 2
+    assert "process group" not in told, "nothing is left for torch to warn of"
 
 
-def test_a_rank_that_fails_without_an_environment_ends_the_job_by_name(tmp_path: Path) -> None:
+def test_a_rank_that_fails_without_an_environment_ends_the_job_by_name(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under a launcher that ends nobody: torchrun may end the other rank before it can say why."""
     (short,) = SHORT
     failure = "if __import__('os').environ['RANK'] == '1':\n    raise OSError('no such text')\nprint("
     script = tmp_path / "train.py"
     script.write_text(short.replace("print(", failure))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    jobs = [job | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-    with ThreadPoolExecutor() as pool:
-        first, second = pool.map(lambda variables: run(script, **variables), jobs)
+    monkeypatch.chdir(tmp_path)
+    first, second = run(str(script), ranks=2)
     assert (first.returncode, second.returncode) == (1, 1)
     assert "OSError: no such text" in second.stderr
     assert re.search(r"rank 1 on \S+ failed: OSError: no such text", first.stderr), first.stderr

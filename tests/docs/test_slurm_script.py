@@ -203,7 +203,7 @@ def without_torchrun(place: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("with_torchrun", [True, False])
+@pytest.mark.parametrize("with_torchrun", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_before_the_time_is_up_the_run_is_saved_and_put_back(job: Job, with_torchrun: bool) -> None:
     script = str(SCRIPT) if with_torchrun else without_torchrun(job.place)
     process = job.start(script, *options(100_000))
@@ -224,6 +224,7 @@ def test_before_the_time_is_up_the_run_is_saved_and_put_back(job: Job, with_torc
     assert not list(job.place.glob("exit-codes-*"))
 
 
+@pytest.mark.full
 def test_a_limit_that_the_run_keeps_itself_works_as_well(job: Job) -> None:
     process = job.start(str(SCRIPT), *options(100_000, "--max-train-seconds", "1"))
     shown = finish(process)
@@ -239,6 +240,7 @@ def test_wrong_input_ends_the_job(job: Job) -> None:
     assert not job.requeued.exists()
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_ends_the_job(job: Job) -> None:
     process = job.start(str(SCRIPT), *options(100_000))
     job.wait_for_a_step(process)
@@ -276,7 +278,13 @@ def by_hand() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("command", by_hand())
+def by_hand_and_not_in_the_script() -> list[object]:
+    """The script meets by c10d too, so that this command need not run by default."""
+    static, c10d, doctor = by_hand()
+    return [static, pytest.param(c10d, marks=pytest.mark.full), doctor]
+
+
+@pytest.mark.parametrize("command", by_hand_and_not_in_the_script())
 def test_the_commands_of_the_page_start_two_nodes(command: str, job: Job) -> None:
     port = str(free_port())
     for there, here in {

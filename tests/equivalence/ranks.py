@@ -1,8 +1,8 @@
 """Processes that wait for rows, and train them together.
 
-torch takes seconds to start, so the processes are forked from one that has imported it, and stay from one row to
-the next. Each row opens a process group of its own among as many of them as it has ranks. When something goes
-wrong all are ended, and the next row starts others.
+torch takes seconds to start, so the processes are forked from one that has imported it, and stay from one row
+to the next. Each row opens a process group of its own among as many of them as it has ranks. When something
+goes wrong all are ended, and the next row starts others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ PATIENCE = 300.0
 GRACE = 30.0
 """Seconds that the other ranks have to end once one has failed, and to say why."""
 
-PRELOADED = ["trainer_ddp", "trainer_fsdp2", "trainer_pipeline", "torch._dynamo"]
+PRELOADED = [
+    *("trainer_ddp", "trainer_fsdp2", "trainer_pipeline"),
+    *("torch._dynamo.backends.debugging", "torch._functorch.aot_autograd"),
+]
 """What all ranks import; none of these starts a thread, which a fork would lose."""
 
 

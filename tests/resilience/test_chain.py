@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from resilience.chain import print_chain, run_chain
 from resilience.chain_picture import plot
 from resilience.layouts import DDP_2, PIPELINE_2X2, SINGLE
@@ -13,6 +14,7 @@ STEPS = 30
 LAYOUTS = (SINGLE, PIPELINE_2X2, DDP_2)
 
 
+@pytest.mark.full
 def test_each_trainer_goes_on_where_the_one_before_stopped(tmp_path: Path) -> None:
     words = Workload.write(tmp_path / "work", STEPS).words
     chain = run_chain(words, STEPS, tmp_path / "chain", LAYOUTS)

@@ -12,7 +12,7 @@ from resilience.workload import Workload
 SLOW_MACHINE_S = 8.0
 
 
-@pytest.mark.parametrize("target", ["launcher", "rank in start-up"])
+@pytest.mark.parametrize("target", ["launcher", pytest.param("rank in start-up", marks=pytest.mark.full)])
 def test_nothing_is_left_of_a_job_that_is_killed_while_it_starts(target: str, tmp_path: Path) -> None:
     """A rank in training is killed in the tests of llama-pretrain."""
     work = Workload.write(tmp_path / "work", steps=1000)

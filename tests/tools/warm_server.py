@@ -16,7 +16,7 @@ from typing import Any
 
 
 def main(descriptor: int, modules: list[str]) -> None:
-    """Fork until nobody asks any more, and run a script in each child."""
+    """Fork until nobody asks any more, and run a script or module in each child."""
     for module in modules:
         importlib.import_module(module)
     # A child that looked for garbage in what is there now would copy all of its pages.
@@ -24,7 +24,11 @@ def main(descriptor: int, modules: list[str]) -> None:
     job = _serve(socket.socket(fileno=descriptor))
     if job is not None:
         _become(job)
-        runpy.run_path(job["words"][0], run_name="__main__")
+        if job["words"][0] == "-m":
+            sys.argv = job["words"][1:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(job["words"][0], run_name="__main__")
 
 
 def _serve(connection: socket.socket) -> dict[str, Any] | None:

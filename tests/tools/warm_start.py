@@ -43,7 +43,7 @@ class WarmStart:
         """Start a script.
 
         Args:
-            words: The script and its arguments.
+            words: The script, or `-m` and a module, and its arguments.
             env: Its environment.
             out: File for what it writes to standard output.
             err: File for what it writes to standard error.

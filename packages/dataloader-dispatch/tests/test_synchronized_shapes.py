@@ -178,7 +178,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 @given(shape=shapes())
 @settings(
-    max_examples=100,
+    max_examples=100 if os.environ.get("FULL_TESTS") else 40,
     deadline=None,
     database=None,
     # A job that hung has been killed, so there is nothing to shrink the example with.

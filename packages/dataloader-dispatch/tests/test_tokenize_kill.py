@@ -34,6 +34,7 @@ def write_corpus(path: Path, documents: int) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_killed_again_and_again(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "a.jsonl", 40_000)
     done = subprocess.run(

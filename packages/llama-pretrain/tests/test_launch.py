@@ -112,6 +112,7 @@ def wait_for_a_step(process: subprocess.Popen[str], log: Path) -> None:
     wait_for(lambda: log.is_file() and '"loss"' in log.read_text(), process)
 
 
+@pytest.mark.full
 def test_one_command_trains_along_each_axis_on_one_curve(work: Path) -> None:
     done = {}
     for mesh, accumulated in (("dp=1", 4), ("dp=2", 2), ("shard=2,pp=2", 2)):
@@ -160,6 +161,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_ranks_that_can_do_nothing_themselves_end_with_a_launcher_that_is_killed(work: Path) -> None:
     process = start(work, "run", "--mesh", "dp=2", steps=100_000)
     wait_for(lambda: is_rank(0, process.pid) and is_rank(1, process.pid), process)
@@ -204,6 +206,7 @@ def test_a_signal_during_the_start_ends_without_a_traceback(work: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_is_no_wrong_input_and_is_named_last(work: Path) -> None:
     """A file may not become larger, which the system refuses as it refuses a full disk."""
     process = start(work, "run", "--mesh", "dp=2", steps=100_000)
@@ -279,6 +282,7 @@ def test_a_directory_in_use_is_refused_before_ranks_start(work: Path) -> None:
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_directory_taken_while_ranks_start_is_refused_before_they_can_look(work: Path) -> None:
     process = start(work, "run", "--mesh", "dp=2")
     wait_for(lambda: is_rank(1, process.pid), process)
@@ -298,6 +302,7 @@ def test_a_directory_taken_while_ranks_start_is_refused_before_they_can_look(wor
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
+@pytest.mark.full
 def test_a_lease_of_another_machine_is_left_to_the_ranks_which_watch_it(work: Path) -> None:
     (work / "run").mkdir()
     who = {"lease_id": "0", "host": "elsewhere", "pid": 1, "machine": "another", "started": 1}
@@ -309,6 +314,7 @@ def test_a_lease_of_another_machine_is_left_to_the_ranks_which_watch_it(work: Pa
     assert "taken over from process 1 on elsewhere" in err
 
 
+@pytest.mark.full
 def test_a_launcher_of_another_size_is_refused(work: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     words = ["-m", "llama_pretrain", "train", "--mesh", "dp=2", "--output-dir", str(work / "run")]
