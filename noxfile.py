@@ -57,6 +57,10 @@ PYTEST = (*PYTEST_ALONE, "-n", "2")
 TORCH_FREE = {"hardware-table"}
 # Packages whose README's example is also run by torchrun.
 EXAMPLE_OF_RANKS = {"dataloader-dispatch", "trainer-ddp", "trainer-fsdp2", "trainer-pipeline"}
+# Packages whose tests take longest, by the time of a core.
+LONGEST = ("llama-pretrain", "trainer-core", "trainer-fsdp2", "perf-metrics", "trainer-pipeline")
+# What these hold our programs against changes only with the pins.
+LEFT_TO_FULL = {"tests-llama-pretrain-bench", "tests-llama-pretrain-lm_eval"}
 # Packages whose wheels are always installed alone: without torch, and on top of most others, with ranks.
 ALONE = ["hardware-table", "trainer-pipeline"]
 NO_TORCH = "import importlib.util; assert importlib.util.find_spec('torch') is None, 'torch is installed'"
@@ -157,7 +161,7 @@ def siblings(package: str) -> set[str]:
     return found
 
 
-# Sessions start in this order: what keeps both cores busy beside what does not, and what is short in the end.
+# Sessions start in this order, the longest first: one that is long and starts last leaves a core idle.
 
 
 @nox.session
@@ -165,6 +169,35 @@ def equivalence(session: nox.Session) -> None:
     """Hold every way to train, and a transform from outside, against one process, and print the table."""
     install_everything(session, "test")
     session.run(*PYTEST, "tests/equivalence", "tests/embedding", *session.posargs, env=ENV)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/, check it, and run the code blocks of the guides."""
+    share_bytecode(session.virtualenv.location)
+    session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "docs")
+    session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run(*PYTEST, "tests/docs", env=ENV)
+    # This spelling of a block's options, `{.python continuation}`, is the one that MkDocs shows as code.
+    session.run(*PYTEST, "--markdown-docs", "--markdown-docs-syntax=superfences", "docs", env=ENV)
+
+
+def add_package_session(package: str) -> None:
+    """Define `tests-<package>`."""
+
+    def tests(session: nox.Session) -> None:
+        install_package(session, package)
+        if package in TORCH_FREE:
+            session.run("python", "-c", NO_TORCH)
+        ignored = [f"--ignore={folder}" for folder in extra_tests(package).values()]
+        session.run(*PYTEST, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
+
+    tests.__doc__ = f"Test {package} with nothing but what it declares."
+    nox.session(name=f"tests-{package}", python=PYTHONS)(tests)
+
+
+for _package in sorted(PACKAGES, key=lambda name: (*LONGEST, name).index(name)):
+    add_package_session(_package)
 
 
 @nox.session
@@ -195,24 +228,6 @@ def wheels(session: nox.Session) -> None:
     session.run("python", "tests/wheels/footprint_table.py", json.dumps(footprints), log=False)
 
 
-@nox.session
-def types(session: nox.Session) -> None:
-    """Check the types of all packages, strictly."""
-    install_everything(session, "types")
-    session.run("mypy", "--strict", *(f"packages/{package}/src" for package in PACKAGES))
-
-
-@nox.session
-def docs(session: nox.Session) -> None:
-    """Build the documentation into site/, check it, and run the code blocks of the guides."""
-    share_bytecode(session.virtualenv.location)
-    session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "docs")
-    session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
-    session.run(*PYTEST, "tests/docs", env=ENV)
-    # This spelling of a block's options, `{.python continuation}`, is the one that MkDocs shows as code.
-    session.run(*PYTEST, "--markdown-docs", "--markdown-docs-syntax=superfences", "docs", env=ENV)
-
-
 def add_extra_session(package: str, extra: str, folder: str) -> None:
     """Define `tests-<package>-<extra>`."""
 
@@ -222,29 +237,20 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
         session.run(*PYTEST_ALONE, folder, *session.posargs, env=ENV)
 
     tests.__doc__ = f"Test {package} together with `{extra}`."
-    nox.session(name=f"tests-{package}-{extra}", python=PYTHONS)(tests)
-
-
-def add_package_session(package: str) -> None:
-    """Define `tests-<package>`."""
-
-    def tests(session: nox.Session) -> None:
-        install_package(session, package)
-        if package in TORCH_FREE:
-            session.run("python", "-c", NO_TORCH)
-        ignored = [f"--ignore={folder}" for folder in extra_tests(package).values()]
-        session.run(*PYTEST, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
-
-    tests.__doc__ = f"Test {package} with nothing but what it declares."
-    nox.session(name=f"tests-{package}", python=PYTHONS)(tests)
+    name = f"tests-{package}-{extra}"
+    nox.session(name=name, python=PYTHONS, default=FULL or name not in LEFT_TO_FULL)(tests)
 
 
 for _package in PACKAGES:
     for _extra, _folder in extra_tests(_package).items():
         add_extra_session(_package, _extra, _folder)
 
-for _package in PACKAGES:
-    add_package_session(_package)
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of all packages, strictly."""
+    install_everything(session, "types")
+    session.run("mypy", "--strict", *(f"packages/{package}/src" for package in PACKAGES))
 
 
 @nox.session
@@ -279,7 +285,7 @@ def dependencies(session: nox.Session) -> None:
             session.run("deptry", "src")
 
 
-@nox.session(default=False, venv_backend="none")
+@nox.session(default=False, venv_backend="none", allow_parallel=False)
 def full(session: nox.Session) -> None:
     """Run every session with all of its tests; weekly and at release."""
     session.run(sys.executable, "-m", "nox", *session.posargs, env={"FULL_TESTS": "1"})

@@ -16,7 +16,7 @@ from checkpoint_core.directory.commit import DELETED, REPLACED, STAGING, tempora
 DRIVER = Path(__file__).parent / "workers" / "kill_driver.py"
 
 
-# An asynchronous save takes the steps of one that is waited for, and "nodes" are two ranks with a directory each.
+# An asynchronous save takes the steps of one that is waited for; "nodes" are two ranks with own directories.
 @pytest.mark.parametrize(
     ("mode", "kills"),
     [

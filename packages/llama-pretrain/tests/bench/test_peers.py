@@ -13,7 +13,7 @@ from llama_pretrain.bench.options import BenchArguments
 from llama_pretrain.bench.rounds import run_rounds
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_all_do_the_same_work(
     mixed_precision: str, write_inputs: Callable[[Path], Path], tmp_path: Path
 ) -> None:
