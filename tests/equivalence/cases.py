@@ -126,6 +126,7 @@ ONE_DEVICE_CASES = [
         accumulation=4,
         tolerance=BFLOAT16,
         because="what a last bit does in bfloat16",
+        full=True,
     ),
     Case(
         name="bf16 autocast, beside float32",

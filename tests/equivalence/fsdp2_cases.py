@@ -109,7 +109,7 @@ FSDP2_CASES = [
     _option("checkpointing full", settings=FULL, accumulation=4),
     _option("checkpointing operators", settings={"activation_checkpointing": "operators"}, full=True),
     _option("checkpointing full, compiled blocks", settings={**BLOCKS_BY_EYE, **FULL}),
-    _option("checkpointing full, HSDP 2 x 2", ranks=4, mesh=HYBRID, settings=FULL),
+    _option("checkpointing full, HSDP 2 x 2", ranks=4, mesh=HYBRID, settings=FULL, full=True),
     _sharded(
         "bfloat16 policy",
         FSDP2Arguments(param_dtype="bfloat16"),

@@ -128,7 +128,15 @@ PIPELINE_CASES = [
     _row("interleaved_zero_bubble", "2 copies", ranks=4, mesh=TWO, full=True),
     _row("1f1b", "2 copies, sharded", ranks=4, mesh=SHARED, recipe=PLAIN, full=True),
     _row("1f1b", "2 copies, sharded, tied", ranks=4, mesh=SHARED, accumulation=2, recipe=SHORT_TIED),
-    _row("interleaved_1f1b", "2 copies, sharded", ranks=4, mesh=SHARED, accumulation=2, settings=EVALUATED),
+    _row(
+        "interleaved_1f1b",
+        "2 copies, sharded",
+        ranks=4,
+        mesh=SHARED,
+        accumulation=2,
+        settings=EVALUATED,
+        full=True,
+    ),
     _row(
         "gpipe",
         "2 copies, sharded, fused loss chunked",
@@ -146,6 +154,7 @@ PIPELINE_CASES = [
         recipe=replace(PLAIN, autocast=True, fused=True),
         tolerance=BFLOAT16,
         because="layers compute in bfloat16",
+        full=True,
     ),
     _row(
         "1f1b",
@@ -206,7 +215,7 @@ PIPELINE_CASES = [
         next_trainer="pipeline",
         full=True,
     ),
-    _moved(" after FSDP2 2, at 4", trainer="fsdp2", next_world_size=4, next_trainer="pipeline"),
+    _moved(" after FSDP2 2, at 4", trainer="fsdp2", next_world_size=4, next_trainer="pipeline", full=True),
     _moved(
         " at 2 x 2, then Trainer",
         ranks=4,
