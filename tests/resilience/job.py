@@ -29,7 +29,7 @@ class Job:
         folder: A new directory for what the witness writes; see `observed`.
         words: The command line, without the program's name.
         ranks: How many processes train.
-        bytecode: Where all starts keep the bytecode of what they import.
+        bytecode: Where all starts keep the bytecode of what they import, if the environment names no place.
     """
 
     def __init__(self, folder: Path, words: Sequence[str], ranks: int, bytecode: Path) -> None:
@@ -39,7 +39,8 @@ class Job:
         variables = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
         # Where bytecode is not kept, each of some sixty processes would compile all of torch anew.
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
-        variables |= {"PYTHONPYCACHEPREFIX": str(bytecode), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        variables.setdefault("PYTHONPYCACHEPREFIX", str(bytecode))
+        variables |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
         with (folder / "launcher.output").open("wb") as output:
             self._launcher = subprocess.Popen(
                 [sys.executable, *launcher, str(OBSERVED), str(folder), *words],

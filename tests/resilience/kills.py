@@ -65,8 +65,8 @@ class MeshJob:
         folder.mkdir(parents=True)
         # Where bytecode is not kept, each process would compile all of torch anew.
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        variables |= {"PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode"), "OMP_NUM_THREADS": "1"}
-        variables[_MARK] = self._mark
+        variables.setdefault("PYTHONPYCACHEPREFIX", str(folder.parent / "bytecode"))
+        variables |= {"OMP_NUM_THREADS": "1", _MARK: self._mark}
         with (folder / "output").open("wb") as output:
             self.launcher = subprocess.Popen(
                 [sys.executable, "-m", "llama_pretrain", *words],

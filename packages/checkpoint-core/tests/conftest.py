@@ -3,7 +3,6 @@
 import os
 import resource
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis.configuration import set_hypothesis_home_dir
 from torch import nn
+from warm_start import WarmStart
 
 from checkpoint_core import (
     CheckpointConfig,
@@ -111,23 +111,29 @@ def counter() -> Callable[..., Counter]:
 
 
 @pytest.fixture(scope="session")
-def run_worker() -> Callable[..., "subprocess.CompletedProcess[str]"]:
+def run_worker(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., "subprocess.CompletedProcess[str]"]]:
     """Runs a script of the folder `workers`, which must end well, and returns what it printed."""
+    folder = Path(__file__).parent / "workers"
+    # A safe path does not hold the script's folder, where some workers have further modules.
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    warm = WarmStart(["torch.distributed", "checkpoint_core"], environ)
 
     def run(script: str, *arguments: object, timeout: float = 600) -> "subprocess.CompletedProcess[str]":
-        folder = Path(__file__).parent / "workers"
-        done = subprocess.run(
-            [sys.executable, str(folder / script), *map(str, arguments)],
-            # A safe path does not hold the script's folder, where some workers have further modules.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        words = [str(folder / script), *map(str, arguments)]
+        out, err = (tmp_path_factory.mktemp("told") / name for name in ("out", "err"))
+        process = warm.start(words, environ, out, err)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        done = subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
         assert done.returncode == 0, done.stderr
         return done
 
-    return run
+    yield run
+    warm.close()
 
 
 @pytest.fixture

@@ -16,16 +16,7 @@ from checkpoint_core.directory.commit import DELETED, REPLACED, STAGING, tempora
 DRIVER = Path(__file__).parent / "workers" / "kill_driver.py"
 
 
-# An asynchronous save takes the steps of one that is waited for; "nodes" are two ranks with own directories.
-@pytest.mark.parametrize(
-    ("mode", "kills"),
-    [
-        pytest.param("one", 12, marks=pytest.mark.full),
-        ("async", 12),
-        ("two-ranks", 8),
-        pytest.param("nodes", 8, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("mode", "kills"), [("one", 12), ("async", 12), ("two-ranks", 8), ("nodes", 8)])
 def test_kills_at_random_instants(tmp_path: Path, mode: str, kills: int) -> None:
     command = [sys.executable, str(DRIVER), str(tmp_path / "job"), "--kills", str(kills), "--mode", mode]
     done = subprocess.run(
