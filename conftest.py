@@ -37,7 +37,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class ByLaunch(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _launch_of(nodeid.partition("::")[0]) or nodeid
+            return _launch_of(str(config.rootpath / nodeid.partition("::")[0])) or nodeid
 
     return ByLaunch(config, log)
 
