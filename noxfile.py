@@ -60,7 +60,10 @@ EXAMPLE_OF_RANKS = {"dataloader-dispatch", "trainer-ddp", "trainer-fsdp2", "trai
 # Packages whose tests take longest, by the time of a core.
 LONGEST = ("llama-pretrain", "trainer-core", "trainer-fsdp2", "perf-metrics", "trainer-pipeline")
 # What these hold our programs against changes only with the pins.
-LEFT_TO_FULL = {"tests-llama-pretrain-bench", "tests-llama-pretrain-lm_eval"}
+LEFT_TO_FULL = {
+    *("tests-llama-pretrain-bench", "tests-llama-pretrain-lm_eval"),
+    *("tests-trainer-core-mlflow", "tests-trainer-core-wandb", "tests-trainer-pipeline-quant"),
+}
 # Packages whose wheels are always installed alone: without torch, and on top of most others, with ranks.
 ALONE = ["hardware-table", "trainer-pipeline"]
 NO_TORCH = "import importlib.util; assert importlib.util.find_spec('torch') is None, 'torch is installed'"

@@ -29,6 +29,7 @@ def test_a_server_that_comes_back_gives_the_report_of_an_undisturbed_one(
     assert report == undisturbed
 
 
+@pytest.mark.full
 def test_a_server_that_stays_away_gives_no_report_and_says_why(
     small_fleet: ServedFleet, tmp_path: Path
 ) -> None:
