@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
+
+from rich_argparse import RawDescriptionRichHelpFormatter
 
 from hardware_table.detection import DetectedDevice, detect
 from hardware_table.hardware_file import default_config_path, record_detected
@@ -22,6 +24,8 @@ from hardware_table.table import load_table, normalise
 
 _LABEL = 20
 _WIDTH = 100
+_WIDEST = 1000
+"""Rows stay on one line: cut ones cannot be compared."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,9 +53,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Help(RawDescriptionRichHelpFormatter):
+    text_markup = help_markup = False  # square brackets are text
+
+
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, *, formatter_class: Any = _Help, **options: Any) -> None:
+        super().__init__(formatter_class=formatter_class, **options)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        # Imported here: it takes longer than all the rest of a help text.
+        from importlib.metadata import version
+
+        print(f"hardware-table {version('hardware-table')}")
+        parser.exit()
 
 
 def _show_warning(
@@ -71,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="hardware-table",
         description="Dense peak FLOP/s of accelerators, with the derivation and source of each figure.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     listing = commands.add_parser("list", help="list the table", description="List the table, in TFLOP/s.")
     listing.add_argument(
@@ -174,13 +195,7 @@ def _table_lines(records: Sequence[Accelerator], dtypes: Sequence[str]) -> Itera
     """Lay records out as a table: one line each, dense TFLOP/s by number format."""
     header = ["device", "arch", "units", "GHz", *dtypes, "GB/s", "confidence"]
     rows = [[*_row(record, dtypes)] for record in records]
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    left = (0, 1, len(header) - 1)
-    for row in [header, ["-" * width for width in widths], *rows]:
-        cells = [
-            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+    yield from _text_table(header, rows, left=(0, 1, len(header) - 1))
     yield ""
     yield "Dense TFLOP/s per device; 16-bit formats with FP32 accumulation; int8 in TOP/s. '-': not known."
 
@@ -215,11 +230,18 @@ def _record_lines(record: Accelerator) -> Iterator[str]:
         size = f" ({entry.gigabytes:g} GB)" if entry.gigabytes else ""
         yield from _field("memory bandwidth", f"{entry.bandwidth / 1e9:g} GB/s{size}")
     yield ""
-    yield f"  {'dtype':6}{'TFLOP/s':>10}{'published':>12}{'derived':>10}  FLOPs/cycle/{record.unit_kind}"
-    for peak in record.peaks:
-        derived = _tera(record.derived_flops(peak.dtype))
-        rate = "-" if peak.flops_per_cycle is None else str(peak.flops_per_cycle)
-        yield f"  {peak.dtype:6}{_tera(peak.flops):>10}{_tera(peak.published):>12}{derived:>10}  {rate}"
+    rows = [
+        (
+            peak.dtype,
+            _tera(peak.flops),
+            _tera(peak.published),
+            _tera(record.derived_flops(peak.dtype)),
+            "-" if peak.flops_per_cycle is None else str(peak.flops_per_cycle),
+        )
+        for peak in record.peaks
+    ]
+    header = ("dtype", "TFLOP/s", "published", "derived", f"FLOPs/cycle/{record.unit_kind}")
+    yield from (f"  {line}" for line in _text_table(header, rows, left=(0, 4)))
     yield ""
     yield from _field("confidence", record.confidence)
     yield from _field("source", record.source)
@@ -248,6 +270,22 @@ def _peak_lines(peaks: Sequence[ResolvedPeak], path: Path) -> Iterator[str]:
     for peak in known:
         yield from _field(peak.dtype, f"{_tera(peak.flops)} TFLOP/s, {peak.explanation}")
     yield from _field("file", str(path))
+
+
+def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(width=_WIDEST)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def _field(label: str, text: str) -> list[str]:
