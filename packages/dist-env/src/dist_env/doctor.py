@@ -72,23 +72,6 @@ class Diagnosis:
     seconds: float
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `doctor`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--backend", help="collective backend; default: the one for the device")
-    parser.add_argument("--no-accelerator", action="store_true", help="use the CPU")
-    parser.add_argument("--max-bytes", type=_positive, help="largest all-reduce to time, in bytes")
-    parser.add_argument(
-        "--timeout", type=_positive, default=60.0, help="seconds for all ranks to join (default 60)"
-    )
-    parser.add_argument(
-        "--stall-timeout",
-        type=_positive,
-        default=8.0,
-        help="seconds without progress after which the doctor says who is missing and ends (default 8)",
-    )
-
-
 def run(options: argparse.Namespace) -> int:
     """Run the doctor on this rank.
 
@@ -276,13 +259,6 @@ def _as_text(diagnosis: Diagnosis) -> str:
     verdict = "problems found" if diagnosis.problems else "healthy"
     end = f"{verdict}: {len(diagnosis.ranks)} rank(s) in {diagnosis.seconds:.1f} s"
     return "\n\n".join(part for part in (ranks, speed, "\n".join(notes), end) if part)
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
 
 
 def _giga(number: float | None) -> str | None:

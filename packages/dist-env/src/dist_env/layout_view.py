@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from dist_env.errors import DistributedEnvironmentError
 from dist_env.layout import MESH_DIMENSIONS, SHORT_NAMES, ParallelLayout
@@ -14,14 +13,6 @@ OK, PROBLEMS, USAGE = 0, 1, 2
 # More rows, or cells, than anybody reads.
 _MAX_SHOWN = 65536
 _CELL_WIDTH, _CELL_HEIGHT, _MARGIN, _COLUMNS = 120, 52, 16, 8
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `layout`."""
-    parser.add_argument("layout", metavar="LAYOUT", help="sizes, such as shard=8,tp=4,pp=2")
-    parser.add_argument("--world", metavar="RANKS", help="number of ranks; fills a size that is auto, or dp")
-    parser.add_argument("--ranks-per-host", metavar="N", default="8", help="ranks of one host (default 8)")
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="write a picture, too")
 
 
 def run(options: argparse.Namespace) -> int:
