@@ -136,6 +136,10 @@ def install_alone(session: nox.Session, package: str, dist: Path) -> object:
     home = Path(session.create_tmp()) / "alone"
     # Files, not names: a registry might know something else under the name of a sibling.
     wheels = [str(next(dist.glob(f"{name.replace('-', '_')}-*.whl"))) for name in sorted(siblings(package))]
+    if "torch" in extras(package):
+        # The example counts a model, for which the extra is needed.
+        own = f"{package.replace('-', '_')}-"
+        wheels = [f"{each}[torch]" if Path(each).name.startswith(own) else each for each in wheels]
     session.run_install("uv", "venv", "-q", "--clear", str(home), external=True)
     share_bytecode(home)
     python = str(home / "bin" / "python")
@@ -247,6 +251,17 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
 for _package in PACKAGES:
     for _extra, _folder in extra_tests(_package).items():
         add_extra_session(_package, _extra, _folder)
+
+
+@nox.session(name="tests-perf-metrics-without-torch", python=PYTHONS)
+def without_torch(session: nox.Session) -> None:
+    """Run the commands of perf-metrics as a monitoring host has them: with every extra but torch."""
+    here = "packages/perf-metrics"
+    chosen = ",".join(extra for extra in extras("perf-metrics") if extra != "torch")
+    share_bytecode(session.virtualenv.location)
+    session.install("--reinstall-package", "perf-metrics", f"./{here}[{chosen}]", "--group", "test")
+    session.run("python", "-c", NO_TORCH)
+    session.run(*PYTEST_ALONE, f"{here}/tests/without_torch", *session.posargs, env=ENV)
 
 
 @nox.session

@@ -1,77 +1,87 @@
 """Tokens per second, model FLOPs and utilization for any training loop."""
 
-from .callbacks.device_metrics import OFUMetrics, PeakMemory
-from .callbacks.lightning import LightningCallbacks
-from .callbacks.lightning_state import TokenCounts
-from .callbacks.loggers import JsonLogger, ProgressCallback
-from .callbacks.metrics import DefaultMetrics, IntervalCounts
-from .callbacks.prometheus_exporter import PrometheusExporter
-from .display import ColumnOverride, ColumnSpec, format_value
-from .fleet.app_metrics import Application, mfu_from_series, read_applications
-from .fleet.collect import collect_fleet
-from .fleet.job_samples import FleetSamples
-from .fleet.prometheus_api import PrometheusAPI, PrometheusError
-from .fleet.report import FleetReport, JobReport, OutlierRule, fleet_report, report_as_json, report_as_text
-from .fleet.report_html import report_as_html
-from .flops.architecture import (
-    CONVENTIONS,
-    Architecture,
-    Convention,
-    FlopsPart,
-    FlopsPerToken,
-    FlopsUnknownError,
-    WeightGroup,
-    convention,
-    hardware_flops_per_token,
-)
-from .flops.attention import AttentionLayer, ScanLayer
-from .flops.counting import CountedFlops, CountedPart, count_flops
-from .flops.per_token import (
-    ComparedPart,
-    FlopsComparison,
-    ModelFlops,
-    compare_flops,
-    flops_per_token_breakdown,
-    model_flops_per_token,
-    palm_flops_per_token,
-    warn_of_disagreement,
-)
-from .flops.read_architecture import architecture_of_config, architecture_of_model
-from .logs.log_file import load_logs
-from .logs.plot import plot_logs
-from .logs.summary import RunSummary, summarize_log
-from .monitoring.dashboard import grafana_dashboard
-from .monitoring.rules import recording_and_alert_rules
-from .ofu.counter_files import read_dmon, read_exporter, read_nsys
-from .ofu.diagnosis import Candidate, Diagnosis, Finding, JobFacts, check_process, diagnose
-from .ofu.kernels import (
-    EffectiveSizes,
-    GemmKernel,
-    TileShape,
-    adjusted_ofu,
-    effective_sizes,
-    explain,
-    parse_kernel,
-    tile_overhead,
-)
-from .ofu.nvml import CycleCounts
-from .ofu.sampler import DeviceWindow, OFUSampler, OFUWindow
-from .ofu.samples import (
-    Device,
-    MeanOFU,
-    Readings,
-    Sample,
-    TensorClock,
-    mean_ofu,
-    mean_ofu_by_device,
-    mean_ofu_by_job,
-    ofu_from_activity,
-    ofu_from_cycles,
-    tensor_clock,
-)
-from .ofu.trace import TraceFileError, TraceOverhead, trace_overhead
-from .throughput import Lap, ThroughputMeter, exclude_compilation
-from .utilization import device_peak_flops, mixed_peak_flops, model_flops_utilization, sum_peaks
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .callbacks.device_metrics import OFUMetrics, PeakMemory
+    from .callbacks.lightning import LightningCallbacks
+    from .callbacks.lightning_state import TokenCounts
+    from .callbacks.loggers import JsonLogger, ProgressCallback
+    from .callbacks.metrics import DefaultMetrics, IntervalCounts
+    from .callbacks.prometheus_exporter import PrometheusExporter
+    from .display import ColumnOverride, ColumnSpec, format_value
+    from .fleet.app_metrics import Application, mfu_from_series, read_applications
+    from .fleet.collect import collect_fleet
+    from .fleet.job_samples import FleetSamples
+    from .fleet.prometheus_api import PrometheusAPI, PrometheusError
+    from .fleet.report import (
+        FleetReport,
+        JobReport,
+        OutlierRule,
+        fleet_report,
+        report_as_json,
+        report_as_text,
+    )
+    from .fleet.report_html import report_as_html
+    from .flops.architecture import (
+        CONVENTIONS,
+        Architecture,
+        Convention,
+        FlopsPart,
+        FlopsPerToken,
+        FlopsUnknownError,
+        WeightGroup,
+        convention,
+        hardware_flops_per_token,
+    )
+    from .flops.attention import AttentionLayer, ScanLayer
+    from .flops.counting import CountedFlops, CountedPart, count_flops
+    from .flops.per_token import (
+        ComparedPart,
+        FlopsComparison,
+        ModelFlops,
+        compare_flops,
+        flops_per_token_breakdown,
+        model_flops_per_token,
+        palm_flops_per_token,
+        warn_of_disagreement,
+    )
+    from .flops.read_architecture import architecture_of_config, architecture_of_model
+    from .logs.log_file import load_logs
+    from .logs.plot import plot_logs
+    from .logs.summary import RunSummary, summarize_log
+    from .monitoring.dashboard import grafana_dashboard
+    from .monitoring.rules import recording_and_alert_rules
+    from .ofu.counter_files import read_dmon, read_exporter, read_nsys
+    from .ofu.diagnosis import Candidate, Diagnosis, Finding, JobFacts, check_process, diagnose
+    from .ofu.kernels import (
+        EffectiveSizes,
+        GemmKernel,
+        TileShape,
+        adjusted_ofu,
+        effective_sizes,
+        explain,
+        parse_kernel,
+        tile_overhead,
+    )
+    from .ofu.nvml import CycleCounts
+    from .ofu.sampler import DeviceWindow, OFUSampler, OFUWindow
+    from .ofu.samples import (
+        Device,
+        MeanOFU,
+        Readings,
+        Sample,
+        TensorClock,
+        mean_ofu,
+        mean_ofu_by_device,
+        mean_ofu_by_job,
+        ofu_from_activity,
+        ofu_from_cycles,
+        tensor_clock,
+    )
+    from .ofu.trace import TraceFileError, TraceOverhead, trace_overhead
+    from .throughput import Lap, ThroughputMeter, exclude_compilation
+    from .utilization import device_peak_flops, mixed_peak_flops, model_flops_utilization, sum_peaks
 
 __all__ = [
     "Application",
@@ -173,3 +183,103 @@ __all__ = [
     "trace_overhead",
     "warn_of_disagreement",
 ]
+
+# A name loads its module when it is first used: help texts and reports of logs need few of them.
+_NAMES = {
+    "callbacks.device_metrics": ("OFUMetrics", "PeakMemory"),
+    "callbacks.lightning": ("LightningCallbacks",),
+    "callbacks.lightning_state": ("TokenCounts",),
+    "callbacks.loggers": ("JsonLogger", "ProgressCallback"),
+    "callbacks.metrics": ("DefaultMetrics", "IntervalCounts"),
+    "callbacks.prometheus_exporter": ("PrometheusExporter",),
+    "display": ("ColumnOverride", "ColumnSpec", "format_value"),
+    "fleet.app_metrics": ("Application", "mfu_from_series", "read_applications"),
+    "fleet.collect": ("collect_fleet",),
+    "fleet.job_samples": ("FleetSamples",),
+    "fleet.prometheus_api": ("PrometheusAPI", "PrometheusError"),
+    "fleet.report": (
+        "FleetReport",
+        "JobReport",
+        "OutlierRule",
+        "fleet_report",
+        "report_as_json",
+        "report_as_text",
+    ),
+    "fleet.report_html": ("report_as_html",),
+    "flops.architecture": (
+        "Architecture",
+        "CONVENTIONS",
+        "Convention",
+        "FlopsPart",
+        "FlopsPerToken",
+        "FlopsUnknownError",
+        "WeightGroup",
+        "convention",
+        "hardware_flops_per_token",
+    ),
+    "flops.attention": ("AttentionLayer", "ScanLayer"),
+    "flops.counting": ("CountedFlops", "CountedPart", "count_flops"),
+    "flops.per_token": (
+        "ComparedPart",
+        "FlopsComparison",
+        "ModelFlops",
+        "compare_flops",
+        "flops_per_token_breakdown",
+        "model_flops_per_token",
+        "palm_flops_per_token",
+        "warn_of_disagreement",
+    ),
+    "flops.read_architecture": ("architecture_of_config", "architecture_of_model"),
+    "logs.log_file": ("load_logs",),
+    "logs.plot": ("plot_logs",),
+    "logs.summary": ("RunSummary", "summarize_log"),
+    "monitoring.dashboard": ("grafana_dashboard",),
+    "monitoring.rules": ("recording_and_alert_rules",),
+    "ofu.counter_files": ("read_dmon", "read_exporter", "read_nsys"),
+    "ofu.diagnosis": ("Candidate", "Diagnosis", "Finding", "JobFacts", "check_process", "diagnose"),
+    "ofu.kernels": (
+        "EffectiveSizes",
+        "GemmKernel",
+        "TileShape",
+        "adjusted_ofu",
+        "effective_sizes",
+        "explain",
+        "parse_kernel",
+        "tile_overhead",
+    ),
+    "ofu.nvml": ("CycleCounts",),
+    "ofu.sampler": ("DeviceWindow", "OFUSampler", "OFUWindow"),
+    "ofu.samples": (
+        "Device",
+        "MeanOFU",
+        "Readings",
+        "Sample",
+        "TensorClock",
+        "mean_ofu",
+        "mean_ofu_by_device",
+        "mean_ofu_by_job",
+        "ofu_from_activity",
+        "ofu_from_cycles",
+        "tensor_clock",
+    ),
+    "ofu.trace": ("TraceFileError", "TraceOverhead", "trace_overhead"),
+    "throughput": ("Lap", "ThroughputMeter", "exclude_compilation"),
+    "utilization": ("device_peak_flops", "mixed_peak_flops", "model_flops_utilization", "sum_peaks"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a misspelt one
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

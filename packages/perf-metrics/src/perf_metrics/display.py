@@ -7,6 +7,7 @@ import difflib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from numbers import Real
 from typing import Literal, TypeAlias, TypedDict, cast
 
@@ -16,6 +17,7 @@ Reduce: TypeAlias = Literal["max", "min", "mean", "sum", "all"] | Callable[[list
 _INTEGER_TYPES = "bdoxX"
 _SI_PREFIXES = ("", "K", "M", "G", "T", "P", "E")
 _MISSING = "n/a"
+_WIDEST = 10_000
 
 
 def _extreme(of: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
@@ -308,13 +310,16 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Co
         rows: As many texts each.
         left: Columns that are aligned on the left; the others on the right.
     """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join(_line(row, widths, left) for row in (header, *rows))
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _line(texts: Sequence[str], widths: Sequence[int], left: Collection[int]) -> str:
-    cells = (
-        text.ljust(width) if index in left else text.rjust(width)
-        for index, (text, width) in enumerate(zip(texts, widths, strict=True))
-    )
-    return "  ".join(cells).rstrip()
+    table = Table(box=None, pad_edge=False)
+    for index, name in enumerate(header):
+        table.add_column(Text(name), justify="left" if index in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    # Rows stay on one line, however long: they are read by programs, too.
+    text = StringIO()
+    Console(file=text, width=_WIDEST, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

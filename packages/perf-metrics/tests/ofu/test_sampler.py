@@ -186,10 +186,10 @@ def test_bad_arguments() -> None:
 WATCH = """
 import sys
 from perf_metrics.commands import OneLineParser
-from perf_metrics.commands.ofu import add_watch
-parser = OneLineParser(prog="perf-metrics")
-add_watch(parser.add_subparsers())
-options = parser.parse_args(["watch", *sys.argv[1:]])
+from perf_metrics.commands.ofu import fill_watch
+parser = OneLineParser(prog="perf-metrics watch")
+fill_watch(parser)
+options = parser.parse_args(sys.argv[1:])
 sys.exit(options.run(options))
 """
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from perf_metrics.commands import OneLineParser
-from perf_metrics.commands.ofu import add_gemm
+from perf_metrics.commands.ofu import fill_gemm
 from perf_metrics.ofu.kernels import (
     GemmKernel,
     TileShape,
@@ -105,8 +105,8 @@ def test_adjusted_ofu() -> None:
 
 def run(*options: str) -> int:
     parser = OneLineParser(prog="perf-metrics")
-    add_gemm(parser.add_subparsers())
-    parsed = parser.parse_args(["gemm", *options])
+    fill_gemm(parser)
+    parsed = parser.parse_args(options)
     status: int = parsed.run(parsed)
     return status
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perf_metrics.commands import OneLineParser
-from perf_metrics.commands.ofu import add_trace
+from perf_metrics.commands.ofu import fill_trace
 
 TILE = "nvjet_tst_256x160_64x4_2x1"
 
@@ -34,8 +34,8 @@ def write(path: Path, *kernels: tuple[str, float, list[list[int]] | None, list[i
 
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     parser = OneLineParser(prog="perf-metrics")
-    add_trace(parser.add_subparsers())
-    parsed = parser.parse_args(["trace", *options])
+    fill_trace(parser)
+    parsed = parser.parse_args(options)
     assert parsed.run(parsed) == 0
     return capsys.readouterr().out
 

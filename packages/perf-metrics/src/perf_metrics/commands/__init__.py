@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    Subparsers: TypeAlias = argparse._SubParsersAction["OneLineParser"]
-    """Where a subcommand adds itself; argparse has no public name for it."""
+from rich_argparse import RichHelpFormatter
+
+
+class _Help(RichHelpFormatter):
+    text_markup = help_markup = False  # square brackets are text
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says in one line what is wrong, with exit status 2."""
+    """Says in one line what is wrong, with exit status 2.
+
+    Args:
+        fill: Adds the arguments when they are needed, so that a command imports nothing for the others.
+        options: Those of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, fill: Callable[[OneLineParser], None] | None = None, **options: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **options})
+        self._fill = fill
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, once the arguments are there."""
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            fill(self)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -23,20 +22,18 @@ from ..monitoring.rules import example_config, recording_and_alert_rules
 from ..ofu.samples import check_tensor_mhz
 
 if TYPE_CHECKING:
-    from . import Subparsers
+    from . import OneLineParser
 
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _YEAR_2000, _YEAR_2100 = 946_684_800, 4_102_444_800
 
 
-def add_fleet(subparsers: Subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "fleet",
-        help="report OFU of every job of a fleet out of Prometheus, beside the MFU that the jobs report",
-        description="Read dcgm-exporter's tensor activity and SM clock out of Prometheus, and report OFU of "
+def fill_fleet(parser: OneLineParser) -> None:
+    """Add what `fleet` takes."""
+    parser.description = (
+        "Read dcgm-exporter's tensor activity and SM clock out of Prometheus, and report OFU of "
         "every job: its spread, uneven and slow devices, falls, and how far it is from the MFU that the "
-        "application reports, with what may explain that. There is a report of all of it or none.",
+        "application reports, with what may explain that. There is a report of all of it or none."
     )
     source = parser.add_argument_group("what to read")
     source.add_argument("--prometheus", required=True, metavar="URL", help="the server's address")
@@ -167,13 +164,23 @@ def _applications(
 
 @contextmanager
 def _progress(what: str, seconds: float) -> Iterator[Callable[[float], object]]:
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    shown = "{desc}: {percentage:3.0f}%|{bar}| {n:.1f} of {total:.1f} h [{elapsed}<{remaining}]"
-    with tqdm(
-        desc=what, total=seconds / 3600, bar_format=shown, disable=None, leave=False, file=sys.stderr
-    ) as bar:
-        yield lambda more: bar.update(min(more / 3600, bar.total - bar.n))
+    columns = (
+        TextColumn("{task.description}"),
+        TaskProgressColumn(),
+        BarColumn(),
+        TextColumn("{task.completed:.1f} of {task.total:.1f} h"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda more: None
+        return
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=seconds / 3600)
+        yield lambda more: bar.advance(task, more / 3600)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
@@ -254,13 +261,11 @@ def _headers(options: argparse.Namespace) -> dict[str, str]:
     return headers
 
 
-def add_fleet_files(subparsers: Subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "fleet-files",
-        help="write rules and alerts for Prometheus and a dashboard for Grafana that show OFU of a fleet",
-        description="Write ofu-rules.yml (recording rules and alerts), ofu-dashboard.json (for Grafana) and "
-        "an example prometheus.yml. A file that is there with another content stays, and nothing is written.",
+def fill_fleet_files(parser: OneLineParser) -> None:
+    """Add what `fleet-files` takes."""
+    parser.description = (
+        "Write ofu-rules.yml (recording rules and alerts), ofu-dashboard.json (for Grafana) and "
+        "an example prometheus.yml. A file that is there with another content stays, and nothing is written."
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to write; created if it is not there")
     parser.add_argument(

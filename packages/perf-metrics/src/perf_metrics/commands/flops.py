@@ -17,17 +17,15 @@ from ..flops.read_architecture import FAMILIES, architecture_of_config, architec
 if TYPE_CHECKING:
     from torch import nn
 
-    from . import Subparsers
+    from . import OneLineParser
 
 
-def add_flops(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "flops",
-        help="FLOPs per token of a model, from its config.json",
-        description="Training FLOPs per token by layer type, and in the conventions of published tables. "
+def fill_flops(parser: OneLineParser) -> None:
+    """Add what `flops` takes."""
+    parser.description = (
+        "Training FLOPs per token by layer type, and in the conventions of published tables. "
         "Known families need neither torch nor the model; others are built without values if transformers "
-        "is installed.",
+        "is installed."
     )
     parser.add_argument("--hf-config", required=True, type=Path, metavar="FILE", help="a config.json")
     parser.add_argument("--seq", required=True, type=int, metavar="TOKENS", help="sequence length")
@@ -102,7 +100,7 @@ def _build(config: Mapping[str, object]) -> nn.Module:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"model_type={family!r} must be built to be counted, which needs {error.name}: "
-            "pip install torch transformers",
+            "pip install 'perf-metrics[torch]' transformers",
             name=error.name,
         ) from None
     inner = config.get("text_config")

@@ -12,7 +12,7 @@ from ..logs.plot import PANELS, plot_logs
 from ..logs.summary import default_names, read_run, summary_json, summary_lines, summary_of
 
 if TYPE_CHECKING:
-    from . import Subparsers
+    from . import OneLineParser
 
 
 def add_logs_argument(parser: argparse.ArgumentParser) -> None:
@@ -27,14 +27,10 @@ def add_logs_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_plot(subparsers: Subparsers) -> None:
-    """Add the subcommand."""
+def fill_plot(parser: OneLineParser) -> None:
+    """Add what `plot` takes."""
     names = ", ".join(panel.name for panel in PANELS)
-    parser = subparsers.add_parser(
-        "plot",
-        help="draw loss, speed, utilization, memory and learning rate of runs",
-        description="Draw the curves of one or several runs, and print the path of the picture.",
-    )
+    parser.description = "Draw the curves of one or several runs, and print the path of the picture."
     add_logs_argument(parser)
     parser.add_argument(
         "-o",
@@ -86,13 +82,11 @@ def _run_plot(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_summary(subparsers: Subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "summary",
-        help="show steps, losses, speed, utilization, memory and time of runs",
-        description="Show the figures of runs, one a row; n/a: the log does not tell. Speed and utilization "
-        "are medians over the log entries.",
+def fill_summary(parser: OneLineParser) -> None:
+    """Add what `summary` takes."""
+    parser.description = (
+        "Show the figures of runs, one a row; n/a: the log does not tell. Speed and utilization "
+        "are medians over the log entries."
     )
     add_logs_argument(parser)
     parser.add_argument(

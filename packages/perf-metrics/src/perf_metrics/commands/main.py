@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from typing import NoReturn
 
 from . import OneLineParser
-from .fleet import add_fleet, add_fleet_files
-from .flops import add_flops
-from .logs import add_plot, add_summary
-from .ofu import add_gemm, add_trace, add_watch
 
 PROGRAM = "perf-metrics"
+COMMANDS = {
+    "plot": ("logs", "fill_plot", "draw loss, speed, utilization, memory and learning rate of runs"),
+    "summary": ("logs", "fill_summary", "show steps, losses, speed, utilization, memory and time of runs"),
+    "flops": ("flops", "fill_flops", "FLOPs per token of a model, from its config.json"),
+    "gemm": (
+        "ofu",
+        "fill_gemm",
+        "extra work of a matrix multiplication in whole tiles, and its time at the peak",
+    ),
+    "trace": (
+        "ofu",
+        "fill_trace",
+        "tile overhead of the kernels in a trace of torch.profiler, and adjusted OFU",
+    ),
+    "watch": ("ofu", "fill_watch", "show OFU, tensor activity and clocks of this node's GPUs, live"),
+    "fleet": (
+        "fleet",
+        "fill_fleet",
+        "report OFU of every job of a fleet out of Prometheus, beside the MFU that the jobs report",
+    ),
+    "fleet-files": (
+        "fleet",
+        "fill_fleet_files",
+        "write rules and alerts for Prometheus and a dashboard for Grafana that show OFU of a fleet",
+    ),
+}
+"""Module, function and help of each command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,16 +74,25 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog=PROGRAM, description="What training runs did and what models cost: pictures and tables."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    add_plot(commands)
-    add_summary(commands)
-    add_flops(commands)
-    add_gemm(commands)
-    add_trace(commands)
-    add_watch(commands)
-    add_fleet(commands)
-    add_fleet_files(commands)
+    for name, (_, _, text) in COMMANDS.items():
+        commands.add_parser(name, help=text, fill=partial(_fill, name))
     return parser
+
+
+def _fill(name: str, parser: OneLineParser) -> None:
+    module, function, _ = COMMANDS[name]
+    getattr(import_module(f".{module}", __package__), function)(parser)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        # Imported here: it takes longer than all the rest of a help text.
+        from importlib.metadata import version
+
+        print(f"{PROGRAM} {version(PROGRAM)}")
+        parser.exit()
 
 
 def _complain(error: Exception, status: int) -> int:

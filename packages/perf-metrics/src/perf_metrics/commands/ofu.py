@@ -29,7 +29,7 @@ from ..ofu.trace import KernelOverhead, LeftOut, TraceOverhead, trace_overhead
 if TYPE_CHECKING:
     from hardware_table import Accelerator
 
-    from . import Subparsers
+    from . import OneLineParser
 
 _WIDTH = 72
 
@@ -47,14 +47,12 @@ _HEADER = ("GPU", "name", "OFU", "tensor active", "SM MHz", "lowest", "highest",
 _CLEAR, _HOME, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[2J", "\x1b[H", "\x1b[K", "\x1b[J"
 
 
-def add_watch(subparsers: Subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "watch",
-        help="show OFU, tensor activity and clocks of this node's GPUs, live",
-        description="Show every GPU of this node, of those in MIG mode every slice, until Ctrl-C. OFU = "
+def fill_watch(parser: OneLineParser) -> None:
+    """Add what `watch` takes."""
+    parser.description = (
+        "Show every GPU of this node, of those in MIG mode every slice, until Ctrl-C. OFU = "
         "tensor activity x SM clock / clock of the tensor peak, for each sample, then averaged. Samples are "
-        "taken once a second, or once an interval where that is shorter. Needs Hopper or newer.",
+        "taken once a second, or once an interval where that is shorter. Needs Hopper or newer."
     )
     parser.add_argument(
         "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between rows; default 1"
@@ -201,13 +199,11 @@ _NOTE = (
 )
 
 
-def add_gemm(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "gemm",
-        help="extra work of a matrix multiplication in whole tiles, and its time at the peak",
-        description="Sizes as torch's mm has them: [M, K] x [K, N]. M is tokens and N is out_features. "
-        "cuBLAS sees the transpose: its m is N, its n is M.",
+def fill_gemm(parser: OneLineParser) -> None:
+    """Add what `gemm` takes."""
+    parser.description = (
+        "Sizes as torch's mm has them: [M, K] x [K, N]. M is tokens and N is out_features. "
+        "cuBLAS sees the transpose: its m is N, its n is M."
     )
     parser.add_argument("m", type=int, metavar="M", help="rows: tokens")
     parser.add_argument("n", type=int, metavar="N", help="columns: out_features")
@@ -381,14 +377,12 @@ def _gemm_json(
     }
 
 
-def add_trace(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "trace",
-        help="tile overhead of the kernels in a trace of torch.profiler, and adjusted OFU",
-        description="A matrix multiplication computes whole tiles and clusters, more than was asked for. The "
+def fill_trace(parser: OneLineParser) -> None:
+    """Add what `trace` takes."""
+    parser.description = (
+        "A matrix multiplication computes whole tiles and clusters, more than was asked for. The "
         "tile is read from the kernel's name, the sizes from the operator: record the trace with "
-        "record_shapes=True. What cannot be read is listed with its time.",
+        "record_shapes=True. What cannot be read is listed with its time."
     )
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="what prof.export_chrome_trace wrote; .json or .json.gz"

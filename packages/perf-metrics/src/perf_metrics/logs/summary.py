@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median, quantiles
 
-from ..display import format_value
+from ..display import format_value, text_table
 from .log_file import (
     LOG_FILENAME,
     STATE_FILENAME,
@@ -368,15 +368,7 @@ MISSING = "n/a"
 def summary_lines(summaries: Sequence[RunSummary]) -> list[str]:
     """Return a table with one row for each run; figures that a log does not tell are "n/a"."""
     rows = [_cells(summary) for summary in summaries]
-    headers = list(rows[0]) if rows else []
-    widths = {header: max(len(header), *(len(row[header]) for row in rows)) for header in headers}
-
-    def line(cells: dict[str, str]) -> str:
-        first, *others = headers
-        aligned = [cells[first].ljust(widths[first]), *(cells[name].rjust(widths[name]) for name in others)]
-        return "  ".join(aligned).rstrip()
-
-    return [line({header: header for header in headers}), *map(line, rows)] if rows else []
+    return text_table(list(rows[0]), [list(row.values()) for row in rows]).splitlines() if rows else []
 
 
 def summary_json(summary: RunSummary) -> dict[str, JsonValue]:
