@@ -7,8 +7,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from checkpoint_core.cli.console import printable
+from rich_argparse import RawDescriptionRichHelpFormatter
+
 from checkpoint_core.errors import CheckpointError, describe_error
 
 _UNUSABLE = 2
@@ -23,6 +25,7 @@ _UNITS = {
     "KIB": 2**10,
     "MIB": 2**20,
     "GIB": 2**30,
+    "TIB": 2**40,
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 DTYPES = ("keep", "bf16", "fp16", "fp32")
@@ -66,6 +69,8 @@ def _one_line(error: CheckpointError | OSError) -> str:
         text = f"{error.filename}: permission denied; run the command as a user who may use that path"
     else:
         text = describe_error(error)
+    from checkpoint_core.cli.console import printable
+
     return printable(" ".join(text.split()))
 
 
@@ -121,8 +126,9 @@ def make_parser() -> argparse.ArgumentParser:
         description="Look at checkpoints, prove them whole, compare, export and prune them.",
         epilog="Exit codes: 0 fine, 1 damage or difference found, 2 wrong usage or unreadable input.\n"
         "Nothing is ever unpickled.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_ls(commands)
     _add_show(commands)
@@ -131,6 +137,19 @@ def make_parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_prune(commands)
     return parser
+
+
+class _Help(RawDescriptionRichHelpFormatter):
+    text_markup = help_markup = False  # square brackets are text
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        # Imported here: it takes longer than all the rest of a help text.
+        from importlib.metadata import version
+
+        print(f"checkpoint-core {version('checkpoint-core')}")
+        parser.exit()
 
 
 def parse_size(text: str) -> int:
@@ -164,7 +183,7 @@ def _add(
         help=text.partition(".")[0].partition("\n")[0],
         description=text,
         epilog=f"Example:\n  checkpoint-core {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
 
 

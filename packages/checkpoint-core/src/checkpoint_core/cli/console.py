@@ -1,17 +1,20 @@
 """Text for people: tables, sizes, ages, and a progress line."""
 
+import io
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-_NARROWEST = 10
-_GAP = "  "
+import rich.progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_WIDEST = 100_000
 _QUIET_SECONDS = 0.5
-_REFRESH_SECONDS = 0.1
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _AGES = (("d", 86400), ("h", 3600), ("min", 60))
 
@@ -49,55 +52,29 @@ def number_text(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
-def terminal_width() -> int | None:
-    """Columns of the terminal, or None when the output goes to a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns under a header. On a terminal, cells wrap so that lines fit; elsewhere nothing wraps.
-
-    Args:
-        header: Names of the columns.
-        rows: The cells, one sequence a row, as long as the header.
-    """
-    for line in table_lines(header, rows, terminal_width()):
+    """Print columns under a header. On a terminal, cells wrap so that lines fit; elsewhere nothing wraps."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in table_lines(header, rows, width):
         print(line)
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """The lines of a table.
+    """The lines of a table, without blanks at the end.
 
     Args:
         header: Names of the columns.
         rows: The cells.
-        width: Columns to fit into; None for as wide as needed. Columns stay at least 10 wide.
-
-    Returns:
-        The lines, without blanks at the end.
+        width: Columns to fit into; None for as wide as needed.
     """
-    cells = [list(header), *([printable(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    if width is not None:
-        widths = _fit(widths, width)
-    lines = []
-    for row in cells:
-        wrapped = [
-            textwrap.wrap(cell, w) if len(cell) > w else [cell] for cell, w in zip(row, widths, strict=True)
-        ]
-        for index in range(max(map(len, wrapped))):
-            parts = [piece[index] if index < len(piece) else "" for piece in wrapped]
-            padded = (part.ljust(w) for part, w in zip(parts, widths, strict=True))
-            lines.append(_GAP.join(padded).rstrip())
-    return lines
-
-
-def _fit(widths: Sequence[int], width: int) -> list[int]:
-    fitted = list(widths)
-    room = width - len(_GAP) * (len(fitted) - 1)
-    while sum(fitted) > room and max(fitted) > _NARROWEST:
-        fitted[fitted.index(max(fitted))] -= 1
-    return fitted
+    table = Table(box=None, pad_edge=False)
+    for name in header:
+        table.add_column(Text(name), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    text = io.StringIO()
+    Console(file=text, width=width or _WIDEST, color_system=None).print(table)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -111,11 +88,17 @@ class Progress(AbstractContextManager["Progress"]):
     """
 
     def __init__(self, what: str, total: int) -> None:
-        self._what = what
-        self._total = total
-        self._done = 0
-        self._shown = 0
         self._due = time.monotonic() + _QUIET_SECONDS
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}", markup=False),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.BarColumn(),
+            rich.progress.DownloadColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._what = what
+        self._task = self._bar.add_task(what, total=total)
 
     def advance(self, count: int) -> None:
         """Count work that is done.
@@ -123,7 +106,7 @@ class Progress(AbstractContextManager["Progress"]):
         Args:
             count: Bytes since the last call.
         """
-        self._done += count
+        self._bar.advance(self._task, count)
 
     def show(self, name: str) -> None:
         """Say how far the work has come.
@@ -131,24 +114,14 @@ class Progress(AbstractContextManager["Progress"]):
         Args:
             name: What comes next.
         """
-        now = time.monotonic()
-        if now < self._due or not sys.stderr.isatty():
+        if time.monotonic() < self._due or not self._bar.console.is_terminal:
             return
-        self._due = now + _REFRESH_SECONDS
-        share = self._done / self._total if self._total else 1.0
-        line = f"{self._what}: {share:4.0%} of {size_text(self._total)}, {printable(name)}"
-        self._write(line[: shutil.get_terminal_size().columns - 1])
-
-    def _write(self, line: str) -> None:
-        sys.stderr.write("\r" + line.ljust(self._shown))
-        sys.stderr.flush()
-        self._shown = len(line)
+        self._bar.start()
+        self._bar.update(self._task, description=f"{self._what}, {printable(name)}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wipe the line."""
-        if self._shown:
-            self._write("")
-            sys.stderr.write("\r")
-            sys.stderr.flush()
+        if self._bar.live.is_started:
+            self._bar.stop()

@@ -11,10 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
-from dataloader_dispatch.cli.parts import StoppedError
-from dataloader_dispatch.cli.tokenize import one_line, say, tokenize
-from dataloader_dispatch.errors import DataError
+from rich_argparse import RawDescriptionRichHelpFormatter
 
 _SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -28,6 +27,19 @@ _BROKEN_PIPE = 141
 _INTERRUPTED = 130
 
 
+class _Help(RawDescriptionRichHelpFormatter):
+    text_markup = help_markup = False  # square brackets are text
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        # Imported here: it takes longer than all the rest of a help text.
+        from importlib.metadata import version
+
+        print(f"dataloader-dispatch {version('dataloader-dispatch')}")
+        parser.exit()
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line.
 
@@ -39,8 +51,9 @@ def make_parser() -> argparse.ArgumentParser:
         description="Make token ids of documents, once, for many training runs.",
         epilog="Exit codes: 0 done; 1 stopped before the end, and the same command goes on; 2 wrong usage,\n"
         "or input or output that cannot be used; 130 interrupted by Ctrl-C, and the same command goes on.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_tokenize(commands)
     return parser
@@ -80,7 +93,7 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         epilog="Examples:\n"
         "  dataloader-dispatch tokenize corpus/ notes.jsonl tokens/ --tokenizer bytes\n"
         "  dataloader-dispatch tokenize 'dump/**/*.parquet' tokens/ --tokenizer ./my-tokenizer --workers 8",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a directory, a glob (in quotes) or a file")
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write; made if needed")
@@ -170,6 +183,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: With code 2 after a usage error, with code 0 after ``--help``.
     """
     arguments = make_parser().parse_args(argv)
+    # Imported when they are needed, so that help and usage errors come at once.
+    from dataloader_dispatch.cli.parts import StoppedError
+    from dataloader_dispatch.cli.tokenize import one_line, say, tokenize
+    from dataloader_dispatch.errors import DataError
+
     # Names of files may have letters that the terminal's encoding lacks.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -196,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
+        from dataloader_dispatch.cli.tokenize import one_line, say
+
         say(f"{record.levelname.lower()}: {one_line(record.getMessage())}")
 
 

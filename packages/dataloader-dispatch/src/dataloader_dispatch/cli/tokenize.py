@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
 
-from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+import rich.progress
+from rich.console import Console
 
 from dataloader_dispatch.cli.output import (
     Chunk,
@@ -37,12 +37,12 @@ from dataloader_dispatch.sources.token_binary import ITEM_BYTES, TokenManifest, 
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _LOG_SECONDS = 30.0
 _SCREEN_SECONDS = 0.2
+_console = Console(stderr=True)
 
 
 def say(text: str) -> None:
     """Print a line on standard error, above a progress bar if there is one."""
-    tqdm.write(text, file=sys.stderr)
-    sys.stderr.flush()
+    _console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def one_line(message: object) -> str:
@@ -70,16 +70,20 @@ class Progress:
     """
 
     def __init__(self, documents: int, done: int) -> None:
-        self._began = time.monotonic()
+        self._began = self._told = time.monotonic()
+        self._documents = 0
         self._bytes = 0
-        self._bar = tqdm(
-            total=documents,
-            initial=done,
-            unit=" documents",
-            unit_scale=True,
-            file=sys.stderr,
-            mininterval=_SCREEN_SECONDS if sys.stderr.isatty() else _LOG_SECONDS,
+        self._bar = rich.progress.Progress(
+            rich.progress.TaskProgressColumn(),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.completed} of {task.total} documents, {task.description}"),
+            rich.progress.TimeRemainingColumn(),
+            console=_console,
+            auto_refresh=False,  # a thread of its own would run while workers are forked
         )
+        self._task = self._bar.add_task("", total=documents, completed=done)
+        if _console.is_terminal:
+            self._bar.start()
 
     def advance(self, documents: int, size: int) -> None:
         """Count work that is done.
@@ -88,10 +92,23 @@ class Progress:
             documents: Documents since the last call.
             size: Bytes of their text.
         """
+        self._documents += documents
         self._bytes += size
-        rate = self._bytes / max(time.monotonic() - self._began, 1e-3) / 10**6
-        self._bar.set_postfix_str(f"{rate:.2f} MB/s", refresh=False)
-        self._bar.update(documents)
+        self._bar.advance(self._task, documents)
+        pause = _SCREEN_SECONDS if _console.is_terminal else _LOG_SECONDS
+        if time.monotonic() - self._told >= pause:
+            self._show()
+
+    def _show(self) -> None:
+        self._told = time.monotonic()
+        seconds = max(self._told - self._began, 1e-3)
+        speed = f"{self._documents / seconds:.0f} documents/s, {self._bytes / seconds / 10**6:.2f} MB/s"
+        self._bar.update(self._task, description=speed)
+        if _console.is_terminal:
+            self._bar.refresh()
+        else:
+            task = self._bar.tasks[0]
+            say(f"{task.completed:.0f} of {task.total:.0f} documents, {speed}")
 
     def __enter__(self) -> Progress:
         return self
@@ -100,7 +117,9 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the bar as it is."""
-        self._bar.close()
+        self._show()
+        if _console.is_terminal:
+            self._bar.stop()
 
 
 def tokenize(arguments: argparse.Namespace) -> None:
