@@ -36,8 +36,8 @@ from dist_env import (
 from dist_env.coordination import Coordinator, RankRecord
 from dist_env.device import check_visible
 from dist_env.handshake import check_agreement
-from dist_env.links import Link
 from dist_env.rank_report import RankReport, find_warnings
+from dist_env.tree_sums import Link
 from hardware_table.detection import DetectedDevice
 from hardware_table.resolve import resolve_peak
 from llama_pretrain import PretrainArguments

@@ -30,17 +30,17 @@ def listening() -> list[str]:
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in own]
 '''
 RANK = f"""{LISTENING}
-import dist_env.host_sums
+import dist_env.tree_sums
 from dataloader_dispatch import DataloaderDispatcher
 from dist_env import DistributedEnvironment, HostSums, barrier
 from torch.distributed.device_mesh import init_device_mesh
 
 seen = []
-accept = dist_env.host_sums.accept
+accept = dist_env.tree_sums.accept
 def look(listener, *others):
     seen.append(listener.getsockname()[0])
     return accept(listener, *others)
-dist_env.host_sums.accept = look
+dist_env.tree_sums.accept = look
 with DistributedEnvironment() as env:
     sums = HostSums(env)
     loader = DataloaderDispatcher([1, 2] if env.rank == 0 else None, init_device_mesh("cpu", (2,)), "cpu")

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from dist_env.environment import DistributedEnvironment
     from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
     from dist_env.heartbeat import Heartbeat, RankStatus, StallReport
-    from dist_env.host_sums import HostSums
     from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment, fake_job, is_alone
     from dist_env.layout import ParallelLayout
     from dist_env.liveness import naming_lost_ranks
     from dist_env.logging import forget_warnings, get_logger
     from dist_env.meshes import Meshes
+    from dist_env.tree_sums import HostSums
     from dist_env.worker_processes import die_with_parent_context, tie_loader_workers
 
 __all__ = [
@@ -59,12 +59,12 @@ _NAMES = {
     "environment": ("DistributedEnvironment",),
     "errors": ("DistributedEnvironmentError", "RankFailedError", "RankTimeoutError"),
     "heartbeat": ("Heartbeat", "RankStatus", "StallReport"),
-    "host_sums": ("HostSums",),
     "interface": ("DistributedEnvInterface", "StaticDistributedEnvironment", "fake_job", "is_alone"),
     "layout": ("ParallelLayout",),
     "liveness": ("naming_lost_ranks",),
     "logging": ("forget_warnings", "get_logger"),
     "meshes": ("Meshes",),
+    "tree_sums": ("HostSums",),
     "worker_processes": ("die_with_parent_context", "tie_loader_workers"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

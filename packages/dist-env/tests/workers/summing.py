@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import dist_env.host_sums
+import dist_env.tree_sums
 from dist_env import DistributedEnvironment, HostSums, RankFailedError, gather_objects, naming_lost_ranks
 
-dist_env.host_sums._FAN_OUT = 2  # 0 above 1 and 2, and 1 above 3
+dist_env.tree_sums._FAN_OUT = 2  # 0 above 1 and 2, and 1 above 3
 notes: dict[str, object] = {}
 
 
