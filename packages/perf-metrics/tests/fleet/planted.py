@@ -56,9 +56,7 @@ MISTAKES = (
         alone=False,
     ),
     Mistake("peak of a slower type", 0.31, 2.0),
-    Mistake(
-        "fp8 work against the bf16 peak", 0.30, 2.0, {"compute_dtype": "fp8", "peak_dtype": "bf16"}
-    ),
+    Mistake("fp8 work against the bf16 peak", 0.30, 2.0, {"compute_dtype": "fp8", "peak_dtype": "bf16"}),
     Mistake("latent experts counted at full width", 0.2558, LATENT_EXPERTS, {"experts": True}),
     Mistake("hybrid counted as attention and MLP", 0.1556, HYBRID, {"hybrid": True}),
     Mistake(

@@ -1,4 +1,4 @@
-"""Data-parallel training that reproduces the single-process loss curve, or trains with a fraction of the communication."""
+"""Data-parallel training with the single-process loss curve, or with a fraction of the communication."""
 
 from .arguments import (
     CompressionArguments,

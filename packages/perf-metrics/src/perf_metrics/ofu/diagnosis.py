@@ -389,12 +389,8 @@ def _peak(facts: JobFacts) -> Iterator[MfuGapCause | str]:
             else MfuGapCause(name, share, share, f"peak of {run} / peak of {peak}", check)
         )
         return
-    yield MfuGapCause(
-        "peak of a slower type", 2.0, 2.0, "such as fp8 work against the bf16 peak: 2/1", check
-    )
-    yield MfuGapCause(
-        "peak of a faster type", 0.5, 0.5, "such as bf16 work against the fp8 peak: 1/2", check
-    )
+    yield MfuGapCause("peak of a slower type", 2.0, 2.0, "such as fp8 work against the bf16 peak: 2/1", check)
+    yield MfuGapCause("peak of a faster type", 0.5, 0.5, "such as bf16 work against the fp8 peak: 1/2", check)
 
 
 def _counters(facts: JobFacts) -> Iterator[MfuGapCause]:
