@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeGuard, TypeVar, cast
 
 import torch
 
@@ -41,35 +41,15 @@ def masked_dummy(batch: Batch) -> Batch:
         raise cannot_mask(f"a batch of type {type(batch).__name__}, which is not a mapping")
     if "labels" not in batch:
         raise cannot_mask(f"a batch with the keys {sorted(map(str, batch))}, without 'labels'")
-    return _masked(batch, None)  # type: ignore[return-value]  # the structure of the argument
+    return cast(Batch, _rebuilt(batch, _masked))
 
 
 def _masked(value: object, key: object) -> object:
     if isinstance(value, torch.Tensor):
         return _masked_tensor(value.detach(), key)
-    if isinstance(value, Mapping):
-        return _masked_mapping(value, key)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        make: Callable[..., object] = type(value)
-        return make(*(_masked(item, key) for item in value))
-    if isinstance(value, list):
-        return [_masked(item, key) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_masked(item, key) for item in value)
     if key == "labels":
         raise cannot_mask(f"labels of type {type(value).__name__}, which is not a tensor")
     return copy.deepcopy(value)
-
-
-def _masked_mapping(value: Mapping[object, object], key: object) -> object:
-    # What is masked as a whole stays masked in its parts, whatever these are called.
-    kept = key in ("labels", *_WEIGHTS)
-    items = {name: _masked(item, key if kept else name) for name, item in value.items()}
-    if type(value) is dict or not isinstance(value, MutableMapping):
-        return items
-    result = copy.copy(value)  # A type of its own, such as a tokenizer's BatchEncoding.
-    result.update(items)
-    return result
 
 
 def _masked_tensor(value: torch.Tensor, key: object) -> torch.Tensor:
@@ -92,7 +72,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         A new structure of the same types; tensors that are on the device already are the same ones.
     """
 
-    def moved(value: object) -> object:
+    def moved(value: object, _: object) -> object:
         if isinstance(value, torch.Tensor):
             return value.to(device, non_blocking=True)
         move = getattr(value, "to", None)
@@ -101,30 +81,45 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return cast(Batch, _rebuilt(batch, moved))
 
 
+def dense_to_device(batch: object, device: torch.device) -> object:
+    """A batch of the same structure with its dense tensors on a device and detached."""
+
+    def moved(value: object, _: object) -> object:
+        return value.detach().to(device, non_blocking=True) if _is_dense(value) else value
+
+    return _rebuilt(batch, moved)
+
+
 def copy_of(batch: Batch) -> Batch:
     """A copy of a batch that shares nothing with it, on the same device."""
 
-    def copied(value: object) -> object:
+    def copied(value: object, _: object) -> object:
         return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
     return cast(Batch, _rebuilt(batch, copied))
 
 
-def _rebuilt(value: object, leaf: Callable[[object], object]) -> object:
-    if isinstance(value, torch.Tensor):
-        return leaf(value)
-    if isinstance(value, Mapping):
-        items = {name: _rebuilt(item, leaf) for name, item in value.items()}
-        if type(value) is dict or not isinstance(value, MutableMapping):
-            return items
-        result = copy.copy(value)  # A type of its own, such as a tokenizer's BatchEncoding.
-        result.update(items)
-        return result
+def _rebuilt(value: object, leaf: Callable[[object, object], object], key: object = None) -> object:
+    """A structure of the same types around what a function makes of each other value.
+
+    Args:
+        value: The structure.
+        leaf: Given a value, and the innermost key above it; what is below labels or weights has their key.
+        key: That of ``value``.
+    """
     if isinstance(value, (list, tuple)):
-        parts = [_rebuilt(item, leaf) for item in value]
+        parts = [_rebuilt(item, leaf, key) for item in value]
         make = cast(Callable[..., object], type(value))
         return make(*parts) if hasattr(value, "_fields") else make(parts)
-    return leaf(value)
+    if isinstance(value, torch.Tensor) or not isinstance(value, Mapping):
+        return leaf(value, key)
+    kept = key in ("labels", *_WEIGHTS)
+    items = {name: _rebuilt(item, leaf, key if kept else name) for name, item in value.items()}
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return items
+    result = copy.copy(value)  # A type of its own, such as a tokenizer's BatchEncoding.
+    result.update(items)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +132,7 @@ class Slot:
 def put_together(skeleton: object, tensors: Sequence[torch.Tensor]) -> object:
     """A batch with its tensors in place of slots. Mappings, lists and tuples are new, other values those of
     the skeleton."""
-    return _map(skeleton, lambda value: isinstance(value, Slot), lambda slot: tensors[slot.number])
-
-
-def dense_to_device(batch: object, device: torch.device) -> object:
-    """A batch of the same structure with its dense tensors on a device and detached."""
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(device, non_blocking=True)
-
-    return _map(batch, _is_dense, move)
+    return _rebuilt(skeleton, lambda value, _: tensors[value.number] if isinstance(value, Slot) else value)
 
 
 def is_immutable(skeleton: object) -> bool:
@@ -158,27 +144,7 @@ def is_immutable(skeleton: object) -> bool:
     return type(skeleton) in (list, tuple) and all(map(is_immutable, skeleton))  # type: ignore[call-overload]
 
 
-def _is_dense(value: object) -> bool:
+def _is_dense(value: object) -> TypeGuard[torch.Tensor]:
     if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
         return False
     return value.layout is torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
-
-
-def _map(value: object, is_leaf: Callable[[object], bool], change: Callable[..., object]) -> object:
-    if is_leaf(value):
-        return change(value)
-    kind = type(value)
-    if kind is dict:
-        return {key: _map(item, is_leaf, change) for key, item in value.items()}  # type: ignore[attr-defined]
-    if kind is list:
-        return [_map(item, is_leaf, change) for item in value]  # type: ignore[attr-defined]
-    if kind is tuple:
-        return tuple([_map(item, is_leaf, change) for item in value])  # type: ignore[attr-defined]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        make: Callable[..., object] = kind
-        return make(*(_map(item, is_leaf, change) for item in value))
-    if isinstance(value, MutableMapping):
-        result = copy.copy(value)  # A type of its own, such as a tokenizer's BatchEncoding.
-        result.update({key: _map(item, is_leaf, change) for key, item in value.items()})
-        return result
-    return value

@@ -406,9 +406,6 @@ class _MixedOrder(Sequence[int]):
         turn, position = divmod(taken, len(documents))
         return documents[self._order(number, turn, len(documents))[position]]
 
-    def __iter__(self) -> Iterator[int]:
-        return (self[position] for position in range(len(self)))
-
     def _order(self, number: int, turn: int, count: int) -> Sequence[int]:
         """The order of a source in one of its passes; an epoch meets few of them."""
         if not self._shuffle:

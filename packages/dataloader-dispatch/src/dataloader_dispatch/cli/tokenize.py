@@ -6,7 +6,6 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from types import TracebackType
 
 import rich.progress
 from rich.console import Console
@@ -113,9 +112,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the bar as it is."""
         self._show()
         if _console.is_terminal:

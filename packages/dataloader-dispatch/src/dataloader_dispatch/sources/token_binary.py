@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import numpy as np
@@ -418,9 +417,7 @@ class PartWriter:
     def __enter__(self) -> PartWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove what is not complete."""
         self._tokens.close()
         for path in self._temporary.values():

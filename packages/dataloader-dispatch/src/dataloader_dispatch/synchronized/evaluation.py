@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import Indexed, exact_length, length_of
@@ -18,7 +18,6 @@ from dist_env import StaticDistributedEnvironment, barrier
 
 Batch = TypeVar("Batch")
 Item = TypeVar("Item")
-Item_co = TypeVar("Item_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -171,42 +170,15 @@ def _rows(batch: object) -> int | None:
     return next((rows for part in parts if (rows := _rows(part)) is not None), None)
 
 
-class _Fetching(Protocol[Item_co]):
-    def __getitems__(self, indices: Sequence[int], /) -> Sequence[Item_co]: ...
-
-
-class EvaluationShard(Dataset[Item], Generic[Item]):
+class EvaluationShard(Subset[Item]):
     """Every ``world_size``-th item of a map-style dataset, from the one at ``rank`` on.
 
     Made by `shard_for_evaluation`. It holds no list of indices: its size does not depend on the dataset's.
 
     Attributes:
         dataset: The whole dataset.
-        indices: Where the items are in it.
+        indices: Where the items are in it, a range.
     """
-
-    def __init__(self, dataset: Indexed[Item], indices: range) -> None:
-        self.dataset = dataset
-        self.indices = indices
-
-    def __len__(self) -> int:
-        """Number of items on this rank; 0 if there are fewer items than ranks."""
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Item:
-        """The item at a position of this shard.
-
-        Raises:
-            IndexError: There is none.
-        """
-        return self.dataset[self.indices[index]]
-
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[Item]:
-        """Several items at once, as torch's loaders ask for them."""
-        places = [self.indices[index] for index in indices]
-        if callable(getattr(self.dataset, "__getitems__", None)):
-            return cast("_Fetching[Item]", self.dataset).__getitems__(places)
-        return [self.dataset[place] for place in places]
 
 
 def shard_for_evaluation(dataset: Indexed[Item], rank: int, world_size: int) -> EvaluationShard[Item]:
@@ -238,7 +210,8 @@ def shard_for_evaluation(dataset: Indexed[Item], rank: int, world_size: int) -> 
             f"dataset is a {type(dataset).__name__}, and sharding by index needs a length and an index; let "
             "an iterable dataset shard itself, and give its loader to EvaluationLoader"
         )
-    return EvaluationShard(dataset, range(rank, len(dataset), world_size))
+    indices = range(rank, len(dataset), world_size)
+    return EvaluationShard(cast("Dataset[Item]", dataset), indices)
 
 
 class GlobalMean:
