@@ -1,4 +1,4 @@
-"""The command `bench`: turns in fresh processes, what is printed and written, and what is refused."""
+"""The command `bench`: trials in fresh processes, what is printed and written, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from llama_pretrain.bench import torch_loop
-from llama_pretrain.bench.agreement import agreement
-from llama_pretrain.bench.clock import StepClock, Window
-from llama_pretrain.bench.contenders import CONTENDERS, Contender, chosen
-from llama_pretrain.bench.memory import PeakMemory
-from llama_pretrain.bench.options import BenchArguments
+from llama_pretrain.bench import baselines
+from llama_pretrain.bench.baselines import BASELINES, Baseline, chosen, torch_loop
+from llama_pretrain.bench.command import run_rounds
 from llama_pretrain.bench.published import published
-from llama_pretrain.bench.rounds import run_rounds
-from llama_pretrain.bench.summary import summarise
-from llama_pretrain.bench.turn import Turn, take_turn
+from llama_pretrain.bench.summary import agreement, summarise
+from llama_pretrain.bench.trial import PeakMemory, StepClock, Trial, Window, run_trial
 from llama_pretrain.cli import main
+from llama_pretrain.commands.arguments import BenchArguments
 from trainer_core import ConfigurationError
 
 SMALL = {"sequence_length": 16, "per_device_train_batch_size": 2, "steps": 10, "warm_up_steps": 6}
@@ -45,7 +42,7 @@ def small(shape: Path) -> BenchArguments:
     return BenchArguments(model=str(shape), use_cpu=True, rounds=1, **SMALL)  # type: ignore[arg-type]
 
 
-def test_two_contenders_take_turns_and_do_the_same_work(
+def test_two_baselines_run_trials_and_do_the_same_work(
     shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "bench.json"
@@ -61,10 +58,10 @@ def test_two_contenders_take_turns_and_do_the_same_work(
     assert list(told["contenders"]) == ["ours", "torch"]
     for figures in told["contenders"].values():
         assert len(figures["turns"]) == 2
-        for turn in figures["turns"]:
-            assert turn["loss_after"] < turn["loss_before"]
-            assert len(turn["windows"]) == 2
-            assert all(window["wall_s"] > 0 for window in turn["windows"])
+        for trial in figures["turns"]:
+            assert trial["loss_after"] < trial["loss_before"]
+            assert len(trial["windows"]) == 2
+            assert all(window["wall_s"] > 0 for window in trial["windows"])
     ours, plain = told["contenders"].values()
     assert plain["over_torch"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert ours["turns"][0]["loss_after"] == pytest.approx(plain["turns"][0]["loss_after"], rel=1e-6)
@@ -80,9 +77,9 @@ def test_two_contenders_take_turns_and_do_the_same_work(
     assert "torchtitan" in others
 
 
-def test_figures_follow_from_turns(small: BenchArguments) -> None:
+def test_figures_follow_from_trials(small: BenchArguments) -> None:
     fast, slow = Window(0.1, 0.3), Window(0.2, 0.4)
-    turn = Turn(
+    trial = Trial(
         windows=[fast, fast, slow],
         peak_memory_bytes=5,
         loss_before=6.0,
@@ -93,8 +90,8 @@ def test_figures_follow_from_turns(small: BenchArguments) -> None:
         threads=1,
         versions={},
     )
-    slower = replace(turn, windows=[fast, slow, slow], peak_memory_bytes=7)
-    found = summarise({"torch": [turn, turn, slower], "ours": [turn, slower, slower]}, small)
+    slower = replace(trial, windows=[fast, slow, slow], peak_memory_bytes=7)
+    found = summarise({"torch": [trial, trial, slower], "ours": [trial, slower, slower]}, small)
     ours = found["ours"]
     assert ours.mfu is not None
     assert ours.over_torch is not None
@@ -104,7 +101,7 @@ def test_figures_follow_from_turns(small: BenchArguments) -> None:
     assert ours.mfu.median == pytest.approx(1e6 * 32 / 0.2 / 1e9)
     assert ours.peak_memory_bytes == 7
     assert (ours.over_torch.median, ours.over_torch.low) == (1.0, 0.5)
-    unknown = summarise({"ours": [replace(turn, peak_flops=None, peak_memory_bytes=None)]}, small)["ours"]
+    unknown = summarise({"ours": [replace(trial, peak_flops=None, peak_memory_bytes=None)]}, small)["ours"]
     assert (unknown.mfu, unknown.peak_memory_bytes, unknown.over_torch) == (None, None, None)
 
 
@@ -112,29 +109,29 @@ def test_figures_follow_from_turns(small: BenchArguments) -> None:
 def test_other_work_is_found(
     small: BenchArguments, name: str, value: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ours, plain = take_turn("ours", small, tmp_path), take_turn("torch", small, tmp_path)
+    ours, plain = run_trial("ours", small, tmp_path), run_trial("torch", small, tmp_path)
     same = agreement({"ours": [ours], "torch": [plain]}, "no")
     assert same is not None
     assert same.other_work() == []
-    monkeypatch.setattr(torch_loop, name, value)
-    other = agreement({"ours": [ours], "torch": [take_turn("torch", small, tmp_path)]}, "no")
+    monkeypatch.setattr(baselines, name, value)
+    other = agreement({"ours": [ours], "torch": [run_trial("torch", small, tmp_path)]}, "no")
     assert other is not None
     assert other.other_work() == ["ours"]
 
 
-def test_a_contender_that_fails_takes_no_further_turns(
+def test_a_baseline_that_fails_takes_no_further_trials(
     small: BenchArguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured = run_rounds(replace(small, rounds=2), [Contender("nobody", "Nobody", "nobody", ())])
+    measured = run_rounds(replace(small, rounds=2), [Baseline("nobody", "Nobody", torch_loop, ())])
     assert measured.failures == {"nobody": "KeyError: 'nobody'"}
-    assert measured.turns == {}
+    assert measured.trials == {}
     assert capsys.readouterr().out == "round 1/2  Nobody: failed: KeyError: 'nobody'\n"
 
 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, contender in CONTENDERS.items():
+    for name, baseline in BASELINES.items():
         needs = ("no-such-distribution",) if name == "hf" else ("torch",)
-        monkeypatch.setitem(CONTENDERS, name, replace(contender, distributions=needs))
+        monkeypatch.setitem(BASELINES, name, replace(baseline, distributions=needs))
     takes_part, missing = chosen(())
     assert [each.name for each in takes_part] == ["ours", "torch", "accelerate", "lightning"]
     assert [each.missing() for each in missing] == [["no-such-distribution"]]
@@ -184,7 +181,7 @@ def test_wrong_input_is_one_line(words: list[str], told: str, capsys: pytest.Cap
     assert len(error.splitlines()) == 1
 
 
-def test_sigterm_leaves_no_contender_and_no_files(tmp_path: Path) -> None:
+def test_sigterm_leaves_no_baseline_and_no_files(tmp_path: Path) -> None:
     temporary, result = tmp_path / "temporary", tmp_path / "bench.json"
     temporary.mkdir()
     words = ["--steps", "100000", "--warm-up-steps", "6", "--rounds", "1", "--contenders", "torch"]
@@ -195,23 +192,23 @@ def test_sigterm_leaves_no_contender_and_no_files(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(temporary)},
     )
     deadline = time.monotonic() + 120
-    while not (turns := processes_with(str(temporary))):
+    while not (trials := processes_with(str(temporary))):
         assert bench.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     bench.send_signal(signal.SIGTERM)
     assert bench.wait(60) == 128 + signal.SIGTERM
-    assert not [pid for pid in turns if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in trials if Path(f"/proc/{pid}").exists()]
     assert not list(temporary.iterdir())
     assert not result.exists()
 
 
-def test_a_turn_dies_with_the_bench(
+def test_a_trial_dies_with_the_bench(
     small: BenchArguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    turn = [Contender("torch", "torch", "torch", ())]
-    bench = multiprocessing.get_context("fork").Process(target=run_rounds, args=(small, turn))
+    trial = [Baseline("torch", "torch", torch_loop, ())]
+    bench = multiprocessing.get_context("fork").Process(target=run_rounds, args=(small, trial))
     bench.start()
     deadline = time.monotonic() + 120
     while not processes_with(str(tmp_path)):

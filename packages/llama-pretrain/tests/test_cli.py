@@ -16,8 +16,7 @@ import pytest
 
 from checkpoint_core import LeaseLostError
 from llama_pretrain import LlamaConfig, PretrainArguments, load_pretrained
-from llama_pretrain.cli import main
-from llama_pretrain.commands.registry import COMMANDS
+from llama_pretrain.cli import COMMANDS, main
 
 STEPS = 60
 ENTRY_KEYS = {

@@ -1,4 +1,4 @@
-"""The configuration: what it accepts, what it refuses, and what it writes."""
+"""The configuration: what it accepts, refuses and writes, and which one a run gets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama_pretrain import Llama, LlamaConfig, preset, preset_names
+from llama_pretrain import ByteTokenizer, Llama, LlamaConfig, PretrainArguments, preset, preset_names
+from llama_pretrain.experiment import model_config
 from trainer_core import ConfigurationError
 
 MakeConfig = Callable[..., LlamaConfig]
@@ -136,3 +137,24 @@ def test_an_unknown_preset_names_the_nearest() -> None:
         preset("160")
     assert preset_names()[0] == "tiny"
     assert preset("tiny", vocab_size=32000).vocab_size == 32000
+
+
+def test_a_preset_takes_the_vocabulary_of_the_tokenizer_or_the_one_asked_for() -> None:
+    tokenizer = ByteTokenizer()
+    assert model_config(PretrainArguments(), tokenizer).vocab_size == 320
+    assert model_config(PretrainArguments(vocab_size=32000), tokenizer).vocab_size == 32000
+
+
+def test_a_vocabulary_holds_every_id_of_the_tokenizer() -> None:
+    with pytest.raises(ConfigurationError, match="vocab_size=200: is less than the 259 ids"):
+        model_config(PretrainArguments(vocab_size=200), ByteTokenizer())
+
+
+def test_a_directory_keeps_its_own_vocabulary(
+    tmp_path: Path, small_config: Callable[..., LlamaConfig]
+) -> None:
+    small_config(vocab_size=300).save(tmp_path)
+    args = PretrainArguments(model=str(tmp_path), sample_tokens=0)
+    assert model_config(args, ByteTokenizer()).vocab_size == 300
+    with pytest.raises(ConfigurationError, match="vocab_size=512: has no effect on the model in"):
+        model_config(PretrainArguments(model=str(tmp_path), vocab_size=512), ByteTokenizer())

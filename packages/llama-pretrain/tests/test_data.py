@@ -1,4 +1,4 @@
-"""The default corpus, and the division into training and evaluation."""
+"""The default corpus, its division into training and evaluation, and tokenizers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 from dataloader_dispatch import DataError, StreamLoader
 from dist_env import StaticDistributedEnvironment
-from llama_pretrain import ByteTokenizer, PretrainArguments
+from llama_pretrain import ByteTokenizer, PretrainArguments, Tokenizer, load_tokenizer
 from llama_pretrain.data import evaluation_loader, open_data, split_data, standard_library, training_loader
+from trainer_core import ConfigurationError
 
 
 def test_the_standard_library_is_found_without_tests_and_packages() -> None:
@@ -92,3 +93,29 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
         [b["input_ids"] for b in training_loader(open_data(replaced), ByteTokenizer(), replaced)]
     )
     assert "caf\ufffd" in ByteTokenizer().decode(rows.flatten().tolist())
+
+
+@pytest.mark.parametrize("text", ["", "plain", "naïve ≤ 1\n\t🦙", "\x00\x7f"])
+def test_text_comes_back(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = list(tokenizer.encode(text))
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_special_ids_are_left_out_of_text_and_broken_bytes_show() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([256, 104, 105, 257, 258]) == "hi"
+    assert tokenizer.decode([0xC3, 104]) == "\ufffdh"
+    special = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    assert special == set(range(256, tokenizer.vocab_size))
+
+
+def test_it_is_saved_and_found_again(tmp_path: Path) -> None:
+    assert isinstance(ByteTokenizer(), Tokenizer)
+    with pytest.raises(ConfigurationError, match=r"byte_tokenizer\.json"):
+        ByteTokenizer.from_pretrained(tmp_path)
+    ByteTokenizer().save_pretrained(tmp_path)
+    assert isinstance(ByteTokenizer.from_pretrained(tmp_path), ByteTokenizer)
+    assert isinstance(load_tokenizer(str(tmp_path)), ByteTokenizer)
+    assert isinstance(load_tokenizer("byte"), ByteTokenizer)

@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from llama_pretrain import PretrainArguments
-from llama_pretrain.commands.train_command_line import resolve
 from llama_pretrain.mesh import names_said_by_mesh, parse_mesh, trainer_for
 from llama_pretrain.run_directory import RunDirectory
+from llama_pretrain.settings import resolve
 from trainer_core import ConfigurationError
 
 

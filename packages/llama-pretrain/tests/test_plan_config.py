@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_pretrain.cli import main
-from llama_pretrain.commands.train_command_line import resolve
-from llama_pretrain.recipes import recipe_names
+from llama_pretrain.settings import recipe_names, resolve
 
 _PIPELINES = [name for name in recipe_names() if resolve({"config": name}).trainer == "pipeline"]
 # The largest take seconds each; those that are left out have other numbers of GPUs, and nothing else.

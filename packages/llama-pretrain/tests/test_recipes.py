@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from llama_pretrain.cli import main
-from llama_pretrain.commands.recipes import tokens_per_step
-from llama_pretrain.commands.train_command_line import resolve
 from llama_pretrain.mesh import parse_mesh
-from llama_pretrain.recipes import load_config, purpose, recipe_names, recipe_text
+from llama_pretrain.settings import load_config, purpose, recipe_names, recipe_text, resolve, tokens_per_step
 from trainer_core import ConfigurationError
 
 LARGE = [name for name in recipe_names() if not name.startswith("tiny")]

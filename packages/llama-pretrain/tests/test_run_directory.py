@@ -12,8 +12,8 @@ import yaml
 
 from checkpoint_core import DirectoryLease
 from llama_pretrain import PretrainArguments
-from llama_pretrain.commands.train_command_line import resolve
 from llama_pretrain.run_directory import RunDirectory, refuse_if_in_use
+from llama_pretrain.settings import resolve
 from trainer_core import ConfigurationError
 
 SUBJECT = {"model": {"hidden_size": 64, "num_hidden_layers": 2}, "data": "abc", "tokenizer": {"name": "byte"}}

@@ -6,12 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .model.config import LlamaConfig
-    from .model.generation import generate
+    from .arguments import PretrainArguments
+    from .model.config import LlamaConfig, preset, preset_names
     from .model.interchange import load_pretrained, save_pretrained
-    from .model.llama import KVCache, Llama
-    from .model.presets import preset, preset_names
-    from .options import PretrainArguments
+    from .model.llama import KVCache, Llama, generate
     from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -33,13 +31,13 @@ __all__ = [
 _MODULES = {
     "KVCache": "model.llama",
     "LlamaConfig": "model.config",
-    "generate": "model.generation",
+    "generate": "model.llama",
     "load_pretrained": "model.interchange",
     "save_pretrained": "model.interchange",
     "Llama": "model.llama",
-    "PretrainArguments": "options",
-    "preset": "model.presets",
-    "preset_names": "model.presets",
+    "PretrainArguments": "arguments",
+    "preset": "model.config",
+    "preset_names": "model.config",
     "ByteTokenizer": "tokenizer",
     "HuggingFaceTokenizer": "tokenizer",
     "Tokenizer": "tokenizer",

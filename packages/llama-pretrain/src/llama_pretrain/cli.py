@@ -1,18 +1,21 @@
-"""The command line: `llama-pretrain [train|plan|eval|generate|export|...]`."""
+"""The command line: `llama-pretrain [train|recipes|plan|eval|generate|export|import|report|bench]`."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from .launch import has_launched, is_reporting, leave_exit_code, report_end
-from .program import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG
+from .exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG, exit_code_of, is_of_another_rank
+from .launch import has_launched, is_launched, is_reporting, launch, leave_exit_code, report_end
 
-_MACHINE_ERRORS = (ENOSPC, EDQUOT, EFBIG, EIO, ENOMEM, EMFILE, ENFILE)
+if TYPE_CHECKING:
+    from .command_line import Parser
+
 _OVERVIEW = f"""\
 usage: {PROG} [train] [options]     train a Llama, or go on with a run that was stopped
        {PROG} recipes [NAME]        list settings of whole runs, or print one of them
@@ -84,59 +87,183 @@ def run() -> NoReturn:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    _let_waiting_threads_sleep()
-    # Imported late: torch reads the setting above when it is loaded, and the overview needs no torch.
-    from .commands.registry import COMMANDS, RANK_ERRORS, USER_ERRORS
-
+    # torch reads this when it is loaded. By default OpenMP threads that wait for one another spin, and take
+    # the cores from the very thread they wait for: with two threads on two busy cores, `tiny` was 5 to 10
+    # times slower. A value that the user has set wins.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name not in COMMANDS:
         print(f"{PROG}: error: unknown command {name!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
         return COMMANDS[name](words)
-    except RANK_ERRORS as error:
-        _complain(error, is_cause=False)
-        return EXIT_ABORTED
-    except USER_ERRORS as error:
-        _complain(error, is_cause=True)
-        return EXIT_ABORTED if _is_of_the_machine(error) else EXIT_USER_ERROR
+    except Exception as error:
+        code = exit_code_of(error)
+        if code is None:
+            raise
+        _complain(error)
+        return code
 
 
-def _let_waiting_threads_sleep() -> None:
-    """Keep a small model fast on a machine that does other work too.
-
-    By default OpenMP threads that wait for one another spin, and take the cores from the very thread they
-    wait for: with two threads on two busy cores, `tiny` was 5 to 10 times slower. A value that the user has
-    set wins.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def _is_of_the_machine(error: BaseException | None) -> bool:
-    """Whether a run broke, the system refused room or a device failed: other input would not change that."""
-    from checkpoint_core import LeaseLostError
-
-    from .train import BrokenRunError
-
-    if isinstance(error, BrokenRunError | LeaseLostError):
-        return True
-    seen: set[int] = set()
-    # An error that is raised again while it is handled elsewhere can be in its own context.
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _complain(error: BaseException, *, is_cause: bool) -> None:
+def _complain(error: Exception) -> None:
     """Print one line; of several processes each says who it is, because each may have another reason."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"[rank {os.environ.get('RANK', '0')}] " if several else ""
-    print(f"{PROG}: error: {who}{_one_line(error)}", file=sys.stderr)
-    report_end(_one_line(error), is_cause=is_cause)
+    message = " ".join(str(error).split()) or type(error).__name__
+    print(f"{PROG}: error: {who}{message}", file=sys.stderr)
+    if is_reporting():
+        report_end(message, is_cause=not is_of_another_rank(error))
 
 
-def _one_line(error: BaseException) -> str:
-    """The message of an error, with the operating system's own words for its errors, in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+# What a command imports is imported when it runs: torch takes seconds, and help needs none of it.
+def _train(words: Sequence[str]) -> int:
+    from .mesh import parse_mesh
+    from .settings import resolve, train_parser
+
+    given = train_parser().parse_args_strictly(words)
+    only_looks = given.pop("dry_run", False)
+    args = resolve(given)
+    if only_looks:
+        from .commands.dry_run import dry_run
+
+        refuse_several_processes("train --dry-run")
+        dry_run(args)
+        return 0
+    processes = parse_mesh(args.mesh).world_size
+    if processes > 1 and not is_launched():
+        return launch(["train", *words], processes, args.output_dir)
+
+    from .train import train
+
+    return train(args)
+
+
+def _plan(words: Sequence[str]) -> int:
+    from .commands.arguments import plan_arguments, plan_parser
+
+    given = plan_parser().parse_args_strictly(words)
+    refuse_several_processes("plan")
+    if "config" in given:
+        from .commands.plan_config import show_plan
+
+        show_plan(given)
+    else:
+        from .commands.plan import show_plans
+
+        show_plans(plan_arguments(given))
+    return 0
+
+
+@dataclass(frozen=True)
+class _Command:
+    """A command whose options are the fields of a dataclass.
+
+    Attributes:
+        summary: What it does, in a sentence.
+        arguments: Name of the dataclass.
+        function: Module and name of the function that is called with it; what it returns, if that is a
+            number, is the exit code.
+        positional: Fields that are given without their names.
+        keeps_words: Whether the function is given the words too, to write them down.
+    """
+
+    name: str
+    summary: str
+    arguments: str
+    function: str
+    positional: tuple[str, ...] = ()
+    keeps_words: bool = False
+
+    def parser(self) -> Parser:
+        """The parser of its options."""
+        from .command_line import Parser, add_field_options
+
+        parser = Parser(prog=f"{PROG} {self.name}", description=self.summary)
+        add_field_options(parser, self._class(), {}, positional=self.positional)
+        return parser
+
+    def __call__(self, words: Sequence[str]) -> int:
+        """Do it."""
+        from trainer_core import arguments_from_dict
+
+        given = self.parser().parse_args_strictly(words)
+        refuse_several_processes(self.name)
+        args: object = arguments_from_dict(self._class(), given)
+        module, _, function = self.function.rpartition(".")
+        code = getattr(import_module(module, __package__), function)(
+            args, *([words] if self.keeps_words else [])
+        )
+        return code if isinstance(code, int) else 0
+
+    def _class(self) -> type:
+        found: type = getattr(import_module(".commands.arguments", __package__), self.arguments)
+        return found
+
+
+def refuse_several_processes(command: str) -> None:
+    """Refuse to do the same thing in each of the processes that a launcher has started.
+
+    Raises:
+        ConfigurationError: If it has started several.
+    """
+    from dist_env import DistributedEnvironment
+    from trainer_core import ConfigurationError
+
+    processes = DistributedEnvironment().world_size
+    if processes > 1:
+        raise ConfigurationError(
+            "WORLD_SIZE",
+            processes,
+            f"{command} is one process, and {processes} were started",
+            f"use `{PROG} {command}` without a launcher",
+        )
+
+
+_SIMPLE = (
+    _Command(
+        "recipes",
+        "List settings of whole runs, or print one of them.",
+        "RecipesArguments",
+        ".settings.show_recipes",
+        ("name",),
+    ),
+    _Command("eval", "Score a trained model on text.", "EvalArguments", ".commands.trained_model.evaluate"),
+    _Command(
+        "generate",
+        "Let a trained model continue a text.",
+        "GenerateArguments",
+        ".commands.trained_model.generate_text",
+        ("prompt",),
+    ),
+    _Command(
+        "export",
+        "Write a trained model as a directory that transformers reads.",
+        "ExportArguments",
+        ".commands.trained_model.export",
+        ("directory",),
+    ),
+    _Command(
+        "import",
+        "Take over a Hugging Face Llama, checked, as one directory.",
+        "ImportArguments",
+        ".commands.trained_model.import_model",
+        ("source", "directory"),
+    ),
+    _Command(
+        "report",
+        "Show a run on one page that needs nothing else.",
+        "ReportArguments",
+        ".commands.run_report.write_report",
+    ),
+    _Command(
+        "bench",
+        "Time this trainer beside others, on the same model and rows.",
+        "BenchArguments",
+        ".bench.command.bench",
+        keeps_words=True,
+    ),
+)
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "train": _train,
+    "plan": _plan,
+    **{command.name: command for command in _SIMPLE},
+}

@@ -16,7 +16,7 @@ from dataloader_dispatch import (
 )
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
-from .options import PretrainArguments
+from .arguments import PretrainArguments
 from .tokenizer import ByteTokenizer, Tokenizer
 
 # Some distributions leave the tests out, and installed packages may lie inside. Without them the corpus is

@@ -1,16 +1,21 @@
-"""The directory of one run: what belongs to it, and whether a command may go on in it."""
+"""The directory of one run: what belongs to it, its history, and whether a command may continue in it."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
+import torch
 import yaml
 
 from checkpoint_core import DirectoryLease, find_lease_holder
+from dist_env import DistributedEnvInterface
 from perf_metrics import load_logs, plot_logs
 from trainer_core import (
     PREVIOUS,
@@ -21,9 +26,52 @@ from trainer_core import (
     move_aside,
 )
 
+from .arguments import GROUP_NAMES, PretrainArguments
+from .exit_codes import PROG
 from .mesh import follow_mesh, names_said_by_mesh
-from .options import GROUP_NAMES, PretrainArguments
-from .sessions import SESSIONS_NAME, read_sessions
+
+SESSIONS_NAME = "sessions.json"
+
+
+def describe_session(args: PretrainArguments, env: DistributedEnvInterface) -> dict[str, object]:
+    """Return what this start of a run is made with, as plain JSON values."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "trainer": args.trainer,
+        "mesh": args.mesh,
+        "processes": env.world_size,
+        "device": _device_name(env.device),
+        "host": platform.node(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        PROG: version(PROG),
+    }
+
+
+def read_sessions(directory: Path) -> list[Mapping[str, object]]:
+    """Return the starts of the run in a directory, in their order; none if it does not tell.
+
+    Raises:
+        ConfigurationError: If the file was damaged.
+    """
+    path = directory / SESSIONS_NAME
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(
+            "output_dir", str(directory), f"has a damaged {SESSIONS_NAME} ({error})", "remove that file"
+        ) from error
+    return [session for session in found if isinstance(session, dict)] if isinstance(found, list) else []
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.processor() or platform.machine()})"
+
 
 CONFIG_NAME = "config.yaml"
 IDENTITY_NAME = "run.json"

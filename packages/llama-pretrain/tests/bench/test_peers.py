@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from llama_pretrain.bench.agreement import agreement
-from llama_pretrain.bench.contenders import CONTENDERS, chosen
-from llama_pretrain.bench.options import BenchArguments
-from llama_pretrain.bench.rounds import run_rounds
+from llama_pretrain.bench.baselines import BASELINES, chosen
+from llama_pretrain.bench.command import run_rounds
+from llama_pretrain.bench.summary import agreement
+from llama_pretrain.commands.arguments import BenchArguments
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
@@ -27,15 +27,15 @@ def test_all_do_the_same_work(
         mixed_precision=mixed_precision,
         use_cpu=True,
     )
-    contenders, missing = chosen(())
+    baselines, missing = chosen(())
     assert not missing
-    measured = run_rounds(args, contenders)
+    measured = run_rounds(args, baselines)
     assert not measured.failures
-    agreed = agreement(measured.turns, mixed_precision)
+    agreed = agreement(measured.trials, mixed_precision)
     assert agreed is not None
-    assert agreed.deviations.keys() == CONTENDERS.keys()
+    assert agreed.deviations.keys() == BASELINES.keys()
     assert agreed.other_work() == []
     assert all(
-        {"torch", *CONTENDERS[name].distributions} == turns[0].versions.keys()
-        for name, turns in measured.turns.items()
+        {"torch", *BASELINES[name].distributions} == trials[0].versions.keys()
+        for name, trials in measured.trials.items()
     )

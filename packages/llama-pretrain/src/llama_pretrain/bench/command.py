@@ -1,4 +1,4 @@
-"""The command `bench`: rounds, tables and a file."""
+"""The command `bench`: rounds of trials, tables and a file."""
 
 from __future__ import annotations
 
@@ -6,25 +6,82 @@ import json
 import os
 import platform
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from ..program import EXIT_ABORTED, PROG
-from ..targets import check_writable
-from .agreement import Agreement, agreement
-from .contenders import CONTENDERS, INSTALL, Contender, chosen
-from .model_shape import model_shape
-from .options import BenchArguments
+from dist_env import die_with_parent_command
+
+from ..commands.arguments import BenchArguments
+from ..exit_codes import EXIT_ABORTED, PROG
+from ..model.config import preset_or_load
+from ..output import check_writable
+from .baselines import BASELINES, INSTALL, Baseline, chosen
 from .published import published
-from .rounds import Measured, run_rounds
-from .summary import summarise
-from .table import measured_table, published_table
-from .turn import Turn
+from .summary import Agreement, agreement, measured_table, published_table, summarise
+from .trial import Trial
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured.
+
+    Attributes:
+        trials: By name of the baseline, one of each round; of those that never failed.
+        failures: By name, the last line of what a baseline said when it failed.
+    """
+
+    trials: dict[str, list[Trial]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def run_rounds(args: BenchArguments, baselines: Sequence[Baseline]) -> Measured:
+    """Let all baselines take their trials, and say how it goes. One that fails takes no further trials."""
+    measured = Measured(trials={baseline.name: [] for baseline in baselines})
+    for number in range(args.rounds):
+        shift = number % len(baselines)
+        for baseline in (*baselines[shift:], *baselines[:shift]):
+            if baseline.name in measured.failures:
+                continue
+            told = _trial_of(baseline, args)
+            if isinstance(told, Trial):
+                measured.trials[baseline.name].append(told)
+            else:
+                measured.failures[baseline.name] = told
+                del measured.trials[baseline.name]
+            shown = f"{told.step_s * 1e3:.1f} ms a step" if isinstance(told, Trial) else f"failed: {told}"
+            print(f"round {number + 1}/{args.rounds}  {baseline.label}: {shown}", flush=True)
+    return measured
+
+
+def _trial_of(baseline: Baseline, args: BenchArguments) -> Trial | str:
+    """What a trial has shown, or why it failed."""
+    with tempfile.TemporaryDirectory(prefix="llama-pretrain-bench-") as folder:
+        result, said = Path(folder) / "trial.json", Path(folder) / "said.txt"
+        words = [baseline.name, json.dumps(asdict(args)), str(result)]
+        with said.open("wb") as output:
+            process = subprocess.run(
+                die_with_parent_command([sys.executable, "-m", "llama_pretrain.bench.trial", *words]),
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": _first_gpu(), "TOKENIZERS_PARALLELISM": "false"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if process.returncode == 0:
+            return Trial.from_json(json.loads(result.read_text(encoding="utf-8")))
+        lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else f"ended with {process.returncode}"
+
+
+def _first_gpu() -> str:
+    """The one GPU that a trial may see: transformers would spread a batch over all that it finds."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 def bench(args: BenchArguments, words: Sequence[str]) -> int:
@@ -35,28 +92,26 @@ def bench(args: BenchArguments, words: Sequence[str]) -> int:
         words: The command line behind the name of the command, for the file.
 
     Returns:
-        Exit code: 0, or 1 if a contender failed or did other work than the plain loop.
+        Exit code: 0, or 1 if a baseline failed or did other work than the plain loop.
 
     Raises:
-        ConfigurationError: If a setting cannot be used, or a contender that is named is not installed.
+        ConfigurationError: If a setting cannot be used, or a baseline that is named is not installed.
         OSError: If the file cannot be written.
     """
-    contenders, missing = chosen(args.contenders)
-    model_shape(args)
+    baselines, missing = chosen(args.contenders)
+    preset_or_load(args.model, args.sequence_length)
     check_writable("json", args.json)
-    for contender in missing:
-        print(
-            f"{contender.label} takes no part: {', '.join(contender.missing())} is not installed; {INSTALL}"
-        )
+    for baseline in missing:
+        print(f"{baseline.label} takes no part: {', '.join(baseline.missing())} is not installed; {INSTALL}")
     with _ended_by_sigterm():
-        measured = run_rounds(args, contenders)
-    agreed = agreement(measured.turns, args.mixed_precision)
+        measured = run_rounds(args, baselines)
+    agreed = agreement(measured.trials, args.mixed_precision)
     results = _results(args, words, measured, missing, agreed)
     print(f"\n{_headline(args, measured)}")
-    print(measured_table(summarise(measured.turns, args), measured.failures))
-    for name in measured.turns if args.mixed_precision == "bf16" else ():
-        if note := CONTENDERS[name].in_bf16:
-            print(f"{CONTENDERS[name].label}: {note}")
+    print(measured_table(summarise(measured.trials, args), measured.failures))
+    for name in measured.trials if args.mixed_precision == "bf16" else ():
+        if note := BASELINES[name].in_bf16:
+            print(f"{BASELINES[name].label}: {note}")
     if agreed is not None:
         print(_agreement_line(agreed))
     print("\nnot measured here, but published by others of their runs:")
@@ -69,7 +124,7 @@ def bench(args: BenchArguments, words: Sequence[str]) -> int:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """A context in which SIGTERM is an exception, as Ctrl-C is, so that no contender is left computing."""
+    """A context in which SIGTERM is an exception, as Ctrl-C is, so that no baseline is left computing."""
 
     def leave(number: int, frame: object) -> None:
         sys.exit(128 + number)
@@ -85,57 +140,57 @@ def _results(
     args: BenchArguments,
     words: Sequence[str],
     measured: Measured,
-    missing: Sequence[Contender],
+    missing: Sequence[Baseline],
     agreed: Agreement | None,
 ) -> dict[str, object]:
-    summaries = summarise(measured.turns, args)
-    turns = [turn for theirs in measured.turns.values() for turn in theirs]
+    summaries = summarise(measured.trials, args)
+    trials = [trial for theirs in measured.trials.values() for trial in theirs]
     return {
         "command": [PROG, "bench", *words],
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": turns[0].device if turns else None,
+        "device": trials[0].device if trials else None,
         "system": f"{platform.system()} {platform.machine()}",
         "cpus": os.cpu_count(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
-        "threads": turns[0].threads if turns else None,
-        "versions": _versions(turns),
+        "threads": trials[0].threads if trials else None,
+        "versions": _versions(trials),
         "settings": asdict(args),
         "contenders": {
-            name: {**asdict(summary), "turns": [asdict(turn) for turn in measured.turns[name]]}
+            name: {**asdict(summary), "turns": [asdict(trial) for trial in measured.trials[name]]}
             for name, summary in summaries.items()
         },
         "failed": measured.failures,
-        "not_installed": {contender.name: contender.missing() for contender in missing},
+        "not_installed": {baseline.name: baseline.missing() for baseline in missing},
         "agreement": None if agreed is None else asdict(agreed),
         "published": [asdict(row) for row in published(args.model)],
     }
 
 
-def _versions(turns: Sequence[Turn]) -> Mapping[str, str]:
+def _versions(trials: Sequence[Trial]) -> Mapping[str, str]:
     found = {"python": platform.python_version(), PROG: version(PROG)}
-    for turn in turns:
-        found |= turn.versions
+    for trial in trials:
+        found |= trial.versions
     return found
 
 
 def _headline(args: BenchArguments, measured: Measured) -> str:
-    turn = next((theirs[0] for theirs in measured.turns.values()), None)
+    trial = next((theirs[0] for theirs in measured.trials.values()), None)
     rows = f"{args.per_device_train_batch_size} x {args.sequence_length} tokens"
     kind = ("bf16" if args.mixed_precision == "bf16" else "float32") + (", compiled" * args.torch_compile)
-    where = "" if turn is None else f" on {turn.device}, {turn.threads} threads"
+    where = "" if trial is None else f" on {trial.device}, {trial.threads} threads"
     return f"{args.model}, {rows}, {kind}{where}; medians of {args.rounds} rounds of {args.steps} steps:"
 
 
 def _agreement_line(agreed: Agreement) -> str:
     others = {name: value for name, value in agreed.deviations.items() if name != agreed.beside}
     name = max(others, key=others.__getitem__)
-    beside = CONTENDERS[agreed.beside].label
+    beside = BASELINES[agreed.beside].label
     if wrong := agreed.other_work():
-        told = ", ".join(f"{CONTENDERS[each].label} ({agreed.deviations[each]:.1%})" for each in wrong)
+        told = ", ".join(f"{BASELINES[each].label} ({agreed.deviations[each]:.1%})" for each in wrong)
         return (
             f"OTHER WORK than the {beside}, so the figures compare nothing: {told} apart in what was learned"
         )
     return (
-        f"the same work: what {CONTENDERS[name].label} learned is farthest from the {beside}, "
+        f"the same work: what {BASELINES[name].label} learned is farthest from the {beside}, "
         f"by {others[name]:.1e} of it"
     )

@@ -1,16 +1,67 @@
-"""From turns to the figures of each contender."""
+"""From trials to figures and tables: speed, memory, and whether all did the same work."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from perf_metrics import model_flops_utilization
 
-from .contenders import BASELINE
-from .options import BenchArguments
-from .turn import Turn
+from ..commands.arguments import BenchArguments
+from ..output import table
+from .baselines import BASELINES, REFERENCE
+from .published import Published
+from .trial import Trial
+
+TOLERANCE = {"no": 0.001, "bf16": 0.01}
+"""By precision, the most that what a baseline has learned may deviate, as a share. Kernels and the order of
+roundings differ. A learning rate that was off by a tenth showed as 0.006 to 0.09, no clipping as 0.003."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far baselines are from one of them.
+
+    Attributes:
+        beside: The baseline that the others are compared with.
+        deviations: By name: difference of the losses after all steps, as a share of what `beside` has
+            learned; the largest of all rounds.
+        tolerance: The most that is the same work.
+    """
+
+    beside: str
+    deviations: Mapping[str, float]
+    tolerance: float
+
+    def other_work(self) -> list[str]:
+        """Names of those that did other work."""
+        return [name for name, deviation in self.deviations.items() if not deviation <= self.tolerance]
+
+
+def agreement(trials: Mapping[str, Sequence[Trial]], mixed_precision: str) -> Agreement | None:
+    """Compare all baselines with the plain loop, or with the first one if that took no part.
+
+    Returns:
+        None if there are fewer than two.
+    """
+    if len(trials) < 2:
+        return None
+    beside = REFERENCE if REFERENCE in trials else next(iter(trials))
+    reference = trials[beside][0]
+    deviations = {
+        name: max(_deviation(trial, reference) for trial in theirs) for name, theirs in trials.items()
+    }
+    return Agreement(beside, deviations, TOLERANCE[mixed_precision])
+
+
+def _deviation(trial: Trial, reference: Trial) -> float:
+    learned = reference.loss_before - reference.loss_after
+    apart = abs(trial.loss_after - reference.loss_after) + abs(trial.loss_before - reference.loss_before)
+    if math.isnan(apart):
+        return math.inf
+    return apart / abs(learned) if learned else (math.inf if apart else 0.0)
 
 
 @dataclass(frozen=True)
@@ -29,7 +80,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Figures of one contender.
+    """Figures of one baseline.
 
     Attributes:
         step_ms: Milliseconds of a step; of the windows of all rounds, like all spreads but the last one.
@@ -49,20 +100,20 @@ class Summary:
     over_torch: Spread | None
 
 
-def summarise(turns: Mapping[str, Sequence[Turn]], args: BenchArguments) -> dict[str, Summary]:
-    """Return the figures by name of the contender."""
-    beside = turns.get(BASELINE)
-    return {name: _summary(theirs, beside, args) for name, theirs in turns.items()}
+def summarise(trials: Mapping[str, Sequence[Trial]], args: BenchArguments) -> dict[str, Summary]:
+    """Return the figures by name of the baseline."""
+    beside = trials.get(REFERENCE)
+    return {name: _summary(theirs, beside, args) for name, theirs in trials.items()}
 
 
-def _summary(turns: Sequence[Turn], beside: Sequence[Turn] | None, args: BenchArguments) -> Summary:
+def _summary(trials: Sequence[Trial], beside: Sequence[Trial] | None, args: BenchArguments) -> Summary:
     tokens = args.per_device_train_batch_size * args.sequence_length
-    memory = [turn.peak_memory_bytes for turn in turns if turn.peak_memory_bytes is not None]
-    windows = [window for turn in turns for window in turn.windows]
-    used = [share for window in windows if (share := _mfu(turns[0], tokens, window.wall_s)) is not None]
+    memory = [trial.peak_memory_bytes for trial in trials if trial.peak_memory_bytes is not None]
+    windows = [window for trial in trials for window in trial.windows]
+    used = [share for window in windows if (share := _mfu(trials[0], tokens, window.wall_s)) is not None]
     over = None
     if beside is not None:
-        over = Spread.of([plain.step_s / turn.step_s for turn, plain in zip(turns, beside, strict=True)])
+        over = Spread.of([plain.step_s / trial.step_s for trial, plain in zip(trials, beside, strict=True)])
     return Summary(
         step_ms=Spread.of([window.wall_s * 1e3 for window in windows]),
         cpu_ms=Spread.of([window.cpu_s * 1e3 for window in windows]),
@@ -73,7 +124,56 @@ def _summary(turns: Sequence[Turn], beside: Sequence[Turn] | None, args: BenchAr
     )
 
 
-def _mfu(turn: Turn, tokens: int, seconds: float) -> float | None:
-    if turn.flops_per_token is None:
+def _mfu(trial: Trial, tokens: int, seconds: float) -> float | None:
+    if trial.flops_per_token is None:
         return None
-    return model_flops_utilization(turn.flops_per_token * tokens, seconds, turn.peak_flops)
+    return model_flops_utilization(trial.flops_per_token * tokens, seconds, trial.peak_flops)
+
+
+_HEADING = (
+    "measured here",
+    "tokens/s",
+    "step ms (low to high)",
+    "CPU ms",
+    "MFU",
+    "peak memory",
+    "speed over torch",
+)
+_PUBLISHED = ("published", "on", "how", "tokens/s per GPU", "MFU", "source")
+
+
+def measured_table(summaries: Mapping[str, Summary], failures: Mapping[str, str]) -> str:
+    """Return a row for each baseline; one that failed has none, but its reason below."""
+    rows = [_HEADING, *(_row(name, summary) for name, summary in summaries.items())]
+    reasons = [f"{BASELINES[name].label} failed: {reason}" for name, reason in failures.items()]
+    return "\n".join([*table(rows, right=range(1, len(_HEADING)), line=True), *reasons])
+
+
+def published_table(rows: Sequence[Published]) -> str:
+    """Return a row for each published figure, each marked as such."""
+    cells = [
+        (row.model, row.device, row.how, f"{row.tokens_per_second:,.0f}", _share(row.mfu), row.source)
+        for row in rows
+    ]
+    return "\n".join(table([_PUBLISHED, *cells], right=(3, 4), line=True))
+
+
+def _row(name: str, summary: Summary) -> tuple[str, ...]:
+    step, over = summary.step_ms, summary.over_torch
+    return (
+        BASELINES[name].label,
+        f"{summary.tokens_per_second.median:,.0f}",
+        f"{step.median:.1f} ({step.low:.1f} to {step.high:.1f})",
+        f"{summary.cpu_ms.median:.1f}",
+        _share(summary.mfu.median if summary.mfu else None),
+        "n/a" if summary.peak_memory_bytes is None else f"{summary.peak_memory_bytes / 2**20:,.0f} MiB",
+        "n/a" if over is None else _ratio(over),
+    )
+
+
+def _ratio(over: Spread) -> str:
+    return f"{over.median:.3f} ({over.low:.3f} to {over.high:.3f})"
+
+
+def _share(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.1%}"

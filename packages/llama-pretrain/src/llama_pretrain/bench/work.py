@@ -1,4 +1,4 @@
-"""What every contender trains: one model with the same weights, the same rows in the same order."""
+"""What every baseline trains: one model with the same weights, the same rows in the same order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from ..commands.arguments import BenchArguments
 from ..model.config import LlamaConfig
 from ..model.llama import Llama
-from .options import BenchArguments
 
 LEARNING_RATE = 3e-4
 CLIP_NORM = 1.0
@@ -22,14 +22,14 @@ Example = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one turn: AdamW with a constant rate and no decay, gradients clipped, one pass in order.
+    """The work of one trial: AdamW with a constant rate and no decay, gradients clipped, one pass in order.
 
     Attributes:
         config: Shape of the model.
         examples: One per row, `input_ids` and `labels` the same; on the CPU.
         args: Batch size, precision and compilation.
         device: Where it is trained.
-        directory: Where a contender may write.
+        directory: Where a baseline may write.
     """
 
     config: LlamaConfig
@@ -79,7 +79,7 @@ class Work:
 
 
 def total_steps(args: BenchArguments) -> int:
-    """Optimizer steps of a turn."""
+    """Optimizer steps of a trial."""
     return args.warm_up_steps + args.steps
 
 

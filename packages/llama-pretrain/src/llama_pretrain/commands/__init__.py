@@ -1,5 +1,1 @@
-"""The commands of `llama-pretrain`, and how their options are read.
-
-`registry` names the commands; `command_line` makes options of the fields of a dataclass, `train_command_line`
-adds files and the mesh. `bench` has its own folder.
-"""
+"""The commands beside `train`: their settings in `arguments`, which imports no torch, and their work."""

@@ -7,13 +7,12 @@ from dataclasses import replace
 from dist_env import fake_job
 from trainer_core import ConfigurationError, DryRun
 
+from ..arguments import PretrainArguments, launch_command
+from ..exit_codes import PROG
+from ..experiment import build_trainer, prepare
 from ..mesh import parse_mesh
-from ..options import PretrainArguments
-from ..program import PROG
+from ..output import table
 from ..run_directory import RunDirectory
-from ..text_table import table
-from ..train import build_trainer, prepare
-from ..trainers import launch_command
 
 _MIB = 2**20
 _GPUS_OF_A_NODE = 8

@@ -6,100 +6,170 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 
-from trainer_core import ConfigurationError, arguments_from_dict
-from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments, plan, recommend
+from trainer_core import ConfigurationError, Plan
+from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, plan, recommend
 
 from ..mesh import parse_mesh
-from ..model.config import CONFIG_FILE, LlamaConfig
+from ..model.config import preset_or_load
 from ..model.llama import Llama
-from ..model.presets import preset
-from ..program import PROG
-from ..targets import check_writable
-from .command_line import Parser, add_field_options
-from .plan_report import OF_THE_TRAINER, Gpus, Planned, as_json, details, overview
+from ..output import check_writable, table
+from .arguments import OF_THE_TRAINER, PlanArguments
 
-ALL = ("7b", "13b", "34b", "70b")
-_GROUPS: Mapping[str, Sequence[str]] = {
-    "what on which GPUs": ("model", "gpus", "gpus_per_node", "gpu_memory", "sequence_length", "json"),
-    **OF_THE_TRAINER,
+_GIB = 2**30
+_COLUMNS: Mapping[str, str] = {
+    "param.": "parameters",
+    "grad.": "gradients",
+    "optim.": "optimizer",
+    "gathered": "gathered",
+    "under way": "reduced",
+    "activ.": "activations",
+    "margin": "margin",
+    "total": "total",
 }
-
-
-def _in_bf16() -> FSDP2Arguments:
-    return FSDP2Arguments(param_dtype="bfloat16")
+_REST = "Add --data and --tokenizer; the plan counts the vocabulary in the shape of the model."
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanArguments(FSDP2TrainingArguments):
-    """What `plan` is told: those settings of `train` that decide about memory, and the GPUs."""
+class Gpus:
+    """The job that is asked about."""
 
-    model: str = "all"
-    """A preset, a directory with a config.json, or all: 7b, 13b, 34b and 70b."""
-    gpus: int = 8
-    """GPUs of the job; those of mesh, if it is given."""
-    gpus_per_node: int = 8
-    """GPUs of one node."""
-    gpu_memory: float = 80
-    """Memory of one GPU in GiB."""
-    sequence_length: int = 4096
-    """Tokens of one training row."""
-    json: str | None = None
-    """File for all figures, in bytes."""
+    count: int
+    per_node: int
+    memory: float
+    """GiB of one."""
+    sequence_length: int
+    """Tokens of one row."""
 
-    per_device_train_batch_size: int = 2
-    """Examples per device and microbatch; the recommended number is at most this."""
-    fsdp2: FSDP2Arguments = field(default_factory=_in_bf16)
-    """How the model is spread over the processes."""
+    def __str__(self) -> str:
+        nodes = f", {self.per_node} a node" if self.count > self.per_node else ""
+        return f"{self.count} GPU{'s' * (self.count > 1)} of {self.memory:g} GiB{nodes}"
 
 
-def plan_parser() -> Parser:
-    """Return the parser of the options of `plan`."""
-    parser = Parser(
-        prog=f"{PROG} plan",
-        description="Say what memory a run needs on each GPU, before any of it is allocated, "
-        "and which layout fits.",
-        epilog="With --config: says whether that very layout fits, and if not, which would. "
-        "Without: the recommendation chooses mesh, activation checkpointing, a smaller batch and "
-        "fsdp2.cpu_offload by itself; all other options are taken as they are given.",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="plan the layout of a configuration file of train, or of a recipe; its mesh tells the GPUs",
-    )
-    parser.add_argument(
-        "--mesh",
-        metavar="AXES",
-        help="ranks in each dimension, such as dp=2,shard=8; with --config: instead of its mesh",
-    )
-    shown = {name for names in _GROUPS.values() for name in names}
-    hidden = [each.name for each in fields(PlanArguments) if each.name not in shown]
-    add_field_options(parser, PlanArguments, _GROUPS, leave_out=hidden)
-    return parser
+@dataclass(frozen=True)
+class Planned:
+    """One model: what was asked about, and what is recommended."""
+
+    name: str
+    asked: Plan | None
+    """Of one model only."""
+    recommended: Recommendation
 
 
-def resolve(given: Mapping[str, object]) -> PlanArguments:
-    """Make settings of the words that were given.
+def details(planned: Planned, gpus: Gpus) -> str:
+    """One model: its memory as asked, the layouts that were tried, and what to type."""
+    found = planned.recommended
+    asked = [] if planned.asked is None else [f"{planned.name} as given: {planned.asked}", ""]
+    parts = [*asked, f"{gpus}, fastest layout first:", str(found)]
+    if found.plan != planned.asked:
+        parts += ["", f"{found.layout}: {found.plan}"]
+    if found.fits:
+        parts += ["", command(planned.name, found, gpus), _REST]
+    return "\n".join(parts)
 
-    Layers compute in bfloat16 unless fsdp2.param_dtype or mixed_precision says something else.
+
+def overview(planned: Sequence[Planned], gpus: Gpus) -> str:
+    """Several models: a line for each, and what to type."""
+    rows = [("model", "layout", "batch", *_COLUMNS)]
+    told = []
+    for each in planned:
+        found = each.recommended
+        layout = found.layout if found.fits else f"does not fit: {found.layout}"
+        sizes = [f"{getattr(found.plan, part) / _GIB:.1f}" for part in _COLUMNS.values()]
+        rows.append((each.name, layout, str(found.plan.batch_size), *sizes))
+        if found.fits and found.plan.state_on_host:
+            told.append(_told_host(each))
+    commands = [command(each.name, each.recommended, gpus) for each in planned if each.recommended.fits]
+    head = f"{gpus}, rows of {gpus.sequence_length} tokens; GiB per GPU:"
+    right = range(2, len(rows[0]))
+    return "\n".join([head, *table(rows, right=right), *told, "", *commands, _REST])
+
+
+def _told_host(planned: Planned) -> str:
+    found = planned.recommended
+    instead = "" if found.gpus_needed is None else f"; {found.gpus_needed} GPUs could do without"
+    host = found.plan.on_host / _GIB
+    return f"{planned.name}: parameters, gradients, optimizer: {host:.1f} GiB of the host per GPU{instead}"
+
+
+def launcher(gpus: Gpus) -> str:
+    """The words that start `train` in as many processes as there are GPUs."""
+    nodes = max(1, gpus.count // gpus.per_node)
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    where = "--standalone" if nodes == 1 else several
+    return f"torchrun {where} --nproc-per-node {gpus.count // nodes} -m llama_pretrain train"
+
+
+def command(model: str, found: Recommendation, gpus: Gpus) -> str:
+    """What to type to train with a recommendation.
 
     Args:
-        given: Values by name; those of fsdp2 as `fsdp2.name`.
-
-    Raises:
-        ConfigurationError: If a rule is broken.
+        model: Name of the model.
+        found: The recommendation.
+        gpus: The job.
     """
-    own = {name: value for name, value in given.items() if "." not in name}
-    inner = {name.partition(".")[2]: value for name, value in given.items() if "." in name}
-    if "mesh" in own:
-        own.setdefault("gpus", parse_mesh(str(own["mesh"])).world_size)
-    if "mixed_precision" not in own:
-        inner.setdefault("param_dtype", "bfloat16")
-    return arguments_from_dict(PlanArguments, {**own, "fsdp2": inner})
+    layout = found.plan.layout
+    if layout.replicate > 1 and layout.shard > 1:
+        how = f"--mesh {layout}"
+    else:
+        how = f"--trainer {'ddp' if found.uses_ddp else 'fsdp2'}"
+    batch = found.args.per_device_train_batch_size
+    fixed = f"{how} --model {model} --sequence-length {gpus.sequence_length}"
+    size = f"--per-device-train-batch-size {batch}"
+    others = changed_options(found.args, FSDP2TrainingArguments(per_device_train_batch_size=batch))
+    return " ".join([launcher(gpus), fixed, size, *others])
+
+
+def changed_options(args: FSDP2TrainingArguments, before: FSDP2TrainingArguments) -> Iterator[str]:
+    """Options that lead from some settings of the trainer to others, as far as they decide about memory."""
+    for name in (name for names in OF_THE_TRAINER.values() for name in names):
+        yield from _changed(name, getattr(args, name), getattr(before, name))
+
+
+def _changed(name: str, value: object, default: object) -> Iterator[str]:
+    if value == default:
+        return
+    if is_dataclass(value):
+        for each in fields(value):
+            yield from _changed(f"{name}.{each.name}", getattr(value, each.name), getattr(default, each.name))
+        return
+    flag = name.replace("_", "-")
+    if isinstance(value, bool) and name != "fsdp2.reshard_after_forward":
+        yield f"--{flag}" if value else f"--no-{flag}"
+    else:
+        yield f"--{flag} {_word(value)}"
+
+
+def _word(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def as_json(planned: Planned, gpus: Gpus) -> dict[str, object]:
+    """All figures of one model as plain values, in bytes."""
+    found = planned.recommended
+    return {
+        "model": planned.name,
+        **vars(gpus),
+        "as_given": None if planned.asked is None else planned.asked.to_json(),
+        "recommended": {
+            "layout": found.layout,
+            "fits": found.fits,
+            "gpus_needed": found.gpus_needed,
+            "rejected": [{"layout": each.layout, "reason": each.reason} for each in found.rejected],
+            "plan": found.plan.to_json(),
+            "command": command(planned.name, found, gpus) if found.fits else None,
+        },
+    }
+
+
+ALL = ("7b", "13b", "34b", "70b")
 
 
 def show_plans(args: PlanArguments) -> None:
@@ -130,15 +200,7 @@ def show_plans(args: PlanArguments) -> None:
 
 
 def _planned(name: str, args: PlanArguments) -> Planned:
-    config = _config(name)
-    if args.sequence_length > config.max_position_embeddings:
-        raise ConfigurationError(
-            "sequence_length",
-            args.sequence_length,
-            f"is more than the max_position_embeddings of {name}, {config.max_position_embeddings}",
-            "lower it",
-        )
-    model_init = partial(Llama, config)
+    model_init = partial(Llama, preset_or_load(name, args.sequence_length))
     asked = None
     if args.model != "all":
         asked = plan(model_init, args, world_size=args.gpus, sequence_length=args.sequence_length)
@@ -151,10 +213,6 @@ def _planned(name: str, args: PlanArguments) -> Planned:
         sequence_length=args.sequence_length,
     )
     return Planned(name, asked, recommended)
-
-
-def _config(name: str) -> LlamaConfig:
-    return LlamaConfig.load(name) if (Path(name) / CONFIG_FILE).is_file() else preset(name)
 
 
 @contextmanager

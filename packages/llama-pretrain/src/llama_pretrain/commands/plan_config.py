@@ -12,16 +12,15 @@ from dist_env import ParallelLayout
 from trainer_core import ConfigurationError, Plan, plan
 from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, recommend
 
+from ..arguments import TRAINERS, PretrainArguments, arguments_class, trainer_arguments
+from ..experiment import model_config
 from ..mesh import parse_mesh
 from ..model.llama import Llama
-from ..model_choice import model_config
-from ..options import PretrainArguments
-from ..targets import check_writable
+from ..output import check_writable
+from ..settings import resolve
 from ..tokenizer import load_tokenizer
-from ..trainers import TRAINERS, arguments_class, trainer_arguments
-from .plan import PlanArguments, quiet
-from .plan_report import Gpus, changed_options, launcher
-from .train_command_line import resolve
+from .arguments import PlanArguments
+from .plan import Gpus, changed_options, launcher, quiet
 
 _OF_THE_GPUS = ("gpus_per_node", "gpu_memory", "json")
 _GIB = 2**30

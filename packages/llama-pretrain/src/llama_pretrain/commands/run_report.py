@@ -1,11 +1,12 @@
-"""The command `report`: a run on one page."""
+"""The command `report`: a run on one page of HTML that needs nothing but itself."""
 
 from __future__ import annotations
 
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from html import escape
 from pathlib import Path
 
 import torch
@@ -15,32 +16,60 @@ from dist_env import DistributedEnvironment
 from perf_metrics import format_value, load_logs, plot_logs, summarize_log
 from trainer_core import ConfigurationError
 
-from ..model.generation import generate
+from ..arguments import PretrainArguments
 from ..model.interchange import load_pretrained
-from ..options import PretrainArguments
-from ..report import SAMPLE_TEMPERATURE
-from ..run_directory import RunDirectory
-from ..sessions import read_sessions
-from ..targets import check_writable
+from ..model.llama import generate
+from ..output import check_writable
+from ..run_directory import RunDirectory, read_sessions
 from ..tokenizer import load_tokenizer
-from .html_page import page, preformatted, section, table
+from ..train import SAMPLE_TEMPERATURE
+from .arguments import ReportArguments
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_STYLE = """
+body { margin: 0 auto; padding: 24px; max-width: 1080px; color: #1f2328;
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 26px; }
+h2 { font-size: 19px; margin: 32px 0 8px; }
+table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+th, td { padding: 4px 14px 4px 0; border-bottom: 1px solid #d9dce0; text-align: left; vertical-align: top; }
+pre { padding: 10px 14px; border: 1px solid #d9dce0; border-radius: 8px; white-space: pre-wrap; }
+.wide { overflow-x: auto; }
+svg { max-width: 100%; height: auto; }
+"""
+
+
+def page(title: str, body: str) -> str:
+    """Return a document with a title; its policy lets it ask no other host for anything."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, content: str) -> str:
+    """Return content, which is HTML, under a heading, which is text."""
+    return f'<h2>{escape(title)}</h2>\n<div class="wide">{content}</div>'
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of texts; a header of empty texts is left out."""
+    heads = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "\n".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
+    head = f"<thead><tr>{heads}</tr></thead>" if any(header) else ""
+    return f"<table>{head}<tbody>\n{body}\n</tbody></table>"
+
+
+def preformatted(text: str) -> str:
+    """Return text whose lines stay as they are."""
+    return f"<pre>{escape(text)}</pre>"
+
 
 _PANELS = ("loss", "tok_per_sec", "mfu", "ofu", "memory", "learning_rate", "grad_norm")
 _ALWAYS = ("loss", "tok_per_sec", "learning_rate", "grad_norm")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportArguments:
-    """Settings of `report`."""
-
-    output_dir: str = "runs/default"
-    """Output directory of a run."""
-    page: str | None = None
-    """File to write; none: report.html in the output directory. An existing one is replaced."""
-    samples: int = 3
-    """Texts that the newest checkpoint writes for the page; 0: none."""
-    smooth: float = 0.0
-    """Share of the past in the moving average of the loss, from 0 to below 1."""
 
 
 def write_report(args: ReportArguments) -> Path:

@@ -51,6 +51,7 @@ def add_field_options(
     cls: type,
     groups: Mapping[str, Sequence[str]],
     *,
+    positional: Sequence[str] = (),
     leave_out: Collection[str] = (),
     short: Mapping[str, str] | None = None,
 ) -> None:
@@ -63,6 +64,7 @@ def add_field_options(
         parser: Where to add them.
         cls: A dataclass. The string below each field is its help.
         groups: Heading and the names below it, in the order to show. Other fields come under a last heading.
+        positional: Fields that are given without a name, in this order.
         leave_out: Fields that get no option.
         short: Second options, by what the first one is called: `field` or `field.name`. What is returned has
             the name of the first one; both at once are an error that names them.
@@ -70,7 +72,9 @@ def add_field_options(
     second = short or {}
     hints, docs = get_type_hints(cls), field_docs(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    named = {*leave_out, *(name for names in groups.values() for name in names)}
+    for name in positional:
+        _add_positional(parser, fields[name], docs[name])
+    named = {*positional, *leave_out, *(name for names in groups.values() for name in names)}
     rest = [name for name in fields if name not in named]
     for title, names in {**groups, "other settings" if groups else "settings": rest}.items():
         group = parser.add_argument_group(title)
@@ -80,6 +84,13 @@ def add_field_options(
                 _add_option(group, name, hints[name], docs.get(name, ""), _default(fields[name]), second)
         for name in nested:
             _add_nested_options(parser, name, hints[name], docs.get(name, ""), _default(fields[name]), second)
+
+
+def _add_positional(parser: Parser, field: dataclasses.Field[object], doc: str) -> None:
+    default = _default(field)
+    optional = default is not dataclasses.MISSING
+    text = f"{doc} [{_shown(default)}]" if optional else doc
+    parser.add_argument(field.name, nargs="?" if optional else None, help=text.replace("%", "%%"))
 
 
 def _add_nested_options(

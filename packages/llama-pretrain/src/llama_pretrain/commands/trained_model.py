@@ -1,9 +1,9 @@
-"""What is done with a trained model: the commands `eval` and `generate`."""
+"""What is done with a trained model: the commands `eval`, `generate`, `export` and `import`."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,62 +13,20 @@ from dataloader_dispatch import DocumentSource
 from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments
 
+from ..arguments import PretrainArguments, trainer_arguments
 from ..data import evaluation_loader, open_data
+from ..exit_codes import PROG
+from ..experiment import prepare
 from ..model.config import CONFIG_FILE, LlamaConfig
-from ..model.generation import generate
-from ..model.interchange import load_pretrained
-from ..options import PretrainArguments
-from ..printable import printable
+from ..model.interchange import dtype_names, has_weights, load_pretrained, save_pretrained
+from ..model.llama import generate
+from ..output import printable
 from ..run_directory import RunDirectory
-from ..tokenizer import Tokenizer, load_tokenizer, unit_of
-from ..train import prepare
-from ..trainers import trainer_arguments
+from ..tokenizer import Tokenizer, has_tokenizer, load_tokenizer, unit_of
+from .arguments import EvalArguments, ExportArguments, GenerateArguments, ImportArguments, ResultArguments
 
 # Longest row that `eval` chooses by itself for a model of no run: scores stay comparable, and memory small.
 _LONGEST_ROW = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultArguments:
-    """Which trained model is meant."""
-
-    output_dir: str = "runs/default"
-    """Output directory of a run; its newest checkpoint is taken."""
-    checkpoint: str | None = None
-    """A checkpoint, an export, or any directory of a Hugging Face Llama, instead."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalArguments(ResultArguments):
-    """Settings of `eval`."""
-
-    data: str | None = None
-    """Text to score, all of it; none: the documents that the run has held out."""
-    sequence_length: int | None = None
-    """Tokens of a row; none: as in the run, with --checkpoint the run whose directory it lies in; outside of
-    a run the model's max_position_embeddings, but at most 1024."""
-    per_device_eval_batch_size: int = 16
-    """Rows at once."""
-    max_eval_steps: int = -1
-    """Most batches; -1: all of them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateArguments(ResultArguments):
-    """Settings of `generate`."""
-
-    prompt: str = "def "
-    """Text to continue."""
-    max_new_tokens: int = 120
-    """Most tokens to add."""
-    temperature: float = 0.8
-    """Higher is more varied; 0 takes the most probable token each time."""
-    top_k: int | None = None
-    """Draw from this many most probable tokens only."""
-    top_p: float | None = None
-    """Draw from the fewest tokens whose probabilities reach this sum."""
-    seed: int = 1
-    """Another seed gives another text."""
 
 
 def locate(args: ResultArguments) -> Path:
@@ -194,3 +152,72 @@ def generate_text(args: GenerateArguments) -> str:
     text = tokenizer.decode(ids[0].tolist())
     print(printable(text), flush=True)
     return text
+
+
+def export(args: ExportArguments) -> Path:
+    """Write a trained model as a Hugging Face directory and return it.
+
+    Raises:
+        ConfigurationError: If there is no such model, the dtype is unknown, or the directory is not empty.
+        OSError: If the directory cannot be written.
+    """
+    target = _target(args.directory, args.dtype)
+    weights = locate(args)
+    save_pretrained(
+        load_pretrained(weights), target, dtype=args.dtype, tokenizer=load_tokenizer(str(weights))
+    )
+    print(f"wrote {target}: {weights} as {args.dtype}, for transformers' LlamaForCausalLM", flush=True)
+    return target
+
+
+def import_model(args: ImportArguments) -> Path:
+    """Take over a Hugging Face Llama: check that this model computes it, and write it for `train`.
+
+    Training can begin from the source itself as well (`--model`); this finds out beforehand whether it fits,
+    and leaves one file in the dtype that is wanted.
+
+    Raises:
+        ConfigurationError: If the source is no Llama that is implemented, holds weights that only unpickling
+            could read, or the directory is not empty.
+        CheckpointError: If weights are missing, damaged, or do not fit the configuration.
+        OSError: If the directory cannot be written.
+    """
+    target = _target(args.directory, args.dtype)
+    source = Path(args.source)
+    _check_source(source)
+    model = load_pretrained(source)
+    tokenizer: Tokenizer | None = load_tokenizer(args.source) if has_tokenizer(source) else None
+    save_pretrained(model, target, dtype=args.dtype, tokenizer=tokenizer)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    own = f" --tokenizer {target}" if tokenizer is not None else ""
+    print(f"wrote {target}: {source}, {parameters:,} parameters as {args.dtype}")
+    if tokenizer is None:
+        print("tokenizer       none in the source: name one with --tokenizer")
+    print(f"train from it   {PROG} train --model {target}{own} --output-dir runs/mine", flush=True)
+    return target
+
+
+def _target(directory: str, dtype: str) -> Path:
+    if dtype not in dtype_names():
+        raise ConfigurationError(
+            "dtype", dtype, f"must be one of {', '.join(dtype_names())}", "choose one of these"
+        )
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigurationError("directory", str(target), "is not an empty directory", "choose another one")
+    return target
+
+
+def _check_source(source: Path) -> None:
+    if not (source / CONFIG_FILE).is_file():
+        raise ConfigurationError(
+            "source", str(source), f"holds no {CONFIG_FILE}", "name the directory of a Hugging Face Llama"
+        )
+    pickles = sorted(path.name for path in source.glob("*.bin"))
+    if pickles and not has_weights(source):
+        raise ConfigurationError(
+            "source",
+            str(source),
+            f"has its weights in {pickles[0]}, which only unpickling could read, and that runs code",
+            "let transformers write them as safetensors first: save_pretrained(directory)",
+        )

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from llama_pretrain import PretrainArguments
-from llama_pretrain.commands.train_command_line import resolve, train_parser
-from llama_pretrain.trainers import TRAINERS, trainer_arguments
+from llama_pretrain.arguments import TRAINERS, trainer_arguments
+from llama_pretrain.settings import resolve, train_parser
 from trainer_core import ConfigurationError, field_docs
 from trainer_ddp import CompressionArguments, DDPArguments, PostLocalSGDArguments
 from trainer_pipeline import PipelineArguments

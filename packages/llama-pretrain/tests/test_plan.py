@@ -12,10 +12,9 @@ import pytest
 
 from llama_pretrain import Llama, LlamaConfig, PretrainArguments
 from llama_pretrain.cli import main
-from llama_pretrain.commands.plan import plan_parser, resolve
-from llama_pretrain.commands.plan_report import Gpus, Planned, overview
-from llama_pretrain.commands.train_command_line import resolve as resolve_train
-from llama_pretrain.commands.train_command_line import train_parser
+from llama_pretrain.commands.arguments import plan_arguments, plan_parser
+from llama_pretrain.commands.plan import Gpus, Planned, overview
+from llama_pretrain.settings import resolve, train_parser
 from trainer_fsdp2 import Recommendation, recommend
 
 Ask = Callable[..., tuple[str, Any]]
@@ -57,7 +56,7 @@ def planned(
 def _typed(command: str) -> PretrainArguments:
     """The settings that a command line of `train` makes."""
     words = command.split()
-    return resolve_train(train_parser().parse_args_strictly(words[words.index("train") + 1 :]))
+    return resolve(train_parser().parse_args_strictly(words[words.index("train") + 1 :]))
 
 
 def test_state_of_a_model_is_counted_exactly(planned: Ask, shape: Path) -> None:
@@ -119,7 +118,7 @@ def test_what_does_not_fit_has_no_command(planned: Ask) -> None:
 
 
 def test_several_models_make_a_table(shape: Path) -> None:
-    args = resolve({"per_device_train_batch_size": 8})
+    args = plan_arguments({"per_device_train_batch_size": 8})
     config = LlamaConfig.load(shape)
     gpus = Gpus(count=8, per_node=8, memory=4, sequence_length=1024)
 
@@ -138,11 +137,11 @@ def test_several_models_make_a_table(shape: Path) -> None:
 
 
 def test_layers_compute_in_bf16_unless_told_otherwise() -> None:
-    assert resolve({}).fsdp2.param_dtype == "bfloat16"
-    assert resolve({"mesh": "dp=2,shard=4"}).fsdp2.param_dtype == "bfloat16"
-    assert resolve({"mesh": "dp=2,shard=8"}).gpus == 16
-    assert resolve({"fsdp2.param_dtype": None}).fsdp2.param_dtype is None
-    assert resolve({"mixed_precision": "bf16"}).fsdp2.param_dtype is None
+    assert plan_arguments({}).fsdp2.param_dtype == "bfloat16"
+    assert plan_arguments({"mesh": "dp=2,shard=4"}).fsdp2.param_dtype == "bfloat16"
+    assert plan_arguments({"mesh": "dp=2,shard=8"}).gpus == 16
+    assert plan_arguments({"fsdp2.param_dtype": None}).fsdp2.param_dtype is None
+    assert plan_arguments({"mixed_precision": "bf16"}).fsdp2.param_dtype is None
 
 
 def test_help_names_the_settings_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:

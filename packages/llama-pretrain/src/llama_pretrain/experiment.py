@@ -1,0 +1,178 @@
+"""Everything that a run is made of: the shape of its model, its tokenizer, its documents and its trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from dataloader_dispatch import DocumentSource, data_fingerprint
+from dist_env import DistributedEnvInterface
+from perf_metrics import JsonLogger
+from trainer_core import ConfigurationError, Trainer
+
+from .arguments import TRAINERS, PretrainArguments, arguments_class, trainer_arguments
+from .data import evaluation_loader, open_data, split_data, training_loader
+from .model.config import CONFIG_FILE, LlamaConfig, preset
+from .model.interchange import has_weights
+from .model.llama import Llama
+from .run_directory import LOGS_NAME
+from .tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that a run is made of, loaded and checked; nothing is written yet."""
+
+    args: PretrainArguments
+    tokenizer: Tokenizer
+    config: LlamaConfig
+    train_documents: DocumentSource
+    held_out_documents: DocumentSource | None
+    subject: Mapping[str, object]
+    """What is trained on what, as plain JSON values; see `RunDirectory`."""
+
+
+def prepare(args: PretrainArguments) -> Experiment:
+    """Load what the settings name.
+
+    Raises:
+        ConfigurationError: If a setting cannot be used.
+        DataError: If the data cannot be used.
+    """
+    _check_resume_path(args.resume_from_checkpoint)
+    tokenizer = load_tokenizer(args.tokenizer)
+    config = model_config(args, tokenizer)
+    documents = open_data(args)
+    train_documents, held_out = split_data(documents, args)
+    subject = {
+        "model": asdict(config),
+        "initial_weights": args.model if starts_from_weights(args) else None,
+        "tokenizer": {"name": args.tokenizer, "vocab_size": tokenizer.vocab_size},
+        "data": data_fingerprint(documents),
+    }
+    return Experiment(
+        args=args,
+        tokenizer=tokenizer,
+        config=config,
+        train_documents=train_documents,
+        held_out_documents=held_out,
+        subject=subject,
+    )
+
+
+def _check_resume_path(wanted: bool | str) -> None:
+    """Refuse a path that is no checkpoint before anything is written; its content is verified on loading."""
+    if isinstance(wanted, str) and not (Path(wanted) / "manifest.json").is_file():
+        raise ConfigurationError(
+            "resume_from_checkpoint",
+            wanted,
+            "is no checkpoint",
+            "name a directory checkpoint-<step> of a run",
+        )
+
+
+def build_trainer(experiment: Experiment, env: DistributedEnvInterface) -> Trainer:
+    """Put the trainer of a run together; it prints progress and writes the log file."""
+    args, tokenizer = experiment.args, experiment.tokenizer
+    chosen = TRAINERS[args.trainer]
+    told = arguments_class(args.trainer, shards_stages=args.shards_stages)
+    settings = replace(trainer_arguments(told, args), logging_dir=str(args.log_path))
+    held_out = None
+    if experiment.held_out_documents is None:
+        settings = replace(settings, eval_strategy="no")
+    else:
+        held_out = evaluation_loader(experiment.held_out_documents, tokenizer, args, env)
+    return chosen(
+        settings,
+        model_init=partial(Llama, experiment.config),
+        initial_weights=args.model if starts_from_weights(args) else None,
+        train_dataset=training_loader(experiment.train_documents, tokenizer, args, env),
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        callbacks=[*Trainer.default_callbacks(), JsonLogger(LOGS_NAME)],
+        distributed_env=env,
+    )
+
+
+# Sizes that are multiples of this use matrix units well; 32000 is one.
+_VOCABULARY_MULTIPLE = 64
+
+
+def model_config(args: PretrainArguments, tokenizer: Tokenizer) -> LlamaConfig:
+    """Return the shape of the model to train, checked against tokenizer and sequence length.
+
+    A preset takes the vocabulary that `vocab_size` asks for, or that of the tokenizer, rounded up to a
+    multiple of 64. A directory keeps its own.
+
+    Raises:
+        ConfigurationError: If there is no such model, or it does not fit.
+    """
+    if (Path(args.model) / CONFIG_FILE).is_file():
+        config = _checked_vocabulary(LlamaConfig.load(args.model), args, tokenizer)
+    else:
+        config = preset(
+            args.model,
+            vocab_size=_vocabulary(args, tokenizer),
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    _check_positions("sequence_length", args.sequence_length, args.sequence_length, config)
+    if args.sample_tokens:
+        prompt = len(tokenizer.encode(args.prompt))
+        _check_positions("sample_tokens", args.sample_tokens, prompt + args.sample_tokens, config)
+    return config
+
+
+def starts_from_weights(args: PretrainArguments) -> bool:
+    """Whether the setting `model` is a directory that holds weights, not only a shape."""
+    return has_weights(args.model)
+
+
+def _vocabulary(args: PretrainArguments, tokenizer: Tokenizer) -> int:
+    if args.vocab_size is None:
+        return -(-tokenizer.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    if args.vocab_size < tokenizer.vocab_size:
+        raise ConfigurationError(
+            "vocab_size",
+            args.vocab_size,
+            f"is less than the {tokenizer.vocab_size} ids of the tokenizer {args.tokenizer!r}",
+            "raise it, or leave it out",
+        )
+    return args.vocab_size
+
+
+def _checked_vocabulary(config: LlamaConfig, args: PretrainArguments, tokenizer: Tokenizer) -> LlamaConfig:
+    if args.vocab_size is not None:
+        raise ConfigurationError(
+            "vocab_size",
+            args.vocab_size,
+            f"has no effect on the model in {args.model}, which keeps its {config.vocab_size} ids",
+            "leave it out",
+        )
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigurationError(
+            "tokenizer",
+            args.tokenizer,
+            f"has {tokenizer.vocab_size} ids, the model in {args.model} has vocab_size={config.vocab_size}",
+            "use the tokenizer that belongs to the model",
+        )
+    return replace(
+        config,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _check_positions(setting: str, value: int, positions: int, config: LlamaConfig) -> None:
+    if positions > config.max_position_embeddings:
+        raise ConfigurationError(
+            setting,
+            value,
+            f"needs {positions} positions, the model has max_position_embeddings="
+            f"{config.max_position_embeddings}",
+            f"lower {setting}, or choose a model with more positions",
+        )
