@@ -346,7 +346,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "unknown command 'trian'" in capsys.readouterr().err
+    assert "unknown command 'trian'; did you mean 'train'? Commands: train, plan" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -380,14 +380,20 @@ def test_mistakes_of_the_other_commands(
     assert not (work / "out").exists()
 
 
-def test_the_overview_needs_no_torch_and_threads_are_set_before_it_is_loaded() -> None:
+def test_no_help_needs_torch_and_threads_are_set_before_it_is_loaded() -> None:
     script = (
         "import os, sys\n"
-        "from llama_pretrain.cli import main\n"
+        "from llama_pretrain.cli import COMMANDS, main\n"
         "assert main(['--help']) == 0 and main(['--version']) == 0\n"
         "assert 'torch' not in sys.modules\n"
-        "assert main(['nothing']) == 2\n"
-        "assert 'torch' in sys.modules and os.environ['OMP_WAIT_POLICY'] == 'PASSIVE'\n"
+        "assert main(['nothing']) == main(['train', '--learning-rate', '-1']) == 2\n"
+        "assert main(['recipes']) == main(['completion', 'bash', '--show']) == 0\n"
+        "for name in COMMANDS:\n"
+        "    try:\n"
+        "        main([name, '--help'])\n"
+        "    except SystemExit as end:\n"
+        "        assert end.code == 0\n"
+        "assert 'torch' not in sys.modules and os.environ['OMP_WAIT_POLICY'] == 'PASSIVE'\n"
         "import llama_pretrain\n"
         "assert all(hasattr(llama_pretrain, name) for name in llama_pretrain.__all__)\n"
         "assert set(llama_pretrain.__all__) <= set(dir(llama_pretrain))\n"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from llama_pretrain import PretrainArguments
-from llama_pretrain.arguments import TRAINERS, trainer_arguments
+from llama_pretrain.experiment import TRAINERS
 from llama_pretrain.settings import resolve, train_parser
 from trainer_core import ConfigurationError, field_docs
 from trainer_ddp import CompressionArguments, DDPArguments, PostLocalSGDArguments
@@ -115,7 +115,11 @@ def test_words_become_values(words: str, name: str, value: object) -> None:
     ("words", "message"),
     [
         ("--max-step 5", "unknown argument '--max-step'; did you mean --max-steps?"),
-        ("--frobnicate 5", "unknown argument '--frobnicate'"),
+        ("--frobnicate 5", "unknown argument '--frobnicate'; llama-pretrain train --help lists the options"),
+        ("--lr 1e-3", "unknown argument '--lr'; did you mean --learning-rate?"),
+        ("--epochs=2", "unknown argument '--epochs=2'; did you mean --num-train-epochs?"),
+        ("--batch_size 2", "did you mean --per-device-train-batch-size?"),
+        ("--report-to wandb", "unknown argument '--report-to'; trackers are callbacks"),
         ("stray", "unknown argument 'stray'"),
         ("--max-steps five", "--max-steps: 'five' is not a whole number"),
         ("--learning-rate fast", "--learning-rate: 'fast' is not a number"),
@@ -151,6 +155,7 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
     ("content", "message"),
     [
         ("max_step: 5", "max_step=5: is not a known setting; did you mean 'max_steps'"),
+        ("ga: 2", "ga=2: is not a known setting; did you mean 'gradient_accumulation_steps'?"),
         ("max_steps: five", "max_steps='five'"),
         ("held_out: 1.0", "held_out=1.0"),
         ("seed: -1", "seed=-1"),
@@ -252,12 +257,33 @@ def test_an_option_does_not_hide_a_mistake_in_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_every_trainer_is_told_all_that_it_takes(name: str) -> None:
-    args = dataclasses.replace(PretrainArguments(), trainer=name, max_steps=7)
-    told = trainer_arguments(TRAINERS[name].arguments_class, args)
-    assert type(told) is TRAINERS[name].arguments_class
-    assert told.max_steps == 7
-    assert told.learning_rate == PretrainArguments().learning_rate
+def test_every_trainer_takes_the_settings_as_they_are(name: str) -> None:
+    args = PretrainArguments(trainer=name)
+    assert isinstance(args, TRAINERS[name].arguments_class)
+    assert args.matmul_dtype == "fp32"
+    assert args.for_planning(2).trainer == name
+
+
+def test_only_the_rules_of_the_chosen_trainer_apply() -> None:
+    in_backward = {"fuse_optim_with_backward": True, "max_grad_norm": None}
+    assert PretrainArguments(**in_backward).trainer == "single"  # type: ignore[arg-type]
+    assert PretrainArguments(mixed_precision="fp16", trainer="ddp").mixed_precision == "fp16"
+    for name, settings, rule in (
+        ("ddp", in_backward, "before its gradient was averaged"),
+        ("fsdp2", {"default_dtype": "float16"}, "leaves the range of float16"),
+        ("pipeline", {"mixed_precision": "fp16"}, "needs a loss scale that all stages decide on"),
+    ):
+        with pytest.raises(ConfigurationError, match=rule):
+            PretrainArguments(trainer=name, **settings)  # type: ignore[arg-type]
+
+
+def test_a_path_of_blocks_is_refused_where_no_setting_uses_it() -> None:
+    path = {"transformer_layers_path": "model.layers"}
+    for name, group in (("fsdp2", {"shard_transformer_layers": False}), ("single", {}), ("ddp", {})):
+        settings = {"trainer": name, **path, **({name: group} if group else {})}
+        with pytest.raises(ConfigurationError, match="transformer_layers_path="):
+            resolve(settings)
+    assert resolve({"trainer": "fsdp2", **path}).transformer_layers_path == "model.layers"
 
 
 def test_help_has_every_option_with_its_text() -> None:

@@ -1,157 +1,28 @@
-"""The settings of a pretraining run, and which of them belong to which trainer."""
+"""The settings of a pretraining run, and which of them belong to which trainer. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from typing import Self, TypeVar
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import TypeVar
 
-from trainer_core import ConfigurationError, DataParallelArguments, Trainer, TrainingArguments, suggest
-from trainer_ddp import CompressionArguments, DDPArguments, DDPTrainer, DiLoCoArguments, PostLocalSGDArguments
-from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer
-from trainer_pipeline import PipelineArguments, PipelineTrainer, PipelineTrainingArguments
+from trainer_core import ConfigurationError, TrainingArguments, suggest
+from trainer_ddp import DDPTrainingArguments
+from trainer_fsdp2 import FSDP2TrainingArguments
+from trainer_pipeline import PipelineTrainingArguments
 
 from .exit_codes import PROG
 from .mesh import check_mesh, parse_mesh
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
-TRAINERS: Mapping[str, type[Trainer]] = {
-    "single": Trainer,
-    "ddp": DDPTrainer,
-    "fsdp2": FSDP2Trainer,
-    "pipeline": PipelineTrainer,
+ARGUMENTS: Mapping[str, type[TrainingArguments]] = {
+    "single": TrainingArguments,
+    "ddp": DDPTrainingArguments,
+    "fsdp2": FSDP2TrainingArguments,
+    "pipeline": PipelineTrainingArguments,
 }
-"""Name to class. The fields of its `arguments_class` are settings of the application."""
-_OF_ALL = "mesh"
-"""A setting of some trainers from which the application finds the trainer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedPipelineArguments(PipelineTrainingArguments):
-    """What `PipelineTrainer` is told where stages are sharded: adds how, for `FullyShard`."""
-
-    fsdp2: FSDP2Arguments = field(default_factory=FSDP2Arguments)
-    """How weights are spread over the processes that have a stage."""
-
-    def check(self) -> None:
-        """Check every rule of this class and its parents.
-
-        Raises:
-            ConfigurationError: For the first rule that is broken.
-        """
-        super().check()
-        if self.fsdp2.replicas != 1:
-            raise ConfigurationError(
-                "fsdp2.replicas", self.fsdp2.replicas, "has no effect in a pipeline", "set dp in mesh"
-            )
-
-    def for_planning(self, batch_size: int) -> Self:
-        """The settings of a run that takes as much memory, without an accelerator; of FP8 it takes bf16's."""
-        plain = replace(self, fsdp2=replace(self.fsdp2, fp8_all_gather=False))
-        return super(ShardedPipelineArguments, plain).for_planning(batch_size)
-
-
-def arguments_class(name: str, *, shards_stages: bool) -> type[TrainingArguments]:
-    """The class of what a trainer is told.
-
-    Args:
-        name: The setting `trainer`.
-        shards_stages: Whether processes share out the weights of the stages of a pipeline.
-    """
-    return ShardedPipelineArguments if shards_stages else TRAINERS[name].arguments_class
-
-
-def check_trainer(name: str, args: TrainingArguments, *, shards_stages: bool) -> None:
-    """Check the choice of a trainer, the settings that only it has, and that none belongs only to others.
-
-    Args:
-        name: The setting `trainer`.
-        args: The settings of the application; they have every field of every `arguments_class`.
-        shards_stages: Whether processes share out the weights of the stages of a pipeline.
-
-    Raises:
-        ConfigurationError: For an unknown name, a setting of another trainer, or a broken rule of this one.
-    """
-    if name not in TRAINERS:
-        choices = ", ".join(map(repr, TRAINERS))
-        raise ConfigurationError("trainer", name, f"must be one of {choices}", suggest(name, TRAINERS))
-    chosen = arguments_class(name, shards_stages=shards_stages)
-    own = {_OF_ALL, *(each.name for each in fields(chosen))}
-    for each in fields(args):
-        owners = [other for other in TRAINERS if each.name in _settings_of(other)]
-        if owners and each.name not in own:
-            _refuse_changed(name, each, getattr(args, each.name), owners)
-    trainer_arguments(chosen, args)
-
-
-def trainer_arguments(cls: type[Arguments], args: TrainingArguments) -> Arguments:
-    """Return what a trainer is told: those settings of the application that it knows.
-
-    Args:
-        cls: The class of its arguments.
-        args: The settings of the application.
-
-    Raises:
-        ConfigurationError: For the first of its rules that is broken.
-    """
-    return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
-
-
-def check_processes(name: str, mesh: str, world_size: int) -> None:
-    """Refuse a trainer of one process where a launcher has started several, and a mesh of another size.
-
-    Raises:
-        ConfigurationError: If it has; the message says what to type.
-    """
-    if mesh and parse_mesh(mesh).world_size != world_size:
-        raise ConfigurationError(
-            "mesh",
-            mesh,
-            f"is of {parse_mesh(mesh).world_size} processes, and {world_size} were started",
-            "start as many, or change the mesh",
-        )
-    if name == "single" and world_size > 1:
-        raise ConfigurationError(
-            "trainer",
-            name,
-            f"is one process, and {world_size} were started",
-            f"use `{PROG} train` for one, or `{launch_command(world_size, 'ddp')}` to share the work",
-        )
-
-
-def launch_command(processes: int, trainer: str) -> str:
-    """What to type to train with several processes on one machine."""
-    axis = {"fsdp2": "shard", "pipeline": "pp"}.get(trainer, "dp")
-    return f"{PROG} train --mesh {axis}={processes}"
-
-
-def _settings_of(name: str) -> set[str]:
-    return {field.name for field in fields(TRAINERS[name].arguments_class)}
-
-
-def _refuse_changed(name: str, field: Field[object], value: object, owners: list[str]) -> None:
-    for setting, given in _changes(field.name, value, _default_of(field)):
-        others = " or ".join(f"trainer={owner!r}" for owner in owners)
-        raise ConfigurationError(
-            setting, given, f"has no effect with trainer={name!r}", f"leave it out, or use {others}"
-        )
-
-
-def _changes(name: str, value: object, default: object) -> Iterator[tuple[str, object]]:
-    """Settings that are not at their defaults, with dots for nested ones."""
-    if is_dataclass(value) and type(value) is type(default):
-        for field in fields(value):
-            yield from _changes(
-                f"{name}.{field.name}", getattr(value, field.name), getattr(default, field.name)
-            )
-    elif value != default:
-        yield name, value
-
-
-def _default_of(field: Field[object]) -> object:
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
+"""The setting `trainer` to the settings that belong to it."""
 
 # This application builds its own loader of packed rows and never overwrites: these have no effect on it. The
 # last one has beside resume_from_checkpoint=False: `--fresh` sets both.
@@ -167,10 +38,10 @@ WITHOUT_EFFECT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainArguments(DataParallelArguments):
-    """Settings of one pretraining run: those of the trainers, with other defaults, and the application's own.
+class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2TrainingArguments):
+    """Settings of one pretraining run: those of all trainers, with other defaults, and the application's own.
 
-    What belongs to one trainer only is refused while another one is chosen; see `trainers`.
+    Every trainer takes them as they are. What belongs to one trainer only is refused while another is chosen.
 
     The defaults train a byte-level model on the text of the Python standard library, in less than three
     minutes on two CPU cores.
@@ -206,18 +77,6 @@ class PretrainArguments(DataParallelArguments):
     """Processes in each dimension, such as dp=2,shard=4 or pp=2,dp=2: dp replicates the weights, shard
     divides them, pp divides the layers. It chooses the trainer, and starts that many processes on this
     machine unless a launcher has."""
-    ddp: DDPArguments = field(default_factory=DDPArguments)
-    """With trainer ddp: options of torch's wrapper."""
-    compression: CompressionArguments = field(default_factory=CompressionArguments)
-    """With trainer ddp: how gradients are made smaller before they travel."""
-    post_local_sgd: PostLocalSGDArguments = field(default_factory=PostLocalSGDArguments)
-    """With trainer ddp: local steps, after which weights are averaged."""
-    diloco: DiLoCoArguments = field(default_factory=DiLoCoArguments)
-    """With trainer ddp: local steps, after which an outer optimizer steps."""
-    fsdp2: FSDP2Arguments = field(default_factory=FSDP2Arguments)
-    """With trainer fsdp2, or a mesh with pp and shard: how weights are spread over the processes."""
-    pipeline: PipelineArguments = field(default_factory=PipelineArguments)
-    """With trainer pipeline: which layers each process has, and in which order they compute."""
 
     output_dir: str = "runs/default"
     """Directory of checkpoints, logs, figures and config.yaml."""
@@ -245,10 +104,11 @@ class PretrainArguments(DataParallelArguments):
         Raises:
             ConfigurationError: For the first rule that is broken.
         """
-        super().check()
+        # Behind the trainers' classes: of what these add, only the rules of the chosen one apply.
+        super(FSDP2TrainingArguments, self).check()
         self._check_unused()
         check_mesh(self.mesh, self.trainer)
-        check_trainer(self.trainer, self, shards_stages=self.shards_stages)
+        self._check_trainer()
         if self.undecodable not in ("error", "skip", "replace"):
             raise ConfigurationError(
                 "undecodable", self.undecodable, "must be error, skip or replace", "choose one of these"
@@ -287,13 +147,41 @@ class PretrainArguments(DataParallelArguments):
     @property
     def uses_blocks(self) -> bool:
         """Whether a setting works on the blocks that transformer_layers_path leads to."""
-        return self.trainer in ("fsdp2", "pipeline") or super().uses_blocks
+        if self.trainer == "pipeline":
+            return True
+        if self.trainer == "fsdp2":
+            return super(PipelineTrainingArguments, self).uses_blocks
+        return super(FSDP2TrainingArguments, self).uses_blocks
 
     @property
     def shards_stages(self) -> bool:
         """Whether the processes that have a stage of a pipeline share out its weights."""
         shards = parse_mesh(self.mesh).shard > 1 or self.pipeline.shard_replicas
         return self.trainer == "pipeline" and shards
+
+    def _check_trainer(self) -> None:
+        if self.trainer not in ARGUMENTS:
+            choices = ", ".join(map(repr, ARGUMENTS))
+            raise ConfigurationError(
+                "trainer", self.trainer, f"must be one of {choices}", suggest(self.trainer, ARGUMENTS)
+            )
+        own = {"mesh"} | _names(ARGUMENTS[self.trainer])  # the application finds the trainer from its mesh
+        if self.shards_stages:
+            own |= _names(FSDP2TrainingArguments)
+        for each in fields(self):
+            owners = [name for name, cls in ARGUMENTS.items() if each.name in _names(cls)]
+            if owners and each.name not in own:
+                _refuse_changed(self.trainer, each, getattr(self, each.name), owners)
+        if self.trainer == "ddp":
+            self.check_replication()
+        elif self.trainer == "fsdp2":
+            self.check_sharding()
+        elif self.trainer == "pipeline":
+            self.check_stages()
+            if self.fsdp2.replicas != 1:
+                raise ConfigurationError(
+                    "fsdp2.replicas", self.fsdp2.replicas, "has no effect in a pipeline", "set dp in mesh"
+                )
 
     def _check_unused(self) -> None:
         for name in WITHOUT_EFFECT:
@@ -309,3 +197,70 @@ class PretrainArguments(DataParallelArguments):
 
 GROUP_NAMES = frozenset(item.name for item in fields(PretrainArguments) if is_dataclass(item.default_factory))
 """Settings that are groups of settings."""
+
+
+def settings_of(cls: type[Arguments], args: PretrainArguments) -> Arguments:
+    """Return those settings of a run that the class of another trainer has too.
+
+    A run is not made of them, but what is done with its model without its trainer: an evaluation in one
+    process, plans of other layouts.
+
+    Raises:
+        ConfigurationError: For the first of its rules that is broken.
+    """
+    return cls(**{name: getattr(args, name) for name in _names(cls)})
+
+
+def check_processes(name: str, mesh: str, world_size: int) -> None:
+    """Refuse a trainer of one process where a launcher has started several, and a mesh of another size.
+
+    Raises:
+        ConfigurationError: If it has; the message says what to type.
+    """
+    if mesh and parse_mesh(mesh).world_size != world_size:
+        raise ConfigurationError(
+            "mesh",
+            mesh,
+            f"is of {parse_mesh(mesh).world_size} processes, and {world_size} were started",
+            "start as many, or change the mesh",
+        )
+    if name == "single" and world_size > 1:
+        raise ConfigurationError(
+            "trainer",
+            name,
+            f"is one process, and {world_size} were started",
+            f"use `{PROG} train` for one, or `{launch_command(world_size, 'ddp')}` to share the work",
+        )
+
+
+def launch_command(processes: int, trainer: str) -> str:
+    """What to type to train with several processes on one machine."""
+    axis = {"fsdp2": "shard", "pipeline": "pp"}.get(trainer, "dp")
+    return f"{PROG} train --mesh {axis}={processes}"
+
+
+def _names(cls: type[TrainingArguments]) -> set[str]:
+    return {field.name for field in fields(cls)}
+
+
+def _refuse_changed(name: str, field: Field[object], value: object, owners: list[str]) -> None:
+    for setting, given in _changes(field.name, value, _default_of(field)):
+        others = " or ".join(f"trainer={owner!r}" for owner in owners)
+        raise ConfigurationError(
+            setting, given, f"has no effect with trainer={name!r}", f"leave it out, or use {others}"
+        )
+
+
+def _changes(name: str, value: object, default: object) -> Iterator[tuple[str, object]]:
+    """Settings that are not at their defaults, with dots for nested ones."""
+    if is_dataclass(value) and type(value) is type(default):
+        for field in fields(value):
+            yield from _changes(
+                f"{name}.{field.name}", getattr(value, field.name), getattr(default, field.name)
+            )
+    elif value != default:
+        yield name, value
+
+
+def _default_of(field: Field[object]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()

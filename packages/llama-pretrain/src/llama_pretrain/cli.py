@@ -41,6 +41,7 @@ options of train that are used most (all of them: {PROG} train --help):
   --config FILE              TOML or YAML file with any of the options, or a recipe
   --dry-run                  only show what a job of any size would build, hold and send
   --version                  print the version
+  --install-completion       let this shell, bash or zsh, complete commands and options
 
 The other commands have --help as well. Exit codes: 0 done, 1 aborted, 2 wrong input,
 75 stopped early and saved (the same command goes on), 130 interrupted."""
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] == "--version":
         print(f"{PROG} {version(PROG)}")
         return 0
+    if words and words[0] == "--install-completion":
+        words[0] = "completion"
     name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else ("train", words)
     try:
         return leave_exit_code(_run(name, rest))
@@ -92,7 +95,10 @@ def _run(name: str, words: Sequence[str]) -> int:
     # times slower. A value that the user has set wins.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name not in COMMANDS:
-        print(f"{PROG}: error: unknown command {name!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        from trainer_core import suggest
+
+        hint = f"{suggest(name, COMMANDS, otherwise='')} Commands: {', '.join(COMMANDS)}".strip()
+        print(f"{PROG}: error: unknown command {name!r}; {hint}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
         return COMMANDS[name](words)
@@ -135,6 +141,17 @@ def _train(words: Sequence[str]) -> int:
     from .train import train
 
     return train(args)
+
+
+def parser_of(name: str) -> Parser:
+    """The parser of the options of a command."""
+    from .commands.arguments import plan_parser
+    from .settings import train_parser
+
+    command = COMMANDS[name]
+    if isinstance(command, _Command):
+        return command.parser()
+    return {"train": train_parser, "plan": plan_parser}[name]()
 
 
 def _plan(words: Sequence[str]) -> int:
@@ -225,6 +242,13 @@ _SIMPLE = (
         "RecipesArguments",
         ".settings.show_recipes",
         ("name",),
+    ),
+    _Command(
+        "completion",
+        "Let bash or zsh complete commands and options.",
+        "CompletionArguments",
+        ".completion.complete",
+        ("shell",),
     ),
     _Command("eval", "Score a trained model on text.", "EvalArguments", ".commands.trained_model.evaluate"),
     _Command(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import shutil
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn, Union, get_args, get_origin, get_type_hints
 
-from trainer_core import field_docs
+from trainer_core import field_docs, suggest
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,8 +34,8 @@ class Parser(argparse.ArgumentParser):
         given, unknown = self.parse_known_args(argv)
         if unknown:
             word = unknown[0].split("=")[0]
-            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the options"
+            options = [option for option in self._option_string_actions if option.startswith("--")]
+            hint = suggest(word, options, otherwise=f"{self.prog} --help lists the options")
             self.error(f"unknown argument {unknown[0]!r}; {hint}")
         return vars(given)
 

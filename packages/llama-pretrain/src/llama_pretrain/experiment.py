@@ -11,14 +11,25 @@ from dataloader_dispatch import DocumentSource, data_fingerprint
 from dist_env import DistributedEnvInterface
 from perf_metrics import JsonLogger
 from trainer_core import ConfigurationError, Trainer
+from trainer_ddp import DDPTrainer
+from trainer_fsdp2 import FSDP2Trainer
+from trainer_pipeline import PipelineTrainer
 
-from .arguments import TRAINERS, PretrainArguments, arguments_class, trainer_arguments
+from .arguments import PretrainArguments
 from .data import evaluation_loader, open_data, split_data, training_loader
 from .model.config import CONFIG_FILE, LlamaConfig, preset
 from .model.interchange import has_weights
 from .model.llama import Llama
 from .run_directory import LOGS_NAME
 from .tokenizer import Tokenizer, load_tokenizer
+
+TRAINERS: Mapping[str, type[Trainer]] = {
+    "single": Trainer,
+    "ddp": DDPTrainer,
+    "fsdp2": FSDP2Trainer,
+    "pipeline": PipelineTrainer,
+}
+"""The setting `trainer` to the class, which takes `PretrainArguments`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +86,13 @@ def _check_resume_path(wanted: bool | str) -> None:
 
 def build_trainer(experiment: Experiment, env: DistributedEnvInterface) -> Trainer:
     """Put the trainer of a run together; it prints progress and writes the log file."""
-    args, tokenizer = experiment.args, experiment.tokenizer
-    chosen = TRAINERS[args.trainer]
-    told = arguments_class(args.trainer, shards_stages=args.shards_stages)
-    settings = replace(trainer_arguments(told, args), logging_dir=str(args.log_path))
-    held_out = None
+    args, tokenizer, held_out = experiment.args, experiment.tokenizer, None
     if experiment.held_out_documents is None:
-        settings = replace(settings, eval_strategy="no")
+        args = replace(args, eval_strategy="no")
     else:
         held_out = evaluation_loader(experiment.held_out_documents, tokenizer, args, env)
-    return chosen(
-        settings,
+    return TRAINERS[args.trainer](
+        args,
         model_init=partial(Llama, experiment.config),
         initial_weights=args.model if starts_from_weights(args) else None,
         train_dataset=training_loader(experiment.train_documents, tokenizer, args, env),

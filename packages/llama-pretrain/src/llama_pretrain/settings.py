@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import cast, get_type_hints
 
-from trainer_core import ConfigurationError, arguments_from_dict, load_config_file
+from trainer_core import ConfigurationError, arguments_from_dict, load_config_file, suggest
 
 from .arguments import GROUP_NAMES, WITHOUT_EFFECT, PretrainArguments
 from .command_line import Parser, add_field_options
@@ -70,9 +69,7 @@ def _file(name: str) -> Traversable:
 
 
 def _suggestion(name: str) -> str:
-    near = get_close_matches(name, recipe_names(), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}`{PROG} recipes` lists them"
+    return f"{suggest(name, recipe_names(), otherwise='')} `{PROG} recipes` lists them".strip()
 
 
 def _order(name: str) -> tuple[int, int, str]:

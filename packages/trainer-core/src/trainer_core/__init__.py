@@ -1,98 +1,102 @@
 """A training loop that is small to read, exact in its numbers and resumable anywhere."""
 
-from .arguments import (
-    BaseTrainingArguments,
-    DataParallelArguments,
-    MinimalTrainingArguments,
-    TrainingArguments,
-)
-from .arguments.config import arguments_from_dict, field_docs, load_config_file, suggest
-from .callbacks import (
-    DivergenceDetector,
-    EarlyStopping,
-    ExternalControl,
-    GradientStatistics,
-    InfoCallback,
-    MemorySnapshotCallback,
-    MLflowCallback,
-    ProfilerCallback,
-    TensorBoardCallback,
-    TextSamples,
-    Tracker,
-    WandbCallback,
-    dump_on_oom,
-)
-from .checkpoint.output_dir import PREVIOUS, checkpoints_in, move_aside
-from .data.batch import Batch, labels_of, to_device
-from .data.loaders import EvalMetric
-from .distributed.clipping import clip_grad_norm_, own_part
-from .distributed.executor import EagerExecutor, Executor, ForwardOutput, GradSync
-from .distributed.ranks import BatchPlacement, Ranks
-from .distributed.transforms import (
-    BuiltModel,
-    ModelTransform,
-    ReplicateGradients,
-    StepHooks,
-    copy_weights_of_rank_0,
-    saved_buffers,
-)
-from .dry_run import DryRun, no_dry_run
-from .errors import ConfigurationError, DataError
-from .events import EVENTS
-from .generation import Sampling, generators_of_rank_0, logits_of_one_rank, share_generators
-from .inputs import TrainerOptions
-from .loss import (
-    CausalLMLoss,
-    ClassificationLoss,
-    FusedLinearCrossEntropy,
-    FusedLossFactory,
-    MeanLoss,
-    ModelLoss,
-    OutputMeanLoss,
-    RegressionLoss,
-    TargetLoss,
-    TokenLoss,
-    count_next_tokens,
-    ignored_like,
-    is_ignored,
-    loss_of,
-    predict,
-)
-from .metrics.comm_bytes import Collective, Traffic
-from .metrics.memory import RankMemory
-from .model import (
-    InitialValues,
-    ModelInit,
-    ModelSource,
-    add_up_gradients,
-    checkpoint_activations,
-    compile_model,
-    construct_without_weights,
-    convert_model,
-    fill_parameters,
-    find_blocks,
-    fsdp_modules,
-    has_no_values,
-    move_buffers,
-    ordinary_tensors,
-    prepare_model,
-)
-from .optimization import Multiopt, build_optimizer
-from .periodic import EXIT_RESUMABLE
-from .planning import Plan, margin_of, plan
-from .precision import (
-    FP8_RECIPES,
-    QAT_RECIPES,
-    convert_qat,
-    export_qat,
-    export_qat_checkpoint,
-    load_quantized,
-    prepare_qat,
-)
-from .precision.autocast import autocast
-from .state import StopCause, TrainerControl, TrainerState, TrainOutput
-from .trainer import Trainer
-from .update import NonFiniteGradientError
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .arguments import (
+        BaseTrainingArguments,
+        DataParallelArguments,
+        MinimalTrainingArguments,
+        TrainingArguments,
+    )
+    from .arguments.config import arguments_from_dict, field_docs
+    from .arguments.files import load_config_file
+    from .callbacks import (
+        DivergenceDetector,
+        EarlyStopping,
+        ExternalControl,
+        GradientStatistics,
+        InfoCallback,
+        MemorySnapshotCallback,
+        MLflowCallback,
+        ProfilerCallback,
+        TensorBoardCallback,
+        TextSamples,
+        Tracker,
+        WandbCallback,
+        dump_on_oom,
+    )
+    from .checkpoint.output_dir import PREVIOUS, checkpoints_in, move_aside
+    from .data.batch import Batch, labels_of, to_device
+    from .data.loaders import EvalMetric
+    from .distributed.clipping import clip_grad_norm_, own_part
+    from .distributed.executor import EagerExecutor, Executor, ForwardOutput, GradSync
+    from .distributed.ranks import BatchPlacement, Ranks
+    from .distributed.transforms import (
+        BuiltModel,
+        ModelTransform,
+        ReplicateGradients,
+        StepHooks,
+        copy_weights_of_rank_0,
+        saved_buffers,
+    )
+    from .dry_run import DryRun, no_dry_run
+    from .errors import ConfigurationError, DataError, suggest
+    from .events import EVENTS
+    from .generation import Sampling, generators_of_rank_0, logits_of_one_rank, share_generators
+    from .inputs import TrainerOptions
+    from .loss import (
+        CausalLMLoss,
+        ClassificationLoss,
+        FusedLinearCrossEntropy,
+        FusedLossFactory,
+        MeanLoss,
+        ModelLoss,
+        OutputMeanLoss,
+        RegressionLoss,
+        TargetLoss,
+        TokenLoss,
+        count_next_tokens,
+        ignored_like,
+        is_ignored,
+        loss_of,
+        predict,
+    )
+    from .metrics.comm_bytes import Collective, Traffic
+    from .metrics.memory import RankMemory
+    from .model import (
+        InitialValues,
+        ModelInit,
+        ModelSource,
+        add_up_gradients,
+        checkpoint_activations,
+        compile_model,
+        construct_without_weights,
+        convert_model,
+        fill_parameters,
+        find_blocks,
+        fsdp_modules,
+        has_no_values,
+        move_buffers,
+        ordinary_tensors,
+        prepare_model,
+    )
+    from .optimization import Multiopt, build_optimizer
+    from .periodic import EXIT_RESUMABLE
+    from .planning import Plan, margin_of, plan
+    from .precision import (
+        FP8_RECIPES,
+        QAT_RECIPES,
+        convert_qat,
+        export_qat,
+        export_qat_checkpoint,
+        load_quantized,
+        prepare_qat,
+    )
+    from .precision.autocast import autocast
+    from .state import StopCause, TrainerControl, TrainerState, TrainOutput
+    from .trainer import Trainer
+    from .update import NonFiniteGradientError
 
 __all__ = [
     "EVENTS",
@@ -211,8 +215,118 @@ _REPLACED = {
     "DATA_PARALLEL": "the views of trainer.ranks.meshes, such as meshes.data",
 }
 
+# A name loads its module when it is first used: arguments, and the help of a command, need no torch.
+_NAMES = {
+    "arguments": (
+        "BaseTrainingArguments",
+        "DataParallelArguments",
+        "MinimalTrainingArguments",
+        "TrainingArguments",
+    ),
+    "arguments.config": ("arguments_from_dict", "field_docs"),
+    "arguments.files": ("load_config_file",),
+    "callbacks": (
+        "DivergenceDetector",
+        "EarlyStopping",
+        "ExternalControl",
+        "GradientStatistics",
+        "InfoCallback",
+        "MemorySnapshotCallback",
+        "MLflowCallback",
+        "ProfilerCallback",
+        "TensorBoardCallback",
+        "TextSamples",
+        "Tracker",
+        "WandbCallback",
+        "dump_on_oom",
+    ),
+    "checkpoint.output_dir": ("PREVIOUS", "checkpoints_in", "move_aside"),
+    "data.batch": ("Batch", "labels_of", "to_device"),
+    "data.loaders": ("EvalMetric",),
+    "distributed.clipping": ("clip_grad_norm_", "own_part"),
+    "distributed.executor": ("EagerExecutor", "Executor", "ForwardOutput", "GradSync"),
+    "distributed.ranks": ("BatchPlacement", "Ranks"),
+    "distributed.transforms": (
+        "BuiltModel",
+        "ModelTransform",
+        "ReplicateGradients",
+        "StepHooks",
+        "copy_weights_of_rank_0",
+        "saved_buffers",
+    ),
+    "dry_run": ("DryRun", "no_dry_run"),
+    "errors": ("ConfigurationError", "DataError", "suggest"),
+    "events": ("EVENTS",),
+    "generation": ("Sampling", "generators_of_rank_0", "logits_of_one_rank", "share_generators"),
+    "inputs": ("TrainerOptions",),
+    "loss": (
+        "CausalLMLoss",
+        "ClassificationLoss",
+        "FusedLinearCrossEntropy",
+        "FusedLossFactory",
+        "MeanLoss",
+        "ModelLoss",
+        "OutputMeanLoss",
+        "RegressionLoss",
+        "TargetLoss",
+        "TokenLoss",
+        "count_next_tokens",
+        "ignored_like",
+        "is_ignored",
+        "loss_of",
+        "predict",
+    ),
+    "metrics.comm_bytes": ("Collective", "Traffic"),
+    "metrics.memory": ("RankMemory",),
+    "model": (
+        "InitialValues",
+        "ModelInit",
+        "ModelSource",
+        "add_up_gradients",
+        "checkpoint_activations",
+        "compile_model",
+        "construct_without_weights",
+        "convert_model",
+        "fill_parameters",
+        "find_blocks",
+        "fsdp_modules",
+        "has_no_values",
+        "move_buffers",
+        "ordinary_tensors",
+        "prepare_model",
+    ),
+    "optimization": ("Multiopt", "build_optimizer"),
+    "periodic": ("EXIT_RESUMABLE",),
+    "planning": ("Plan", "margin_of", "plan"),
+    "precision": (
+        "FP8_RECIPES",
+        "QAT_RECIPES",
+        "convert_qat",
+        "export_qat",
+        "export_qat_checkpoint",
+        "load_quantized",
+        "prepare_qat",
+    ),
+    "precision.autocast": ("autocast",),
+    "state": ("StopCause", "TrainerControl", "TrainerState", "TrainOutput"),
+    "trainer": ("Trainer",),
+    "update": ("NonFiniteGradientError",),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
-def __getattr__(name: str) -> object:
-    """Say what has replaced a name of an earlier version."""
-    replaced = f"; use {_REPLACED[name]} (see the changelog)" if name in _REPLACED else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{replaced}")
+
+if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a misspelt one
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name not in _MODULES:
+            replaced = f"; use {_REPLACED[name]} (see the changelog)" if name in _REPLACED else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{replaced}")
+        value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

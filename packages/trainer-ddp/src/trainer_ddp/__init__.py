@@ -1,5 +1,7 @@
 """Data-parallel training with the single-process loss curve, or with a fraction of the communication."""
 
+from typing import TYPE_CHECKING
+
 from .arguments import (
     CompressionArguments,
     DDPArguments,
@@ -7,7 +9,9 @@ from .arguments import (
     DiLoCoArguments,
     PostLocalSGDArguments,
 )
-from .replicate import DDPTrainer, Replicate
+
+if TYPE_CHECKING:
+    from .replicate import DDPTrainer, Replicate
 
 __all__ = [
     "CompressionArguments",
@@ -19,8 +23,27 @@ __all__ = [
     "Replicate",
 ]
 
+# A name loads its module when it is first used: the arguments need no torch.
+_MODULES = {
+    "Replicate": ".replicate",
+    "DDPTrainer": ".replicate",
+}
 
-def __getattr__(name: str) -> object:
-    """Say what has replaced a name of an earlier version."""
-    replaced = "; use Replicate, as Trainer(args, parallel=[Replicate()])" if name == "DDPParallelism" else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{replaced}")
+
+if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a misspelt one
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name not in _MODULES:
+            replaced = "; use Replicate, as Trainer(args, parallel=[Replicate()])" * (
+                name == "DDPParallelism"
+            )
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{replaced}")
+        value: object = getattr(import_module(_MODULES[name], __name__), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, Self
 
-from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments, no_dry_run
+from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments
 
 _METHODS = ("no", "fp16", "bf16", "powerSGD")
 _OF_POWERSGD = ("matrix_rank", "start_step", "min_compression_rate")
@@ -89,13 +89,13 @@ class DDPTrainingArguments(DataParallelArguments):
     """What `DDPTrainer` takes: adds the wrapper's options, compression and the low-bandwidth modes."""
 
     ddp: DDPArguments = field(default_factory=DDPArguments)
-    """Options of torch's wrapper."""
+    """Options of torch's DistributedDataParallel."""
     compression: CompressionArguments = field(default_factory=CompressionArguments)
-    """How gradients are made smaller before they travel."""
+    """With DDP: how gradients are made smaller before they travel."""
     post_local_sgd: PostLocalSGDArguments = field(default_factory=PostLocalSGDArguments)
-    """Local steps with averaged weights."""
+    """With DDP: local steps, after which weights are averaged."""
     diloco: DiLoCoArguments = field(default_factory=DiLoCoArguments)
-    """Local steps with an outer optimizer."""
+    """With DDP: local steps, after which an outer optimizer steps."""
 
     def check(self) -> None:
         """Check every rule of this class and its parents.
@@ -104,6 +104,14 @@ class DDPTrainingArguments(DataParallelArguments):
             ConfigurationError: For the first rule that is broken.
         """
         super().check()
+        self.check_replication()
+
+    def check_replication(self) -> None:
+        """Check what this class adds, alone: for a class that inherits the settings of several trainers.
+
+        Raises:
+            ConfigurationError: For the first rule that is broken.
+        """
         check_beside(self, self)
 
     def for_planning(self, batch_size: int) -> Self:
@@ -171,6 +179,8 @@ def check_dry_run(modes: Modes) -> None:
     Raises:
         ConfigurationError: For the first of them.
     """
+    from trainer_core import no_dry_run  # which imports torch
+
     for setting, value, usual in (
         ("compression.method", modes.compression.method, "no"),
         ("post_local_sgd.enabled", modes.post_local_sgd.enabled, False),

@@ -47,7 +47,7 @@ class FSDP2TrainingArguments(DataParallelArguments):
     """What `FSDP2Trainer` takes: adds how the model is sharded."""
 
     fsdp2: FSDP2Arguments = field(default_factory=FSDP2Arguments)
-    """How the model is spread over the ranks."""
+    """With FSDP2, also in a pipeline: how the model is spread over the ranks."""
 
     def check(self) -> None:
         """Check every rule of this class and its parents.
@@ -56,6 +56,14 @@ class FSDP2TrainingArguments(DataParallelArguments):
             ConfigurationError: For the first rule that is broken.
         """
         super().check()
+        self.check_sharding()
+
+    def check_sharding(self) -> None:
+        """Check what this class adds, alone: for a class that inherits the settings of several trainers.
+
+        Raises:
+            ConfigurationError: For the first rule that is broken.
+        """
         check_beside(self, self.fsdp2)
         if self.mesh and self.fsdp2.replicas != 1:
             raise ConfigurationError(

@@ -41,7 +41,7 @@ class PipelineTrainingArguments(DataParallelArguments):
     """What `PipelineTrainer` takes: adds how the model is cut into stages, and the schedule."""
 
     pipeline: PipelineArguments = field(default_factory=PipelineArguments)
-    """How the model is cut into stages, and the schedule."""
+    """In a pipeline: which layers each rank has, and in which order they compute."""
 
     def check(self) -> None:
         """Check every rule of this class and its parents.
@@ -50,6 +50,14 @@ class PipelineTrainingArguments(DataParallelArguments):
             ConfigurationError: For the first rule that is broken.
         """
         super().check()
+        self.check_stages()
+
+    def check_stages(self) -> None:
+        """Check what this class adds, alone: for a class that inherits the settings of several trainers.
+
+        Raises:
+            ConfigurationError: For the first rule that is broken.
+        """
         check_settings(self.pipeline)
         check_combinations(self)
         pipeline = self.pipeline

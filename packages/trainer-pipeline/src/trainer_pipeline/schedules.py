@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from trainer_core import ConfigurationError
 
 if TYPE_CHECKING:
@@ -81,6 +79,7 @@ class ScheduleKind:
         if self.given is not None:
             return self.given
         # Tracing tools come with it, which take a second to import.
+        import torch
         from torch.distributed import pipelining
 
         made: ScheduleFactory | None = getattr(pipelining, self.class_name, None)

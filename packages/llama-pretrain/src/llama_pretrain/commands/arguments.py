@@ -22,6 +22,16 @@ class RecipesArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompletionArguments:
+    """Settings of `completion`."""
+
+    shell: str | None = None
+    """bash or zsh; none: the shell that the variable SHELL names."""
+    show: bool = False
+    """Print the script instead of installing it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResultArguments:
     """Which trained model is meant."""
 

@@ -12,8 +12,8 @@ from dist_env import ParallelLayout
 from trainer_core import ConfigurationError, Plan, plan
 from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, recommend
 
-from ..arguments import TRAINERS, PretrainArguments, arguments_class, trainer_arguments
-from ..experiment import model_config
+from ..arguments import PretrainArguments, settings_of
+from ..experiment import TRAINERS, model_config
 from ..mesh import parse_mesh
 from ..model.llama import Llama
 from ..output import check_writable
@@ -55,7 +55,7 @@ def show_plan(given: Mapping[str, object]) -> None:
     model_init = partial(Llama, model_config(args, load_tokenizer(args.tokenizer)))
     with quiet():
         planned = plan(
-            trainer_arguments(arguments_class(args.trainer, shards_stages=args.shards_stages), args),
+            args,
             model_init=model_init,
             world_size=mesh.world_size,
             sequence_length=args.sequence_length,
@@ -126,9 +126,7 @@ def _judge(
     found = recommend(
         model_init,
         # Each rank of a pipeline works on all of its rows, and each rank of another layout on its own.
-        replace(
-            trainer_arguments(FSDP2TrainingArguments, args), per_device_train_batch_size=rows // mesh.pipeline
-        ),
+        replace(settings_of(FSDP2TrainingArguments, args), per_device_train_batch_size=rows // mesh.pipeline),
         world_size=gpus.count,
         gpu_memory=gpus.memory,
         gpus_per_node=gpus.per_node,
@@ -141,7 +139,7 @@ def _to_type(name: str, args: PretrainArguments, found: Recommendation | None, g
     """The same run in the layout that fits, its other settings as they are; None if there is none."""
     if found is None or not found.fits:
         return None
-    before = trainer_arguments(FSDP2TrainingArguments, args)
+    before = settings_of(FSDP2TrainingArguments, args)
     options = [f"--config {name}", f"--mesh {found.plan.layout}", *changed_options(found.args, before)]
     return " ".join([launcher(gpus), *options])
 

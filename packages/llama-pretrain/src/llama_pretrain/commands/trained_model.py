@@ -13,7 +13,7 @@ from dataloader_dispatch import DocumentSource
 from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments
 
-from ..arguments import PretrainArguments, trainer_arguments
+from ..arguments import PretrainArguments, settings_of
 from ..data import evaluation_loader, open_data
 from ..exit_codes import PROG
 from ..experiment import prepare
@@ -67,7 +67,7 @@ def evaluate(args: EvalArguments) -> dict[str, float]:
     loader = evaluation_loader(documents, tokenizer, settings)
     with DistributedEnvironment(always=False) as env:
         trainer = Trainer(
-            trainer_arguments(TrainingArguments, settings),
+            settings_of(TrainingArguments, settings),
             model=load_pretrained(weights),
             eval_dataset=loader,
             callbacks=[],

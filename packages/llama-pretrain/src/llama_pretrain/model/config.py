@@ -6,10 +6,9 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 
-from trainer_core import ConfigurationError
+from trainer_core import ConfigurationError, suggest
 
 CONFIG_FILE = "config.json"
 
@@ -324,13 +323,11 @@ def preset(name: str, **changes: int | None) -> LlamaConfig:
         ConfigurationError: If there is no such preset, or a change breaks a rule.
     """
     if name not in _PRESETS:
-        near = get_close_matches(name, _PRESETS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigurationError(
             "model",
             name,
             "is neither a preset nor a directory with a config.json",
-            f"{hint}presets: {', '.join(_PRESETS)}",
+            f"{suggest(name, _PRESETS, otherwise='')} presets: {', '.join(_PRESETS)}".strip(),
         )
     return replace(_PRESETS[name], **changes)  # type: ignore[arg-type]
 

@@ -1,24 +1,18 @@
-"""Arguments from dicts and from TOML or YAML files, and how the arguments of two sessions of a run differ."""
+"""Arguments from dicts, their help texts, and how the arguments of two sessions of a run differ."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import math
-import re
-import textwrap
-import tomllib
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from pathlib import Path
+from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-import dacite
-import yaml
-
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, suggest
 from .choices import WITHOUT_TOTAL
 
 T = TypeVar("T")
@@ -38,6 +32,8 @@ def arguments_from_dict(cls: type[T], mapping: Mapping[str, object]) -> T:
     Raises:
         ConfigurationError: For an unknown key (with the nearest known one), a wrong type, or a broken rule.
     """
+    import dacite  # which help texts do without
+
     _refuse_unknown_keys(cls, mapping, prefix="")
     hooks: dict[Any, Callable[[object], object]] = {float: _float_from_int}
     hooks |= dict.fromkeys((tuple[str, ...], tuple[int, ...]), _tuple_from_list)
@@ -60,62 +56,6 @@ def arguments_from_dict(cls: type[T], mapping: Mapping[str, object]) -> T:
         ) from error
 
 
-def load_config_file(path: str | Path) -> dict[str, object]:
-    """Read settings from a TOML or YAML file, by its suffix.
-
-    Numbers with an exponent but no dot or sign, such as `3e4`, are numbers in YAML files too.
-
-    Args:
-        path: A file that ends in .toml, .yaml or .yml.
-
-    Returns:
-        Its top-level table.
-
-    Raises:
-        ConfigurationError: If it is missing, unreadable, malformed, nested too deeply, gives a name twice, or
-            has a number or date that does not exist (with the line), or holds no table at the top.
-    """
-    path = Path(path)
-    if path.suffix not in (".toml", ".yaml", ".yml"):
-        raise ConfigurationError(
-            "config", str(path), "must end in .toml, .yaml or .yml", "rename or convert the file"
-        )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            "config", str(path), f"cannot be read ({error})", "check path and rights"
-        ) from error
-    try:
-        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, Loader=_YamlLoader)
-    except RecursionError as error:
-        # Only of TOML: the loader below counts levels itself, as this would take it very long to notice.
-        raise ConfigurationError("config", str(path), "is nested too deeply", "flatten it") from error
-    # ValueError: a date that does not exist, or a whole number of more digits than Python converts.
-    except (yaml.YAMLError, ValueError) as error:
-        place = _line_of_long_number(text) if type(error) is ValueError else ""
-        raise ConfigurationError(
-            "config", str(path), f"is malformed{place}: {error}", "mend that line"
-        ) from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigurationError(
-            "config", str(path), "must hold names with values at the top", "write `name: value`"
-        )
-    return content
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Say which known name comes nearest to a mistyped one.
-
-    Returns:
-        A hint such as "did you mean 'max_steps'?", or where to find the names.
-    """
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]!r}?" if near else "see the list of settings for what exists"
-
-
 def field_docs(cls: type) -> dict[str, str]:
     """Read the string literal below each dataclass field, parents included.
 
@@ -128,16 +68,20 @@ def field_docs(cls: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
-            docs.update(_docs_in_source(base))
+            docs |= _docs_of_module(base.__module__).get(base.__qualname__, {})
     return docs
 
 
-def _docs_in_source(cls: type) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    if not isinstance(body, ast.ClassDef):
-        return {}
+@cache
+def _docs_of_module(name: str) -> dict[str, dict[str, str]]:
+    """By name of a class at the top of a module, which is read once and not for each class again."""
+    body = ast.parse(inspect.getsource(sys.modules[name])).body
+    return {node.name: _docs_of_class(node) for node in body if isinstance(node, ast.ClassDef)}
+
+
+def _docs_of_class(node: ast.ClassDef) -> dict[str, str]:
     docs: dict[str, str] = {}
-    for statement, below in zip(body.body, body.body[1:], strict=False):
+    for statement, below in zip(node.body, node.body[1:], strict=False):
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
             continue
         if (
@@ -171,13 +115,6 @@ def _float_from_int(value: object) -> object:
         return math.inf if value > 0 else -math.inf  # which is out of every range
 
 
-def _line_of_long_number(text: str) -> str:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if re.search(r"[\d_]{4301,}", line):  # as many digits as Python converts, and one more
-            return f" in line {number}"
-    return ""
-
-
 def _tuple_from_list(value: object) -> object:
     """Let a list, as files have it, stand for a tuple."""
     return tuple(value) if isinstance(value, list) else value
@@ -185,59 +122,6 @@ def _tuple_from_list(value: object) -> object:
 
 def _type_name(kind: object) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-
-
-_DEEPEST = 32
-"""Levels of nesting in a file; settings have two."""
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """Reads `3e-4` as a number and `no` as text, as YAML 1.2 does; refuses a name that is given twice."""
-
-    _depth = 0
-
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        # The text is read as far as it is asked for, so that this stops before the rest costs time.
-        if self._depth > _DEEPEST:
-            where = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels of nesting", problem_mark=where)
-        self._depth += 1
-        node: yaml.Node | None = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"{key.value!r} is given twice", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-        return mapping
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep=deep)
-        except ValueError as error:
-            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from error
-
-
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
 
 
 REFUSED = frozenset({"seed", "seed_per_rank", "dataloader_shuffle", "dataloader_drop_last", "qat_recipe"})
