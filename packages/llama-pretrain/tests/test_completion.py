@@ -58,7 +58,7 @@ def test_zsh_takes_the_script(tmp_path: Path) -> None:
     (tmp_path / "_llama-pretrain").write_text(completion_script("zsh"))
     script = "fpath=($1 $fpath); autoload -Uz compinit; compinit -D -u; print -r -- $_comps[llama-pretrain]"
     found = subprocess.run(
-        ["zsh", "-f", "-c", words, "zsh", str(tmp_path)],
+        ["zsh", "-f", "-c", script, "zsh", str(tmp_path)],
         capture_output=True,
         text=True,
         check=True,

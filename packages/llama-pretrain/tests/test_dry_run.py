@@ -14,9 +14,10 @@ from dist_env import fake_job
 from llama_pretrain import PretrainArguments
 from llama_pretrain.cli import main
 from llama_pretrain.commands.plan_config import show_plan
+from llama_pretrain.commands.recipes import tokens_per_step
 from llama_pretrain.experiment import build_trainer, prepare
 from llama_pretrain.mesh import parse_mesh
-from llama_pretrain.settings import resolve, tokens_per_step
+from llama_pretrain.settings import resolve
 from trainer_core import DryRun
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from llama_pretrain.cli import main
-from llama_pretrain.settings import recipe_names, resolve
+from llama_pretrain.commands.recipes import recipe_names
+from llama_pretrain.settings import resolve
 
 _PIPELINES = [name for name in recipe_names() if resolve({"config": name}).trainer == "pipeline"]
 # The largest take seconds each; those that are left out have other numbers of GPUs, and nothing else.

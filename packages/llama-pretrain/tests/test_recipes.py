@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from llama_pretrain.cli import main
+from llama_pretrain.commands.recipes import load_config, purpose, recipe_names, recipe_text, tokens_per_step
 from llama_pretrain.mesh import parse_mesh
-from llama_pretrain.settings import load_config, purpose, recipe_names, recipe_text, resolve, tokens_per_step
+from llama_pretrain.settings import resolve
 from trainer_core import ConfigurationError
 
 LARGE = [name for name in recipe_names() if not name.startswith("tiny")]
@@ -18,7 +19,7 @@ SMALL = [name for name in recipe_names() if name.startswith("tiny")]
 
 
 def test_the_installed_package_has_them() -> None:
-    entries = {entry.name for entry in files("llama_pretrain.recipes").iterdir()}
+    entries = {entry.name for entry in (files("llama_pretrain") / "recipes").iterdir()}
     assert {f"{name}.yaml" for name in recipe_names()} <= entries
     assert {"tiny-cpu", "tiny-2-processes", "tiny-pipeline", "7b-128gpus", "70b-464gpus"} <= set(
         recipe_names()

@@ -14,7 +14,7 @@ from .exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG, exit_code_of, i
 from .launch import has_launched, is_launched, is_reporting, launch, leave_exit_code, report_end
 
 if TYPE_CHECKING:
-    from .command_line import Parser
+    from .settings import Parser
 
 _OVERVIEW = f"""\
 usage: {PROG} [train] [options]     train a Llama, or go on with a run that was stopped
@@ -181,6 +181,7 @@ class _Command:
             number, is the exit code.
         positional: Fields that are given without their names.
         keeps_words: Whether the function is given the words too, to write them down.
+        anywhere: Whether it may run in each process that a launcher has started.
     """
 
     name: str
@@ -189,10 +190,11 @@ class _Command:
     function: str
     positional: tuple[str, ...] = ()
     keeps_words: bool = False
+    anywhere: bool = False
 
     def parser(self) -> Parser:
         """The parser of its options."""
-        from .command_line import Parser, add_field_options
+        from .settings import Parser, add_field_options
 
         parser = Parser(prog=f"{PROG} {self.name}", description=self.summary)
         add_field_options(parser, self._class(), {}, positional=self.positional)
@@ -203,7 +205,8 @@ class _Command:
         from trainer_core import arguments_from_dict
 
         given = self.parser().parse_args_strictly(words)
-        refuse_several_processes(self.name)
+        if not self.anywhere:
+            refuse_several_processes(self.name)
         args: object = arguments_from_dict(self._class(), given)
         module, _, function = self.function.rpartition(".")
         code = getattr(import_module(module, __package__), function)(
@@ -240,8 +243,9 @@ _SIMPLE = (
         "recipes",
         "List settings of whole runs, or print one of them.",
         "RecipesArguments",
-        ".settings.show_recipes",
+        ".commands.recipes.show_recipes",
         ("name",),
+        anywhere=True,
     ),
     _Command(
         "completion",
@@ -249,6 +253,7 @@ _SIMPLE = (
         "CompletionArguments",
         ".completion.complete",
         ("shell",),
+        anywhere=True,
     ),
     _Command("eval", "Score a trained model on text.", "EvalArguments", ".commands.trained_model.evaluate"),
     _Command(

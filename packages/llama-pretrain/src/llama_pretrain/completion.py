@@ -12,8 +12,8 @@ from trainer_core import ConfigurationError, suggest
 
 from .cli import COMMANDS, parser_of
 from .commands.arguments import CompletionArguments
+from .commands.recipes import recipe_names
 from .exit_codes import PROG
-from .settings import recipe_names
 
 _PATHS = (
     "config",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from dist_env import DistributedEnvironmentError, ParallelLayout
 from trainer_core import ConfigurationError
@@ -49,40 +49,6 @@ def trainer_for(layout: ParallelLayout) -> str:
     return "ddp" if layout.replicate > 1 else "single"
 
 
-def follow_mesh(
-    options: Mapping[str, object], from_file: Mapping[str, object]
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Return options and file with the trainer that follows from the mesh that one of them has.
-
-    A mesh on the command line replaces that of the file with all that followed from it, so that the settings
-    of one run can be taken for another number of processes. Files of old runs have deprecated settings beside
-    their mesh; they are left out where they say the same.
-
-    Args:
-        options: Settings of the command line, those of a group in a table.
-        from_file: Those of the file, likewise.
-
-    Raises:
-        ConfigurationError: If a setting contradicts the mesh.
-    """
-    options, from_file = dict(options), dict(from_file)
-    text = options.get("mesh", from_file.get("mesh"))
-    if "mesh" in options:
-        from_file = _without(from_file, ("trainer", *MOVED))
-    if not isinstance(text, str) or not text:
-        return options, from_file
-    layout = parse_mesh(text)
-    trainer, moved = trainer_for(layout), _said_before(layout)
-    for settings in (options, from_file):
-        for name, follows in {"trainer": trainer, **moved}.items():
-            value = _value(settings, name)
-            if value not in (None, follows, MOVED.get(name)):
-                raise ConfigurationError(
-                    name, value, f"contradicts mesh={text!r}, which makes it {follows!r}", "leave one out"
-                )
-    return {**_without(options, moved), "trainer": trainer}, _without(from_file, moved)
-
-
 def check_mesh(text: str, trainer: str) -> None:
     """Make sure that a trainer is the one that follows from a mesh.
 
@@ -117,11 +83,11 @@ def names_said_by_mesh(before: Mapping[str, object], now: Mapping[str, object]) 
 def _replicas(settings: Mapping[str, object]) -> dict[str, object]:
     """The deprecated settings of a run, as its mesh has them if it has one."""
     text = settings.get("mesh")
-    said = _said_before(parse_mesh(text)) if isinstance(text, str) and text else settings
+    said = said_before(parse_mesh(text)) if isinstance(text, str) and text else settings
     return {name: said.get(name, default) for name, default in MOVED.items()}
 
 
-def _said_before(layout: ParallelLayout) -> dict[str, object]:
+def said_before(layout: ParallelLayout) -> dict[str, object]:
     """What the deprecated settings of its trainer say of a layout."""
     trainer = trainer_for(layout)
     if trainer == "fsdp2":
@@ -129,19 +95,3 @@ def _said_before(layout: ParallelLayout) -> dict[str, object]:
     if trainer == "pipeline":
         return {"pipeline.replicas": layout.data_count, "pipeline.shard_replicas": layout.shard > 1}
     return {}
-
-
-def _value(settings: Mapping[str, object], name: str) -> object:
-    group, _, inner = name.partition(".")
-    value = settings.get(group)
-    return (value.get(inner) if isinstance(value, Mapping) else None) if inner else value
-
-
-def _without(settings: Mapping[str, object], names: Collection[str]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in settings.items():
-        if key not in names:
-            inner = {name.partition(".")[2] for name in names if name.startswith(f"{key}.")}
-            table = isinstance(value, Mapping) and {k: v for k, v in value.items() if k not in inner}
-            found[key] = value if table is False else table
-    return found

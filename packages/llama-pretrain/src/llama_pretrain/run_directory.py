@@ -28,7 +28,8 @@ from trainer_core import (
 
 from .arguments import GROUP_NAMES, PretrainArguments
 from .exit_codes import PROG
-from .mesh import follow_mesh, names_said_by_mesh
+from .mesh import names_said_by_mesh
+from .settings import follow_mesh
 
 SESSIONS_NAME = "sessions.json"
 

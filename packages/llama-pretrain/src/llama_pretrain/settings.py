@@ -1,82 +1,26 @@
-"""How defaults, a file or recipe and the command line become the settings of `train`."""
+"""How words of the command line, a file or recipe, and defaults become settings.
+
+`Parser` and `add_field_options` make options of the fields of any dataclass. `train_parser` and `resolve` are those of
+`train`: an option beats the file, and the file the default.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import argparse
+import dataclasses
+import shutil
+import sys
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
-from importlib.resources import as_file, files
-from importlib.resources.abc import Traversable
-from pathlib import Path
-from typing import cast, get_type_hints
+from typing import NoReturn, Union, cast, get_args, get_origin, get_type_hints
 
-from trainer_core import ConfigurationError, arguments_from_dict, load_config_file, suggest
+from trainer_core import ConfigurationError, arguments_from_dict, field_docs, suggest
 
 from .arguments import GROUP_NAMES, WITHOUT_EFFECT, PretrainArguments
-from .command_line import Parser, add_field_options
-from .commands.arguments import RecipesArguments
+from .commands.recipes import load_config
 from .exit_codes import PROG
-from .mesh import follow_mesh, parse_mesh
-from .output import table
-
-_RECIPES, _SUFFIX = files("llama_pretrain") / "recipes", ".yaml"
-
-
-def recipe_names() -> tuple[str, ...]:
-    """The names of all recipes: small ones that run anywhere first, then by size of the model and GPUs."""
-    entries = (entry.name for entry in _RECIPES.iterdir())
-    names = [name.removesuffix(_SUFFIX) for name in entries if name.endswith(_SUFFIX)]
-    return tuple(sorted(names, key=_order))
-
-
-def recipe_text(name: str) -> str:
-    """The file of a recipe.
-
-    Raises:
-        ConfigurationError: If there is no such recipe.
-    """
-    if name not in recipe_names():
-        raise ConfigurationError("recipe", name, "is no recipe", _suggestion(name))
-    return _file(name).read_text(encoding="utf-8")
-
-
-def purpose(name: str) -> str:
-    """What a recipe is for: its first line."""
-    return recipe_text(name).partition("\n")[0].removeprefix("#").strip()
-
-
-def load_config(given: str) -> dict[str, object]:
-    """Read the settings of a file, or of a recipe; of two with the same name the file.
-
-    Args:
-        given: Path of a TOML or YAML file, or name of a recipe.
-
-    Raises:
-        ConfigurationError: If there is neither, or the file cannot be read.
-    """
-    path = Path(given)
-    is_name = not path.suffix and path.name == given
-    if path.is_file() or not is_name:
-        return load_config_file(path)
-    if given not in recipe_names():
-        raise ConfigurationError("config", given, "is neither a file nor a recipe", _suggestion(given))
-    with as_file(_file(given)) as recipe:
-        return load_config_file(recipe)
-
-
-def _file(name: str) -> Traversable:
-    return _RECIPES / f"{name}{_SUFFIX}"
-
-
-def _suggestion(name: str) -> str:
-    return f"{suggest(name, recipe_names(), otherwise='')} `{PROG} recipes` lists them".strip()
-
-
-def _order(name: str) -> tuple[int, int, str]:
-    """Those of a model size by size and number of GPUs, behind all others."""
-    numbers = re.fullmatch(r"(\d+)b-(\d+)gpus", name)
-    return (int(numbers[1]), int(numbers[2]), name) if numbers else (0, 0, name)
-
+from .mesh import MOVED, parse_mesh, said_before, trainer_for
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "what to train, on what": (
@@ -245,34 +189,289 @@ def _laid_over(below: Mapping[str, object], above: Mapping[str, object]) -> dict
     return both
 
 
-_HEAD = ("recipe", "model", "mesh", "processes", "tokens a step", "what it is for")
-_RIGHT = (3, 4)
+def follow_mesh(
+    options: Mapping[str, object], from_file: Mapping[str, object]
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return options and file with the trainer that follows from the mesh that one of them has.
 
+    A mesh on the command line replaces that of the file with all that followed from it, so that the settings
+    of one run can be taken for another number of processes. Files of old runs have deprecated settings beside
+    their mesh; they are left out where they say the same.
 
-def show_recipes(args: RecipesArguments) -> None:
-    """Print the file of a recipe, or a table of all.
+    Args:
+        options: Settings of the command line, those of a group in a table.
+        from_file: Those of the file, likewise.
 
     Raises:
-        ConfigurationError: If there is no such recipe.
+        ConfigurationError: If a setting contradicts the mesh.
     """
-    if args.name is not None:
-        print(recipe_text(args.name), end="")
+    options, from_file = dict(options), dict(from_file)
+    text = options.get("mesh", from_file.get("mesh"))
+    if "mesh" in options:
+        from_file = _without(from_file, ("trainer", *MOVED))
+    if not isinstance(text, str) or not text:
+        return options, from_file
+    layout = parse_mesh(text)
+    trainer, moved = trainer_for(layout), said_before(layout)
+    for settings in (options, from_file):
+        for name, follows in {"trainer": trainer, **moved}.items():
+            value = _value(settings, name)
+            if value not in (None, follows, MOVED.get(name)):
+                raise ConfigurationError(
+                    name, value, f"contradicts mesh={text!r}, which makes it {follows!r}", "leave one out"
+                )
+    return {**_without(options, moved), "trainer": trainer}, _without(from_file, moved)
+
+
+def _value(settings: Mapping[str, object], name: str) -> object:
+    group, _, inner = name.partition(".")
+    value = settings.get(group)
+    return (value.get(inner) if isinstance(value, Mapping) else None) if inner else value
+
+
+def _without(settings: Mapping[str, object], names: Collection[str]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in settings.items():
+        if key not in names:
+            inner = {name.partition(".")[2] for name in names if name.startswith(f"{key}.")}
+            table = isinstance(value, Mapping) and {k: v for k, v in value.items() if k not in inner}
+            found[key] = value if table is False else table
+    return found
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, with the nearest option for a mistyped one."""
+
+    def __init__(
+        self, *, prog: str, description: str, usage: str | None = None, epilog: str | None = None
+    ) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            usage=usage,
+            epilog=epilog,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=_Formatter,
+        )
+
+    def parse_args_strictly(self, argv: Sequence[str]) -> dict[str, object]:
+        """Return the options that were given, by field name; a mistake exits with code 2 and one line."""
+        given, unknown = self.parse_known_args(argv)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            options = [option for option in self._option_string_actions if option.startswith("--")]
+            hint = suggest(word, options, otherwise=f"{self.prog} --help lists the options")
+            self.error(f"unknown argument {unknown[0]!r}; {hint}")
+        return vars(given)
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with code 2."""
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def add_field_options(
+    parser: Parser,
+    cls: type,
+    groups: Mapping[str, Sequence[str]],
+    *,
+    positional: Sequence[str] = (),
+    leave_out: Collection[str] = (),
+    short: Mapping[str, str] | None = None,
+) -> None:
+    """Add one option per field of a dataclass; none has a default, so that only given values are returned.
+
+    A field that is a dataclass itself gives an option `--field.name` for each of its own fields, under a
+    heading of its own; what is returned for them is called `field.name`.
+
+    Args:
+        parser: Where to add them.
+        cls: A dataclass. The string below each field is its help.
+        groups: Heading and the names below it, in the order to show. Other fields come under a last heading.
+        positional: Fields that are given without a name, in this order.
+        leave_out: Fields that get no option.
+        short: Second options, by what the first one is called: `field` or `field.name`. What is returned has
+            the name of the first one; both at once are an error that names them.
+    """
+    second = short or {}
+    hints, docs = get_type_hints(cls), field_docs(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name in positional:
+        _add_positional(parser, fields[name], docs[name])
+    named = {*positional, *leave_out, *(name for names in groups.values() for name in names)}
+    rest = [name for name in fields if name not in named]
+    for title, names in {**groups, "other settings" if groups else "settings": rest}.items():
+        group = parser.add_argument_group(title)
+        nested = [name for name in names if dataclasses.is_dataclass(hints[name])]
+        for name in names:
+            if name not in nested:
+                _add_option(group, name, hints[name], docs.get(name, ""), _default(fields[name]), second)
+        for name in nested:
+            _add_nested_options(parser, name, hints[name], docs.get(name, ""), _default(fields[name]), second)
+
+
+def _add_positional(parser: Parser, field: dataclasses.Field[object], doc: str) -> None:
+    default = _default(field)
+    optional = default is not dataclasses.MISSING
+    text = f"{doc} [{_shown(default)}]" if optional else doc
+    parser.add_argument(field.name, nargs="?" if optional else None, help=text.replace("%", "%%"))
+
+
+def _add_nested_options(
+    parser: Parser, name: str, cls: type, doc: str, defaults: object, short: Mapping[str, str]
+) -> None:
+    group = parser.add_argument_group(f"{name}: {doc.rstrip('.')}")
+    hints, docs = get_type_hints(cls), field_docs(cls)
+    for field in dataclasses.fields(cls):
+        default = getattr(defaults, field.name)
+        _add_option(
+            group, f"{name}.{field.name}", hints[field.name], docs.get(field.name, ""), default, short
+        )
+
+
+def _default(field: dataclasses.Field[object]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _add_option(
+    group: argparse._ArgumentGroup,
+    name: str,
+    hint: object,
+    doc: str,
+    default: object,
+    short: Mapping[str, str],
+) -> None:
+    text = f"{doc} [{_shown(default)}]".replace("%", "%%").strip()
+    if name not in short:
+        _add_flag(group, _flag(name), name, hint, text)
         return
-    rows = [_row(each) for each in recipe_names()]
-    print("\n".join(table([_HEAD, *rows], right=_RIGHT)))
-    print(f"\n{PROG} train --config RECIPE        train with it; options beat what it says")
-    print(f"{PROG} train --config RECIPE --dry-run, {PROG} plan --config RECIPE   what it needs")
-    print(f"{PROG} recipes RECIPE > my.yaml      a copy to change, for --config my.yaml")
+    either = group.add_mutually_exclusive_group()
+    _add_flag(either, _flag(name), name, hint, text)
+    _add_flag(either, _flag(short[name]), name, hint, f"short for {_flag(name)}")
 
 
-def tokens_per_step(args: PretrainArguments) -> int:
-    """Tokens of one optimizer step, over all processes of the mesh."""
-    copies = parse_mesh(args.mesh).data_count
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * copies
-    return rows * args.sequence_length
+def _add_flag(group: argparse._ActionsContainer, flag: str, name: str, hint: object, text: str) -> None:
+    if hint is bool:
+        group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
+        return
+    kinds = _members(hint)
+    group.add_argument(flag, dest=name, type=_reader(kinds), metavar=_metavar(kinds), help=text)
 
 
-def _row(name: str) -> tuple[str, ...]:
-    args = resolve({"config": name})
-    processes = parse_mesh(args.mesh).world_size
-    return name, args.model, args.mesh, str(processes), f"{tokens_per_step(args):,}", purpose(name)
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _members(hint: object) -> tuple[object, ...]:
+    """The types of a union, or the one type."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _reader(kinds: tuple[object, ...]) -> Callable[[str], object]:
+    """Make the function that turns a word of the command line into a value of one of these types."""
+
+    def read(text: str) -> object:
+        for kind in sorted(kinds, key=_strictness):
+            value = _read_as(kind, text)
+            if value is not _NO_VALUE:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {_expected(kinds)}")
+
+    return read
+
+
+_NO_VALUE = object()
+_ORDER = (type(None), bool, int, float)
+
+
+def _strictness(kind: object) -> int:
+    """Types that few words fit come first; `str` fits every word."""
+    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER) + (kind is str)
+
+
+def _read_as(kind: object, text: str) -> object:
+    if kind is type(None):
+        return None if text.lower() in ("none", "null") else _NO_VALUE
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), _NO_VALUE)
+    if kind is str:
+        return text
+    if get_origin(kind) is dict:
+        return _read_table(text)
+    if get_origin(kind) is tuple:
+        return _read_list(get_args(kind)[0], text)
+    if kind not in (int, float):
+        raise TypeError(f"no option can be made for the type {kind!r}")
+    try:
+        return int(text) if kind is int else float(text)
+    except ValueError:
+        return _NO_VALUE
+
+
+def _read_list(kind: object, text: str) -> object:
+    """Read `item,item`, each as a value of one type."""
+    items = tuple(_read_as(kind, part.strip()) for part in text.split(",") if part.strip())
+    return _NO_VALUE if _NO_VALUE in items else items
+
+
+def _read_table(text: str) -> object:
+    """Read `name=value,name=value`, with a whole number, number, truth value or text as value."""
+    table: dict[str, object] = {}
+    read = _reader((bool, int, float, str))
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if not name.strip() or not value:
+            return _NO_VALUE
+        table[name.strip()] = read(value)
+    return table
+
+
+def _expected(kinds: tuple[object, ...]) -> str:
+    words: Mapping[object, str] = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        type(None): "none",
+        str: "a text",
+        tuple[str, ...]: "name,...",
+        tuple[int, ...]: "number,...",
+    }
+    return " or ".join(_word(kind, words, "name=value,...") for kind in kinds)
+
+
+def _metavar(kinds: tuple[object, ...]) -> str:
+    words: Mapping[object, str] = {
+        int: "N",
+        float: "X",
+        bool: "true|false",
+        type(None): "",
+        str: "TEXT",
+        tuple[str, ...]: "NAME,...",
+        tuple[int, ...]: "N,...",
+    }
+    return "|".join(filter(None, (_word(kind, words, "NAME=X,...") for kind in kinds)))
+
+
+def _word(kind: object, words: Mapping[object, str], table: str) -> str:
+    return table if get_origin(kind) is dict else words[kind]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={item}" for key, item in value.items()) or "empty"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return str(value)
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wide enough to read, with the help beside the option."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(110, shutil.get_terminal_size((100, 24)).columns)
+        super().__init__(prog, max_help_position=38, width=width)

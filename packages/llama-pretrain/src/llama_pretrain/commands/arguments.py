@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments
 
-from ..command_line import Parser, add_field_options
 from ..exit_codes import PROG
 from ..mesh import parse_mesh
+from ..settings import Parser, add_field_options
 
 
 @dataclass(frozen=True, kw_only=True)
