@@ -1,7 +1,7 @@
 """How words of the command line, a file or recipe, and defaults become settings.
 
-`Parser` and `add_field_options` make options of the fields of any dataclass. `train_parser` and `resolve` are those of
-`train`: an option beats the file, and the file the default.
+`Parser` and `add_field_options` make options of the fields of any dataclass. `train_parser` and `resolve` are
+those of `train`: an option beats the file, and the file the default.
 """
 
 from __future__ import annotations
