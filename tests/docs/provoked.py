@@ -41,9 +41,9 @@ from dist_env.tree_sums import Link
 from hardware_table.detection import DetectedDevice
 from hardware_table.resolve import resolve_peak
 from llama_pretrain import PretrainArguments
+from llama_pretrain.arguments import check_processes
 from llama_pretrain.cli import main
 from llama_pretrain.run_directory import RunDirectory
-from llama_pretrain.arguments import check_processes
 from perf_metrics import compare_flops, diagnose
 from trainer_core import (
     DataParallelArguments,

@@ -62,13 +62,12 @@ if TYPE_CHECKING:
         loss_of,
         predict,
     )
-    from .metrics.comm_bytes import Collective, Traffic
+    from .metrics.comm_bytes import Collective, CommBytes
     from .metrics.memory import RankMemory
     from .model import (
         InitialValues,
         ModelInit,
         ModelSource,
-        add_up_gradients,
         checkpoint_activations,
         compile_model,
         construct_without_weights,
@@ -76,10 +75,11 @@ if TYPE_CHECKING:
         fill_parameters,
         find_blocks,
         fsdp_modules,
-        has_no_values,
+        is_fake,
         move_buffers,
         ordinary_tensors,
         prepare_model,
+        use_sum_reduction,
     )
     from .optimization import Multiopt, build_optimizer
     from .periodic import EXIT_RESUMABLE
@@ -153,7 +153,7 @@ __all__ = [
     "TargetLoss",
     "TokenLoss",
     "Tracker",
-    "Traffic",
+    "CommBytes",
     "TrainOutput",
     "Trainer",
     "TrainerControl",
@@ -161,7 +161,7 @@ __all__ = [
     "TrainerState",
     "TrainingArguments",
     "WandbCallback",
-    "add_up_gradients",
+    "use_sum_reduction",
     "arguments_from_dict",
     "autocast",
     "build_optimizer",
@@ -182,7 +182,7 @@ __all__ = [
     "find_blocks",
     "fsdp_modules",
     "generators_of_rank_0",
-    "has_no_values",
+    "is_fake",
     "ignored_like",
     "is_ignored",
     "labels_of",
@@ -276,13 +276,13 @@ _NAMES = {
         "loss_of",
         "predict",
     ),
-    "metrics.comm_bytes": ("Collective", "Traffic"),
+    "metrics.comm_bytes": ("Collective", "CommBytes"),
     "metrics.memory": ("RankMemory",),
     "model": (
         "InitialValues",
         "ModelInit",
         "ModelSource",
-        "add_up_gradients",
+        "use_sum_reduction",
         "checkpoint_activations",
         "compile_model",
         "construct_without_weights",
@@ -290,7 +290,7 @@ _NAMES = {
         "fill_parameters",
         "find_blocks",
         "fsdp_modules",
-        "has_no_values",
+        "is_fake",
         "move_buffers",
         "ordinary_tensors",
         "prepare_model",

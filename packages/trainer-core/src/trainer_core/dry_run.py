@@ -220,7 +220,7 @@ def _first_window(loader: object, args: TrainingArguments, loss: TokenLoss) -> W
 def _make_passes(built: BuiltModel, loss: TokenLoss, update: Update, window: Window, live: LiveBytes) -> None:
     """What the loop does in a step; gradients stay."""
     tokens = built.ranks.sum(window.target_tokens)
-    batches = [_without_values(batch) for batch in window.batches]
+    batches = [_fake_batch(batch) for batch in window.batches]
     for tensor in filter(torch.is_tensor, batches[0].values()):
         live.add(cast(Tensor, tensor))  # on the device there is one batch at a time
     with live, attention_of_gpus(built.args):
@@ -249,7 +249,7 @@ def _step_in_parts(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> 
         parameter.grad = gradient
 
 
-def _without_values(batch: Batch) -> dict[str, object]:
+def _fake_batch(batch: Batch) -> dict[str, object]:
     """A batch on fake tensors of its own, whose memory is theirs alone."""
     return {
         name: torch.empty_like(value) if isinstance(value, Tensor) else value for name, value in batch.items()

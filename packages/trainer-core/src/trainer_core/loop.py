@@ -65,15 +65,15 @@ class TrainingLoop:
         run.speed.begin(run.state)
         run.state.session_start_step = run.state.global_step
         run.events.fire("on_train_begin")
-        self._agree()
+        self._sync_control()
         self.actions.run_pending_eval()
-        self._agree()
+        self._sync_control()
         if self._epoch_is_complete():
             self._close_epoch()  # the checkpoint is of the last step of an epoch
         while not self._run_is_over():
             self._train_epoch()
         self.actions.after_run()
-        self._agree()
+        self._sync_control()
         metrics = run.speed.summary(run.state)
         self.actions.log({**metrics, "peak_flops": run.flops.peak()})
         self.actions.restore_best()
@@ -89,7 +89,7 @@ class TrainingLoop:
         control = run.events.control
         control.should_epoch_stop = False
         run.events.fire("on_epoch_begin")
-        self._agree()
+        self._sync_control()
         ended = control.should_epoch_stop
         while not (ended or self._run_is_over()):
             with run.meter.measure("data"):
@@ -98,15 +98,15 @@ class TrainingLoop:
             if window is not None:
                 run.state.epoch_data_ended = len(window.batches) < run.args.gradient_accumulation_steps
                 self._train_step(window)
-                self._agree()
+                self._sync_control()
                 if self.actions.after_step():
-                    self._agree()
+                    self._sync_control()
                     self._serve_requests()
             ended = window is None or control.should_epoch_stop
         if ended or (self._epoch_is_complete() and not control.ends_run):
             self._close_epoch()
         run.events.fire("on_epoch_end")
-        self._agree()
+        self._sync_control()
         self._serve_requests()
 
     def _serve_requests(self) -> None:
@@ -115,7 +115,7 @@ class TrainingLoop:
         It comes to an end: a step is logged, evaluated and saved once, and only that calls handlers again.
         """
         while self.actions.serve_requests():
-            self._agree()
+            self._sync_control()
 
     def _batches(self) -> Iterator[Batch]:
         """The rest of the epoch.
@@ -237,7 +237,7 @@ class TrainingLoop:
             return True
         return 0 <= state.num_train_epochs <= state.raw_epoch
 
-    def _agree(self) -> None:
+    def _sync_control(self) -> None:
         """Make what one rank asks for, or was asked by a signal, the wish of all ranks."""
         run, control, cause = self.run, self.run.events.control, self.stops.cause
         stop, *flags = run.ranks.any([cause is not None, *vars(control).values()])

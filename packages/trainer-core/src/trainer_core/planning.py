@@ -82,11 +82,11 @@ class Plan(RankMemory):
             f"{self.parameter_count:,} parameters; {_words(self.layout)}; "
             f"{self.batch_size} x {self.sequence_length} tokens on each; GiB per GPU:"
         )
-        rows = self._figures() if len(self.per_rank) == 1 else self._ranks()
+        rows = self._rows() if len(self.per_rank) == 1 else self._ranks()
         notes = (f"left out: {_LEFT_OUT}", *self.notes)
         return "\n".join([head, *rows, *(f"  {note}" for note in notes)])
 
-    def _figures(self) -> Iterator[str]:
+    def _rows(self) -> Iterator[str]:
         """A line for each figure."""
         host = "on the host" if self.state_on_host else ""
         spread = host or ("the fullest rank" if len(set(self.per_rank_state)) > 1 else "")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from trainer_core import Traffic
+from trainer_core import CommBytes
 
 BUCKET_BYTES = 64 * 2**20
 """Upper limit of a message. Larger ones gain nothing, and each needs a buffer of its size."""
@@ -33,7 +33,7 @@ class RankCombiner:
         self,
         group: ProcessGroup | None,
         device: torch.device,
-        traffic: Traffic,
+        traffic: CommBytes,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.world_size = 1 if group is None else dist.get_world_size(group)
@@ -69,7 +69,7 @@ class RankCombiner:
                 flat.copy_(self._sent(flat))
             yield parts
 
-    def agree(self, numbers: list[int]) -> list[bool]:
+    def same_on_all_ranks(self, numbers: list[int]) -> list[bool]:
         """For each number, whether it is the same on all ranks; collective.
 
         Args:

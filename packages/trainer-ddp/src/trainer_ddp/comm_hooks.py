@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from dist_env import DistributedEnvInterface, gather_objects
-from trainer_core import Traffic
+from trainer_core import CommBytes
 
 # No `from __future__ import annotations` here: DDP compares the annotations of its hook with types.
 
@@ -25,7 +25,7 @@ class GroupAverageHook:
     """
 
     def __init__(
-        self, groups: Mapping[str, ProcessGroup], scope: Callable[[], str], traffic: Traffic
+        self, groups: Mapping[str, ProcessGroup], scope: Callable[[], str], traffic: CommBytes
     ) -> None:
         self._groups = groups
         self._scope = scope
@@ -37,7 +37,7 @@ class GroupAverageHook:
         return allreduce_hook(self._groups[self._scope()], bucket)
 
 
-def sum_without_values(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def sum_fake(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Ask for the sum of a bucket, as DDP does by itself where a backend answers; in a dry run none does."""
     dist.all_reduce(bucket.buffer(), group=group)
     answer: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint_core import SharingPattern, StateComponent
-from trainer_core import ConfigurationError, Traffic
+from trainer_core import CommBytes, ConfigurationError
 
 from .arguments import CompressionArguments
 from .error_feedback import ErrorFeedback, Residual, matrix_shapes
@@ -39,7 +39,7 @@ class GradientCompression(ABC):
         traffic: Counts what this rank sends.
     """
 
-    def __init__(self, process_group: ProcessGroup | None, traffic: Traffic) -> None:
+    def __init__(self, process_group: ProcessGroup | None, traffic: CommBytes) -> None:
         # A ProcessGroup: without a default group, torch refuses here.
         self._ranks = dist.distributed_c10d._get_default_group() if process_group is None else process_group
         self._traffic = traffic
@@ -110,7 +110,7 @@ class RoundedGradients(GradientCompression):
     """
 
     def __init__(
-        self, method: str, model: nn.Module, process_group: ProcessGroup | None, traffic: Traffic
+        self, method: str, model: nn.Module, process_group: ProcessGroup | None, traffic: CommBytes
     ) -> None:
         super().__init__(process_group, traffic)
         self._dtype = _DTYPES[method]
@@ -273,7 +273,7 @@ class PowerSGD(GradientCompression):
         settings: CompressionArguments,
         model: nn.Module,
         process_group: ProcessGroup | None,
-        traffic: Traffic,
+        traffic: CommBytes,
     ) -> None:
         super().__init__(process_group, traffic)
         self._start_step = settings.start_step
@@ -394,7 +394,7 @@ def build_compression(
     settings: CompressionArguments,
     model: nn.Module,
     process_group: ProcessGroup | None,
-    traffic: Traffic,
+    traffic: CommBytes,
 ) -> GradientCompression | None:
     """Build what the settings ask for. Collective.
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from checkpoint_core import ModelState, SharingPattern, StateComponent
 from dist_env import get_logger
-from trainer_core import ConfigurationError, Traffic
+from trainer_core import CommBytes, ConfigurationError
 
 from .arguments import DiLoCoArguments, PostLocalSGDArguments
 from .combining import Key, RankCombiner
@@ -53,7 +53,7 @@ class LocalUpdates:
         optimizer: Optimizer | None,
         process_group: ProcessGroup | None,
         node_group: ProcessGroup | None,
-        traffic: Traffic,
+        traffic: CommBytes,
     ) -> None:
         self._start, self._period = _phases(settings)
         self._step = 0
@@ -81,12 +81,12 @@ class LocalUpdates:
 
     @property
     def replicas_differ(self) -> bool:
-        """Whether weights may differ between ranks now; not inside of `consolidated`."""
+        """Whether weights may differ between ranks now; not inside of `synced_weights`."""
         return self._replica.weights_differ and not self._replica.shows_mean_weights
 
     @property
     def optimizer_state_differs(self) -> bool:
-        """Whether optimizer state may differ between ranks now; not where `consolidated` shows the mean."""
+        """Whether optimizer state may differ between ranks now; not where `synced_weights` shows the mean."""
         return self._replica.optimizer_state_differs and not self._replica.shows_mean_optimizer_state
 
     def begin(self, step: int) -> None:
@@ -131,7 +131,7 @@ class LocalUpdates:
         elif local_steps == 0:
             self._start_apart()
 
-    def consolidated(self, *, optimizer: bool) -> AbstractContextManager[None]:
+    def synced_weights(self, *, optimizer: bool) -> AbstractContextManager[None]:
         """A context in which all ranks hold the means over the ranks; collective.
 
         The means are those of the trained parameters and of buffers that are saved; buffers that are not
@@ -142,10 +142,10 @@ class LocalUpdates:
         Args:
             optimizer: Whether the state of the optimizer is wanted too.
         """
-        return self._replica.consolidated(optimizer=optimizer)
+        return self._replica.synced_weights(optimizer=optimizer)
 
     def state_components(self) -> Sequence[StateComponent]:
-        """What has to be saved, inside of `consolidated(optimizer=True)`, to go on exactly.
+        """What has to be saved, inside of `synced_weights(optimizer=True)`, to go on exactly.
 
         To be restored after the model and the optimizer.
         """
@@ -215,7 +215,7 @@ def _phases(settings: PostLocalSGDArguments | DiLoCoArguments) -> tuple[int, int
 class Replica:
     """This rank's weights and optimizer state, which may differ from those of other ranks.
 
-    As a state component it is what `consolidated` sets aside, so that the checkpoint beside it can be an
+    As a state component it is what `synced_weights` sets aside, so that the checkpoint beside it can be an
     ordinary one of the means, and yet the same ranks go on exactly. Other numbers of ranks go on from the
     means.
 
@@ -229,7 +229,7 @@ class Replica:
         self, weights: Weights, optimizer_state: NamedOptimizerState | None, ranks: RankCombiner
     ) -> None:
         self.weights_differ = False
-        """Whether weights may differ between ranks, outside of `consolidated`."""
+        """Whether weights may differ between ranks, outside of `synced_weights`."""
         self.optimizer_state_differs = False
         """Whether optimizer state may."""
         self._weights = weights
@@ -270,7 +270,7 @@ class Replica:
         self.optimizer_state_differs = False
 
     @contextmanager
-    def consolidated(self, *, optimizer: bool) -> Iterator[None]:
+    def synced_weights(self, *, optimizer: bool) -> Iterator[None]:
         """A context in which weights and, if asked, optimizer state are the means; collective.
 
         Afterwards each rank has its own again, bit for bit; changes that were made inside are gone.

@@ -84,7 +84,7 @@ class NamedOptimizerState:
         """
         live = self.live()
         names = self._named.names()
-        same = ranks.agree([_fingerprint(live.get(name)) for name in names])
+        same = ranks.same_on_all_ranks([_fingerprint(live.get(name)) for name in names])
         other = [name for name, is_same in zip(names, same, strict=True) if not is_same]
         if other:
             logger.info(

@@ -17,17 +17,17 @@ from checkpoint_core import StateComponent
 from dist_env import ParallelLayout
 from trainer_core import (
     BuiltModel,
+    CommBytes,
     ConfigurationError,
     GradSync,
     ModelTransform,
     Ranks,
     ReplicateGradients,
     StepHooks,
-    Traffic,
     Trainer,
     TrainingArguments,
     copy_weights_of_rank_0,
-    has_no_values,
+    is_fake,
     saved_buffers,
 )
 
@@ -40,7 +40,7 @@ from .arguments import (
     check_beside,
     check_dry_run,
 )
-from .comm_hooks import GroupAverageHook, node_group, sum_without_values
+from .comm_hooks import GroupAverageHook, node_group, sum_fake
 from .compression import GradientCompression, build_compression
 from .local_updates import LocalUpdates
 from .wrapper import GradientWatch, wrap_model
@@ -125,7 +125,7 @@ class Replicate(ReplicateGradients):
         if ranks.env.world_size > ranks.layout.replicate:
             super().apply(built)
             return
-        built.traffic = Traffic()
+        built.traffic = CommBytes()
         replicas = _Replicas(built, self, ranks.data_group, built.traffic)
         built.grad_sync = replicas.sync
         built.hooks.append(replicas)
@@ -168,7 +168,7 @@ class _WrapperSync(GradSync):
         traffic: Counts what the wrapper sends by itself.
     """
 
-    def __init__(self, replicas: int, traffic: Traffic) -> None:
+    def __init__(self, replicas: int, traffic: CommBytes) -> None:
         # The wrapper averages over ranks what is to be summed.
         self.mean_over = replicas
         self.wrapped: DistributedDataParallel | None = None
@@ -215,7 +215,7 @@ class _Replicas(StepHooks):
     """Wraps the model once the optimizer exists, and brings the weights of ranks together when it is time."""
 
     def __init__(
-        self, built: BuiltModel, modes: Replicate, group: ProcessGroup | None, traffic: Traffic
+        self, built: BuiltModel, modes: Replicate, group: ProcessGroup | None, traffic: CommBytes
     ) -> None:
         self.sync = _WrapperSync(built.ranks.layout.replicate, traffic)
         self._built = built
@@ -263,7 +263,7 @@ class _Replicas(StepHooks):
     @contextmanager
     def synced_weights(self, *, optimizer: bool) -> Iterator[None]:
         """A context in which all ranks have one model: the mean where ranks step by themselves."""
-        with nullcontext() if self._local is None else self._local.consolidated(optimizer=optimizer):
+        with nullcontext() if self._local is None else self._local.synced_weights(optimizer=optimizer):
             yield
 
     def state_components(self) -> Sequence[StateComponent]:
@@ -297,8 +297,8 @@ class _Replicas(StepHooks):
             sync.wrapped.register_comm_hook(None, scoped.reduce)
         else:
             sync.exchanged += built.parameters
-            if has_no_values():
-                sync.wrapped.register_comm_hook(group, sum_without_values)
+            if is_fake():
+                sync.wrapped.register_comm_hook(group, sum_fake)
         if modes.ddp.broadcast_buffers:
             sync.exchanged += saved_buffers(built.model).values()
         if not (modes.ddp.find_unused_parameters or modes.ddp.static_graph):

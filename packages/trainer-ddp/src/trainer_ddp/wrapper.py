@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_core import ConfigurationError, has_no_values, saved_buffers
+from trainer_core import ConfigurationError, is_fake, saved_buffers
 
 from .arguments import DDPArguments
 
@@ -28,7 +28,7 @@ def wrap_model(
     """
     options: dict[str, object] = {
         # To compare shapes torch reads values past the modes that stand in for them.
-        "init_sync": settings.init_sync and not has_no_values(),
+        "init_sync": settings.init_sync and not is_fake(),
         "find_unused_parameters": settings.find_unused_parameters,
         "gradient_as_bucket_view": settings.gradient_as_bucket_view,
         "static_graph": settings.static_graph,

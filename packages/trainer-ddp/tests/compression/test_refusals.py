@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_core import ConfigurationError, Traffic
+from trainer_core import CommBytes, ConfigurationError
 from trainer_ddp import CompressionArguments
 from trainer_ddp.compression import build_compression
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def refusal(model: nn.Module, **settings: object) -> str:
     with pytest.raises(ConfigurationError, match=r"^compression.method=") as caught:
-        build_compression(CompressionArguments(**settings), model, None, Traffic())
+        build_compression(CompressionArguments(**settings), model, None, CommBytes())
     return str(caught.value)
 
 
 def test_no_compression_is_none() -> None:
-    assert build_compression(CompressionArguments(), nn.Linear(2, 2), None, Traffic()) is None
+    assert build_compression(CompressionArguments(), nn.Linear(2, 2), None, CommBytes()) is None
 
 
 @pytest.mark.parametrize("method", ["fp16", "bf16", "powerSGD"])
@@ -64,7 +64,7 @@ def test_first_factors_differ_by_name_and_not_by_seed() -> None:
             CompressionArguments(method="powerSGD"),
             nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)),
             None,
-            Traffic(),
+            CommBytes(),
         )
         assert compression is not None
         zeros = {name: torch.zeros(20, 20) for name in ("0.weight", "1.weight")}

@@ -12,7 +12,7 @@ from torch import nn
 
 from checkpoint_core import CheckpointConfig, CheckpointManager, StaticStatefulProvider
 from dist_env import StaticDistributedEnvironment
-from trainer_core import Traffic
+from trainer_core import CommBytes
 from trainer_ddp import CompressionArguments
 from trainer_ddp.compression import GradientCompression, build_compression
 
@@ -22,7 +22,7 @@ SETTINGS = CompressionArguments(method="powerSGD", matrix_rank=2, start_step=0)
 
 
 def build(model: nn.Module, settings: CompressionArguments = SETTINGS) -> GradientCompression:
-    compression = build_compression(settings, model, None, Traffic())
+    compression = build_compression(settings, model, None, CommBytes())
     assert compression is not None
     return compression
 

@@ -44,7 +44,7 @@ def test_averaging_alone_changes_nothing(jobs):
         each.local.begin(0)
         each.train(9)
     assert jobs.same(job.weights(), plain.weights())
-    with job.local.consolidated(optimizer=True):
+    with job.local.synced_weights(optimizer=True):
         assert jobs.same(job.weights(), plain.weights())
     assert [component.stateful.state_dict() for component in job.local.state_components()] == [{}]
 

@@ -28,7 +28,7 @@ def test_phases_begin_and_end_at_their_steps(two):
 
 @pytest.mark.parametrize("case", ["adamw", "mixed", "bf16", "diloco"])
 def test_the_means_are_there_for_a_while_and_leave_no_trace(two, case):
-    assert two.agreed("consolidated")[case] == {
+    assert two.agreed("synced_weights")[case] == {
         "differed": True,
         "equal inside": True,
         "error of the mean": 0.0,
@@ -58,7 +58,7 @@ def test_traffic_is_what_is_sent(two):
     # Two moments of AdamW and a step count of each of five parameters; two int64 to compare each of seven.
     moments = FLOAT * (2 * USED + 5) + 2 * 8 * 7
     seen = two.agreed("traffic")
-    assert seen == {"local": buffers, "consolidated": weights + moments, "averaging": weights}
+    assert seen == {"local": buffers, "synced_weights": weights + moments, "averaging": weights}
 
 
 def test_messages_of_any_kind_of_tensor_are_of_bounded_size(two):

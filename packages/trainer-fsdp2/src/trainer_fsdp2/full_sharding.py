@@ -24,11 +24,11 @@ from trainer_core import (
     Ranks,
     StepHooks,
     TrainingArguments,
-    add_up_gradients,
     fsdp_modules,
     generators_of_rank_0,
     logits_of_one_rank,
     ordinary_tensors,
+    use_sum_reduction,
 )
 
 from .arguments import FSDP2Arguments, check_beside
@@ -204,7 +204,7 @@ def shard(
         fully_shard(module, reshard_after_forward=reshard, **options)  # type: ignore[call-overload]
     # The backward pass begins with the root, so its weights stay where they are until then.
     fully_shard(part, reshard_after_forward=False, **options)  # type: ignore[call-overload]
-    add_up_gradients(part)
+    use_sum_reduction(part)
     if settings.fp8_all_gather:
         gather_float8(part, mesh)
     if settings.prefetch_depth is not None:

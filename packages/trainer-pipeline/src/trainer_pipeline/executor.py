@@ -22,7 +22,7 @@ from trainer_core import (
     ConfigurationError,
     ForwardOutput,
     TokenLoss,
-    has_no_values,
+    is_fake,
     labels_of,
     to_device,
 )
@@ -285,7 +285,7 @@ class PipelineExecutor:
 
     def _probe(self, microbatch: Microbatch) -> tuple[ActivationSpec, ...]:
         """Learn what hidden states look like by taking a microbatch through the stages; collective."""
-        if has_no_values():
+        if is_fake():
             return self._guess(microbatch)
         seen: dict[int, ActivationSpec] = {}
         last = self._place.layout.num_stages - 1

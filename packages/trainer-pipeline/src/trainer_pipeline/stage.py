@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
-from trainer_core import has_no_values
+from trainer_core import is_fake
 
 from .stage_forward import StageForward
 from .stage_timer import StageTimer
@@ -191,13 +191,13 @@ class Stage(PipelineStage):
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
         """Whether this stage and those before it know their shapes; in a dry run nobody can tell: they do."""
-        if has_no_values():
+        if is_fake():
             return torch.ones(1, dtype=torch.int32)
         return super()._warmup_forward_vote(has_backward, received_acc)
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
         """Whether all stages know their shapes; in a dry run they do."""
-        if has_no_values():
+        if is_fake():
             return torch.tensor([1], dtype=torch.int32)
         return super()._warmup_backward_result(received_result)
 

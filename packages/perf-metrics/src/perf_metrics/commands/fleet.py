@@ -121,7 +121,7 @@ def run_fleet(options: argparse.Namespace) -> int:
     try:
         fleet = _collect(server, options, start, end)
         if options.mfu_query is not None:
-            applications = _applications(server, options, fleet)
+            applications = _app_metrics(server, options, fleet)
     finally:
         server.close()
     report = fleet_report(fleet, applications, rule)
@@ -153,7 +153,7 @@ def _collect(server: PrometheusAPI, options: argparse.Namespace, start: float, e
         )
 
 
-def _applications(
+def _app_metrics(
     server: PrometheusAPI, options: argparse.Namespace, fleet: FleetSamples
 ) -> Mapping[str, Application]:
     with _progress("MFU", fleet.end - fleet.start) as progress:

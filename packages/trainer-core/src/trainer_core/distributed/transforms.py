@@ -21,7 +21,7 @@ from dist_env import ParallelLayout
 from ..arguments import TrainingArguments
 from ..errors import ConfigurationError
 from ..generation import generators_of_rank_0, logits_of_one_rank
-from ..metrics.comm_bytes import Traffic
+from ..metrics.comm_bytes import CommBytes
 from .clipping import clip_grad_norm_, own_part
 from .executor import EagerExecutor, Executor, GradSync
 from .ranks import Ranks
@@ -144,7 +144,7 @@ class BuiltModel:
     """Path of the blocks to compile one by one, where the model cannot be called as a whole."""
     counted_elsewhere: list[nn.Parameter] = field(default_factory=list)
     """Parameters whose gradient counts in the norm on another stage."""
-    traffic: Traffic | None = None
+    traffic: CommBytes | None = None
     """What this rank has sent for training; None where nobody counts."""
     stages: tuple[int, ...] = (0,)
     """Stages of the pipeline that this rank holds."""

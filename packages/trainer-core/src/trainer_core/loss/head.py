@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError
-from ..model.meta_model import has_no_values
+from ..model.meta_model import is_fake
 from .token_loss import TargetLoss, TokenLoss, logits_of, member, takes_targets
 
 _LEAVE_OUT = "set fused_loss='no' for this model"
@@ -74,7 +74,7 @@ def checked_head(head: object) -> nn.Linear:
 
 
 def _is_quantised(weight: Tensor) -> bool:
-    if type(weight) in (Tensor, nn.Parameter) or has_no_values():
+    if type(weight) in (Tensor, nn.Parameter) or is_fake():
         return False
     from torch.distributed.tensor import DTensor
 

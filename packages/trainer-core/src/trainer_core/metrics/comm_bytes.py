@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Traffic:
+class CommBytes:
     """Counts the payload that this rank hands to collectives between ranks.
 
     It is what an algorithm asks for, whatever the backend makes of it: a ring all-reduce among W ranks sends

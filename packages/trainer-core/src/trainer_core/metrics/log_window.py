@@ -15,7 +15,7 @@ from perf_metrics import ThroughputMeter
 from ..data.batch import Window, row_length
 from ..distributed.ranks import Ranks
 from ..state import TrainerState
-from .comm_bytes import Traffic
+from .comm_bytes import CommBytes
 from .throughput import FlopsAccount, RunSpeed
 
 _HELD_STEPS = 256
@@ -114,7 +114,7 @@ class _DeviceSums:
         self._steps.clear()
         self._inputs.clear()
 
-    def figures(self, *, counts: bool) -> list[float]:
+    def values(self, *, counts: bool) -> list[float]:
         """The five sums, the two of norms, and what the host counts; waits for the device once.
 
         Args:
@@ -148,7 +148,7 @@ class MetricAccumulator:
         speed: RunSpeed,
         flops: FlopsAccount,
         *,
-        traffic: Traffic | None = None,
+        traffic: CommBytes | None = None,
         halts: bool = False,
     ) -> None:
         self.totals = Totals()
@@ -187,7 +187,7 @@ class MetricAccumulator:
     def _take(self, sums: _DeviceSums) -> None:
         counts = self._ranks.counts_tokens
         recomputed = self._recomputed(sums) if counts else 0.0
-        ranks = self._ranks.gather([*sums.figures(counts=counts), self._new_traffic(), recomputed])
+        ranks = self._ranks.gather([*sums.values(counts=counts), self._new_comm_bytes(), recomputed])
         columns = list(zip(*ranks, strict=True))
         loss_sum, applied_tokens, target, masked_inputs = map(sum, columns[:4])
         # Equal on all ranks, but where each trains a model of its own.
@@ -220,7 +220,7 @@ class MetricAccumulator:
             recomputed = self._flops.recomputed(sums.tokens_by_length)
         return math.nan if recomputed is None else recomputed
 
-    def _new_traffic(self) -> float:
+    def _new_comm_bytes(self) -> float:
         """Bytes that this rank has sent since the last call."""
         before, self._sent = self._sent, 0 if self._traffic is None else self._traffic.bytes
         return self._sent - before

@@ -6,7 +6,7 @@ from .activation_checkpointing import (
     check_recompute_fn,
     checkpoint_activations,
 )
-from .blocks import RecompileCounter, add_up_gradients, compile_model, find_blocks, fsdp_modules
+from .blocks import RecompileCounter, compile_model, find_blocks, fsdp_modules, use_sum_reduction
 from .construction import (
     ModelInit,
     ModelSource,
@@ -16,7 +16,7 @@ from .construction import (
     prepare_model,
 )
 from .deferred import InitialValues, construct_deferred, fill_parameters, move_buffers
-from .meta_model import fake_tensors, has_no_values, ordinary_tensors, verify_initialised
+from .meta_model import fake_tensors, is_fake, ordinary_tensors, verify_initialised
 from .run_settings import run_settings
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "ModelSource",
     "RecomputeFn",
     "RecompileCounter",
-    "add_up_gradients",
+    "use_sum_reduction",
     "blocks_to_checkpoint",
     "check_recompute_fn",
     "checkpoint_activations",
@@ -37,7 +37,7 @@ __all__ = [
     "fill_parameters",
     "find_blocks",
     "fsdp_modules",
-    "has_no_values",
+    "is_fake",
     "move_buffers",
     "ordinary_tensors",
     "prepare_model",

@@ -129,7 +129,7 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def add_up_gradients(model: nn.Module) -> list[FSDPModule]:
+def use_sum_reduction(model: nn.Module) -> list[FSDPModule]:
     """Have a sharded model add gradients up over the ranks: the loss is divided by the tokens of all of them.
 
     Args:

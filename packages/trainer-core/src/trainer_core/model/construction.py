@@ -14,7 +14,7 @@ from dist_env import get_logger
 from ..errors import ConfigurationError
 from .activation_checkpointing import RecomputeFn, checkpoint_activations, leave_caches_out
 from .deferred import InitialValues, construct_deferred
-from .meta_model import SETTING, Ties, build_meta_model, build_without_storage, has_no_values, materialise
+from .meta_model import SETTING, Ties, build_meta_model, build_without_storage, is_fake, materialise
 
 if TYPE_CHECKING:
     from ..arguments import TrainingArguments
@@ -98,7 +98,7 @@ def construct_without_weights(
         return source, None
     where = device if args.construct_model_on == "device" else torch.device("cpu")
     with default_dtype(args.default_dtype), torch.device(where):
-        if has_no_values():
+        if is_fake():
             return build_meta_model(lambda: _built(source)), InitialValues()
         return construct_deferred(lambda: _built(source))
 
@@ -135,7 +135,7 @@ def _built(source: ModelInit) -> nn.Module:
 
 
 def _moved(model: nn.Module, device: torch.device) -> nn.Module:
-    if has_no_values() and all(each.device == device for each in (*model.parameters(), *model.buffers())):
+    if is_fake() and all(each.device == device for each in (*model.parameters(), *model.buffers())):
         return model  # torch would exchange them for themselves, and cannot
     ties = Ties(model)
     model.to(device)

@@ -13,7 +13,7 @@ from checkpoint_core import local_ranges
 from dist_env import get_logger
 
 from ..errors import ConfigurationError
-from .meta_model import Place, has_no_values, parameter_like
+from .meta_model import Place, is_fake, parameter_like
 from .recording import Constant, Recording, Version, View, constants, is_plain, replay
 
 logger = get_logger(__name__)
@@ -173,7 +173,7 @@ def fill_parameters(
     shards = _allocate(model, device, [model, *also_in])
     sums = {}
     for name, shard in shards.items():
-        if values is not None and not has_no_values():
+        if values is not None and not is_fake():
             if name not in values:
                 raise ConfigurationError(
                     "model_init",

@@ -228,7 +228,7 @@ def fake_tensors() -> Iterator[None]:
         _ACTIVE.reset(token)
 
 
-def has_no_values() -> bool:
+def is_fake() -> bool:
     """Whether `fake_tensors` is open."""
     return _ACTIVE.get()
 
@@ -236,7 +236,7 @@ def has_no_values() -> bool:
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
     """A context within `fake_tensors` in which tensors are what they are otherwise."""
-    if not has_no_values():
+    if not is_fake():
         yield
         return
     from torch._subclasses.fake_tensor import unset_fake_temporarily

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_core import Traffic
+from trainer_core import CommBytes
 from trainer_ddp import CompressionArguments
 from trainer_ddp.compression import GradientCompression, build_compression
 
@@ -47,7 +47,7 @@ class Job:
         **options: object,
     ) -> None:
         self.model = model or Model()
-        self.traffic = Traffic()
+        self.traffic = CommBytes()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.ddp = DistributedDataParallel(
             self.model, process_group=group, **{"bucket_cap_mb": 0.002, **options}

@@ -22,7 +22,7 @@ from checkpoint_core import (
     StaticStatefulProvider,
 )
 from dist_env import StaticDistributedEnvironment
-from trainer_core import Multiopt, Traffic
+from trainer_core import CommBytes, Multiopt
 from trainer_ddp import DiLoCoArguments, PostLocalSGDArguments
 from trainer_ddp.local_updates import LocalUpdates
 
@@ -112,7 +112,7 @@ class Job:
             self.wrapped = DistributedDataParallel(
                 self.model, process_group=group, find_unused_parameters=True
             )
-        self.traffic = Traffic()
+        self.traffic = CommBytes()
         self.local = LocalUpdates(
             settings,
             model=self.model,
@@ -179,7 +179,7 @@ class Job:
         )
 
     def save(self, output_dir: Path) -> None:
-        means = self.local.consolidated(optimizer=True)
+        means = self.local.synced_weights(optimizer=True)
         with self.manager(output_dir) as manager, means, self._buffers_of_rank_0():
             manager.save_checkpoint(self.step)
 

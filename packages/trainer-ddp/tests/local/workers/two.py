@@ -10,7 +10,7 @@ import torch.distributed as dist
 from jobs import Job, Settings, diloco, distance, gathered, mean_of, post_local, same
 from torch import Tensor
 
-from trainer_core import Traffic
+from trainer_core import CommBytes
 from trainer_ddp.combining import RankCombiner
 
 MODES: dict[str, Callable[[int, int], Settings]] = {"post_local": post_local, "diloco": diloco}
@@ -19,7 +19,7 @@ MODES: dict[str, Callable[[int, int], Settings]] = {"post_local": post_local, "d
 SCENARIOS = (
     "period_one_is_data_parallel",
     "phases",
-    "consolidated",
+    "synced_weights",
     "unit_outer_step",
     "outer_steps",
     "traffic",
@@ -68,7 +68,7 @@ class Two:
             )
         return seen
 
-    def consolidated(self) -> object:
+    def synced_weights(self) -> object:
         """What holds inside and after the context, for kinds of optimizers and of weights."""
         cases = {
             "adamw": self.job(post_local(1, 10)),
@@ -76,22 +76,22 @@ class Two:
             "bf16": self.job(post_local(1, 10), dtype=torch.bfloat16),
             "diloco": self.job(diloco(1, 10)),
         }
-        return {name: self._consolidated(job) for name, job in cases.items()}
+        return {name: self._synced_weights(job) for name, job in cases.items()}
 
-    def _consolidated(self, job: Job) -> object:
+    def _synced_weights(self, job: Job) -> object:
         job.train(4)
         job.model.cache.fill_(self.rank)
         weights, moments = job.weights(), job.moments()
         all_weights, all_moments = self.all_ranks(weights), self.all_ranks(moments)
         everything = [w | m for w, m in zip(all_weights, all_moments, strict=True)]
-        with job.local.consolidated(optimizer=False):
+        with job.local.synced_weights(optimizer=False):
             untouched = same(job.moments(), moments)
-        with job.local.consolidated(optimizer=True), job.local.consolidated(optimizer=True):
+        with job.local.synced_weights(optimizer=True), job.local.synced_weights(optimizer=True):
             first, second = self.all_ranks({**job.weights(), **job.moments()})
             claims = [job.local.replicas_differ, job.local.optimizer_state_differs]
             cache = float(job.model.cache)
         try:
-            with job.local.consolidated(optimizer=True):
+            with job.local.synced_weights(optimizer=True):
                 raise InterruptedError
         except InterruptedError:
             interrupted = same(job.weights(), weights) and same(job.moments(), moments)
@@ -145,13 +145,13 @@ class Two:
         job = self.job(post_local(1, 3))
         job.train(3)
         local = job.traffic.bytes
-        with job.local.consolidated(optimizer=True):
-            consolidated = job.traffic.bytes
+        with job.local.synced_weights(optimizer=True):
+            synced_weights = job.traffic.bytes
         job.train(1)
         return {
             "local": local,
-            "consolidated": consolidated - local,
-            "averaging": job.traffic.bytes - consolidated,
+            "synced_weights": synced_weights - local,
+            "averaging": job.traffic.bytes - synced_weights,
         }
 
     def messages(self) -> object:
@@ -180,7 +180,7 @@ class Two:
             },
             "first rank's": [combined["flags"].tolist(), int(combined["count"])],
             "bytes": [traffic.bytes, traffic.largest],
-            "agree": ranks.agree([3, self.rank, -5, 2**61]),
+            "agree": ranks.same_on_all_ranks([3, self.rank, -5, 2**61]),
         }
 
     def resume(self) -> object:
@@ -220,7 +220,7 @@ class Two:
         job = self.job(post_local(0, 4))
         job.train(3, expert_on=1)
         before = job.moments()
-        with job.local.consolidated(optimizer=True):
+        with job.local.synced_weights(optimizer=True):
             inside = sorted(name for name in job.moments() if name.startswith("expert"))
         job.save(directory)
         restored = same(job.moments(), before)
@@ -288,7 +288,7 @@ def _mean(values: list[Tensor]) -> Tensor:
     return torch.stack([value.to(wide) for value in values]).mean(0)
 
 
-class LargestMessage(Traffic):
+class LargestMessage(CommBytes):
     """Remembers the size of the largest message, too."""
 
     def __init__(self) -> None:

@@ -154,13 +154,13 @@ class Step:
     def run(self, storages: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
         """Carry the step out on these storages, one a slot, and return its results."""
 
-        def given(value: object) -> object:
+        def filled(value: object) -> object:
             if isinstance(value, Held):
                 return value.view.on(storages[value.slot])
             return value.generator() if isinstance(value, Drawing) else value
 
-        arguments = mapped(self.arguments, given)
-        keywords = {name: mapped(value, given) for name, value in self.keywords.items()}
+        arguments = mapped(self.arguments, filled)
+        keywords = {name: mapped(value, filled) for name, value in self.keywords.items()}
         torch.set_default_dtype(self.default_dtype)
         for device, state in self.states.items():
             set_generator_state(device, state)
