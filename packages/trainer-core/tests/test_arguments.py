@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from trainer_core import (
     arguments_from_dict,
     field_docs,
     load_config_file,
+    suggest,
 )
 from trainer_core.arguments.config import REFUSED, WARNED, Changes, compare, plain_arguments
 
@@ -282,3 +286,39 @@ def test_values_that_would_fail_later_are_refused(name: str, value: object, rule
         TrainingArguments(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=rule):
         arguments_from_dict(TrainingArguments, {name: value})
+
+
+def test_arguments_import_without_torch() -> None:
+    script = (
+        "import sys\n"
+        "from trainer_core import ConfigurationError, TrainingArguments, field_docs, suggest\n"
+        "assert field_docs(TrainingArguments)['learning_rate']\n"
+        "assert TrainingArguments(max_steps=3).learning_rate\n"
+        "assert 'torch' not in sys.modules\n"
+        "import trainer_core\n"
+        "assert all(hasattr(trainer_core, name) for name in trainer_core.__all__)\n"
+        "assert not hasattr(trainer_core, 'nothing') and 'Trainer' in dir(trainer_core)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("lr", "did you mean 'learning_rate'?"),
+        ("batch_size", "did you mean 'per_device_train_batch_size'?"),
+        ("bs", "did you mean 'per_device_train_batch_size'?"),
+        ("epochs", "did you mean 'num_train_epochs'?"),
+        ("wd", "did you mean 'weight_decay'?"),
+        ("ga", "did you mean 'gradient_accumulation_steps'?"),
+        ("report_to", "trackers are callbacks"),
+        ("max_step", "did you mean 'max_steps'?"),
+        ("frobnicate", "see the list of settings"),
+    ],
+)
+def test_hints_know_the_names_of_other_trainers(name: str, hint: str) -> None:
+    known = [field.name for field in dataclasses.fields(TrainingArguments)]
+    assert suggest(name, known).startswith(hint)
+    options = ["--" + each.replace("_", "-") for each in known]
+    told = suggest("--" + name.replace("_", "-"), options)
+    assert told.startswith(re.sub("'.*'", lambda meant: f"--{meant[0][1:-1].replace('_', '-')}", hint))

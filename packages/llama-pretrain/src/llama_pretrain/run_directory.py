@@ -275,9 +275,11 @@ class RunDirectory:
     def _changes(self, args: PretrainArguments) -> dict[str, tuple[object, object]]:
         if not (self.path / CONFIG_NAME).is_file():
             return {}
-        now = _by_name(asdict(args))
+        now = settings_by_name(asdict(args))
         # Settings that did not exist at the last start were at their defaults.
-        before = _by_name(asdict(PretrainArguments())) | _by_name(load_config_file(self.path / CONFIG_NAME))
+        before = settings_by_name(asdict(PretrainArguments())) | settings_by_name(
+            load_config_file(self.path / CONFIG_NAME)
+        )
         unsaid = {*_NOT_WORTH_SAYING, *names_said_by_mesh(before, now)}
         return {
             name: (before.get(name), value)
@@ -314,7 +316,7 @@ def _identity(args: PretrainArguments, subject: Mapping[str, object]) -> dict[st
     return identity
 
 
-def _by_name(settings: Mapping[str, object]) -> dict[str, object]:
+def settings_by_name(settings: Mapping[str, object]) -> dict[str, object]:
     """Settings as a file has them, with `group.name` for those in a group; a tuple is a list there."""
     plain = yaml.safe_load(yaml.safe_dump(settings))
     groups = {name: value for name, value in plain.items() if name in GROUP_NAMES and isinstance(value, dict)}

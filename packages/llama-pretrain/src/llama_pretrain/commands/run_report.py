@@ -20,7 +20,7 @@ from ..arguments import PretrainArguments
 from ..model.interchange import load_pretrained
 from ..model.llama import generate
 from ..output import check_writable
-from ..run_directory import RunDirectory, read_sessions
+from ..run_directory import RunDirectory, read_sessions, settings_by_name
 from ..tokenizer import load_tokenizer
 from ..train import SAMPLE_TEMPERATURE
 from .arguments import ReportArguments
@@ -118,7 +118,7 @@ def _sections(
     yield section("Settings that are not at their defaults", table(("setting", "value"), _changed(settings)))
     sessions = read_sessions(directory.path)
     if sessions:
-        yield section("Starts", _starts(sessions))
+        yield section("Starts", _sessions(sessions))
 
 
 def _figures(log: Path) -> list[tuple[str, str]]:
@@ -176,20 +176,10 @@ def _samples(checkpoint: Path, settings: PretrainArguments, count: int) -> list[
 
 
 def _changed(settings: PretrainArguments) -> list[tuple[str, str]]:
-    own, default = _by_name(asdict(settings)), _by_name(asdict(PretrainArguments()))
+    own, default = settings_by_name(asdict(settings)), settings_by_name(asdict(PretrainArguments()))
     return [(name, str(value)) for name, value in own.items() if value != default.get(name)]
 
 
-def _by_name(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found |= _by_name(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
-
-
-def _starts(sessions: Sequence[Mapping[str, object]]) -> str:
+def _sessions(sessions: Sequence[Mapping[str, object]]) -> str:
     names = list(dict.fromkeys(name for session in sessions for name in session))
     return table(names, [tuple(str(session.get(name, "")) for name in names) for session in sessions])
