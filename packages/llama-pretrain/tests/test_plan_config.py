@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_pretrain.cli import main
-from llama_pretrain.commands.recipes import recipe_names
+from llama_pretrain.config_files import recipe_names
 from llama_pretrain.settings import resolve
 
 _PIPELINES = [name for name in recipe_names() if resolve({"config": name}).trainer == "pipeline"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from llama_pretrain.cli import main
-from llama_pretrain.commands.recipes import load_config, purpose, recipe_names, recipe_text, tokens_per_step
+from llama_pretrain.commands.recipes import tokens_per_step
+from llama_pretrain.config_files import load_config, purpose, recipe_names, recipe_text
 from llama_pretrain.mesh import parse_mesh
 from llama_pretrain.settings import resolve
 from trainer_core import ConfigurationError

@@ -12,7 +12,7 @@ from trainer_core import ConfigurationError, suggest
 
 from .cli import COMMANDS, parser_of
 from .commands.arguments import CompletionArguments
-from .commands.recipes import recipe_names
+from .config_files import recipe_names
 from .exit_codes import PROG
 
 _PATHS = (

@@ -13,14 +13,15 @@ import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import NoReturn, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, NoReturn, Union, cast, get_args, get_origin, get_type_hints
 
 from trainer_core import ConfigurationError, arguments_from_dict, field_docs, suggest
 
-from .arguments import GROUP_NAMES, WITHOUT_EFFECT, PretrainArguments
-from .commands.recipes import load_config
 from .exit_codes import PROG
 from .mesh import MOVED, parse_mesh, said_before, trainer_for
+
+if TYPE_CHECKING:
+    from .arguments import PretrainArguments
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "what to train, on what": (
@@ -96,6 +97,9 @@ SHORT: Mapping[str, str] = {"pipeline.schedule": "schedule", "pipeline.n_microba
 
 def train_parser() -> Parser:
     """Return the parser of the options of `train`."""
+    # Here and below: the options of other commands need none of the settings of training.
+    from .arguments import WITHOUT_EFFECT, PretrainArguments
+
     parser = Parser(
         prog=f"{PROG} train",
         usage=f"{PROG} [train] [options]",
@@ -135,6 +139,9 @@ def resolve(given: Mapping[str, object]) -> PretrainArguments:
     Raises:
         ConfigurationError: For an unknown name, a wrong type or a broken rule.
     """
+    from .arguments import PretrainArguments
+    from .config_files import load_config
+
     options = dict(given)
     path = options.pop("config", None)
     if options.pop("fresh", False):
@@ -181,6 +188,8 @@ def _in_tables(settings: Mapping[str, object], cls: type, prefix: str = "") -> d
 
 def _laid_over(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
     """Both together; of two groups each name by itself, and otherwise `above` wins."""
+    from .arguments import GROUP_NAMES
+
     both = {**below, **above}
     for name in GROUP_NAMES & below.keys() & above.keys():
         first, second = below[name], above[name]
