@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -338,3 +339,16 @@ def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
             main([command, "--help"])
         assert stop.value.code == 0
         assert f"Example:\n  checkpoint-core {command} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["export", "--help"], ["--version"]], ids=" ".join)
+def test_help_and_version_do_without_torch(words: list[str]) -> None:
+    code = "import sys; sys.modules['torch'] = None; from checkpoint_core.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    wanted = (
+        f"checkpoint-core {version('checkpoint-core')}\n"
+        if words == ["--version"]
+        else "Usage: checkpoint-core "
+    )
+    assert done.stdout.startswith(wanted)

@@ -6,7 +6,10 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -378,3 +381,16 @@ def test_chunks_hold_every_document_once(size: int) -> None:
     assert [chunks[0].start, *(chunk.stop for chunk in chunks)] == [*(chunk.start for chunk in chunks), start]
     assert all(chunk.start < chunk.stop for chunk in chunks)
     assert (len(chunks) == 1) == (size == 10**9)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["tokenize", "--help"], ["--version"]], ids=" ".join)
+def test_help_and_version_do_without_torch(words: list[str]) -> None:
+    code = "import sys; sys.modules['torch'] = None; from dataloader_dispatch.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    wanted = (
+        f"dataloader-dispatch {version('dataloader-dispatch')}\n"
+        if words == ["--version"]
+        else "Usage: dataloader-dispatch "
+    )
+    assert done.stdout.startswith(wanted)

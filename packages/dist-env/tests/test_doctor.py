@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -73,3 +74,14 @@ def test_wrong_option_is_refused(
     with pytest.raises(SystemExit, match="2"):
         main()
     assert option[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["doctor", "--help"], ["layout", "--help"], ["--version"]], ids=" ".join
+)
+def test_help_and_version_do_without_torch(words: list[str], python: Callable[..., Any]) -> None:
+    code = "import sys; sys.modules['torch'] = None; from dist_env.__main__ import main; main()"
+    done = python("-c", code, *words)
+    assert (done.code, done.err) == (0, "")
+    wanted = f"dist-env {version('dist-env')}\n" if words == ["--version"] else "Usage: python -m dist_env "
+    assert done.out.startswith(wanted)
