@@ -118,7 +118,7 @@ def _sections(
     yield section("Settings that are not at their defaults", table(("setting", "value"), _changed(settings)))
     sessions = read_sessions(directory.path)
     if sessions:
-        yield section("Starts", _sessions(sessions))
+        yield section("Starts", _starts(sessions))
 
 
 def _figures(log: Path) -> list[tuple[str, str]]:
@@ -180,6 +180,6 @@ def _changed(settings: PretrainArguments) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in own.items() if value != default.get(name)]
 
 
-def _sessions(sessions: Sequence[Mapping[str, object]]) -> str:
+def _starts(sessions: Sequence[Mapping[str, object]]) -> str:
     names = list(dict.fromkeys(name for session in sessions for name in session))
     return table(names, [tuple(str(session.get(name, "")) for name in names) for session in sessions])
