@@ -33,7 +33,7 @@ class Contender(Protocol):
 
 
 class AsyncContender(Protocol):
-    """A way to save while the training goes on."""
+    """A way to save while the training continues."""
 
     def save(self, step: int) -> None:
         """Return when the model and the optimizer may change again."""

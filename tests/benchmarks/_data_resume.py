@@ -1,4 +1,4 @@
-"""Part (b) of the data benchmark: what it costs to go on at a position, and to get the first batch there."""
+"""Part (b) of the data benchmark: what it costs to resume at a position, and to get the first batch there."""
 
 from __future__ import annotations
 

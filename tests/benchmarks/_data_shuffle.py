@@ -54,7 +54,7 @@ class Order(Protocol):
 
     @abstractmethod
     def state(self) -> int:
-        """Bytes that have to be saved to go on with the same order."""
+        """Bytes that have to be saved to continue with the same order."""
 
     @abstractmethod
     def indices(self) -> Iterator[int]:

@@ -47,7 +47,7 @@ class TrafficMeter:
         trainer: Trainer,
         **_: object,
     ) -> None:
-        """Go on measuring."""
+        """Continue measuring."""
         if self._began is None:
             self._began = _reading(trainer)
 

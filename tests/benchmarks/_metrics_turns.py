@@ -54,7 +54,7 @@ class TurnClock(Clock):
         threading.Thread(target=self._run, args=(train,), daemon=True).start()
 
     def take_turn(self) -> None:
-        """Let the run go on until it hands over, or ends.
+        """Let the run continue until it hands over, or ends.
 
         Raises:
             BaseException: What ended it.

@@ -17,7 +17,7 @@ The device is shared: for figures of this study alone, let it run in a network o
 
     unshare --map-root-user --net sh -c "ip link set lo up && python tests/benchmarks/low_bandwidth.py"
 
-``--quick`` only shows that everything runs. ``--resume`` goes on with a study that was cut short, and draws
+``--quick`` only shows that everything runs. ``--resume`` continues with a study that was cut short, and draws
 one that is complete again. Nothing is asserted about the loss.
 """
 
@@ -192,7 +192,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep the runs that the JSON file holds")
     options = parser.parse_args(arguments)
     if options.resume and not options.json:
-        parser.error("--resume needs --json, the file to go on with")
+        parser.error("--resume needs --json, the file to continue with")
     if options.steps is None:
         options.steps = QUICK_STEPS if options.quick else STEPS
     if options.steps < 1 or options.steps % EVALUATIONS:

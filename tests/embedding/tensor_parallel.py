@@ -78,7 +78,7 @@ class Decoder(nn.Module):
 
 
 def main(folder: str, batch: int, mesh: str | None = None) -> None:
-    """Train, or go on from the newest checkpoint in the folder."""
+    """Train, or continue from the newest checkpoint in the folder."""
     tokens = torch.randint(0, 31, (96, 12), generator=torch.Generator().manual_seed(0))
     args = DataParallelArguments(
         output_dir=folder,

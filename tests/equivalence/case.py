@@ -45,7 +45,7 @@ class Case:
     mesh: str | None = None
     """Ranks in each dimension; none: all in that of the trainer."""
     next_mesh: str | None = None
-    """The same after the restart, if then another trainer or another world size goes on."""
+    """The same after the restart, if then another trainer or another world size continues."""
     trainer: str = "ddp"
     """Who trains on ranks, a name in `training.TRAINERS`."""
     next_trainer: str | None = None
@@ -126,7 +126,7 @@ TIED = replace(PLAIN, tied=True)
 SHORT = replace(PLAIN, steps=20)
 SHORT_TIED = replace(SHORT, tied=True)
 RESTARTED = replace(PLAIN, steps=24)
-"""What rows of several ranks do that stop and go on: as far again as they were, and a little."""
+"""What rows of several ranks do that stop and continue: as far again as they were, and a little."""
 UNCLIPPED = replace(PLAIN, max_grad_norm=None)
 COMPILED = {"torch_compile": True}
 BY_EYE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

@@ -44,13 +44,13 @@ def _sharded(name: str, fsdp2: FSDP2Arguments, **fields: object) -> Case:
 
 
 def _restarted(name: str, **fields: object) -> Case:
-    """A row that is stopped and goes on."""
+    """A row that is stopped and continues."""
     given = {"runner": "ranks, restarted", "accumulation": 4, "recipe": RESTARTED, **fields}
     return _ranks(f"restarted{name}", **given)  # type: ignore[arg-type]
 
 
 def _moved(name: str, **fields: object) -> Case:
-    """A row that goes on elsewhere; twelve rows can be divided among 1, 2, 3 and 4 ranks."""
+    """A row that continues elsewhere; twelve rows can be divided among 1, 2, 3 and 4 ranks."""
     return _restarted(name, recipe=TWELVE, **{"accumulation": 12, **fields})  # type: ignore[arg-type]
 
 
@@ -144,7 +144,7 @@ FSDP2_CASES = [
     ),
     _restarted(", two optimizers", options=partial(decay_by_name, factory=adamw), full=True),
     _restarted(", HSDP 2 x 2", ranks=4, mesh=HYBRID),
-    # Whoever saved it, whoever goes on.
+    # Whoever saved it, whoever continues.
     _moved(" at 4, then Trainer", ranks=4, runner="ranks, then here", full=True),
     _moved(" at 4, then 1", ranks=4, next_world_size=1, full=True),
     _moved(" at 4, then 2", ranks=4, next_world_size=2, full=True),

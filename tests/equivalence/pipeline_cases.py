@@ -95,12 +95,12 @@ def _option(what: str, schedule: str = "1f1b", **fields: object) -> Case:
 
 
 def _restarted(what: str, schedule: str = "1f1b", **fields: object) -> Case:
-    """A row that is stopped and goes on."""
+    """A row that is stopped and continues."""
     return _row(schedule, f"restarted{what}", **{"runner": "ranks, restarted", "recipe": RESTARTED, **fields})  # type: ignore[arg-type]
 
 
 def _moved(what: str, schedule: str = "1f1b", **fields: object) -> Case:
-    """A row that goes on elsewhere; twelve rows can be divided among 1, 2, 3 and 4 ranks."""
+    """A row that continues elsewhere; twelve rows can be divided among 1, 2, 3 and 4 ranks."""
     return _restarted(what, schedule, recipe=TWELVE, **{"accumulation": 12, **fields})
 
 
@@ -195,7 +195,7 @@ PIPELINE_CASES = [
         recipe=replace(RESTARTED, tied=True),
     ),
     _restarted(", 2 copies", ranks=4, mesh=TWO, full=True),
-    # Whoever saved it, whoever goes on.
+    # Whoever saved it, whoever continues.
     _moved(" at 2, then Trainer", runner="ranks, then here", full=True),
     _moved(" at 4, then Trainer", ranks=4, runner="ranks, then here", full=True),
     _moved(" after Trainer, at 2", runner="here, then ranks", full=True),

@@ -51,7 +51,7 @@ class Recipe:
     evaluated: bool = False
     """Whether the trained model is evaluated: its loss then comes as one more point."""
     bad_step: int | None = None
-    """The optimizer step whose gradient is made not a number; it is left out, and the schedule goes on. In
+    """The optimizer step whose gradient is made not a number; it is left out, and the schedule continues. In
     float16 it overflows instead: the loss scale is halved, and the schedule waits."""
 
 

@@ -1,4 +1,4 @@
-"""A run that goes on from any of its checkpoints takes the same steps, to the last bit."""
+"""A run that continues from any of its checkpoints takes the same steps, to the last bit."""
 
 from __future__ import annotations
 

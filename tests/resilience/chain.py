@@ -2,7 +2,7 @@
 
     python tests/resilience/chain.py --output DIR --plot docs/performance/chain.png
 
-The run is begun by one process, and goes on by data parallelism in two, sharded over four, through a
+The run is begun by one process, and continues by data parallelism in two, sharded over four, through a
 pipeline of two stages in two copies, and by one process again. Each is asked to stop by SIGTERM, saves and
 exits; the next one begins with the same command, but for the trainer. A model of 0.9 million parameters
 learns the text of the Python standard library.

@@ -30,7 +30,7 @@ class Checkpoints:
         return [step for step in self.steps() if self._damaged.get(step) == self._identity(step)]
 
     def good(self) -> list[int]:
-        """Steps of the others; the run has to go on from the last one."""
+        """Steps of the others; the run has to continue from the last one."""
         damaged = self.damaged()
         return [step for step in self.steps() if step not in damaged]
 

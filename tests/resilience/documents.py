@@ -57,7 +57,7 @@ def words_of(targets: Sequence[int]) -> list[Word]:
         ValueError: If they are not whole words of these documents.
     """
     if len(targets) % ROW:
-        raise ValueError(f"{len(targets)} targets are no rows of {ROW}")
+        raise ValueError(f"{len(targets)} targets are not rows of {ROW}")
     words = []
     for start in range(0, len(targets), WORD):
         *letters, behind = targets[start : start + WORD]
@@ -95,7 +95,7 @@ def count_passes(steps: Mapping[int, Iterable[Word]], words: frozenset[Word]) ->
     for step in sorted(steps):
         for word in steps[step]:
             if word not in words:
-                raise ValueError(f"step {step}: {word} is no word to train on")
+                raise ValueError(f"step {step}: {word} is not a word to train on")
             if word in seen:
                 missing = sorted(words - seen)
                 raise ValueError(
@@ -120,5 +120,5 @@ def _word(letters: Sequence[int]) -> Word:
     text = "".join(map(chr, letters[:-1] if ends else letters))
     document, _, place = text.partition(".")
     if len(document) != 3 or len(place) != 3 - ends or not (document + place).isdecimal():
-        raise ValueError(f"the targets {list(letters)} are no word")
+        raise ValueError(f"the targets {list(letters)} are not a word")
     return Word(int(document), int(place))

@@ -32,7 +32,7 @@ class Result:
     trainer: str
     ranks: int
     resumed: str
-    """Which checkpoint the start went on from."""
+    """Which checkpoint the start continued from."""
     fault: str
     struck: str
     """At which step, or in which save, the fault came."""
@@ -136,7 +136,7 @@ class Run:
                 raise ValueError(f"rank {rank} printed a traceback: {told[-2000:]}")
         resumed, newest = job.resumed_at(), max(good, default=0)
         if resumed not in (None, newest):
-            raise ValueError(f"went on from step {resumed}; the newest good checkpoint is of step {newest}")
+            raise ValueError(f"continued from step {resumed}; the newest good checkpoint is of step {newest}")
         for step in damaged:
             told = rf"^passing over checkpoint-{step}: .*(damaged|manifest)"
             if resumed is not None and step > newest and not re.search(told, job.output(0), re.MULTILINE):
@@ -144,7 +144,7 @@ class Run:
         self.history.add(job)
 
     def _damage(self, plan: Episode) -> str:
-        """Do what is due to the newest checkpoint, if there is another good one to go on from."""
+        """Do what is due to the newest checkpoint, if there is another good one to continue from."""
         self._damages += [plan.damage] if plan.damage else []
         if not self._damages or len(self.checkpoints.good()) < 2:
             return ""

@@ -16,10 +16,11 @@ class History:
         """The words of each step that all ranks have done, sorted."""
 
     def add(self, job: Job) -> None:
-        """Add what one start has done, which went on from a checkpoint; what lies behind that is taken back.
+        """Add what one start has done, which continued from a checkpoint; what lies behind that is taken
+        back.
 
         Raises:
-            ValueError: If the start left a step out, did one twice, or went on from one that was not done.
+            ValueError: If the start left a step out, did one twice, or continued from one that was not done.
         """
         base = job.resumed_at()
         ranks = [job.steps(rank) for rank in range(job.ranks)]
@@ -28,11 +29,11 @@ class History:
                 raise ValueError(f"{job.folder.name}: steps were done before the start was told")
             return
         if base > len(self.steps):
-            raise ValueError(f"{job.folder.name}: goes on from step {base}, of {len(self.steps)} done")
+            raise ValueError(f"{job.folder.name}: continues from step {base}, of {len(self.steps)} done")
         self.steps = {step: words for step, words in self.steps.items() if step <= base}
         for numbers in ([step for step, _ in done] for done in ranks):
             if numbers != list(range(base + 1, base + 1 + len(numbers))):
-                raise ValueError(f"{job.folder.name}: went on from step {base} with the steps {numbers}")
+                raise ValueError(f"{job.folder.name}: continued from step {base} with the steps {numbers}")
         self.steps |= _done_by_all([dict(done) for done in ranks])
 
 

@@ -101,7 +101,7 @@ class Job:
         return (self.folder / "launcher.output").read_text(errors="replace")
 
     def resumed_at(self) -> int | None:
-        """The step that the run went on from, 0 for a new one; None if it did not come that far."""
+        """The step that the run continued from, 0 for a new one; None if it did not come that far."""
         told = re.search(r"^begins +(?:at|resumed at) step (\d+)$", self.output(0), re.MULTILINE)
         return None if told is None else int(told[1])
 

@@ -30,7 +30,7 @@ from resilience.layouts import PIPELINE_2X2, SINGLE
 from resilience.plan import make_plan
 from resilience.workload import Workload
 
-_TITLES = ("#", "trainer", "went on from", "fault", "struck at", "exit codes of the ranks", "s", "ending")
+_TITLES = ("#", "trainer", "continued from", "fault", "struck at", "exit codes of the ranks", "s", "ending")
 
 
 @dataclass(frozen=True)

@@ -69,15 +69,15 @@ def test_a_batch_that_is_left_out_or_repeated_is_seen(path: Path) -> None:
     twice = dict(enumerate(batches[:4] + batches[3:], 1))
     with pytest.raises(ValueError, match=r"step 5: Word\(.*\) comes a second time in epoch 0"):
         count_passes(twice, every)
-    with pytest.raises(ValueError, match="is no word to train on"):
+    with pytest.raises(ValueError, match="is not a word to train on"):
         count_passes({1: [Word(DOCUMENTS, 0)]}, every)
 
 
 def test_targets_that_are_not_whole_words_are_refused(path: Path) -> None:
     targets = epoch_of(path, 0)[0]
-    with pytest.raises(ValueError, match="are no word"):
+    with pytest.raises(ValueError, match="are not a word"):
         words_of(targets[1:] + targets[:1])
-    with pytest.raises(ValueError, match="are no rows of 64"):
+    with pytest.raises(ValueError, match="are not rows of 64"):
         words_of(targets[1:])
     masked = list(targets)
     masked[8:15] = [IGNORED] * 7

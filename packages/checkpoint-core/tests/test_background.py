@@ -69,7 +69,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         ("term_at_exit", -TERM, []),
         ("term_and_failure", -TERM, []),
         # Once, though the signal came twice, and not before the action had ended.
-        ("term_to_handler", 0, ["handled 20", "went on 20"]),
+        ("term_to_handler", 0, ["handled 20", "continued 20"]),
         ("term_to_exit", 7, ["handled 20"]),
         ("term_while_holding_a_lock", -TERM, ["had the lock 20"]),
         ("group_returns_0", 0, ["sum 2000 20"]),

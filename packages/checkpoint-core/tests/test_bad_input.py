@@ -295,7 +295,7 @@ def test_nothing_outside_is_deleted_or_written_through_a_link(job, tmp_path: Pat
     (path / "trainer.json").symlink_to(outside / "trainer.json")
     (path.parent / "checkpoint-2").symlink_to(outside)
     with pytest.raises(
-        CheckpointError, match=r"checkpoint-2 exists and is no committed checkpoint .* move it away"
+        CheckpointError, match=r"checkpoint-2 exists and is not a committed checkpoint .* move it away"
     ):
         first.manager.save_checkpoint(2)
     first.manager.save_checkpoint(3)

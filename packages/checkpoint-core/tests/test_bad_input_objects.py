@@ -266,7 +266,7 @@ def test_a_preprocessor_with_directories_of_its_own(tmp_path: Path) -> None:
 
 
 def test_load_state_dict_that_raises(tmp_path: Path) -> None:
-    """What came before it is restored, as the documentation says; the message names how to go on."""
+    """What came before it is restored, as the documentation says; the message names how to continue."""
     run = Run(tmp_path)
     run.held.value = {"refuse": True}
     path = run.manager.save_checkpoint(2)

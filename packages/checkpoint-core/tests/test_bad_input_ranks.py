@@ -149,7 +149,7 @@ def test_the_next_save_is_made_before_it_raises_what_failed_in_the_background(di
 
 
 def test_training_goes_on_after_that(directory: Path) -> None:
-    first, second = (seen["background, goes on"] for seen in ranks(directory, "saves"))
+    first, second = (seen["background, continues"] for seen in ranks(directory, "saves"))
     assert first["message"] is second["message"] is None
     assert first["left"] == second["left"] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
@@ -284,9 +284,9 @@ def test_nodes_go_back_to_what_all_have(directory: Path, scenario: str, step: in
 
 def test_nodes_go_on_from_there(directory: Path) -> None:
     for seen in ranks(directory, "nodes"):
-        assert seen["one behind, goes on"]["message"] is None
-        assert seen["one behind, goes on"]["left"] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
-        assert seen["one full, goes on"]["left"] == ["checkpoint-1", "checkpoint-2"]
+        assert seen["one behind, continues"]["message"] is None
+        assert seen["one behind, continues"]["left"] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+        assert seen["one full, continues"]["left"] == ["checkpoint-1", "checkpoint-2"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A run that is interrupted after any step, and goes on in new objects, is bit for bit the same run."""
+"""A run that is interrupted after any step, and continues in new objects, is bit for bit the same run."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -191,7 +191,7 @@ def bits(value: object) -> object:
 
 
 def resume(directory: Path, step: int, seed: int, **settings: object) -> Run:
-    """A new run that goes on from the checkpoint of a step."""
+    """A new run that continues from the checkpoint of a step."""
     run = Run(directory, seed, **settings)  # type: ignore[arg-type]
     loaded = run.manager.load_checkpoint(directory / f"checkpoint-{step}")
     assert loaded is not None
@@ -236,7 +236,7 @@ def test_interrupted_after_every_step(
     async_save: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One run saves after every step and goes on; from each checkpoint another one goes on to the end."""
+    """One run saves after every step and continues; from each checkpoint another one goes on to the end."""
     history, end = straight
     first = Run(tmp_path, 1, dtype=dtype, async_save=async_save)
     # An asynchronous save writes while the next step changes everything.

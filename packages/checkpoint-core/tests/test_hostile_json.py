@@ -281,7 +281,7 @@ def test_fields_of_the_header_of_tensors(tmp_path: Path, field: str, value: obje
         ("[" * (MAX_NESTING + 1) + "]" * (MAX_NESTING + 1), "nested deeper than 320 levels"),
         ("[" * 100_000, "nested deeper than 320 levels"),
         ("[1e999]", "it holds 1e999, which is beyond the largest float"),
-        ("[-Infinity]", "it holds -Infinity, which is no JSON"),
+        ("[-Infinity]", "it holds -Infinity, which is not JSON"),
         ("1" * 5000, "Exceeds the limit"),
         ("{", "Expecting property name"),
     ],

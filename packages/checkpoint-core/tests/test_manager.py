@@ -142,7 +142,8 @@ def test_damage_is_an_error_by_name_and_passed_over_otherwise(
     assert second.manager.load_checkpoint().step == 1
     assert second.counter.value == 1
 
-    # Training goes on past the damaged one and can save that step again, unless the directory is foreign now.
+    # Training continues past the damaged one and can save that step again, unless the directory is foreign
+    # now.
     if damage == "no manifest":
         with pytest.raises(CheckpointError, match="move it away"):
             second.manager.save_checkpoint(2)
@@ -306,7 +307,7 @@ def test_rotation_keeps_to_its_own_run(job, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint-11 was written by another run, .* instead"):
         resumed.manager.save_checkpoint(5)
     resumed.manager.save_checkpoint(12)
-    # 11 is another run's, and 2 is where this one goes on from.
+    # 11 is another run's, and 2 is where this one continues from.
     assert names(run) == [f"checkpoint-{step}" for step in (11, 12, 2, 3, 4)]
 
 

@@ -28,7 +28,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 
 
 def resumed(save: Make, load: Make) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module]:
-    """A model that went on with its own optimizer, and its twin with another kind, as of step 3."""
+    """A model that continued with its own optimizer, and its twin with another kind, as of step 3."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     saved = save(model)
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Random number generators go on where they were."""
+"""Random number generators continue where they were."""
 
 import json
 import random

@@ -177,7 +177,7 @@ class Runs(RuleBasedStateMachine):
             self.count("save refused")
             with pytest.raises(CheckpointError, match=reason):
                 self.manager.save_checkpoint(step, metrics=self.metrics)
-            self.step = step  # Training goes on past it.
+            self.step = step  # Training continues past it.
             return
         self.count("save without metrics" if self.metrics is None else "save with metrics")
         self.number.value += 1

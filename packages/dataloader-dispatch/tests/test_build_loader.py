@@ -244,7 +244,7 @@ def test_making_an_iterator_leaves_the_random_numbers_of_the_run_alone() -> None
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_an_iterable_dataset_leaves_the_random_numbers_of_the_run_alone(workers: int) -> None:
-    """A resumed run makes one more iterator than one that went on; nothing else may differ."""
+    """A resumed run makes one more iterator than one that continued; nothing else may differ."""
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)

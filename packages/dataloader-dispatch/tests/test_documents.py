@@ -186,7 +186,7 @@ def test_undecodable_documents(tmp_path: Path) -> None:
     replacing = open_documents(root, undecodable="replace")
     assert texts(replacing) == ["good", "caf�", "x", "�"]
     assert replacing.undecodable == 2
-    # A run that met such a document under "error" must be able to go on with another choice.
+    # A run that met such a document under "error" must be able to continue with another choice.
     assert len({data_fingerprint(source) for source in (strict, skipping, replacing)}) == 1
     with pytest.raises(DataError, match="undecodable='ignore'"):
         open_documents(root, undecodable="ignore")  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ def test_a_run_goes_on_behind_the_span_that_spoilt_it() -> None:
 
 def test_a_span_must_hold_rows() -> None:
     for epoch, start, stop in ((-1, 0, 1), (0, 3, 3), (0, -1, 1), ("0", 0, 1), (0, 0.5, 1)):
-        with pytest.raises(DataError, match="is no span of rows"):
+        with pytest.raises(DataError, match="is not a span of rows"):
             RowSpan(epoch=epoch, start=start, stop=stop)  # type: ignore[arg-type]
     for skip in (RowSpan(epoch=0, start=0, stop=1), [(0, 1)], None):
         with pytest.raises(DataError, match="must be a list of RowSpan"):
@@ -272,7 +272,7 @@ def test_names_of_a_mixture_must_agree() -> None:
         mix_documents({}, {})
 
 
-# What is no source, and no encoder
+# What is not a source, and no encoder
 
 
 @pytest.mark.parametrize(

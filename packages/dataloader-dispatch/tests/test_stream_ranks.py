@@ -1,4 +1,4 @@
-"""Real ranks over gloo: four of them stop in the middle of an epoch, and two go on."""
+"""Real ranks over gloo: four of them stop in the middle of an epoch, and two continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `tokenize`: what it writes, goes on with, refuses and says."""
+"""The command `tokenize`: what it writes, continues with, refuses and says."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_is_done(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capsys.readouterr().err
     assert "cannot be written: File too large" in said
-    assert "run the same command again to go on" in said
+    assert "run the same command again to continue" in said
     assert tokenize() == 0
     assert "going on" in capsys.readouterr().err
     assert sum(map(len, tokens(tmp_path / "out"))) == 500_096  # type: ignore[arg-type]

@@ -171,7 +171,7 @@ def test_published_figures_are_of_the_size_asked_for() -> None:
         (["--contenders", "ours,ours"], "names one twice"),
         (["--model", "8b"], "model='8b'"),
         (["--sequence-length", "2048"], "max_position_embeddings of tiny, 1024"),
-        (["--json", "no/such/folder.json"], "which is no directory"),
+        (["--json", "no/such/folder.json"], "which is not a directory"),
     ],
 )
 def test_wrong_input_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

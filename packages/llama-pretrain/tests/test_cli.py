@@ -276,7 +276,7 @@ def test_export_is_a_hugging_face_directory(work: Path, capsys: pytest.CaptureFi
         ("--num-train-epochs nan", "num_train_epochs=nan"),
         ("--num-train-epochs inf", "num_train_epochs=inf"),
         ("--max-steps -1 --num-train-epochs 1", "set max_steps"),
-        ("--resume-from-checkpoint {work}/data", "is no checkpoint"),
+        ("--resume-from-checkpoint {work}/data", "is not a checkpoint"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

@@ -191,7 +191,7 @@ def test_a_signal_that_comes_again_stops_at_once(work: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=2 + SLOW_MACHINE_S)
     assert process.returncode == 130, err
-    last = "llama-pretrain: stopped at once; checkpoints saved so far are whole, the same command goes on."
+    last = "llama-pretrain: stopped at once; checkpoints saved so far are whole, the same command continues."
     assert err.splitlines()[-1] == last
     assert "Traceback" not in err
 

@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_told_where_no_other_layout_is_looked_for(
     assert main(["plan", "--config", "tiny-sharded", "--mesh", "shard=12", "--gpu-memory", "0.01"]) == 0
     told = capsys.readouterr().out
     assert "does not fit: needs" in told
-    assert "the mesh is no multiple of gpus_per_node=8" in told
+    assert "the mesh is not a multiple of gpus_per_node=8" in told
 
 
 def test_gradients_that_are_views_of_the_buckets_count_once(

@@ -102,7 +102,7 @@ def test_wrong_settings_are_told(run: Path, tmp_path: Path, capsys: pytest.Captu
         (["--smooth", "2"], "smooth=2.0: must be from 0 to below 1"),
         (["--samples", "-1"], "samples=-1: must be 0 or more"),
         (["--page", str(tmp_path)], f"page='{tmp_path}': is a directory"),
-        (["--page", str(tmp_path / "no" / "page.html")], "which is no directory"),
+        (["--page", str(tmp_path / "no" / "page.html")], "which is not a directory"),
     ):
         assert main(["report", "--output-dir", str(run), *words]) == 2
         assert message in capsys.readouterr().err

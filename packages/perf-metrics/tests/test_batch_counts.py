@@ -20,7 +20,7 @@ LABELS = torch.tensor([[1, 2, 3, 4], [5, -100, -100, 7]])
         ({"input_ids": IDS, "attention_mask": MASK.bool()}, (6, 8, None)),
         # The first label of a row is predicted by nothing.
         (UserDict({"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}), (6, 8, 4)),
-        # A mask over pairs of positions says nothing about padding; a label per row is no token.
+        # A mask over pairs of positions says nothing about padding; a label per row is not a token.
         ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 4, 4)}, (8, 8, None)),
         ({"input_ids": IDS, "labels": torch.ones(2)}, (8, 8, None)),
     ],

@@ -47,7 +47,7 @@ def panels_drawn(svg: Path) -> int:
 
 
 def paths_in_panel(svg: Path, number: int, style: str) -> int:
-    """How many paths of a style a panel has; the legend is no panel."""
+    """How many paths of a style a panel has; the legend is not a panel."""
     panel = next(node for node in ET.parse(svg).iter() if node.get("id") == f"axes_{number}")
     return sum(style in (node.get("style") or "") for node in panel.iter())
 

@@ -20,7 +20,7 @@ def test_a_reader_that_has_gone_ends_the_display_only(caplog: pytest.LogCaptureF
         for _ in range(3):
             callback.on_log(None, state, None, logs={"loss": 1.0})
     assert [record.message for record in caplog.records] == [
-        "nobody reads the progress display any more; the run goes on without it"
+        "nobody reads the progress display any more; the run continues without it"
     ]
     with pytest.raises(BrokenPipeError):
         stream.close()

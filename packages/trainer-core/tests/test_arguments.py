@@ -49,7 +49,10 @@ BAD = [
     ({"max_grad_norm": -1.0}, "max_grad_norm"),
     ({"warmup_steps": -1}, "warmup_steps=-1"),
     ({"lr_scheduler_type": "cos"}, "lr_scheduler_type='cos'.*'cosine'"),
-    ({"lr_scheduler_kwargs": {"min_lr": 0.1}}, r"lr_scheduler_kwargs\.min_lr=0\.1: is no option of 'linear'"),
+    (
+        {"lr_scheduler_kwargs": {"min_lr": 0.1}},
+        r"lr_scheduler_kwargs\.min_lr=0\.1: is not an option of 'linear'",
+    ),
     ({"torch_compile": True, "torch_compile_mode": "fast"}, "torch_compile_mode='fast'.*'max-autotune'"),
     ({"mixed_precision": "bf17"}, "mixed_precision='bf17'.*'bf16'"),
     ({"default_dtype": "bf16"}, "default_dtype='bf16'.*'bfloat16'"),

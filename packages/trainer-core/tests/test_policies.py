@@ -198,7 +198,7 @@ def test_an_evaluation_of_nothing_is_explained(
 
 
 def test_a_device_that_contradicts_the_environment_is_refused(make_trainer: Callable[..., Trainer]) -> None:
-    with pytest.raises(ConfigurationError, match=r"device='nowhere'.*is no device"):
+    with pytest.raises(ConfigurationError, match=r"device='nowhere'.*is not a device"):
         make_trainer(device="nowhere")
     assert make_trainer(use_cpu=True).ranks.device == torch.device("cpu")
     assert make_trainer(device="cpu").ranks.device == torch.device("cpu")

@@ -73,7 +73,7 @@ def test_a_fresh_start_moves_the_old_run_aside(
     assert load_logs(folder / "trainer_logs.json") == before
     assert (steps(run), find_latest_checkpoint(run)) == ([2], run / "checkpoint-2")
     assert [entry["global_step"] for entry in load_logs(run / "trainer_logs.json")] == [1, 2, 2]
-    # The second call goes on, and a start without the two settings as well.
+    # The second call continues, and a start without the two settings as well.
     trainer.train()
     make_trainer(max_steps=4, num_train_epochs=-1, **SETTINGS).train()
     assert steps(run) == [2, 4]

@@ -1,4 +1,4 @@
-"""A run that stops and goes on gives the curve of one that does not, whatever loader its data come from."""
+"""A run that stops and continues gives the curve of one that does not, whatever loader its data come from."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_an_epoch_that_was_ended_early_is_not_taken_up_again(
 ) -> None:
     curve = make_curve(name, 1)
     whole = curve("whole", EndEpochAt())
-    # A dataset that keeps its own position goes on with the rest, in every run.
+    # A dataset that keeps its own position continues with the rest, in every run.
     assert len(whole) == (3 if name in ("positioned", "torchdata") else 4)
     for event, step in [("on_step_end", 1), ("on_epoch_end", 1), ("on_epoch_begin", 1), ("on_step_end", 2)]:
         directory = f"{event}-{step}"

@@ -1,4 +1,4 @@
-"""A run goes on with its data in mid-epoch, whoever reads them: each rank its shards, or one for all."""
+"""A run continues with its data in mid-epoch, whoever reads them: each rank its shards, or one for all."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_gradients_are_synced_after_the_last_microbatch_of_the_step(
             assert own.pop() == ("after", True)
             assert ("after", True) not in own
             assert [kind for kind, _ in own] == ["before"] * sum(STEPS[name])
-            # Where gradients of weights come apart, the last ones are no backward pass of inputs.
+            # Where gradients of weights come apart, the last ones are not a backward pass of inputs.
             assert [last for _, last in own[:-1]] == [False] * (len(own) - 1)
 
 

@@ -299,7 +299,7 @@ def _parts(
     for name, tensor in tensors.items():
         part = local_part(tensor, f"component {key!r}: {name}")
         if part.holders == ():
-            continue  # A DTensor of a mesh that this rank is no part of.
+            continue  # A DTensor of a mesh that this rank is not part of.
         # Two meshes may hold the same tensor, such as a tied weight at both ends of a pipeline.
         first = min(rank for rank in ranks.site if name in tables[rank]["tensors"])
         holders = (first,) if part.holders is None else part.holders

@@ -38,7 +38,7 @@ class CheckpointConfig:
     """Every node writes to an ``output_dir`` of its own, for storage that the nodes do not share. State that
     is divided between nodes cannot be saved so."""
     async_save: bool = False
-    """``save_checkpoint`` returns once the state is copied; writing goes on in the background. Close the
+    """``save_checkpoint`` returns once the state is copied; writing continues in the background. Close the
     manager before the process group is destroyed, or the last save is lost."""
     on_replica_mismatch: Literal["error", "warn"] = "error"
     """What happens when copies of a component with ``validate_replication`` differ between ranks."""

@@ -11,7 +11,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class CheckpointError(ValueError):
     """A checkpoint cannot be written, read, or applied.
 
-    The message names the file, component or tensor, says what is wrong, and how to go on. When several
+    The message names the file, component or tensor, says what is wrong, and how to continue. When several
     ranks take part, every rank raises the error with the same message.
     """
 
@@ -19,7 +19,7 @@ class CheckpointError(ValueError):
 class LostRankError(CheckpointError):
     """The ranks could not save or load together, because one of them is gone or did not answer.
 
-    Nothing is wrong with checkpoints or settings: the job, started again, goes on from the last one.
+    Nothing is wrong with checkpoints or settings: the job, started again, continues from the last one.
     """
 
 

@@ -119,9 +119,9 @@ class BackgroundWorker:
     - An interpreter that ends, normally, by ``sys.exit`` or by an exception, finishes the running action
       first. A failure that no call has raised is logged then, with its traceback.
     - From the first :meth:`start` on the main thread until :meth:`close`, SIGTERM is held back while an
-      action runs; the main thread goes on meanwhile. Then happens what SIGTERM did before: the earlier Python
-      handler is called, or the process dies of the signal. Like every Python signal handler, this one runs
-      only when the main thread is in Python code or in a wait of Python's.
+      action runs; the main thread continues meanwhile. Then happens what SIGTERM did before: the earlier
+      Python handler is called, or the process dies of the signal. Like every Python signal handler, this one
+      runs only when the main thread is in Python code or in a wait of Python's.
     - A forked child has no part in the action: nothing is pending there, and SIGTERM does what it did before.
 
     All methods are for one thread, usually the main one; the action must not call them.
@@ -174,7 +174,7 @@ class BackgroundWorker:
 
         Raises:
             BaseException: The failure of the last action, once.
-            KeyboardInterrupt: Ctrl-C was pressed meanwhile. The action goes on.
+            KeyboardInterrupt: Ctrl-C was pressed meanwhile. The action continues.
         """
         if self._run is not None:
             self._run.ended.wait()
@@ -198,7 +198,7 @@ class BackgroundWorker:
 
         Raises:
             BaseException: The failure of the last action, once.
-            KeyboardInterrupt: Ctrl-C was pressed meanwhile. The action goes on, SIGTERM is still held back.
+            KeyboardInterrupt: Ctrl-C was pressed meanwhile. The action continues, SIGTERM is still held back.
         """
         self._closed = True
         try:

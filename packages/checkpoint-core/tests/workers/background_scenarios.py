@@ -126,7 +126,7 @@ def term_to_handler(it: Scenario) -> None:
     while it.worker.pending:
         time.sleep(0.01)
     time.sleep(0.05)
-    it.note("went on")
+    it.note("continued")
 
 
 def term_to_exit(it: Scenario) -> None:

@@ -88,7 +88,7 @@ class Nodes(Ranks):
             shutil.rmtree(self.disk / "behind" / "checkpoint-3")
         with self.node_manager("behind") as manager:
             self.note("one behind", manager, "behind")
-            self.note("one behind, goes on", manager, "behind", save=3)
+            self.note("one behind, continues", manager, "behind", save=3)
 
     def one_damaged(self) -> None:
         """The bytes of rank 1's copy are wrong, their number is right."""
@@ -110,7 +110,7 @@ class Nodes(Ranks):
             self.shared.values = {"tensor": torch.zeros(1000)}
             with self.limit_on(1, resource.RLIMIT_FSIZE, 3000):
                 self.note("one full", manager, "full", save=2)
-            self.note("one full, goes on", manager, "full", save=2)
+            self.note("one full, continues", manager, "full", save=2)
 
     def nothing_in_common(self) -> None:
         with self.node_manager("apart") as manager:

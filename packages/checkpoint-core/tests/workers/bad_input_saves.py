@@ -90,7 +90,7 @@ class Saves(Ranks):
                     self.attempt(f"background, {name}", lambda call=call: call(manager), run)  # type: ignore[misc]
                 if name == "load":
                     # The failure was raised once, and the state is that of step 2 and later, not of step 1.
-                    self.attempt("background, goes on", lambda: self.save_both(manager), run)
+                    self.attempt("background, continues", lambda: self.save_both(manager), run)
                     self.save_after_a_failure(manager, run)
 
     def save_after_a_failure(self, manager: CheckpointManager, run: Path) -> None:

@@ -63,7 +63,7 @@ class Life:
     """The value of its first save; the later ones count up."""
     timeout_seconds: float
     endless: bool = True
-    """Goes on until killed; otherwise it ends after one save."""
+    """Continues until killed; otherwise it ends after one save."""
 
     def output_dir(self, rank: int) -> Path:
         """Where a rank saves."""

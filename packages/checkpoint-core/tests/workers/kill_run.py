@@ -97,7 +97,7 @@ class Running:
         """End what still runs."""
         os.close(self._reader)
         for pid in self.pids:
-            # Those that were waited for are no children any more, and their ids may be somebody else's.
+            # Those that were waited for are not children any more, and their ids may be somebody else's.
             with suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG)[0] == 0:
                     os.kill(pid, signal.SIGKILL)

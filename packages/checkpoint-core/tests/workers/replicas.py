@@ -60,7 +60,7 @@ def model() -> dict[str, object]:
         "flags": torch.tensor([True, False]),
         "fp8": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
         "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "eps": float("inf")}],
-        # The order of insertion is no part of a dictionary's value.
+        # The order of insertion is not part of a dictionary's value.
         "mixed": dict(pairs if dist.get_rank() % 2 else reversed(pairs)),
         "ordered": OrderedDict(a=1, b=2),
     }

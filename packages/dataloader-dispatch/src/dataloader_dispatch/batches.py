@@ -35,7 +35,7 @@ def masked_dummy(batch: Batch) -> Batch:
         The dummy.
 
     Raises:
-        DataError: The batch is no mapping, has no ``labels``, or they can hold neither.
+        DataError: The batch is not a mapping, has no ``labels``, or they can hold neither.
     """
     if not isinstance(batch, Mapping):
         raise cannot_mask(f"a batch of type {type(batch).__name__}, which is not a mapping")

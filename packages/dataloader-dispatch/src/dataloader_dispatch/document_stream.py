@@ -79,12 +79,12 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
     is exhausted; a state saved there continues with no row of that epoch, and then the next one.
 
     An iterator that is given up leaves the position behind the last row it delivered, and a new
-    ``iter()`` goes on from there. Only the newest iterator is valid; asking an older one for a row, or one
+    ``iter()`` continues from there. Only the newest iterator is valid; asking an older one for a row, or one
     made before the position was set by hand, raises RuntimeError.
 
     For batches and worker processes use `StreamLoader`. Under torchdata's ``StatefulDataLoader`` each worker
     delivers its part of the shards and keeps its part of the position; that loader needs the same number
-    of workers to go on. It makes new workers for each epoch, which begin where the dataset of this process
+    of workers to continue. It makes new workers for each epoch, which begin where the dataset of this process
     is: call `sync_dataset_state_from_dataloader` after each epoch. Leave ``persistent_workers`` off: rows
     that such workers prepared are lost when an iterator is given up, or an ended epoch's state is loaded.
 

@@ -527,7 +527,7 @@ class DocumentEncoder:
         return digests
 
     def _beginning(self, index: int) -> str:
-        """The first words of a document; nothing if it is no text, or cannot be read."""
+        """The first words of a document; nothing if it is not text, or cannot be read."""
         try:
             text = self.source[index]
         except Exception as error:  # noqa: BLE001  (a source may raise anything)

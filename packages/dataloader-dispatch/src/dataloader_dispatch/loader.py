@@ -143,7 +143,7 @@ class EpochSampler(Sampler[int]):
         self.seed = seed
         self.epoch = 0
         self.position = 0
-        self._order()  # refuses a seed that is no integer
+        self._order()  # refuses a seed that is not an integer
 
     def __len__(self) -> int:
         return self.length

@@ -64,7 +64,7 @@ def below(count: int, limit: int, name: str) -> int:
 
 
 def check_epoch(epoch: int) -> None:
-    """Refuse what is no number of an epoch, with `DataError`."""
+    """Refuse what is not a number of an epoch, with `DataError`."""
     if not is_count(epoch):
         raise DataError(f"epoch={epoch!r} is out of range; it must be an integer, and epochs count from 0")
 
@@ -112,7 +112,7 @@ class RowSpan:
         counts = all(is_count(value) for value in (self.epoch, self.start, self.stop))
         if not counts or not self.start < self.stop:
             raise DataError(
-                f"{self} is no span of rows: all three are integers, epoch and start count from 0, and "
+                f"{self} is not a span of rows: all three are integers, epoch and start count from 0, and "
                 "stop is greater than start"
             )
 
@@ -177,7 +177,7 @@ def check_source(source: object) -> None:
 
 
 def check_encode(encode: object) -> None:
-    """Refuse what is no function.
+    """Refuse what is not a function.
 
     Raises:
         DataError: ``encode`` is neither callable nor None.

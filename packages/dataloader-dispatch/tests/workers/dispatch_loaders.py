@@ -27,7 +27,7 @@ def tell(note: object) -> None:
 
 
 class Numbers:
-    """Batches {"x": [number]} of an epoch, from a position of its own, which iterating goes on from."""
+    """Batches {"x": [number]} of an epoch, from a position of its own, which iterating continues from."""
 
     batch_size = 1
 
@@ -91,7 +91,7 @@ class Pair(NamedTuple):
 
 
 class Opaque:
-    """A value that is no container the dispatcher looks into."""
+    """A value that is not a container the dispatcher looks into."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -226,7 +226,7 @@ def epochs_told() -> object:
 
 
 def ended_workers() -> object:
-    """Loaders with workers whose pass is left in its middle while they are read ahead, and then goes on."""
+    """Loaders with workers whose pass is left in its middle while they are read ahead, and then continues."""
     kinds: dict[str, Callable[[], Any]] = {
         "torch": lambda: DataLoader(range(40), 1, num_workers=1),  # type: ignore[arg-type]
         "torchdata": lambda: StatefulDataLoader(range(40), 1, num_workers=1),
@@ -365,7 +365,7 @@ def collected() -> object:
 
 
 def errors() -> object:
-    """Errors of the loader come to every rank; the dispatcher goes on working."""
+    """Errors of the loader come to every rank; the dispatcher continues working."""
     results = []
     known = [KeyError("known"), OSError(2, "No such file", "a.bin"), SystemExit(5)]
     for error in (*known, TwoArgumentsError(3, "why"), LockedError("locked"), NoNumberError("ten")):

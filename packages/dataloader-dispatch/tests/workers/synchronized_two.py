@@ -88,7 +88,7 @@ def epochs() -> Any:
 
 
 def broken_off() -> Any:
-    """Passes that end early: a torch loader begins anew, a stream and an iterator go on."""
+    """Passes that end early: a torch loader begins anew, a stream and an iterator continue."""
     sized, streamed = SynchronizedDataLoader(counted(), "cpu"), SynchronizedDataLoader(stream(), "cpu")
     once = SynchronizedDataLoader(iter(Batches(5)), "cpu")
     torch_like = [go_on(sized, 2), go_on(sized, 3), sized.epoch]

@@ -1,4 +1,4 @@
-"""Kills `tokenize` with SIGKILL at random instants, and goes on with it each time, until it is finished.
+"""Kills `tokenize` with SIGKILL at random instants, and continues with it each time, until it is finished.
 
 Usage: tokenize_kills.py CORPUS OUT SEED
 

@@ -139,7 +139,7 @@ def share_a_group(env: DistributedEnvironment) -> None:
 
 
 def stall(env: DistributedEnvironment) -> None:
-    """Rank 2 is late with its data, and rank 0 says so; then the job goes on."""
+    """Rank 2 is late with its data, and rank 0 says so; then the job continues."""
     reports: list[StallReport] = []
     with Heartbeat(env, stall_timeout=2.0, interval=0.2, on_stall=reports.append) as heart:
         for step in range(3):
@@ -148,7 +148,7 @@ def stall(env: DistributedEnvironment) -> None:
                 time.sleep(3.0)
             heart.beat(step, "all_reduce")
             dist.all_reduce(torch.ones(1))
-        # The watchdog gets a moment to see that the job goes on.
+        # The watchdog gets a moment to see that the job continues.
         time.sleep(0.7)
         barrier(env, timeout=20)
     notes["stalls"] = [(r.missing, r.ranks[2].phase, r.ranks[2].step, str(r)) for r in reports]

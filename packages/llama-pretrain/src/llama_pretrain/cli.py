@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .settings import Parser
 
 _OVERVIEW = f"""\
-usage: {PROG} [train] [options]     train a Llama, or go on with a run that was stopped
+usage: {PROG} [train] [options]     train a Llama, or continue with a run that was stopped
        {PROG} recipes [NAME]        list settings of whole runs, or print one of them
        {PROG} plan [options]        say what memory training needs, and which layout fits the GPUs
        {PROG} eval [options]        score a trained model on text
@@ -28,7 +28,7 @@ usage: {PROG} [train] [options]     train a Llama, or go on with a run that was 
        {PROG} bench [options]       time this trainer beside others
 
 Without a word it trains: a byte-level model on the text of the Python standard library, in less than
-three minutes on two CPU cores. Ctrl-C saves; the same command goes on.
+three minutes on two CPU cores. Ctrl-C saves; the same command continues.
 
 options of train that are used most (all of them: {PROG} train --help):
   --output-dir DIR           checkpoints, logs, figures and config.yaml [runs/default]
@@ -44,7 +44,7 @@ options of train that are used most (all of them: {PROG} train --help):
   --install-completion       let this shell, bash or zsh, complete commands and options
 
 The other commands have --help as well. Exit codes: 0 done, 1 aborted, 2 wrong input,
-75 stopped early and saved (the same command goes on), 130 interrupted."""
+75 stopped early and saved (the same command continues), 130 interrupted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         goes_on = name == "train" and "--dry-run" not in rest
         command = "the same command without --fresh" if "--fresh" in rest else "the same command"
-        saved = f"; checkpoints saved so far are whole, {command} goes on" * goes_on
+        saved = f"; checkpoints saved so far are whole, {command} continues" * goes_on
         if not is_reporting():
             print(f"\n{PROG}: stopped at once{saved}.", file=sys.stderr)
         return leave_exit_code(EXIT_INTERRUPTED)

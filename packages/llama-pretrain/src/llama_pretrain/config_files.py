@@ -28,7 +28,7 @@ def recipe_text(name: str) -> str:
         ConfigurationError: If there is no such recipe.
     """
     if name not in recipe_names():
-        raise ConfigurationError("recipe", name, "is no recipe", _suggestion(name))
+        raise ConfigurationError("recipe", name, "is not a recipe", _suggestion(name))
     return _file(name).read_text(encoding="utf-8")
 
 

@@ -74,12 +74,12 @@ def prepare(args: PretrainArguments) -> Experiment:
 
 
 def _check_resume_path(wanted: bool | str) -> None:
-    """Refuse a path that is no checkpoint before anything is written; its content is verified on loading."""
+    """Refuse a path that is not a checkpoint before anything is written; loading verifies its content."""
     if isinstance(wanted, str) and not (Path(wanted) / "manifest.json").is_file():
         raise ConfigurationError(
             "resume_from_checkpoint",
             wanted,
-            "is no checkpoint",
+            "is not a checkpoint",
             "name a directory checkpoint-<step> of a run",
         )
 

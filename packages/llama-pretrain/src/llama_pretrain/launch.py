@@ -217,7 +217,7 @@ class _Job:
         """Say what the job ended of, if the last line of the ranks does not, and return its exit code."""
         codes = [each.returncode for each in self._ranks]
         command = "the same command without --fresh" if "--fresh" in self._words else "the same command"
-        goes_on = f"checkpoints saved so far are whole, {command} goes on."
+        goes_on = f"checkpoints saved so far are whole, {command} continues."
         if self._stopped_at_once:
             print(f"\n{PROG}: stopped at once; {goes_on}", file=sys.stderr)
             return EXIT_INTERRUPTED

@@ -45,7 +45,7 @@ def check_writable(setting: str, value: str | None) -> None:
 
     Args:
         setting: The setting that names it.
-        value: Its path; None is no file.
+        value: Its path; None is not a file.
 
     Raises:
         ConfigurationError: Naming the setting.
@@ -56,6 +56,6 @@ def check_writable(setting: str, value: str | None) -> None:
     if not value or path.is_dir():
         raise ConfigurationError(setting, value, "is a directory, or nothing", "name a file")
     if not folder.is_dir():
-        raise ConfigurationError(setting, value, f"is in {folder}, which is no directory", "make it first")
+        raise ConfigurationError(setting, value, f"is in {folder}, which is not a directory", "make it first")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigurationError(setting, value, "may not be written", "name another file")

@@ -98,7 +98,7 @@ class RunDirectory:
     """The output directory of `train`.
 
     Two files tell which run it is: `config.yaml`, all settings as resolved, which `--config` reads again; and
-    `run.json`, the identity: what must not change while the run goes on.
+    `run.json`, the identity: what must not change while the run continues.
 
     Args:
         path: The directory, which need not exist.
@@ -110,7 +110,7 @@ class RunDirectory:
     def check(
         self, args: PretrainArguments, subject: Mapping[str, object]
     ) -> dict[str, tuple[object, object]]:
-        """Make sure that a run may begin here or go on here; write nothing.
+        """Make sure that a run may begin here or continue here; write nothing.
 
         A run that has no checkpoint yet may become another one: there is nothing to lose but its log.
 
@@ -119,7 +119,7 @@ class RunDirectory:
             subject: What is trained, on what: plain JSON values that tell model, tokenizer and data.
 
         Returns:
-            Settings of the run that goes on which differ from those of its last start: name to (old, new).
+            Settings of the run that continues which differ from those of its last start: name to (old, new).
 
         Raises:
             ConfigurationError: If the directory holds something else, or a run of another identity.
@@ -158,7 +158,7 @@ class RunDirectory:
         if args.starts_fresh:
             own = [self.path / name for name in (IDENTITY_NAME, CONFIG_NAME, SESSIONS_NAME, CURVE_NAME)]
             move_aside(self.path, [*checkpoints_in(self.path), *own, self.log_file(args)])
-            # A later start with these settings goes on with this run.
+            # A later start with these settings continues with this run.
             args = replace(args, resume_from_checkpoint=True, overwrite_output_dir=False)
         if session is not None:
             sessions = [*read_sessions(self.path), session] if self._has_checkpoint() else [session]
@@ -235,7 +235,7 @@ class RunDirectory:
             raise ConfigurationError(
                 "output_dir",
                 str(self.path),
-                f"holds files that are no run of llama-pretrain (such as {foreign[0]!r})",
+                f"holds files that are not a run of llama-pretrain (such as {foreign[0]!r})",
                 "choose another --output-dir, or move them away",
             )
 
@@ -263,7 +263,7 @@ class RunDirectory:
                 )
 
     def _refuse_fresh_start(self, args: PretrainArguments) -> None:
-        """A run that starts anew beside old checkpoints would later go on from the wrong ones."""
+        """A run that starts anew beside old checkpoints would later continue from the wrong ones."""
         if args.resume_from_checkpoint is False:
             raise ConfigurationError(
                 "resume_from_checkpoint",

@@ -103,7 +103,7 @@ def train_parser() -> Parser:
     parser = Parser(
         prog=f"{PROG} train",
         usage=f"{PROG} [train] [options]",
-        description="Train a Llama, or go on with a run that was stopped: the same command continues it.",
+        description="Train a Llama, or continue with a run that was stopped: the same command continues it.",
         epilog="Values in [brackets] are defaults. A --config file beats them, an option beats the file. "
         "An option with a dot is a key in a table of the file: --ddp.static-graph is static_graph in ddp.",
     )
@@ -193,7 +193,7 @@ def _laid_over(below: Mapping[str, object], above: Mapping[str, object]) -> dict
     both = {**below, **above}
     for name in GROUP_NAMES & below.keys() & above.keys():
         first, second = below[name], above[name]
-        # What is no table in the file is wrong, and must be told.
+        # What is not a table in the file is wrong, and must be told.
         both[name] = {**first, **second} if isinstance(first, dict) and isinstance(second, dict) else first
     return both
 

@@ -35,7 +35,7 @@ SAMPLE_TEMPERATURE = 0.8
 
 
 def train(args: PretrainArguments) -> int:
-    """Train, or go on training, and leave logs, figures and checkpoints in the output directory.
+    """Train, or continue training, and leave logs, figures and checkpoints in the output directory.
 
     In a job of several processes each one checks everything; only rank 0 prints and writes.
 
@@ -44,7 +44,7 @@ def train(args: PretrainArguments) -> int:
 
     Returns:
         Exit code, the same on all ranks: 0, or 75 when Ctrl-C, a signal or the time limit ended the run early
-        and it can go on.
+        and it can continue.
 
     Raises:
         ConfigurationError: If a setting cannot be used, or the directory belongs to another run, or one that
@@ -177,7 +177,7 @@ def _told_processes(args: PretrainArguments, processes: int) -> str:
 
 
 def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:
-    """Say where an interrupted run stands and how it goes on."""
+    """Say where an interrupted run stands and how it continues."""
     newest = find_latest_checkpoint(args.output_dir)
     print(f"\nstopped by {cause} after step {step}.")
     if newest is None:
@@ -189,7 +189,9 @@ def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:
 
 def say_nothing_was_left(step: int) -> None:
     """Say that the run had reached its end before this start."""
-    print(f"nothing left to train: the run has reached step {step}; a larger --max-steps goes on", flush=True)
+    print(
+        f"nothing left to train: the run has reached step {step}; a larger --max-steps continues", flush=True
+    )
 
 
 def show_result(

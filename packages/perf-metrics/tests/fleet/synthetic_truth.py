@@ -15,7 +15,7 @@ from .synthetic_plan import Job
 class Level:
     """A fall within a job: Unix time of the first lower sample in seconds, and OFU before and after.
 
-    The medians of the samples, as stalls are no part of a level.
+    The medians of the samples, as stalls are not part of a level.
     """
 
     time_s: float

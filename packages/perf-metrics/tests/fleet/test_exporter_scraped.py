@@ -37,7 +37,7 @@ def test_figures_come_and_go_in_the_database_as_in_the_records(
             wait_for(server, "training_step", {"4711": "20"})
             wait_for(server, "training_tokens_total", {"4711": "8192"})
             wait_for(server, "training_loss", {"4711": "NaN"})
-            # At once, and not after the five minutes for which Prometheus goes on with an old value.
+            # At once, and not after the five minutes for which Prometheus continues with an old value.
             wait_for(server, "training_mfu_ratio", {})
             exporter.on_train_end(None, state, None)
             wait_for(server, "up", {"": "0"})

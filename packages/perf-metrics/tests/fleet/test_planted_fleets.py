@@ -120,7 +120,7 @@ class Planted:
         if kind == "plain":
             self._part(self._run(name, gpus, begin), begin, begin + lasts, level, self._new(gpus))
         elif kind == "requeued":
-            # After a wait it goes on elsewhere or, at times, on some of the same GPUs, and may be slower.
+            # After a wait it continues elsewhere or, at times, on some of the same GPUs, and may be slower.
             run, own = self._run(name, gpus, begin), self._new(gpus)
             run.fell = self.random.random() < 0.5
             self._part(run, begin, begin + lasts, level, own)

@@ -314,12 +314,12 @@ GPU = {"UUID": "GPU-1", "gpu": "0", "Hostname": "node", "modelName": "NVIDIA H10
 @pytest.mark.parametrize(
     ("series", "wrong"),
     [
-        ("x", "a series is no object"),
-        ({"metric": {"hpc_job": 7}, "values": []}, "its labels are no texts"),
-        ({"metric": ["a"], "values": []}, "its labels are no texts"),
+        ("x", "a series is not an object"),
+        ({"metric": {"hpc_job": 7}, "values": []}, "its labels are not texts"),
+        ({"metric": ["a"], "values": []}, "its labels are not texts"),
         ({"metric": {}, "histograms": []}, "it has no list of values"),
-        ({"metric": {}, "values": [[0]]}, "a point is no pair of time and value"),
-        ({"metric": {}, "values": [0, "1"]}, "a point is no pair of time and value"),
+        ({"metric": {}, "values": [[0]]}, "a point is not a pair of time and value"),
+        ({"metric": {}, "values": [0, "1"]}, "a point is not a pair of time and value"),
         ({"metric": {}, "values": [[True, "1"]]}, "a time is not within"),
         ({"metric": {}, "values": [[10**400, "1"]]}, "a time is not within"),
         ({"metric": {}, "values": [[1e9, "1"]]}, "a time is not within"),

@@ -192,7 +192,7 @@ def test_each_event_is_fired(tmp_path: Path, llama, rows, clock) -> None:
 
 
 class Features(lightning.pytorch.LightningModule):
-    """A model whose batches are no token ids."""
+    """A model whose batches are not token ids."""
 
     def __init__(self) -> None:
         super().__init__()

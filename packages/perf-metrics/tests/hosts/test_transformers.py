@@ -153,7 +153,7 @@ def test_what_the_trainer_does_not_count_is_left_away_and_said_once(
 
 
 class Plain(nn.Module):
-    """A model that is no `PreTrainedModel`."""
+    """A model that is not a `PreTrainedModel`."""
 
     main_input_name = "input_ids"
 

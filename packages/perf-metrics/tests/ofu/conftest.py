@@ -21,8 +21,8 @@ class FakeNvml:
     """Runs programs in processes of their own, for which the compiled library is the driver's.
 
     Attributes:
-        libraries: Folder by driver: "gpm", "no_gpm" from before GPM, and "none", whose file is no library and
-            so keeps the loader from finding the driver of a machine that has one.
+        libraries: Folder by driver: "gpm", "no_gpm" from before GPM, and "none", whose file is not a library
+            and so keeps the loader from finding the driver of a machine that has one.
         folder: For the script and the report.
     """
 

@@ -129,7 +129,7 @@ def test_slices_with_and_without_a_clock_of_their_own() -> None:
         (CLK, "9223372036854775795", "not permitted"),
         (CLK, "2147483634", "not supported"),
         (PRO, "140737488355330.000000", "not supported"),
-        (PRO, "NaN", "nan is no value"),
+        (PRO, "NaN", "nan is not a value"),
         (PRO, "", "no value"),
         (PRO, "92.9", "92.9 is not a share of cycles"),
     ],

@@ -267,7 +267,7 @@ def _known_device(name: str) -> torch.device:
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
         raise ConfigurationError(
-            "device", name, f"is no device: {reason}", "use cpu or cuda:0, say"
+            "device", name, f"is not a device: {reason}", "use cpu or cuda:0, say"
         ) from error
 
 

@@ -142,7 +142,7 @@ class TrainingLoop:
         return batches
 
     def _hold_position(self) -> None:
-        """Let a loader that this process has left in mid-epoch go on there: a new iterator begins anew."""
+        """Let a loader that this process has left in mid-epoch continue there: a new iterator begins anew."""
         loader = self.run.loader
         if self.run.steps_in_epoch and self._continues and keeps_position(loader):
             keeper = cast(Stateful, loader)
@@ -183,7 +183,7 @@ class TrainingLoop:
         run.garbage.after_step(run.state.global_step)
 
     def _announce_epoch(self) -> None:
-        """Tell the data which epoch begins, or goes on after a resume; once, and none that does not come."""
+        """Tell the data, once, which epoch begins or resumes, and none that does not come."""
         run, epoch = self.run, self.run.state.raw_epoch
         if run.args.set_dataset_epoch and run.announced_epoch != epoch:
             set_loader_epoch(run.loader, epoch)

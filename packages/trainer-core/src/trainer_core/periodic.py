@@ -107,7 +107,7 @@ def set_length(state: TrainerState, args: MinimalTrainingArguments, loader: obje
 
 
 EXIT_RESUMABLE = 75
-"""Exit code of a run that was asked to stop early and saved: start it again to go on (EX_TEMPFAIL)."""
+"""Exit code of a run that was asked to stop early and saved: start it again to continue (EX_TEMPFAIL)."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _ECHO_SECONDS = 1.0
@@ -244,7 +244,7 @@ class Actions:
     def restore_best(self) -> None:
         """Put the weights of the best checkpoint into the model, if the arguments ask for it.
 
-        Not if it goes on when it is started again, as it is not at its end then, nor if it was aborted.
+        Not if it continues when it is started again, as it is not at its end then, nor if it was aborted.
         """
         cause = self.run.events.stop_cause
         if self.run.args.load_best_model_at_end and (cause is None or not (cause.resumable or cause.aborted)):

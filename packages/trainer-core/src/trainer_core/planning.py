@@ -194,8 +194,8 @@ def plan(
     places = [0]
     for rank in places:  # which grow to those of a pipeline, once the first has told the layout
         with fake_job(world_size, rank=rank, process_group=True) as env:
-            # Later ranks go on with the transforms of the first, which have seen the hidden states that only
-            # the first stage can tell.
+            # Later ranks continue with the transforms of the first, which have seen the hidden states that
+            # only the first stage can tell.
             make, given = (trainer, parallel) if transforms is None else (Trainer, transforms)
             made = make(
                 planned,

@@ -57,7 +57,7 @@ class TrainerState:
     evaluated_step: int = -1
     """Step of the last evaluation of the run's own data."""
     evaluation_pending: bool = False
-    """A stop came before the evaluation of this step was done; it is made up for when the run goes on."""
+    """A stop came before the evaluation of this step was done; it is made up for when the run continues."""
 
 
 @dataclass(kw_only=True)
@@ -95,7 +95,7 @@ class StopCause(NamedTuple):
 
     @property
     def resumable(self) -> bool:
-        """Whether the run is to go on when it is started again: a signal or the time limit ended it."""
+        """Whether the run is to continue when it is started again: a signal or the time limit ended it."""
         return self.event in ("signal", "time limit")
 
 

@@ -56,7 +56,7 @@ _OF_ONE_RANK = ("device", "logging_dir")
 class Trainer:
     """Trains a model: one loop, whatever the devices and how they are used.
 
-    Everything is built once, at the first call that needs it. Only `train` goes on from a checkpoint by
+    Everything is built once, at the first call that needs it. Only `train` continues from a checkpoint by
     itself; call `load_checkpoint` to evaluate or save another state.
 
     Args:
@@ -64,8 +64,8 @@ class Trainer:
         model: A built module; or give `model_init`.
         model_init: Builds the module, called once after seeding.
         initial_weights: A directory with weights in the Hugging Face layout, also a checkpoint, that a run
-            begins with which does not go on from a checkpoint of its own. Of a sharded model each rank reads
-            its part only.
+            begins with which does not continue from a checkpoint of its own. Of a sharded model each rank
+            reads its part only.
         train_dataset: A dataset, or a ready-made loader (iterable with `batch_size`), which is used as it is.
         eval_dataset: Likewise, for evaluation; or several by name, `{"one": a, "two": b}`, whose metrics are
             `eval_one_loss`, `eval_two_loss` and so on.
@@ -131,7 +131,7 @@ class Trainer:
             raise ConfigurationError(
                 "parallel",
                 parallel,
-                "is no list of transforms",
+                "is not a list of transforms",
                 "write parallel=[...], also for a single one",
             )
         given = [*self.preset(), *parallel]
@@ -283,11 +283,11 @@ class Trainer:
                 manager.save_model(directory, overwrite_output_dir=self.args.overwrite_output_dir)
 
     def save_checkpoint(self, path: str | Path | None = None) -> Path:
-        """Save everything that a run needs to go on; all ranks call it together.
+        """Save everything that a run needs to continue; all ranks call it together.
 
         Args:
             path: A new directory to save to, which is never removed and never found by itself: name it as
-                `resume_from_checkpoint` to go on from it. None: the checkpoint of this step in the output
+                `resume_from_checkpoint` to continue from it. None: the checkpoint of this step in the output
                 directory.
 
         Returns:
@@ -440,8 +440,8 @@ class Trainer:
     def exit_code(self) -> int:
         """What a script should exit with.
 
-        75 (EX_TEMPFAIL) if the run was asked to stop early, has saved, and goes on when it is started again;
-        1 if it was aborted, or left without saving; else 0.
+        75 (EX_TEMPFAIL) if the run was asked to stop early, has saved, and continues when it is started
+        again; 1 if it was aborted, or left without saving; else 0.
         """
         cause = self.stop_cause
         if cause is None or not (cause.resumable or cause.aborted):

@@ -141,7 +141,7 @@ def test_a_status_with_nothing_known_is_json(arguments: Arguments, state: State,
     path.write_text("log")
     callback.on_step_end(arguments(), state(1, max_steps=-1), TrainerControl())
     text = path.with_name("control.status").read_text()
-    status = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    status = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert (status["loss"], status["eta_seconds"], status["max_steps"]) == (None, None, None)
 
 

@@ -29,7 +29,7 @@ UNTIMED = Untimed()
 
 
 def sample_letters(model: nn.Module, prompt: str) -> str:
-    """Goes on from a prompt by sampling letters, with every generator and in evaluation mode."""
+    """Continues from a prompt by sampling letters, with every generator and in evaluation mode."""
     assert not any(module.training for module in model.modules())
     assert not torch.is_grad_enabled()
     ids = [ord(letter) % 23 for letter in prompt]
@@ -52,7 +52,7 @@ class LettersTokenizer:
 
 
 class Alphabet(nn.Module):
-    """Its `generate` goes on with the alphabet."""
+    """Its `generate` continues with the alphabet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,5 +196,5 @@ def test_bad_settings(settings: dict[str, object], message: str) -> None:
 def test_a_model_or_tokenizer_that_cannot_is_named(arguments: Arguments, state: State) -> None:
     with pytest.raises(ConfigurationError, match=r"Linear has no generate\(\)"):
         TextSamples(["a"]).on_train_begin(arguments(), state(), TrainerControl(), model=nn.Linear(1, 1))
-    with pytest.raises(ConfigurationError, match="processing_class=None: is no tokenizer"):
+    with pytest.raises(ConfigurationError, match="processing_class=None: is not a tokenizer"):
         TextSamples(["a"]).on_train_begin(arguments(), state(), TrainerControl(), model=Alphabet())

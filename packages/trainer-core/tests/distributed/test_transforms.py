@@ -279,7 +279,7 @@ def test_state_under_a_key_that_is_taken_is_refused(tmp_path: Path, keys: list[s
 
 def test_transforms_are_a_list_also_a_single_one(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"parallel=.*is no list of transforms; write parallel=\[\.\.\.\]"
+        ConfigurationError, match=r"parallel=.*is not a list of transforms; write parallel=\[\.\.\.\]"
     ):
         trainer_of(arguments(tmp_path), parallel=ReplicateGradients())
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model through a whole life: train, evaluate, save, load elsewhere, go on."""
+"""A Hugging Face model through a whole life: train, evaluate, save, load elsewhere, continue."""
 
 from __future__ import annotations
 

@@ -132,9 +132,9 @@ def test_a_function_names_what_is_recomputed(
     [
         (None, "activation_checkpointing='custom': needs activation_checkpointing_fn"),
         (lambda model: [], "names no module of Decoder"),
-        (lambda model: None, "names NoneType, which is no module inside Decoder"),
-        (lambda model: [model], "names Decoder, which is no module inside Decoder"),
-        (lambda model: [nn.Linear(1, 1)], "names Linear, which is no module inside Decoder"),
+        (lambda model: None, "names NoneType, which is not a module inside Decoder"),
+        (lambda model: [model], "names Decoder, which is not a module inside Decoder"),
+        (lambda model: [nn.Linear(1, 1)], "names Linear, which is not a module inside Decoder"),
         (lambda model: [model.layers[0], model.layers], r"names layers\.0, and layers around it"),
     ],
 )

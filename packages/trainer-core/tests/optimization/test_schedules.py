@@ -158,8 +158,8 @@ def test_stable_steps_stand_in_for_the_length(schedule):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("cosin", {}, "is no known schedule; did you mean 'cosine'"),
-        ("linear", {"num_cycles": 1}, r"lr_scheduler_kwargs\.num_cycles=1: is no option of 'linear'"),
+        ("cosin", {}, "is not a known schedule; did you mean 'cosine'"),
+        ("linear", {"num_cycles": 1}, r"lr_scheduler_kwargs\.num_cycles=1: is not an option of 'linear'"),
         ("cosine", {"num_cycle": 1}, "did you mean 'num_cycles'"),
         ("cosine", {"num_cycles": 0}, "without the ends"),
         ("cosine", {"num_cycles": True}, "must be a number"),

@@ -1,4 +1,4 @@
-"""float16 that finds no loss scale: no policy lets the run go on as if it trained."""
+"""float16 that finds no loss scale: no policy lets the run continue as if it trained."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class TinyLlama(nn.Module):
 
 
 def batch() -> Tensor:
-    """Counting: each row goes on by a step of its own."""
+    """Counting: each row continues by a step of its own."""
     start = torch.arange(8).unsqueeze(-1) * 3
     step = torch.arange(8).unsqueeze(-1) % 3 + 1
     return (start + step * torch.arange(16)) % VOCABULARY

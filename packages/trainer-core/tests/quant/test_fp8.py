@@ -72,8 +72,8 @@ def test_report_and_log(lab: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert report.converted == (*converted, "layers.1.q_proj", "layers.1.v_proj", "layers.1.o_proj")
     assert report.left_alone == {
         "excluded by '*.k_proj'": ("layers.0.k_proj", "layers.1.k_proj"),
-        "sizes 64 to 40 are no multiples of 16": ("layers.1.gate_proj", "layers.1.up_proj"),
-        "sizes 40 to 64 are no multiples of 16": ("layers.1.down_proj",),
+        "sizes 64 to 40 are not multiples of 16": ("layers.1.gate_proj", "layers.1.up_proj"),
+        "sizes 40 to 64 are not multiples of 16": ("layers.1.down_proj",),
         "the output layer": ("lm_head",),
     }
     assert report.total == 15

@@ -48,7 +48,7 @@ def test_converted_model_computes_what_was_trained(lab: Any, recipe: str) -> Non
     assert int(weight.qdata.max()) < bound
 
     lab.train(model, args, 2)
-    assert model.training, "the trained model can go on"
+    assert model.training, "the trained model can continue"
     assert not torch.equal(model.embed.weight, before["embed.weight"])
     assert torch.equal(deployable.embed.weight, before["embed.weight"]), "and takes nothing along"
 
@@ -88,7 +88,7 @@ def test_report_and_log(lab: Any, caplog: pytest.LogCaptureFixture) -> None:
         report = prepare_qat(lab.model(), lab.settings(qat_recipe="int4-weight-only"), lab.cpu)
     assert len(report.converted) == 7 + 6
     assert report.left_alone == {
-        "input size 40 is no multiple of the group size 32": ("layers.1.down_proj",),
+        "input size 40 is not a multiple of the group size 32": ("layers.1.down_proj",),
         "the output layer": ("lm_head",),
     }
     logged = [record.getMessage() for record in caplog.records]
@@ -141,7 +141,7 @@ def test_unknown_recipe_is_refused(lab: Any) -> None:
 
 def test_nothing_to_prepare_is_refused(lab: Any) -> None:
     model = nn.Sequential(nn.Linear(40, 40))
-    message = r"no linear layer can be prepared \(1 input size 40 is no multiple of the group size 32\)"
+    message = r"no linear layer can be prepared \(1 input size 40 is not a multiple of the group size 32\)"
     with pytest.raises(ConfigurationError, match=message):
         prepare_qat(model, lab.settings(qat_recipe="int4-weight-only"), lab.cpu)
 

@@ -61,7 +61,7 @@ class PostLocalSGDArguments:
     period: int | None = None
     """Optimizer steps from one averaging to the next."""
     post_local_gradient_allreduce: bool = True
-    """Go on averaging gradients among the ranks of one host."""
+    """Continue averaging gradients among the ranks of one host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +267,7 @@ def _check_modes(args: TrainingArguments, modes: Modes) -> None:
         raise ConfigurationError(
             "mixed_precision",
             "fp16",
-            f"skips steps that overflow on a rank, and with {mode}.enabled the others would go on",
+            f"skips steps that overflow on a rank, and with {mode}.enabled the others would continue",
             "use bf16",
         )
     if mode and modes.ddp.static_graph:

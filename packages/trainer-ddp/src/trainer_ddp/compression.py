@@ -59,7 +59,8 @@ class GradientCompression(ABC):
         """Note how far training is.
 
         Args:
-            step: Optimizer steps done, of the whole training: it goes on from the checkpoint after a restart.
+            step: Optimizer steps done, of the whole training: it continues from the checkpoint after a
+                restart.
         """
         return
 
@@ -250,7 +251,7 @@ class PowerSGD(GradientCompression):
     """PowerSGD with warm start and error feedback; see `LowRankGradient` for the formulas and the paper.
 
     torch has a hook of this name that keeps its error by bucket. Buckets change after the first step of a
-    process, so it cannot go on exactly from a checkpoint. Here it goes by name, and where ranks are
+    process, so it cannot continue exactly from a checkpoint. Here it goes by name, and where ranks are
     added in the same order whatever the bucket (two always are), neither buckets nor a restart change a bit.
 
     Ranks must compute alike: each works out the same basis from the same numbers, so processors or libraries

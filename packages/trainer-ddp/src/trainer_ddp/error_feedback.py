@@ -86,7 +86,7 @@ class ErrorFeedback:
     """The residuals of all compressed parameters.
 
     They go by name, not by bucket: DDP forms its buckets anew after the first step of every process, and a
-    training that goes on from a checkpoint would find others than it left.
+    training that continues from a checkpoint would find others than it left.
 
     Args:
         model: The model.

@@ -90,10 +90,10 @@ class LocalUpdates:
         return self._replica.optimizer_state_differs and not self._replica.shows_mean_optimizer_state
 
     def begin(self, step: int) -> None:
-        """Note that training begins, or goes on; collective, after a checkpoint was loaded.
+        """Note that training begins, or continues; collective, after a checkpoint was loaded.
 
         Where the settings have changed so that ranks now step together, differences between them would
-        stay for good: they go on from the means.
+        stay for good: they continue from the means.
 
         Args:
             step: How many optimizer steps are done.
@@ -145,7 +145,7 @@ class LocalUpdates:
         return self._replica.synced_weights(optimizer=optimizer)
 
     def state_components(self) -> Sequence[StateComponent]:
-        """What has to be saved, inside of `synced_weights(optimizer=True)`, to go on exactly.
+        """What has to be saved, inside of `synced_weights(optimizer=True)`, to continue exactly.
 
         To be restored after the model and the optimizer.
         """
@@ -216,8 +216,8 @@ class Replica:
     """This rank's weights and optimizer state, which may differ from those of other ranks.
 
     As a state component it is what `synced_weights` sets aside, so that the checkpoint beside it can be an
-    ordinary one of the means, and yet the same ranks go on exactly. Other numbers of ranks go on from the
-    means.
+    ordinary one of the means, and yet the same ranks continue exactly. Other numbers of ranks continue from
+    the means.
 
     Args:
         weights: What is trained.
@@ -326,7 +326,8 @@ class Replica:
         self.weights_differ = self.optimizer_state_differs = False
         if any(states):
             logger.info(
-                "saved by %d ranks that trained by themselves, loaded by %d: all ranks go on from the means",
+                "saved by %d ranks that trained by themselves, loaded by %d: all ranks continue from the "
+                "means",
                 len(states),
                 world_size,
             )

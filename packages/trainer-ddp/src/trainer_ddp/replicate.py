@@ -49,7 +49,7 @@ from .wrapper import GradientWatch, wrap_model
 class Replicate(ReplicateGradients):
     """Ranks of the dimension `replicate` hold the same weights and work on different data.
 
-    A whole model is wrapped by torch's DDP, which averages gradients while the backward pass goes on; or
+    A whole model is wrapped by torch's DDP, which averages gradients while the backward pass continues; or
     gradients travel compressed, or ranks step by themselves for a while. In a pipeline the gradients of each
     stage are summed when it has computed its last microbatch, and none of these modes is available.
 

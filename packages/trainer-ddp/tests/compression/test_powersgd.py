@@ -92,7 +92,7 @@ def test_what_is_owed_of_an_unused_parameter_stays_owed(two_ranks: Any) -> None:
     for found in two_ranks.of("unused"):
         assert not found["gradient"]
         assert found["kept"] == [True, True]
-        assert found["others go on"]
+        assert found["others continue"]
 
 
 def test_use_by_one_rank_is_enough(two_ranks: Any) -> None:

@@ -28,7 +28,7 @@ def test_diloco_steps_the_anchor_with_nesterov_momentum(jobs):
         outer.step()
         job.train(3)
         assert all(map(torch.equal, job.parameters().values(), anchor))
-        # The inner optimizer goes on from the new anchor, with its own moments.
+        # The inner optimizer continues from the new anchor, with its own moments.
         with torch.no_grad():
             for parameter, value in zip(jobs.trained(plain.model).values(), anchor, strict=True):
                 parameter.copy_(value)

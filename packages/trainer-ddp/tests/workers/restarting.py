@@ -1,4 +1,4 @@
-"""A rank that kills itself in the middle of a step, once; the job is started again and goes on.
+"""A rank that kills itself in the middle of a step, once; the job is started again and continues.
 
     restarting.py FOLDER KILL_AT
 

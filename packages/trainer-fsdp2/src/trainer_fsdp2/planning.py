@@ -225,7 +225,7 @@ def _check(world_size: int, gpu_memory: float, gpus_per_node: int) -> None:
         if value <= 0:
             raise ConfigurationError(name, value, "must be above 0", "raise it")
     if world_size > gpus_per_node and world_size % gpus_per_node:
-        rule = f"is no multiple of the {gpus_per_node} GPUs of a node"
+        rule = f"is not a multiple of the {gpus_per_node} GPUs of a node"
         raise ConfigurationError("world_size", world_size, rule, "use whole nodes")
 
 

@@ -118,7 +118,7 @@ def trained(env: DistributedEnvInterface, folder: Path) -> tuple[FSDP2Trainer, d
 
 
 def warm_up(env: DistributedEnvInterface, folder: Path) -> None:
-    """Train, save and load a tiny model: what is imported and loaded for that is no memory of a model."""
+    """Train, save and load a tiny model: what is imported and loaded for that is not memory of a model."""
     for _ in range(2):
         trainer = trainer_of(env, folder / "warm", train=Batches(), max_steps=1)
         trainer.train()
@@ -191,7 +191,7 @@ def saved(env: DistributedEnvInterface, folder: Path) -> object:
 
 
 def resumed(env: DistributedEnvInterface, folder: Path, where: str) -> object:
-    """Go on from what another world saved."""
+    """Continue from what another world saved."""
     warm_up(env, folder)
     run = folder.parent.parent / SAVING / "run"
     data = Batches(vocabulary=VOCABULARY)

@@ -105,7 +105,7 @@ def grown_with_rank(env: DistributedEnvInterface) -> nn.Module:
 
 
 def settings_in_transform(env: DistributedEnvInterface, folder: Path) -> None:
-    """Settings that are no part of the arguments, and others on each rank."""
+    """Settings that are not part of the arguments, and others on each rank."""
     shard = FullyShard(FSDP2Arguments(reshard_after_forward=env.rank == 0, shard_transformer_layers=False))
     args = DataParallelArguments(output_dir=str(folder), use_cpu=True, seed=1, mesh=f"shard={env.world_size}")
     Trainer(args, parallel=[shard], model_init=Tiny, callbacks=[], distributed_env=env).unwrapped_model()

@@ -2,7 +2,7 @@
 
 A model computes something before its blocks (embedding, positions, masks), goes through them in a loop, and
 computes something after them. For a part of the blocks the same forward is called, with other modules
-standing in the row: they put in the hidden state that came from elsewhere, and take it out where it goes on
+standing in the row: they put in the hidden state that came from elsewhere, and take it out where it continues
 elsewhere. So nothing of the model is traced or written a second time, and whatever it makes of its inputs
 before the blocks, such as the mask of packed documents, every part has.
 """
@@ -80,7 +80,7 @@ class StandIn(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self._held = (block,)  # in a tuple, so that it is no submodule
+        self._held = (block,)  # in a tuple, so that it is not a submodule
         self.training = block.training
 
     @property
@@ -146,7 +146,7 @@ def hidden_in(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, obj
     """The hidden state among the arguments of a block: its first one.
 
     Raises:
-        ConfigurationError: If it is no tensor.
+        ConfigurationError: If it is not a tensor.
     """
     found = args[0] if args else kwargs.get(_name_of_hidden(block))
     if not isinstance(found, Tensor):

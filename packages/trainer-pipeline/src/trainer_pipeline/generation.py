@@ -141,7 +141,7 @@ class Here(StandIn):
         block: The block.
         channel: Brings and takes hidden states.
         begins: The stage whose first block it is; none if it is not one that something comes for.
-        ends: The stage whose last block it is; none if it is not one that something goes on from.
+        ends: The stage whose last block it is; none if it is not one that something continues from.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def _stand_in(module: nn.Module, name: str, device: torch.device) -> None:
 def idle(modules: Iterable[nn.Module]) -> Iterator[None]:
     """A context in which modules return something of the right shape, and compute nothing.
 
-    Those that compute something of their own go on doing so.
+    Those that compute something of their own continue doing so.
     """
     before = [
         (module, vars(module).get("forward"), idle_forward)
@@ -87,7 +87,7 @@ def idle(modules: Iterable[nn.Module]) -> Iterator[None]:
 def instead_of(module: nn.Module) -> Callable[..., object] | None:
     """A forward that computes nothing, for products, looked-up rows and norms; None for other modules.
 
-    What it returns is not a number, so that a model that uses it after all does not go on unnoticed.
+    What it returns is not a number, so that a model that uses it after all does not continue unnoticed.
     """
     if type(module).forward is nn.Linear.forward:
         return partial(_no_product, int(module.out_features))  # type: ignore[arg-type]

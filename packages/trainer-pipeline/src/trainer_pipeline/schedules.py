@@ -129,7 +129,7 @@ def kind_of_factory(factory: ScheduleFactory) -> ScheduleKind:
     """What a class of torch, a subclass or a partial of one needs.
 
     Raises:
-        ConfigurationError: If it is no schedule class.
+        ConfigurationError: If it is not a schedule class.
     """
     from torch.distributed.pipelining import schedules
 

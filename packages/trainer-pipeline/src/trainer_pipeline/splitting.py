@@ -25,7 +25,7 @@ to attention, a little."""
 
 
 class ModelSplitter(Protocol):
-    """Cuts a model into stages; give one for a model that is no row of blocks."""
+    """Cuts a model into stages; give one for a model that is not a row of blocks."""
 
     def __call__(self, model: nn.Module, num_stages: int) -> Sequence[nn.Module]:
         """Make the stages.
@@ -264,7 +264,7 @@ def costs_of(
         )
     return Costs(
         [_parameters(block) for block in row.blocks],
-        # Looking up an embedding is no work; multiplying by it in the head is.
+        # Looking up an embedding is not work; multiplying by it in the head is.
         sum(_parameters(module) for module in before.values() if not isinstance(module, nn.Embedding)),
         sum(_parameters(module) for module in after.values()),
     )

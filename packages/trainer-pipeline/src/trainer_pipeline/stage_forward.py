@@ -154,7 +154,7 @@ def checked_hidden(output: object) -> Tensor:
     """What a stage hands on.
 
     Raises:
-        TypeError: If it is no tensor.
+        TypeError: If it is not a tensor.
     """
     if not isinstance(output, Tensor):
         raise TypeError(

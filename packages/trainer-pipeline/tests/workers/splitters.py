@@ -1,4 +1,4 @@
-"""Models whose blocks are no list, with splitters of their own."""
+"""Models whose blocks are not a list, with splitters of their own."""
 
 from __future__ import annotations
 

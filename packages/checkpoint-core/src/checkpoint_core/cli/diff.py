@@ -198,7 +198,7 @@ def diff(a: Path, b: Path) -> int:
         0 when their state is equal, 1 when it differs.
 
     Raises:
-        CheckpointError: One is no checkpoint, or a file of it cannot be read.
+        CheckpointError: One is not a checkpoint, or a file of it cannot be read.
     """
     manifests = open_checkpoint(a), open_checkpoint(b)
     for letter, path, manifest in zip("AB", (a, b), manifests, strict=True):

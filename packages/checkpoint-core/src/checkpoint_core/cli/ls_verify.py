@@ -130,7 +130,7 @@ def check_directory(path: Path) -> None:
     """Check that a path can hold checkpoints.
 
     Raises:
-        CheckpointError: It is no directory, or a checkpoint itself.
+        CheckpointError: It is not a directory, or a checkpoint itself.
     """
     if not path.is_dir():
         raise CheckpointError(f"there is no directory {path}; pass the output_dir of a training")

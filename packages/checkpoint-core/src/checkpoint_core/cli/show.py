@@ -186,7 +186,7 @@ def show_checkpoint(path: Path, *, as_json: bool) -> int:
         0, or 1 when a file is damaged as far as its size and header tell.
 
     Raises:
-        CheckpointError: It is no checkpoint, or its manifest is damaged.
+        CheckpointError: It is not a checkpoint, or its manifest is damaged.
     """
     manifest = open_checkpoint(path)
     found = survey(path, checksums=False)

@@ -228,7 +228,7 @@ def check_target(final: Path, run_id: str) -> None:
         return
     if final.is_symlink() or not (final / MANIFEST_NAME).is_file():
         raise CheckpointError(
-            f"{final} exists and is no committed checkpoint of checkpoint-core; move it away or choose "
+            f"{final} exists and is not a committed checkpoint of checkpoint-core; move it away or choose "
             "another output_dir"
         )
     try:

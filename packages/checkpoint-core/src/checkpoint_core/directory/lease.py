@@ -8,7 +8,7 @@ number changes, and for how long, by a clock of its own.
 
 Taking it:
 
-1. List the leases. Go on when every one is dead: its process, of this machine, has ended; or, where that
+1. List the leases. Continue when every one is dead: its process, of this machine, has ended; or, where that
    process cannot be asked, nothing in the file has changed for the takeover time while we watched.
 2. Make ``.lease-<n+1>``, n being the highest number there. Of several that want to succeed the same lease
    exactly one can; the others then meet the winner's, which is alive.

@@ -151,7 +151,8 @@ class Retention:
         try:
             protected = [best.path for best in self.best(self._config.preserve_n_best)]
         except OSError as error:
-            # Without the ranking the best could be deleted; the new checkpoint is safe, so training goes on.
+            # Without the ranking the best could be deleted; the new checkpoint is safe, so training
+            # continues.
             _logger.warning("nothing is rotated after %s, the best cannot be told (%s)", newest.name, error)
             return
         if self.resumed_from is not None:

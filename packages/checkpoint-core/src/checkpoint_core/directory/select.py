@@ -163,7 +163,7 @@ def _newest(ranks: RankAgreement, output_dir: Path) -> tuple[Path, Manifest] | N
 
 
 def _check_no_ruins(output_dir: Path) -> None:
-    """Refuse to begin afresh, silently, where there was something to go on from."""
+    """Refuse to begin afresh, silently, where there was something to continue from."""
     ruins = [path for _, path in checkpoint_directories(output_dir) if (path / MANIFEST_NAME).exists()]
     if ruins:
         raise CheckpointError(
@@ -265,7 +265,7 @@ def _compare(ranks: RankAgreement, directory: Path, manifest: Manifest, reads: S
 
 def _damage(ranks: RankAgreement, directory: Path, manifest: Manifest) -> CheckpointError | None:
     """Like :func:`_compare`, with the error as the result. Collective."""
-    # Outside: too many open files, say, are no damage, and no reason to go back to an older checkpoint.
+    # Outside: too many open files, say, are not damage, and no reason to go back to an older checkpoint.
     reads = _read_shares(ranks, directory, manifest)
     try:
         _compare(ranks, directory, manifest, reads)

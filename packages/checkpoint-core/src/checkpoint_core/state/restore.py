@@ -245,7 +245,7 @@ def decode(document: object, tensors: Mapping[str, torch.Tensor]) -> dict[str, o
         The state.
 
     Raises:
-        CheckpointError: The document refers to a tensor that is not there, or is no dict.
+        CheckpointError: The document refers to a tensor that is not there, or is not a dict.
     """
 
     def find(name: str) -> torch.Tensor:

@@ -248,7 +248,7 @@ def _holds(node: object) -> TypeGuard[dict[str, object] | list[object]]:
 
 
 def _refuse_constant(name: str) -> object:
-    raise ValueError(f"it holds {name}, which is no JSON")
+    raise ValueError(f"it holds {name}, which is not JSON")
 
 
 def _finite(text: str) -> float:

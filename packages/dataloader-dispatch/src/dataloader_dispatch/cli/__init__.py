@@ -20,7 +20,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 FINE = 0
 """Exit code: all is done."""
 STOPPED = 1
-"""Exit code: the run stopped before its end; the same command goes on with it."""
+"""Exit code: the run stopped before its end; the same command continues with it."""
 UNUSABLE = 2
 """Exit code: wrong usage, or input or output that cannot be used."""
 _BROKEN_PIPE = 141
@@ -49,8 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dataloader-dispatch",
         description="Make token ids of documents, once, for many training runs.",
-        epilog="Exit codes: 0 done; 1 stopped before the end, and the same command goes on; 2 wrong usage,\n"
-        "or input or output that cannot be used; 130 interrupted by Ctrl-C, and the same command goes on.",
+        epilog="Exit codes: 0 done; 1 stopped before the end, and the same command resumes; 2 wrong usage,\n"
+        "or input or output that cannot be used; 130 interrupted by Ctrl-C, and the same command resumes.",
         formatter_class=_Help,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
@@ -87,7 +87,8 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "of a .jsonl file and a row of a .parquet or .arrow file are one. They keep their order. OUT is\n"
         "opened with open_documents or TokenBinary. No separators are written: DocumentStream puts exactly\n"
         "one between two documents, and the manifest in OUT records which.\n\n"
-        "The work is cut into parts. A run that was stopped or killed goes on when the same command is run\n"
+        "The work is cut into parts. A run that was stopped or killed continues when the same command is "
+        "run\n"
         "again, and only unfinished parts are made again; the result is the same, byte for byte, for any\n"
         "number of workers. Other settings, or input that changed, are refused.",
         epilog="Examples:\n"
@@ -201,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except KeyboardInterrupt:
-        say(f"\n{arguments.command}: interrupted; run the same command again to go on")
+        say(f"\n{arguments.command}: interrupted; run the same command again to continue")
         return _INTERRUPTED
     except StoppedError as error:
         say(f"dataloader-dispatch {arguments.command}: {one_line(error)}")

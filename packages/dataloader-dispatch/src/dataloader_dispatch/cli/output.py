@@ -223,7 +223,7 @@ class Output:
         """Refuse a place that this command must not write.
 
         Raises:
-            DataError: It is no directory, or holds something else than tokens.
+            DataError: It is not a directory, or holds something else than tokens.
         """
         if not self.path.exists() or is_token_directory(self.path):
             return

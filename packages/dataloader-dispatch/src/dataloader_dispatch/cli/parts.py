@@ -328,7 +328,7 @@ class _Worker:
         part = "" if self.part is None else f" while it made {part_name(self.part)}"
         return StoppedError(
             f"worker {self.number} (process {self.process.pid}) {how}{part}; {advice}. Finished parts are "
-            "kept: run the same command again to go on"
+            "kept: run the same command again to continue"
         )
 
 
@@ -471,16 +471,17 @@ class _ToConnection(logging.Handler):
 
 @contextmanager
 def _no_room_for(number: int) -> Iterator[None]:
-    """What the system refuses while a part is written is no fault of the input."""
+    """What the system refuses while a part is written is not a fault of the input."""
     try:
         yield
     except MemoryError as error:
         raise StoppedError(
-            f"{part_name(number)}: no memory left; run the command again with fewer --workers to go on, or "
+            f"{part_name(number)}: no memory left; run the command again with fewer --workers to continue, "
+            "or "
             "begin anew with a lower --max-document-bytes and --unreadable skip"
         ) from error
     except OSError as error:
         raise StoppedError(
             f"{part_name(number)} cannot be written: {error.strerror or error}; make room or mend what is "
-            "wrong. Finished parts are kept: run the same command again to go on"
+            "wrong. Finished parts are kept: run the same command again to continue"
         ) from error

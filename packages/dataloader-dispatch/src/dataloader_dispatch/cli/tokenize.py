@@ -61,7 +61,7 @@ def size_text(size: float) -> str:
 class Progress:
     """A bar on standard error: documents done, documents/s and MB/s of text.
 
-    Where standard error is no terminal, it is written every 30 seconds.
+    Where standard error is not a terminal, it is written every 30 seconds.
 
     Args:
         documents: Documents in all.
@@ -120,7 +120,7 @@ class Progress:
 
 
 def tokenize(arguments: argparse.Namespace) -> None:
-    """Write the token ids of documents into a directory, or go on with it, and print a summary.
+    """Write the token ids of documents into a directory, or continue with it, and print a summary.
 
     Args:
         arguments: Those of the command line.

@@ -58,7 +58,7 @@ class DataloaderDispatcher(Generic[Batch]):
     The state is that of the first rank's loader behind the last batch received, whatever was read ahead, and
     may be loaded into that loader alone; where that loader has `load_resharded`, so has the dispatcher.
     Breaking out of a pass and calling ``iter()`` again does what it does with the loader alone: a torch
-    ``DataLoader`` begins anew, a loader with a state of its own goes on behind the last batch received.
+    ``DataLoader`` begins anew, a loader with a state of its own continues behind the last batch received.
 
     Args:
         loader: Batches, with ``batch_size``, and where possible a length, ``state_dict``,

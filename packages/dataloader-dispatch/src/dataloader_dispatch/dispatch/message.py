@@ -92,7 +92,7 @@ class Layout:
     def tensors_in(self, buffer: torch.Tensor, start: int) -> list[torch.Tensor]:
         """The tensors that lie in a buffer from byte ``start`` on, a multiple of `ALIGNMENT`.
 
-        They share the memory of the buffer, but are no views of it or of one another: changing one in place
+        They share the memory of the buffer, but are not views of it or of one another: changing one in place
         does not upset what autograd has saved of another.
         """
         storage, device = buffer.untyped_storage(), buffer.device

@@ -100,7 +100,8 @@ def _dimension(mesh: DeviceMesh, dp_mesh_dim: int | str) -> int:
         return dp_mesh_dim
     known = f", called {', '.join(map(repr, names))}" if names else ", which have no names"
     raise DataError(
-        f"dp_mesh_dim={dp_mesh_dim!r} is no dimension of the mesh; it has the dimensions 0 to {mesh.ndim - 1}"
+        f"dp_mesh_dim={dp_mesh_dim!r} is not a dimension of the mesh; it has the dimensions 0 to "
+        f"{mesh.ndim - 1}"
         f"{known}. Give one of these, or None to send every rank the same batches"
     )
 

@@ -167,21 +167,21 @@ class Source:
         return item
 
     def _is_current(self, generation: int) -> bool:
-        """Whether a pass still goes on."""
+        """Whether a pass still continues."""
         return self._active and generation == self._generation and not self._closing
 
     def _snapshot(self) -> Snapshot:
         return self._reader.snapshot(self._generation if self._active and not self._finished else None)
 
     def _retire(self) -> None:
-        """Give up the pass that goes on, because the position is about to change."""
+        """Give up the pass that continues, because the position is about to change."""
         with self._changed:
             self._check_usable()
             self._finished = True
         self._leave_pass()
 
     def _leave_pass(self) -> None:
-        """Read no further in the pass that goes on; `close` still tells ranks that wait in it."""
+        """Read no further in the pass that continues; `close` still tells ranks that wait in it."""
         with self._changed:
             self._active = False
             self._ready.clear()

@@ -152,7 +152,7 @@ def _column_names(dataset: MapDataset) -> list[str]:
     if not isinstance(first, Mapping):
         raise DataError(
             f"the rows of the dataset are of type {type(first).__name__}; they must be mappings from column "
-            "names to values (documents that are no rows need no ColumnDocuments)"
+            "names to values (documents that are not rows need no ColumnDocuments)"
         )
     return [str(name) for name in first]
 

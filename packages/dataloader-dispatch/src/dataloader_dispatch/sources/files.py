@@ -43,8 +43,8 @@ class UnreadableError(DataError):
 def os_failure(path: str, error: OSError) -> DataError:
     """The error for a file that the system will not read.
 
-    What a process has run out of says nothing about the file, so that is no `UnreadableError`: the file must
-    not be left out for it.
+    What a process has run out of says nothing about the file, so that is not an `UnreadableError`: the file
+    must not be left out for it.
     """
     remedy = _EXHAUSTED.get(error.errno or 0)
     text = f"cannot read the data file {path}: {error.strerror or error}"
@@ -230,7 +230,7 @@ RecentFiles: TypeAlias = RecentlyUsed[OpenFile]
 
 
 class JsonLinesReader:
-    """A file with one JSON object a line; blank lines are no documents.
+    """A file with one JSON object a line; blank lines are not documents.
 
     The line starts are kept in a compact array, 8 bytes a document, made by one pass over the file that
     parses nothing. A document is parsed at once, so that a wrong key shows before training starts.
@@ -518,7 +518,7 @@ class FileDocuments:
 
         A file left out when the data were opened makes a difference. How documents are treated that turn out
         undecodable or unreadable does not: under "error" and "stop" none has been delivered, so a run that
-        met one can go on with another choice.
+        met one can continue with another choice.
         """
         digest = hashlib.sha256(f"{len(self)} documents {self._settings.text_column!r}\n".encode())
         for number, (file, reader) in enumerate(zip(self._files, self._readers, strict=True)):

@@ -79,7 +79,7 @@ def checked_paths(
     """The paths of a setting.
 
     Raises:
-        DataError: It holds something that is no path, or one that no file can have.
+        DataError: It holds something that is not a path, or one that no file can have.
     """
     if isinstance(data, str | os.PathLike):
         data = [data]
@@ -284,10 +284,10 @@ def open_documents(
         The documents.
 
     Raises:
-        DataError: A path does not exist, cannot be read, is no path, or holds no data file; a file is named
-            twice; there are only empty files; a first line is malformed; a column is missing or holds neither
-            text nor token ids; pyarrow is needed but not installed; a setting is out of range; a directory
-            of token ids is damaged, not finished, or one of several paths.
+        DataError: A path does not exist, cannot be read, is not a path, or holds no data file; a file is
+            named twice; there are only empty files; a first line is malformed; a column is missing or holds
+            neither text nor token ids; pyarrow is needed but not installed; a setting is out of range; a
+            directory of token ids is damaged, not finished, or one of several paths.
     """
     _check_choice("undecodable", undecodable, get_args(UndecodablePolicy))
     _check_choice("unreadable", unreadable, get_args(UnreadablePolicy))

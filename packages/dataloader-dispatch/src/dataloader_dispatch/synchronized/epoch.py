@@ -116,8 +116,8 @@ class Epoch(Generic[Batch]):
         Args:
             prepare: Puts this rank's loader where the pass is to begin, and tells whether an epoch starts
                 there.
-            before: The pass before, if it was broken off. A loader that is its own iterator goes on with the
-                batch that was fetched for it.
+            before: The pass before, if it was broken off. A loader that is its own iterator continues with
+                the batch that was fetched for it.
 
         Raises:
             DataError: Epochs do not fit together, or ranks run out before others under ``uneven="error"``.
@@ -260,7 +260,7 @@ class Epoch(Generic[Batch]):
         group.warn_once("uneven", left_out(self._taken, has, group))
 
     def _finish(self, epoch: int | None) -> None:
-        """Go on with the next epoch where the loader was left before its end, as ranks do that ran out."""
+        """Continue with the next epoch where the loader was left before its end, as ranks do that ran out."""
         loader = self._settings.loader
         set_epoch = getattr(loader, "set_epoch", None)
         self.place, self.is_over = None, True

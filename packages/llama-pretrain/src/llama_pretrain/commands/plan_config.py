@@ -117,7 +117,7 @@ def _judge(
     if needed <= gpus.memory * _GIB:
         return _Verdict(fits=True)
     if gpus.count > gpus.per_node and gpus.count % gpus.per_node:
-        return _Verdict(fits=False, why_none=f"the mesh is no multiple of gpus_per_node={gpus.per_node}")
+        return _Verdict(fits=False, why_none=f"the mesh is not a multiple of gpus_per_node={gpus.per_node}")
     rows = args.per_device_train_batch_size
     if rows % mesh.pipeline:
         return _Verdict(

@@ -177,8 +177,8 @@ def import_model(args: ImportArguments) -> Path:
     and leaves one file in the dtype that is wanted.
 
     Raises:
-        ConfigurationError: If the source is no Llama that is implemented, holds weights that only unpickling
-            could read, or the directory is not empty.
+        ConfigurationError: If the source is not a Llama that is implemented, holds weights that only
+            unpickling could read, or the directory is not empty.
         CheckpointError: If weights are missing, damaged, or do not fit the configuration.
         OSError: If the directory cannot be written.
     """

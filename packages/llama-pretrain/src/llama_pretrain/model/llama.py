@@ -58,8 +58,8 @@ class RotaryEmbedding(nn.Module):
     with the halves of the head as partners (Hugging Face's `rotate_half` convention). Complex numbers would
     break compiled graphs, so cosine and sine are kept apart.
 
-    The tables are no parameters and are not saved. They are computed again whenever the module changes device
-    or dtype, so they stay float32 in a bfloat16 model and are right after a start on the meta device.
+    The tables are not parameters and are not saved. They are computed again whenever the module changes
+    device or dtype, so they stay float32 in a bfloat16 model and are right after a start on the meta device.
 
     Args:
         head_dim: Width of one head.

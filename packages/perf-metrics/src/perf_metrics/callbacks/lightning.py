@@ -274,7 +274,7 @@ class LightningCallbacks:
         self._timer.end("train")
         self._fire("on_epoch_end", trainer, pl_module)
 
-    # What is no training.
+    # What is not training.
 
     def on_validation_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         """The loader of the validation has been started, which is part of it."""
@@ -339,7 +339,8 @@ class LightningCallbacks:
         if counts is None and not self._uncounted_batch_named:
             self._uncounted_batch_named = True
             _logger.warning(
-                "the log will have no tokens: a batch of type %s is no mapping with input_ids and no integer "
+                "the log will have no tokens: a batch of type %s is not a mapping with input_ids and no "
+                "integer "
                 "tensor; give LightningCallbacks(count_tokens=...) a function that returns TokenCounts",
                 type(batch).__name__,
             )

@@ -153,7 +153,7 @@ class ProgressCallback(EventHandlers):
             stream.flush()
         except BrokenPipeError:
             self._reader_gone = True
-            _logger.warning("nobody reads the progress display any more; the run goes on without it")
+            _logger.warning("nobody reads the progress display any more; the run continues without it")
 
     def _stream(self) -> TextIO:
         # Looked up at each write: tests, notebooks and loggers replace the standard streams.

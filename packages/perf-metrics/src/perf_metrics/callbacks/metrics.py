@@ -56,7 +56,7 @@ class IntervalCounts(EventHandlers):
     | `interval_seconds` | the clock, less evaluation, saving and compilation | |
     | `data_wait_share` | time between steps that is neither of these | |
     | `input_tokens` | `state.num_input_tokens_seen` | `include_num_input_tokens_seen="no"` |
-    | `compute_tokens` | `state.total_flos`, which counts padding too | the model is no `PreTrainedModel` |
+    | `compute_tokens` | `state.total_flos`, which counts padding too | the model is not a `PreTrainedModel` |
     | `flos` | `flops_per_token` x `compute_tokens` | either is missing |
 
     With `TrainingArguments(include_num_input_tokens_seen="non_padding")` the input tokens are those that the

@@ -135,4 +135,4 @@ def _check_labels(labels: Mapping[str, str]) -> None:
         if not isinstance(value, str):
             raise TypeError(f"labels={labels!r}: {name} must be text; give str(...) of it")
         if not value:
-            raise ValueError(f"labels={labels!r}: {name} is empty, which is no label at all; leave it out")
+            raise ValueError(f"labels={labels!r}: {name} is empty, which is not a label at all; leave it out")

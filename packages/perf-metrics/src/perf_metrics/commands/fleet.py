@@ -81,7 +81,7 @@ def fill_fleet(parser: OneLineParser) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="how long to go on trying when the server does not answer [%(default)g]",
+        help="how long to continue trying when the server does not answer [%(default)g]",
     )
     mfu = parser.add_argument_group("the applications' MFU").add_mutually_exclusive_group()
     mfu.add_argument("--mfu", type=Path, metavar="FILE", help=".csv or .json with job, mfu and what is known")

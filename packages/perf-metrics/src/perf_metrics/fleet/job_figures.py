@@ -328,7 +328,7 @@ def _at_the_same_times(
 ) -> list[tuple[DeviceFigures, DeviceFigures]]:
     """Return the devices that are compared, each as if it had had all of the job's time, and as it is.
 
-    Of a job that fell when it went on elsewhere, the later devices do less than the earlier ones, and no
+    Of a job that fell when it continued elsewhere, the later devices do less than the earlier ones, and no
     less than their job.
     """
     longest = max((device.seconds for device in devices), default=0.0)

@@ -270,7 +270,7 @@ def _address(url: str) -> tuple[str, str]:
     try:
         parsed = httpx.URL(url.rstrip("/"))
     except httpx.InvalidURL as error:
-        raise ValueError(f"prometheus={url!r}: is no address ({error})") from None
+        raise ValueError(f"prometheus={url!r}: is not an address ({error})") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"prometheus={url!r}: must be an address such as http://localhost:9090")
     return str(parsed), str(parsed.copy_with(userinfo=b""))
@@ -300,15 +300,15 @@ def _whole(body: object, url: str, text: bytes) -> list[object]:
 def _what_is_wrong(series: object, first: float, last: float) -> str | None:
     """Return what is wrong with a series of an answer about some time, or None."""
     if not isinstance(series, dict):
-        return "a series is no object"
+        return "a series is not an object"
     labels, points = series.get("metric"), series.get("values")
     if not isinstance(labels, dict) or not all(isinstance(value, str) for value in labels.values()):
-        return "its labels are no texts"
+        return "its labels are not texts"
     if not isinstance(points, list):
         return "it has no list of values"
     for point in points:
         if not isinstance(point, list) or len(point) != 2:
-            return "a point is no pair of time and value"
+            return "a point is not a pair of time and value"
         time_s, text = point
         # Neither a number that is none nor one of a thousand digits lies between two times.
         if isinstance(time_s, bool) or not isinstance(time_s, int | float) or not first <= time_s <= last:

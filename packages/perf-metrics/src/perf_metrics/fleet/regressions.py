@@ -18,7 +18,7 @@ LEAST_LEVEL = 0.03
 LEAST_S = 1200.0
 """Seconds that each of the two levels must last."""
 _STALL_S = 900.0
-"""Seconds of a checkpoint or an evaluation, at most; it is no part of the level around it."""
+"""Seconds of a checkpoint or an evaluation, at most; it is not part of the level around it."""
 _BLOCK_S = 300.0
 _LEAST_T = 6.0
 """Difference of two means over its standard error; high, as the best of many cuts is taken."""
@@ -51,7 +51,7 @@ def find_drops(times: Sequence[float], values: Sequence[float]) -> tuple[Drop, .
     A running median over half an hour passes over stalls of up to a quarter and keeps an edge where it is.
     Its means over five minutes are cut where two parts differ most (binary segmentation), as long as they
     differ by six standard errors of the series' own noise. Parts that differ by less than a tenth are joined
-    again, and the edges put to a sample. A decline without an edge is no fall.
+    again, and the edges put to a sample. A decline without an edge is not a fall.
 
     Args:
         times: Unix times in seconds, ascending.

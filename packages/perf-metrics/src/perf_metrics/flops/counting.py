@@ -196,7 +196,7 @@ def count_flops(
     grouped products of experts, the groups of a convolution's backward.
 
     What runs as one kernel that torch has no formula for (Triton, custom operators) is not seen, nor are
-    sums that are no matrix product. Masked scores count in full, as in "dense".
+    sums that are not a matrix product. Masked scores count in full, as in "dense".
 
     Args:
         model: The model, on any device. It is called in the mode it is in, so checkpointing that is on in

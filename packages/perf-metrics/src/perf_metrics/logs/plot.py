@@ -479,7 +479,7 @@ def plot_logs(
     | `learning_rate` | `learning_rate` |
 
     A null leaves a gap. In other panels a list, which has one element per rank, is drawn by its largest. A
-    run that went on from a checkpoint may have done steps twice: the later entries count, and those from
+    run that continued from a checkpoint may have done steps twice: the later entries count, and those from
     where training came back to are left out.
 
     Args:

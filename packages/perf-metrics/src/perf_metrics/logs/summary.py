@@ -194,7 +194,7 @@ class RunSummary:
     tokens: int | None
     """Tokens seen by then: `total_tokens`, or `num_input_tokens_seen` in a log of Hugging Face's trainer."""
     final_loss: float | None
-    """The last training loss; nan if null was logged, which is how a loss that is no number gets there."""
+    """The last training loss; nan if null was logged, which is how a loss that is not a number gets there."""
     final_loss_mean: float | None
     """Mean training loss over the last 10 % of the steps, weighted by `tokens` where these are logged."""
     best_eval_loss: float | None
@@ -227,7 +227,7 @@ class RunSummary:
     """Length of these pauses together; training whose entries were removed at a resume is part of it."""
     resumes: int | None
     """How often training came back to an earlier step. None if it never did, which tells nothing:
-    `JsonLogger` removes the traces of that, and a run that went on from its last entry leaves none."""
+    `JsonLogger` removes the traces of that, and a run that continued from its last entry leaves none."""
 
 
 def summarize_log(path: str | Path) -> RunSummary:

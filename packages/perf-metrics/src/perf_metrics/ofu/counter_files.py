@@ -192,7 +192,7 @@ def blank_reason(name: str, value: float) -> str | None:
             code = int(value) - base
             return _BLANK_MEANINGS[code] if code < len(_BLANK_MEANINGS) else "blank"
     if not math.isfinite(value) or value < 0:
-        return f"{value:g} is no value"
+        return f"{value:g} is not a value"
     if name in TENSOR_NAMES and check_activity(value) is None:
         return f"{value:g} is not a share of cycles"
     return None

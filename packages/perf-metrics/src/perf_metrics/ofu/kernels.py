@@ -147,7 +147,7 @@ def _nvjet(name: str) -> GemmKernel | str:
         return f"an nvjet name with words of unknown meaning: {', '.join(unknown)}"
     tile = _tile(match)
     if tile.k is not None and tile.k < _SMALLEST_K:
-        return f"an nvjet name whose second pair, {tile.k}x{match['stages']}, is no depth and stages"
+        return f"an nvjet name whose second pair, {tile.k}x{match['stages']}, is not a depth and stages"
     letters = match["types"]
     if len(letters) == 3:
         letters = letters[0] * 2 + letters[2] + letters[1] + letters[2]

@@ -35,7 +35,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     fp8_recipe: str | None = None
     """Linear layers in float8 through torchao: tensorwise (fastest), rowwise or rowwise_with_gw_hp."""
     fp8_dim_alignment: int = 16
-    """Leave alone linear layers whose sizes are no multiples of this; 0: leave none alone for that."""
+    """Leave alone linear layers whose sizes are not multiples of this; 0: leave none alone for that."""
     fp8_exclude: tuple[str, ...] = ()
     """Name patterns of layers that stay out of float8."""
     fp8_emulate: bool = False

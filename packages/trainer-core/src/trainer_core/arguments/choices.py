@@ -115,12 +115,12 @@ def check_schedule(name: str, options: Mapping[str, object]) -> None:
             range; for options that a schedule cannot do without, or that exclude each other.
     """
     if name not in SCHEDULES:
-        raise ConfigurationError("lr_scheduler_type", name, "is no known schedule", _near(name, SCHEDULES))
+        raise ConfigurationError("lr_scheduler_type", name, "is not a known schedule", _near(name, SCHEDULES))
     for option, value in options.items():
         setting = f"lr_scheduler_kwargs.{option}"
         if option not in SCHEDULES[name]:
             known = ", ".join(SCHEDULES[name]) or "none"
-            rule = f"is no option of {name!r}, which has: {known}"
+            rule = f"is not an option of {name!r}, which has: {known}"
             raise ConfigurationError(setting, value, rule, _near(option, SCHEDULES[name]))
         _check_value(name, option, value)
     if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):

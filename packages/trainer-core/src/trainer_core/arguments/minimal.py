@@ -86,7 +86,7 @@ class MinimalTrainingArguments:
     save_on_each_node: bool = False
     """Write checkpoints on every node, for storage that nodes do not share."""
     resume_from_checkpoint: bool | str = True
-    """True: go on from the newest checkpoint in the output directory, if any; a path: from that one;
+    """True: continue from the newest checkpoint in the output directory, if any; a path: from that one;
     false: start anew, which needs a directory without checkpoints or overwrite_output_dir."""
 
     load_best_model_at_end: bool = False

@@ -53,7 +53,7 @@ class InfoCallback:
 
     Acts at on_train_begin and on_train_end, on rank 0: size of the model, examples per step, length of the
     run, device, precision, settings that are not at their defaults, version of torch, folder of the
-    checkpoints, and the step at which the run goes on.
+    checkpoints, and the step at which the run continues.
 
     Args:
         stream: Where to print; standard error when not given.

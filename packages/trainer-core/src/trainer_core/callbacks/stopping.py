@@ -101,7 +101,7 @@ class DivergenceDetector:
         return {"values": list(self._values), "spikes_in_a_row": self.spikes_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on where a checkpoint left off; a smaller window keeps its newest values."""
+        """Continue where a checkpoint left off; a smaller window keeps its newest values."""
         values, spikes = state["values"], state["spikes_in_a_row"]
         self._values.clear()
         if isinstance(values, Sequence):
@@ -138,7 +138,7 @@ class DivergenceDetector:
         raise ConfigurationError(
             "metric",
             self.metric,
-            "is no number in the training record",
+            "is not a number in the training record",
             f"choose one of {', '.join(numbers)}, or put the callback that adds it in front",
         )
 
@@ -234,7 +234,7 @@ class EarlyStopping:
         return {"best": self.best, "evaluations_without_improvement": self.evaluations_without_improvement}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on counting where a checkpoint left off."""
+        """Continue counting where a checkpoint left off."""
         best, count = state["best"], state["evaluations_without_improvement"]
         self.best = float(best) if isinstance(best, int | float) else None
         self.evaluations_without_improvement = count if isinstance(count, int) else 0

@@ -46,7 +46,7 @@ def generate_with_model(model: nn.Module, tokenizer: object, options: Mapping[st
         raise ConfigurationError(
             "processing_class",
             tokenizer,
-            "is no tokenizer that encodes prompts and decodes texts",
+            "is not a tokenizer that encodes prompts and decodes texts",
             "give the Trainer a tokenizer, or give TextSamples a generate function",
         )
 
@@ -83,7 +83,7 @@ class TextSamples:
     are put back afterwards.
 
     Args:
-        prompts: What the model is to go on from, at least one.
+        prompts: What the model is to continue from, at least one.
         every: "eval", or a number of steps.
         max_new_tokens: Tokens to generate for each prompt, 1 or more.
         generate: Called as `generate(model, prompt)` in evaluation mode without gradients; returns the text.

@@ -49,7 +49,7 @@ def scalars_of(record: Mapping[str, object]) -> dict[str, float]:
     | a key with a slash | stays as it is |
 
     The items of a list become `<name>/rank0`, `<name>/rank1` and so on, those of a dict `<name>/<key>`. None
-    and whatever is no number is left out. A tensor of one element is brought to the host.
+    and whatever is not a number is left out. A tensor of one element is brought to the host.
     """
     return {
         name: number
@@ -110,21 +110,21 @@ class Opening(NamedTuple):
     """What a tracker needs to open its run."""
 
     run_id: str | None
-    """The run to go on with; None begins one."""
+    """The run to continue with; None begins one."""
     directory: Path
     """The run's log directory."""
     config: dict[str, object]
     """The arguments, as JSON values."""
     step: int
-    """Optimizer step at which the run goes on."""
+    """Optimizer step at which the run continues."""
 
 
 class Tracker(ABC):
     """Base of the trackers: rank 0 writes each log record as grouped scalars over the optimizer step.
 
-    Acts at on_train_begin (opens the run, or goes on with the one of the checkpoint), on_log and on_train_end
-    (closes it). Names of the scalars: `train/...`, `eval/...`, `final/...`. A record that is logged outside
-    `train`, such as an evaluation afterwards, opens the run and closes it again.
+    Acts at on_train_begin (opens the run, or continues with the one of the checkpoint), on_log and
+    on_train_end (closes it). Names of the scalars: `train/...`, `eval/...`, `final/...`. A record that is
+    logged outside `train`, such as an evaluation afterwards, opens the run and closes it again.
 
     The run's id is saved with each checkpoint. If the interrupted part had logged beyond the checkpoint, a
     tracker that can take points back does so; for one that cannot, the steps that are there already are not
@@ -132,7 +132,7 @@ class Tracker(ABC):
     carries `session/resumed_at_step`.
 
     Args:
-        run_id: Go on with this run of the tracker, not with the one of the checkpoint.
+        run_id: Continue with this run of the tracker, not with the one of the checkpoint.
 
     Raises:
         ConfigurationError: The tracker's library is not installed.
@@ -161,7 +161,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def open_run(self, opening: Opening) -> str:
-        """Begin a run and store its config, or go on with one.
+        """Begin a run and store its config, or continue with one.
 
         Returns:
             The run's id.
@@ -215,7 +215,7 @@ class Tracker(ABC):
         return {"run_id": self._run_id, "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on with the run of a checkpoint, unless another one was chosen."""
+        """Continue with the run of a checkpoint, unless another one was chosen."""
         run_id, last_step = state["run_id"], state["last_step"]
         if isinstance(run_id, str) and isinstance(last_step, int) and self._chosen_id in (None, run_id):
             self._run_id, self._last_step = run_id, last_step
@@ -237,8 +237,8 @@ class Tracker(ABC):
         if self.takes_points_back or self._run_id is None or through <= step:
             return -1
         logger.warning(
-            "%s: run %s holds points up to step %d and cannot take them back; training goes on from step %d, "
-            "and is not logged there again until step %d is passed. Give run_id for a run of its own",
+            "%s: run %s holds points up to step %d and cannot take them back; training continues from step "
+            "%d, and is not logged there again until step %d is passed. Give run_id for a run of its own",
             type(self).__name__,
             self._run_id,
             through,

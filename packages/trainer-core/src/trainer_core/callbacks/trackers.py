@@ -31,7 +31,7 @@ PARAM_LENGTH = 6000
 class MLflowCallback(Tracker):
     """Logs records to an MLflow run; its step is the optimizer step.
 
-    When it acts, and what it does on resume: see `Tracker`. The run of the checkpoint goes on under its id.
+    When it acts, and what it does on resume: see `Tracker`. The run of the checkpoint continues under its id.
     The arguments are stored once as the run's params. An active run of `mlflow.start_run` is neither used nor
     changed. At the end the run's status is FINISHED, or FAILED when training was aborted.
 
@@ -42,7 +42,7 @@ class MLflowCallback(Tracker):
         run_name: Name of the run; MLflow chooses one when not given.
         tracking_uri: Where runs are kept: a server, `sqlite:///file` or `file:directory`; MLflow's default
             (`MLFLOW_TRACKING_URI`) when not given.
-        run_id: Id of a run that exists, to go on with.
+        run_id: Id of a run that exists, to continue with.
 
     Raises:
         ConfigurationError: `mlflow` is not installed.
@@ -201,7 +201,7 @@ class WandbCallback(Tracker):
         run_name: Name of the run; W&B chooses one when not given.
         tags: Tags of a new run.
         mode: "online", "offline" or "disabled"; W&B's default (`WANDB_MODE`) when not given.
-        run_id: Id of the run to go on with or to begin.
+        run_id: Id of the run to continue with or to begin.
 
     Raises:
         ConfigurationError: `wandb` is not installed.

@@ -95,7 +95,7 @@ def _without_counters(run: Run, loaded: Path) -> ConfigurationError:
         f"{loaded} lacks trainer.json, so the run would begin at step 0, and replace checkpoints beside it "
         "or be passed over for them",
         f"to begin at step 0 with its weights and states, set resume_from_checkpoint={str(loaded)!r} and "
-        "another output_dir; to go on from an older checkpoint, name that one",
+        "another output_dir; to continue from an older checkpoint, name that one",
     )
 
 
@@ -136,7 +136,7 @@ def load(run: Run, path: str | None) -> Path | None:
 
 
 def say_changes(changes: Changes) -> None:
-    """Say which arguments differ from those of the checkpoint that a run goes on from."""
+    """Say which arguments differ from those of the checkpoint that a run continues from."""
     for change in changes.warned:
         logger.warning("changed since the checkpoint, and changes the curve from here on: %s", change)
     for change in changes.allowed:
@@ -144,7 +144,7 @@ def say_changes(changes: Changes) -> None:
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
-    """The checkpoint that training would go on from, if there is one; it is verified when it is loaded."""
+    """The checkpoint that training would continue from, if there is one; it is verified when it is loaded."""
     wanted = args.resume_from_checkpoint
     if isinstance(wanted, str):
         return Path(wanted)

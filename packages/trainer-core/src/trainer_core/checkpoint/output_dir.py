@@ -137,7 +137,7 @@ class OutputLease:
         self._known = self._content()
 
     def _content(self) -> set[str]:
-        """Names of what every run leaves that goes on, or begins anew, in the output directory."""
+        """Names of what every run leaves that continues, or begins anew, in the output directory."""
         directory = Path(self._args.output_dir)
         return {path.name for path in (*checkpoints_in(directory), *directory.glob(f"{PREVIOUS}*"))}
 
@@ -151,7 +151,7 @@ class OutputLease:
     def may_log(self) -> bool:
         """Whether callbacks may write a record now.
 
-        Between two calls of `train` nothing is owned, and an evaluation may go on beside the training of
+        Between two calls of `train` nothing is owned, and an evaluation may continue beside the training of
         another process, whose log it must leave alone.
 
         Raises:

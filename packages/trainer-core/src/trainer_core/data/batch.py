@@ -30,7 +30,7 @@ class Window(NamedTuple):
     target_tokens: Tensor
     """Positions that count in the loss."""
     input_tokens: list[Tensor | int]
-    """Positions that are no padding, for each microbatch."""
+    """Positions that are not padding, for each microbatch."""
 
 
 def next_window(batches: Iterator[Batch], size: int, loss: TokenLoss) -> Window | None:

@@ -31,7 +31,7 @@ class LossSettings(Protocol):
 
 
 def check_loss(args: LossSettings, given: object, fused_factory: object = None) -> None:
-    """Refuse a loss that is no sum and count, and arguments that have no effect beside it.
+    """Refuse a loss that is not a sum and count, and arguments that have no effect beside it.
 
     Needs no model, so it can be called before there is one.
 

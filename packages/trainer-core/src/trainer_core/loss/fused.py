@@ -268,8 +268,8 @@ class FusedLinearCrossEntropy(NextTokenLoss):
             in tensor parallelism: there the gradients are equal, and are not added up.
 
     Raises:
-        ConfigurationError: If the head is no plain linear layer, or the backend is missing or does not know
-            this loss.
+        ConfigurationError: If the head is not a plain linear layer, or the backend is missing or does not
+            know this loss.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class FusedLinearCrossEntropy(NextTokenLoss):
             float32 scalar.
 
         Raises:
-            ConfigurationError: If these are no hidden states for the head and the targets.
+            ConfigurationError: If these are not hidden states for the head and the targets.
         """
         if isinstance(predictions, Tensor):
             predictions = HiddenStates(predictions, _autocast_dtype(predictions))

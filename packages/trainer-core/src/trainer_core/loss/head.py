@@ -30,7 +30,7 @@ def output_head(model: nn.Module) -> nn.Linear:
     """The linear layer that `model.get_output_embeddings()` names.
 
     Raises:
-        ConfigurationError: If the model does not name one, or it is no plain linear layer.
+        ConfigurationError: If the model does not name one, or it is not a plain linear layer.
     """
     getter = getattr(bare(model), "get_output_embeddings", None)
     if not callable(getter):
@@ -263,7 +263,8 @@ def hidden_states_loss(head: nn.Module, factory: FusedLossFactory) -> HiddenStat
         factory: Makes the loss.
 
     Raises:
-        ConfigurationError: If the head is no plain linear layer, or the factory gives no sum-and-count loss.
+        ConfigurationError: If the head is not a plain linear layer, or the factory gives no sum-and-count
+            loss.
     """
     checked = checked_head(head)
     loss = factory(checked)

@@ -204,7 +204,7 @@ def counted_of(count: Callable[[Tensor], Tensor], labels: Tensor) -> Tensor:
 
 
 def countable(labels: Tensor, counted: Tensor) -> Tensor:
-    """The labels, or zeros if none counts: -100 is no index, and a mean over nothing is not a number."""
+    """The labels, or zeros if none counts: -100 is not an index, and a mean over nothing is not a number."""
     return torch.where(counted > 0, labels, 0)
 
 

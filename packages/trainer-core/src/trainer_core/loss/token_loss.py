@@ -235,7 +235,7 @@ def loss_in(outputs: object) -> Tensor:
     """The loss that a model computed itself: an attribute or item `loss`, or the first of a tuple.
 
     Raises:
-        ConfigurationError: If there is none, or if it is no scalar.
+        ConfigurationError: If there is none, or if it is not a scalar.
     """
     found = member(outputs, "loss")
     if found is None:

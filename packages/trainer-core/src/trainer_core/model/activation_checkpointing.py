@@ -238,7 +238,7 @@ def checkpoint_activations(
 
     Raises:
         ConfigurationError: If the blocks are not found, an operator is unknown, no block is chosen, the
-            function is missing or names what is no part of the model, or the model checkpoints activations
+            function is missing or names what is not part of the model, or the model checkpoints activations
             already.
     """
     mode = args.recomputation
@@ -280,7 +280,7 @@ def _named_by(function: RecomputeFn, model: nn.Module) -> dict[str, nn.Module]:
             raise ConfigurationError(
                 setting,
                 told,
-                f"names {type(module).__name__}, which is no module inside {type(model).__name__}",
+                f"names {type(module).__name__}, which is not a module inside {type(model).__name__}",
                 "return modules of the model that it is given",
             )
         found[names[module]] = module

@@ -41,7 +41,7 @@ def assign(patterns: Sequence[str], trainable: Mapping[str, bool]) -> dict[str, 
         The pattern of each trainable parameter; None for those that none matches.
 
     Raises:
-        ConfigurationError: For a pattern that is no regular expression, or that gets no parameter.
+        ConfigurationError: For a pattern that is not a regular expression, or that gets no parameter.
     """
     compiled = {pattern: compile_pattern(pattern) for pattern in patterns}
     owner: dict[str, str | None] = {}
@@ -58,7 +58,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """The regular expression of a pattern; its `fullmatch` decides.
 
     Raises:
-        ConfigurationError: If what follows `re:` is no regular expression.
+        ConfigurationError: If what follows `re:` is not a regular expression.
     """
     if not pattern.startswith(REGEX_PREFIX):
         return re.compile(translate(pattern))
@@ -66,7 +66,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern.removeprefix(REGEX_PREFIX))
     except re.error as error:
         raise ConfigurationError(
-            "optimizer_groups", pattern, f"is no regular expression ({error})", "correct it"
+            "optimizer_groups", pattern, f"is not a regular expression ({error})", "correct it"
         ) from error
 
 
@@ -272,7 +272,10 @@ def build_optimizer(
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
-            "optimizer_factory", type(optimizer).__name__, "was returned, which is no optimizer", "return one"
+            "optimizer_factory",
+            type(optimizer).__name__,
+            "was returned, which is not an optimizer",
+            "return one",
         )
     return optimizer
 
@@ -292,7 +295,7 @@ def _check_options(part: _Part, optimizer: Optimizer) -> None:
             raise ConfigurationError(
                 f"optimizer_groups[{part.pattern!r}].{option}",
                 value,
-                f"is no option of {type(optimizer).__name__}",
+                f"is not an option of {type(optimizer).__name__}",
                 f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(optimizer.defaults))}",
             )
         setting = f"optimizer_groups[{part.pattern!r}].{option}"

@@ -70,7 +70,7 @@ class PlateauSchedule(ReduceLROnPlateau):
             raise ConfigurationError(
                 "lr_scheduler_kwargs.metric",
                 self.metric,
-                f"is no number in the metrics of the evaluation: {', '.join(sorted(metrics))}",
+                f"is not a number in the metrics of the evaluation: {', '.join(sorted(metrics))}",
                 "name one of these",
             )
         self.step(value)
@@ -86,7 +86,7 @@ class PlateauSchedule(ReduceLROnPlateau):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the counters of a saved schedule."""
+        """Continue with the counters of a saved schedule."""
         for key in ("best", "cooldown_counter", "num_bad_epochs", "last_epoch"):
             setattr(self, key, state_dict[key])
         self._last_lr = list(state_dict["last_lr"])

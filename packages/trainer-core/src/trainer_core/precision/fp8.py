@@ -86,7 +86,7 @@ def convert_to_fp8(
 def _known_recipe(args: BaseTrainingArguments) -> str:
     recipe = args.fp8_recipe
     if recipe not in FP8_RECIPES:
-        rule, fix = "is no recipe for FP8", f"choose of {', '.join(FP8_RECIPES)}"
+        rule, fix = "is not a recipe for FP8", f"choose of {', '.join(FP8_RECIPES)}"
         raise ConfigurationError("fp8_recipe", recipe, rule, fix)
     return recipe
 
@@ -121,7 +121,7 @@ def lacks_fp8(device: torch.device) -> str | None:
 def _alignment_rule(alignment: int) -> LayerRule:
     def rule(name: str, layer: nn.Linear) -> str | None:
         if alignment and (layer.in_features % alignment or layer.out_features % alignment):
-            return f"sizes {layer.in_features} to {layer.out_features} are no multiples of {alignment}"
+            return f"sizes {layer.in_features} to {layer.out_features} are not multiples of {alignment}"
         return None
 
     return rule

@@ -75,7 +75,7 @@ def known_recipe(name: str | None) -> QATRecipe:
         ConfigurationError: If there is none.
     """
     if name not in QAT_RECIPES:
-        rule, fix = "is no recipe for quantization-aware training", f"choose of {', '.join(QAT_RECIPES)}"
+        rule, fix = "is not a recipe for quantization-aware training", f"choose of {', '.join(QAT_RECIPES)}"
         raise ConfigurationError("qat_recipe", name, rule, fix)
     return QAT_RECIPES[name]
 
@@ -168,7 +168,7 @@ def _layer_rule(model: nn.Module, recipe: QATRecipe) -> LayerRule:
         if users[id(layer.weight)] > 1:
             return "shares its weight with another module"
         if recipe.group_size is not None and layer.in_features % recipe.group_size:
-            return f"input size {layer.in_features} is no multiple of the group size {recipe.group_size}"
+            return f"input size {layer.in_features} is not a multiple of the group size {recipe.group_size}"
         return None
 
     return rule

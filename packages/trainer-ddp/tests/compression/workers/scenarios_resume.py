@@ -47,7 +47,7 @@ def _bucket_sizes(job: Job) -> list[str]:
 
 
 def restart(directory: Path) -> object:
-    """Stopped before, at and after `start_step`; the weights go on bit for bit with other buckets."""
+    """Stopped before, at and after `start_step`; the weights continue bit for bit with other buckets."""
     samples = [shard(whole) for whole in batches(STEPS)]
     straight = Job(SETTINGS)
     manager = _manager(straight, directory)

@@ -172,7 +172,7 @@ def unused(directory: Path) -> object:
     return {
         "gradient": "seldom.weight" in nobody,
         "kept": [torch.equal(before[p]["seldom.weight"], after[p]["seldom.weight"]) for p in before],
-        "others go on": not torch.equal(before["errors"]["first.weight"], after["errors"]["first.weight"]),
+        "others continue": not torch.equal(before["errors"]["first.weight"], after["errors"]["first.weight"]),
         "used by one": float(one["seldom.weight"].abs().max()),
         "moved": not torch.equal(after["factors"]["seldom.weight"], moved["factors"]["seldom.weight"]),
     }

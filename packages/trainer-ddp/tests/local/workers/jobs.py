@@ -128,7 +128,7 @@ class Job:
         return torch.randn(8, 4, generator=generator).to(self.dtype)
 
     def train(self, steps: int, *, expert_on: int | None = None) -> None:
-        """Go on for some steps; the batches of rank `expert_on` use the expert."""
+        """Continue for some steps; the batches of rank `expert_on` use the expert."""
         for _ in range(steps):
             scope = self.local.gradient_scope
             module = self.wrapped if scope == "all" else self.model

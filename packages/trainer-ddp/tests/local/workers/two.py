@@ -215,7 +215,7 @@ class Two:
         return None
 
     def expert_of_one_rank(self) -> object:
-        """State that only rank 1 has: what the others see of it, and whether a run goes on exactly."""
+        """State that only rank 1 has: what the others see of it, and whether a run continues exactly."""
         directory = self.directory / "expert"
         job = self.job(post_local(0, 4))
         job.train(3, expert_on=1)
@@ -236,7 +236,7 @@ class Two:
         }
 
     def other_settings(self) -> object:
-        """A run that goes on in another way, of which all ranks begin from the mean."""
+        """A run that continues in another way, of which all ranks begin from the mean."""
         mean = torch.load(self.directory / "for-one-post_local.pt")
         later = self._going_on(post_local(50, 3))
         claims = [

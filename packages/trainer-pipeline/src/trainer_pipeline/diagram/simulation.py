@@ -75,7 +75,7 @@ def known_schedule(schedule: str | ScheduleFactory) -> ScheduleKind:
     """Return what is known of a schedule, given by name or by class.
 
     Raises:
-        ConfigurationError: There is none of that name, or it is no schedule class.
+        ConfigurationError: There is none of that name, or it is not a schedule class.
     """
     return schedule_kind(schedule) if isinstance(schedule, str) else kind_of_factory(schedule)
 
