@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous, static_tcp_rendezvous
 
-from trainer_core import ConfigurationError
-from trainer_core.arguments.config import load_config_file
+from trainer_core import ConfigurationError, load_config_file
 
 LISTENING = '''
 import os

@@ -189,7 +189,7 @@ def _refuse_beside(args: TrainingArguments, names: Sequence[str], what: str) -> 
                 field.name,
                 value,
                 f"has no effect beside {what}",
-                f"say it there, and leave {field.name} out",
+                f"pass it to the optimizer instead and remove {field.name}",
             )
 
 
