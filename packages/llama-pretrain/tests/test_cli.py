@@ -266,7 +266,7 @@ def test_export_is_a_hugging_face_directory(work: Path, capsys: pytest.CaptureFi
         ("--model {work}/data", "neither a preset nor a directory with a config.json"),
         ("--tokenizer {work}/data", "tokenizer="),
         ("--config {work}/missing.toml", "missing.toml"),
-        ("--output-dir {work}/data", "no run of llama-pretrain"),
+        ("--output-dir {work}/data", "not a run of llama-pretrain"),
         ("--output-dir {work}/whole --seed 5", "was begun with 1"),
         ("--output-dir {work}/whole --data {work}/data/deep", "data="),
         ("--output-dir {work}/whole --model tiny", "was begun with {'hidden_size': 32"),

@@ -126,7 +126,7 @@ def test_a_fresh_start_moves_another_run_aside(tmp_path: Path) -> None:
 def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
     args = PretrainArguments(output_dir=str(tmp_path))
     (tmp_path / "thesis.tex").write_text("all of it")
-    with pytest.raises(ConfigurationError, match=r"no run of llama-pretrain \(such as 'thesis.tex'\)"):
+    with pytest.raises(ConfigurationError, match=r"not a run of llama-pretrain \(such as 'thesis.tex'\)"):
         RunDirectory(tmp_path).begin(args, SUBJECT)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     with pytest.raises(ConfigurationError, match="is not a directory"):

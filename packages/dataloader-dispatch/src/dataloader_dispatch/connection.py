@@ -44,7 +44,10 @@ def data_errors() -> Iterator[None]:
 
 def one_line(reason: object) -> str:
     """A reason without line breaks, with its type if it is an error."""
-    text = " ".join(str(reason).split())
+    try:
+        text = " ".join(str(reason).split())
+    except Exception:  # noqa: BLE001  # an error whose own __str__ raises
+        text = ""
     if not isinstance(reason, BaseException):
         return text
     return f"{type(reason).__name__}: {text}" if text else type(reason).__name__

@@ -198,7 +198,7 @@ def test_settings_are_checked_before_the_server_is_asked(server: Server, api: Pr
     with pytest.raises(ValueError, match="job_label='hpc-job': not the name of a label"):
         collect_fleet(api, 0, 60, job_labels=["hpc-job"])
     for wrong in ("localhost:9090", "http://", "http://host:abc", "http://[::1"):
-        with pytest.raises(ValueError, match=r"prometheus=.*(must be|is no) a"):
+        with pytest.raises(ValueError, match=r"prometheus=.*(must be|is not an) a"):
             PrometheusAPI(wrong)
     with pytest.raises(ValueError, match="patience_s=nan"):
         PrometheusAPI(server.url, patience_s=float("nan"))

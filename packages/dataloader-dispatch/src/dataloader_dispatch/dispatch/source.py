@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dataloader_dispatch.batches import dense_to_device
-from dataloader_dispatch.connection import run_finalizer
+from dataloader_dispatch.connection import one_line, run_finalizer
 from dataloader_dispatch.dispatch.message import encode_error, note_origin
 from dataloader_dispatch.dispatch.reader import Position, Reader, Round, Snapshot, outdated
 from dataloader_dispatch.dispatch.sender import LostRank, Outbox
@@ -289,8 +289,13 @@ class Source:
 
     def _fail(self, generation: int, error: BaseException) -> None:
         where = self._group.name(0)
-        payload = encode_error(error, where)
-        note_origin(error, where)
+        try:
+            payload = encode_error(error, where)
+            note_origin(error, where)
+        except Exception as unspeakable:  # noqa: BLE001  # its __str__ or its notes raise
+            kind = type(error).__name__
+            error = RuntimeError(f"{kind}, which cannot be described: {one_line(unspeakable)}")
+            payload = encode_error(error, where)
         if not self._is_current(generation):
             return
         try:

@@ -107,7 +107,7 @@ class Epoch(Generic[Batch]):
         self._held: Batch | None = None
         self._dummy: Batch | None = None
         self._error: Exception | None = None
-        self._iterator: Iterator[Batch] = iter(())
+        self.iterator: Iterator[Batch] = iter(())
         self._is_superseded = False
 
     def batches(self, prepare: Callable[[], bool], before: Epoch[Batch] | None) -> Iterator[Batch]:
@@ -191,20 +191,24 @@ class Epoch(Generic[Batch]):
         loader = self._settings.loader
         if epoch is not None and epoch_of(loader) not in (None, epoch):
             loader.set_epoch(epoch)  # type: ignore[attr-defined]  # a loader with epochs can be set to one
-        self._iterator = iter(loader)
-        if before is not None and before._has and before._iterator is self._iterator:
-            self._held, self._has, self.place = before._held, True, before.place
-        else:
+        self.iterator = iter(loader)
+        if before is None or before.iterator is not self.iterator:
             self._fetch()
+            return
+        # Read ahead and not delivered: of a loader that cannot be put back.
+        self._held, self._has, self.place = before._held, before._has, before.place
+        if before._error is not None:
+            raise before._error
 
     def _fetch(self) -> None:
         """Fetch the next batch, if there is one."""
         self._has = False
-        if (interruption := self._group.take_interruption()) is not None:
-            raise interruption
+        interruption = self._group.take_interruption()
         self.place = Place.of(self._settings.loader)
+        if interruption is not None:
+            raise interruption
         try:
-            self._held = to_device(next(self._iterator), self._settings.device)
+            self._held = to_device(next(self.iterator), self._settings.device)
         except StopIteration:
             return
         self._has = True
@@ -241,8 +245,12 @@ class Epoch(Generic[Batch]):
         source = has.index(True)
         shared = to_device(self._first, torch.device("cpu")) if group.index == source else None
         received = group.send_batch("sending a batch to ranks without one", shared, source)
-        if not self._has:
-            self._prepare_dummy(cast(Batch, to_device(received, self._settings.device)))
+
+        def prepare() -> None:
+            if not self._has:
+                self._prepare_dummy(cast(Batch, to_device(received, self._settings.device)))
+
+        self._gather("making a batch that stands in", prepare)
 
     def _tell_surplus(self) -> None:
         """Say which ranks had more batches than others; an error under ``uneven="error"``. Collective."""

@@ -107,6 +107,10 @@ class EvaluationLoader(Generic[Batch]):
         """
         return len(self._batches)
 
+    def end_workers(self) -> None:
+        """Leave the pass on this rank, and end the worker processes of the loader."""
+        self._batches.end_workers()
+
     def close(self) -> None:
         """Close the connections between the ranks, on this rank; it cannot be iterated again."""
         self._batches.close()

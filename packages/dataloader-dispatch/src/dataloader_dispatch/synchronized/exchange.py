@@ -42,6 +42,7 @@ class Exchange(ControlGroup):
     """
 
     _interruption: Exception | None = None
+    _work: dist.Work | None = None
 
     def __init__(self, ranks: Sequence[int], timeout_seconds: float) -> None:
         with data_errors():
@@ -61,6 +62,12 @@ class Exchange(ControlGroup):
                 raise
             except RuntimeError as error:  # raised by a signal handler: the exchange is still under way
                 self._interruption = error
+
+    def close(self) -> None:
+        """Close the connections of this rank; not collective."""
+        if self._work is not None and not self._work.is_completed():
+            self._is_torn = True  # nobody waits for it any more, and the group would until its timeout
+        super().close()
 
     def take_interruption(self) -> Exception | None:
         """What was raised during an exchange, if anything was."""

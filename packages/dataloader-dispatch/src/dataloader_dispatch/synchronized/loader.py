@@ -9,10 +9,11 @@ from typing import Generic, TypeVar, cast, get_args
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dataloader_dispatch.batches import Uneven, masked_dummy, to_device
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.loader import PassGenerator, length_of, set_loader_epoch
+from dataloader_dispatch.loader import PassGenerator, end_workers, length_of, set_loader_epoch
 from dataloader_dispatch.synchronized.epoch import Epoch, Place, Settings
 from dataloader_dispatch.synchronized.epoch_start import common_length
 from dataloader_dispatch.synchronized.exchange import Exchange
@@ -244,9 +245,30 @@ class SynchronizedDataLoader(Generic[Batch]):
             return not is_loaded if left is None or is_loaded else self._go_back(left)
 
         try:
-            yield from epoch.batches(prepare, left)
+            yield from epoch.batches(prepare, None if left is None or self._is_put_back(left) else left)
         finally:
             self._has_failed = epoch.has_failed or self._has_failed
+
+    def _is_put_back(self, left: Epoch[Batch]) -> bool:
+        """Whether the loader reads again what a pass that was broken off has read ahead."""
+        # A DataLoader with persistent workers has one iterator for all passes, which it sets back. Its class
+        # is private to torch; another one's pass would begin with what was read ahead in the one before.
+        if isinstance(left.iterator, _BaseDataLoaderIter):
+            return True
+        return left.place is not None and left.place.state is not None
+
+    def end_workers(self) -> None:
+        """Leave the pass on this rank, and end the worker processes of the loader; the position stays."""
+        left = self._latest
+        if left is None:
+            end_workers(self.loader)
+            return
+        left.supersede()
+        end_workers(self.loader, left.iterator)
+        left.iterator = iter(())  # torch ends workers where it is collected
+        state = left.place and left.place.state
+        if state and not left.is_over and getattr(self.loader, "next_iter_state", None) is not None:
+            self.load_state_dict(state)  # torchdata's loader keeps what was read ahead
 
     def _go_back(self, left: Epoch[Batch]) -> bool:
         """Give up what a pass that was broken off has read ahead; whether the next one is a whole epoch."""
