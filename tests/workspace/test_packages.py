@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,3 +74,21 @@ def test_console_scripts_are_documented(package: Package) -> None:
         if not any(re.search(rf"^(uv run )?{script}\b", block, flags=re.MULTILINE) for block in blocks)
     ]
     assert not missing, f"no example in the README runs {missing}"
+
+
+def test_torch_is_imported_before_its_parts(package: Package) -> None:
+    """`import torch.distributed` first, while another thread begins with `import torch`, ends in an abort.
+
+    Each thread waits for the lock of the module that the other one imports (torch 2.13), and names of these
+    packages are imported by whichever thread uses them first.
+    """
+    wrong = []
+    for path in package.source.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            if first := [name for name in names if name.split(".")[0] == "torch"]:
+                wrong += [f"{path.name}:{node.lineno}"] if first[0] != "torch" else []
+                break
+    assert not wrong

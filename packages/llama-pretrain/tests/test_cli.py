@@ -409,3 +409,21 @@ def test_no_help_needs_torch_and_threads_are_set_before_it_is_loaded() -> None:
         env=environment,
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "recipes", "completion bash --show"])
+def test_a_reader_that_has_seen_enough_is_no_error(words: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "llama_pretrain", *words.split()],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")

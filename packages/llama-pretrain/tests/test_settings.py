@@ -194,6 +194,7 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
             "pipeline.replicas=2: has no effect with trainer='fsdp2'",
         ),
         ("pipeline: {schedule: zbv}", "leave it out, or use trainer='pipeline'"),
+        ("ddp: {1: 2}", "ddp.1=2: is not the name of a setting"),
         (
             "trainer: pipeline\npipeline: {schedule: gpip}",
             "pipeline.schedule='gpip': must be one of gpipe, 1f1b",

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+from torch import distributed as dist
 
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line
 from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment

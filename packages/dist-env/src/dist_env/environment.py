@@ -13,7 +13,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
-import torch.distributed as dist
+from torch import distributed as dist
 
 from dist_env.coordination import Coordinator, RankRecord, forget_coordinator, prefix_store, use_coordinator
 from dist_env.device import DeviceMap, choose_backend, choose_device, device_identity, set_current_device

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+from torch import distributed as dist
 
 from dist_env.coordination import UNKNOWN_HOST, Coordinator, RankRecord, lost_store, prefix_store
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line

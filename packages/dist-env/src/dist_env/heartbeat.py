@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
-import torch.distributed as dist
+from torch import distributed as dist
 
 from dist_env.coordination import Coordinator, RankRecord, coordinator_of
 from dist_env.errors import DistributedEnvironmentError, one_line

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-import torch.distributed as dist
+from torch import distributed as dist
 
 from dist_env.coordination import Coordinator, coordinator_of
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, one_line

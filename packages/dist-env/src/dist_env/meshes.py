@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_env.errors import DistributedEnvironmentError

@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+from torch import distributed as dist
 
 from dist_env.errors import DistributedEnvironmentError, RankTimeoutError
 from dist_env.variables import DEFAULT_MASTER_PORT, Variables

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import cast
 
-import torch.distributed as dist
+from torch import distributed as dist
 
 from dist_env.collectives import training_timeout
 from dist_env.coordination import Coordinator, coordinator_of

@@ -37,12 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0; 1 if `detect` cannot tell because torch is missing; 2 for bad input.
     """
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             status: int = options.run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough. Keep the interpreter from flushing into the pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -58,12 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         early and saved, 130 interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in ("-h", "--help"):
-        print(_OVERVIEW)
-        return 0
-    if words and words[0] == "--version":
-        print(f"{PROG} {version(PROG)}")
-        return 0
+    if words and words[0] in ("-h", "--help", "--version"):
+        return _show(_OVERVIEW if words[0] != "--version" else f"{PROG} {version(PROG)}")
     if words and words[0] == "--install-completion":
         words[0] = "completion"
     name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else ("train", words)
@@ -89,6 +85,22 @@ def run() -> NoReturn:
     sys.exit(code)
 
 
+def _show(text: str) -> int:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _leave_stdout()
+    except OSError as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def _leave_stdout() -> None:
+    """The reader, such as `head`, has seen enough: keep the interpreter from flushing into the pipe again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _run(name: str, words: Sequence[str]) -> int:
     # torch reads this when it is loaded. By default OpenMP threads that wait for one another spin, and take
     # the cores from the very thread they wait for: with two threads on two busy cores, `tiny` was 5 to 10
@@ -101,8 +113,14 @@ def _run(name: str, words: Sequence[str]) -> int:
         print(f"{PROG}: error: unknown command {name!r}; {hint}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
-        return COMMANDS[name](words)
+        done = COMMANDS[name](words)
+        if name in _ONLY_PRINT:
+            sys.stdout.flush()
+        return done
     except Exception as error:
+        if name in _ONLY_PRINT and isinstance(error, BrokenPipeError):
+            _leave_stdout()
+            return 0
         code = exit_code_of(error)
         if code is None:
             raise
@@ -291,6 +309,8 @@ _SIMPLE = (
         keeps_words=True,
     ),
 )
+_ONLY_PRINT = ("recipes", "completion")
+"""Commands whose reader may stop reading."""
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "plan": _plan,

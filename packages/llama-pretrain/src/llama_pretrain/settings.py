@@ -168,6 +168,8 @@ def _in_tables(settings: Mapping[str, object], cls: type, prefix: str = "") -> d
     groups = {name: hint for name, hint in get_type_hints(cls).items() if is_dataclass(hint)}
     tables: dict[str, object] = {}
     for key, value in settings.items():
+        if not isinstance(key, str):
+            raise ConfigurationError(f"{prefix}{key}", value, "is not the name of a setting", "write a name")
         name, _, inner = key.replace("-", "_").partition(".")
         group = groups.get(name)
         if not isinstance(group, type) or not (inner or isinstance(value, Mapping)):

@@ -211,6 +211,9 @@ _REPLACED = {
     "SingleDevice": "Trainer without parallel=[...]; for hooks of a run see StepHooks",
     "DataParallel": "ModelTransform and Ranks",
     "Scored": "ForwardOutput",
+    "Traffic": "CommBytes",
+    "add_up_gradients": "use_sum_reduction",
+    "has_no_values": "is_fake",
     "clip_grad_norm": "clip_grad_norm_",
     "DATA_PARALLEL": "the views of trainer.ranks.meshes, such as meshes.data",
 }

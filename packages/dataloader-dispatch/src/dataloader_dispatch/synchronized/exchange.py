@@ -86,7 +86,9 @@ class Exchange(ControlGroup):
         Raises:
             RankFailedError: A rank is lost.
         """
-        self.wait("agreeing on the end of data", self._work)
+        if self._work is not None:
+            self.wait("agreeing on the end of data", self._work)
+        self._work = None
         return Flags(*map(bool, self._flags.tolist()))
 
     def send_batch(self, doing: str, batch: object, source: int) -> object:

@@ -266,7 +266,7 @@ class SynchronizedDataLoader(Generic[Batch]):
         left.supersede()
         end_workers(self.loader, left.iterator)
         left.iterator = iter(())  # torch ends workers where it is collected
-        state = left.place and left.place.state
+        state = None if left.place is None else cast("dict[str, object] | None", left.place.state)
         if state and not left.is_over and getattr(self.loader, "next_iter_state", None) is not None:
             self.load_state_dict(state)  # torchdata's loader keeps what was read ahead
 

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 from typing import Literal, TextIO
 
-import torch.distributed
+from torch import distributed
 
 from dist_env import get_logger
 
 
 def process_rank() -> int:
     """This process's rank in the world; 0 without a process group."""
-    distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 

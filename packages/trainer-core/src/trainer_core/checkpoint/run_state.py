@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import optim
 
 from checkpoint_core import (
     ModelState,
@@ -39,7 +38,7 @@ class ScheduleState:
         scheduler: The schedule of this run.
     """
 
-    def __init__(self, scheduler: LRScheduler) -> None:
+    def __init__(self, scheduler: optim.lr_scheduler.LRScheduler) -> None:
         self.scheduler = scheduler
         self.loaded = False
         """Whether it took up the state of a checkpoint."""
@@ -211,7 +210,8 @@ class CallbackStates:
         found: dict[str, Stateful] = {}
         for callback in self._events.callbacks:
             # A learning-rate schedule may be a callback too, and is saved as what it is.
-            if isinstance(callback, LRScheduler) or not hasattr(callback, "load_state_dict"):
+            is_schedule = isinstance(callback, optim.lr_scheduler.LRScheduler)
+            if is_schedule or not hasattr(callback, "load_state_dict"):
                 continue
             name = callback_name(callback)
             same = sum(key == name or key.startswith(f"{name}#") for key in found)
@@ -263,7 +263,7 @@ class RunComponents:
         progress: RunProgress,
         *,
         callbacks: CallbackStates,
-        optimizer: Optimizer | None,
+        optimizer: optim.Optimizer | None,
         schedule: ScheduleState | None,
         scaler: object | None,
         dataset: object,
