@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -89,3 +90,6 @@ def under_lightning() -> None:
 
 under_transformers()
 under_lightning()
+# gloo's threads would otherwise be ended by the interpreter's, and abort the process at times.
+if dist.is_initialized():
+    dist.destroy_process_group()
