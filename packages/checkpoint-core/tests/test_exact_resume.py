@@ -236,7 +236,7 @@ def test_interrupted_after_every_step(
     async_save: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One run saves after every step and continues; from each checkpoint another one goes on to the end."""
+    """One run saves after every step and continues; from each checkpoint another one runs to the end."""
     history, end = straight
     first = Run(tmp_path, 1, dtype=dtype, async_save=async_save)
     # An asynchronous save writes while the next step changes everything.
