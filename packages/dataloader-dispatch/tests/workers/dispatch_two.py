@@ -7,6 +7,7 @@ import multiprocessing
 import random
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,7 +33,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dataloader_dispatch import build_loader, end_workers
+from dataloader_dispatch.dispatch import source
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
+from dataloader_dispatch.dispatch.receiver import Receiver
 
 open_group()
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -48,13 +51,13 @@ def numbers(batches: Any) -> list[int]:
 
 
 class List:
-    """A loader without state."""
+    """A loader without state, of batches or of what makes them."""
 
-    def __init__(self, batches: list[Any]) -> None:
+    def __init__(self, batches: list[Any] | Callable[[], Iterator[Any]]) -> None:
         self.batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
+        return self.batches() if callable(self.batches) else iter(self.batches)
 
 
 def contents() -> object:
@@ -138,7 +141,24 @@ def together() -> object:
     received = list(varied)
     varied.close()
     same_shapes = all(map(torch.equal, received, shapes)) and len(received) == 400
-    return [wrong, max(storages), rest == list(range(1000 + RANK, 1200, 2)), same_shapes]
+    return [wrong, max(storages), rest == list(range(1000 + RANK, 1200, 2)), same_shapes, _held_up()]
+
+
+def _held_up() -> int:
+    """Messages for 200 rounds of a quick loader that is held up now and then, as a busy host does it."""
+    source._QUICK_SECONDS = 0.05
+
+    def batches() -> Iterator[torch.Tensor]:
+        for number in range(200):
+            if number % 40 == 39:
+                time.sleep(0.2)
+            yield torch.zeros(1)
+
+    loader = dispatcher(List(batches), dp_mesh_dim=None)
+    assert len(list(loader)) == 200
+    messages = loader._role._inbox._sequence if isinstance(loader._role, Receiver) else 0
+    loader.close()
+    return int(messages)
 
 
 def position() -> object:

@@ -21,13 +21,13 @@ from dist_env import ControlGroup, RankFailedError, RankTimeoutError
 _DOING = "dispatching batches"
 _LOOK_SECONDS = 0.5
 _QUICK_SECONDS = 5e-4
-"""A round that takes less to load is no dearer than its transport."""
-_QUICK_ROUNDS = 32
-"""So many quick rounds in a row, and more than one travels in a message: it is transport that counts.
+"""A loader that takes less for a round, on average, is no dearer than the transport of one.
 
-Whoever waits for the first of them waits for the last too, so a loader that is quick now and then does not
-get there.
+Then more than one travels in a message. Whoever waits for the first of them waits for the last too, so a
+loader that is quick now and then does not get there; a quick one that a busy host holds up now and then does.
 """
+_AVERAGED_ROUNDS = 32
+"""The average forgets what is longer ago."""
 _MOST_TOGETHER = 8
 _FAREWELL_SECONDS = 30.0
 """How long the others may take for the end of a pass before the root leaves."""
@@ -251,11 +251,11 @@ class Source:
 
     def _read_to_end(self, generation: int, held: list[Round]) -> None:
         """Read and send rounds; those in ``held`` are appended to a message that is not on its way yet."""
-        quick = 0
+        cost_s = 2 * _QUICK_SECONDS
         while True:
             start = time.monotonic()
             taken = self._reader.read(generation, lambda: self._is_current(generation))
-            quick = quick + 1 if time.monotonic() - start < _QUICK_SECONDS else 0
+            cost_s += (time.monotonic() - start - cost_s) / _AVERAGED_ROUNDS
             if taken is None or not taken.batches:
                 break
             packed = self._outbox.pack(taken.batches)
@@ -263,7 +263,7 @@ class Source:
                 return
             self._outbox.append(generation, taken, packed)
             held.append(taken)
-            is_full = len(held) >= (_MOST_TOGETHER if quick >= _QUICK_ROUNDS else 1)
+            is_full = len(held) >= (_MOST_TOGETHER if cost_s < _QUICK_SECONDS else 1)
             if is_full and not self._flush(generation, held):
                 return
         if self._flush(generation, held) and taken is not None:
