@@ -264,6 +264,24 @@ def test_one_byte_after_another_holds_nobody_longer_than_the_deadline(start: byt
         api.close()
 
 
+def test_a_line_that_falls_silent_is_late_whichever_clock_notices(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the whole answer is a thread, which an overloaded host may run too late."""
+    timer = threading.Timer
+    monkeypatch.setattr(threading, "Timer", lambda _, cut: timer(60, cut))
+
+    def fall_silent(connection: socket.socket, done: threading.Event) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n ")
+        done.wait()
+
+    with line(fall_silent) as url:
+        api = PrometheusAPI(url, patience_s=0.2, timeout_s=0.4, say=said.append)
+        with pytest.raises(PrometheusError, match=r"the answer was not whole after 0\.4 s"):
+            api.query_range("up", 0, 60, 30)
+        api.close()
+
+
 def test_an_answer_without_an_end_is_cut_at_its_limit() -> None:
     sent = 0
 
