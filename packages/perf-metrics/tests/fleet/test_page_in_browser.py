@@ -1,12 +1,10 @@
-import os
 from pathlib import Path
 
 import pytest
+from browser import chromium_or_skip, screenshot, visit
 
 from perf_metrics import Application, FleetReport, FleetSamples, fleet_report, report_as_html
 from perf_metrics.ofu.samples import Device
-
-from .browser import find_chromium, screenshot, visit
 
 HOSTILE = "</script><img src=http://127.0.0.1:9/x.png onerror=alert(1)>&<b>$x$"
 LEVELS = {"sound": 0.40, "recomputing": 0.40, HOSTILE: 0.10}
@@ -15,14 +13,7 @@ MFU = {"sound": 0.39, "recomputing": 0.30, HOSTILE: 0.45}
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    """Skip without a browser; with PERF_METRICS_NEED_SERVERS=1, which CI sets, fail."""
-    path = find_chromium()
-    if path is None:
-        text = "not on the path: chromium (Debian: apt-get install chromium)"
-        if os.environ.get("PERF_METRICS_NEED_SERVERS") == "1":
-            pytest.fail(f"PERF_METRICS_NEED_SERVERS=1, but {text}")
-        pytest.skip(text)
-    return path
+    return chromium_or_skip()
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 _OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -18,9 +21,15 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _PAGE_MESSAGE = re.compile(r":CONSOLE[:(]\d+\)?\] \"(.*)\", source: (.*)")
 
 
-def find_chromium() -> str | None:
-    """Return the path of the browser, if there is one."""
-    return next((path for name in _NAMES if (path := shutil.which(name)) is not None), None)
+def chromium_or_skip() -> str:
+    """Return the path of the browser; skip the test without one, or with PERF_METRICS_NEED_SERVERS=1 fail."""
+    path = next((path for name in _NAMES if (path := shutil.which(name)) is not None), None)
+    if path is not None:
+        return path
+    text = "not on the path: chromium (Debian: apt-get install chromium)"
+    if os.environ.get("PERF_METRICS_NEED_SERVERS") == "1":
+        pytest.fail(f"PERF_METRICS_NEED_SERVERS=1, but {text}")
+    pytest.skip(text)
 
 
 @dataclass(frozen=True)
@@ -38,10 +47,10 @@ class Visit:
     html: str
 
 
-def visit(chromium: str, page: Path, folder: Path) -> Visit:
-    """Open a page from disk."""
+def visit(chromium: str, page: Path | str, folder: Path, *options: str) -> Visit:
+    """Open a page from disk, or an address; options are those of the browser."""
     net_log = folder / "net-log.json"
-    done = _run(chromium, page, folder, "--dump-dom", f"--log-net-log={net_log}")
+    done = _run(chromium, page, folder, "--dump-dom", f"--log-net-log={net_log}", *options)
     console = [match[1] for match in _PAGE_MESSAGE.finditer(done.stderr)]
     return Visit(console, _requests(net_log), done.stdout)
 
@@ -51,9 +60,10 @@ def screenshot(chromium: str, page: Path, folder: Path, picture: Path) -> None:
     _run(chromium, page, folder, "--window-size=1240,1800", f"--screenshot={picture}")
 
 
-def _run(chromium: str, page: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def _run(chromium: str, page: Path | str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     profile = folder / "profile"
-    command = [chromium, *_OPTIONS, f"--user-data-dir={profile}", *options, page.as_uri()]
+    address = page if isinstance(page, str) else page.as_uri()
+    command = [chromium, *_OPTIONS, f"--user-data-dir={profile}", *options, address]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
 
 

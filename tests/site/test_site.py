@@ -61,7 +61,7 @@ def fetched_from_outside(html: str) -> list[str]:
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
     """Return {path in the site: HTML}."""
-    assert (SITE / "index.html").is_file(), "build the site first: uv run nox -s docs"
+    assert (SITE / "index.html").is_file(), "build the site first: uv run --group docs mkdocs build"
     return {str(path.relative_to(SITE)): path.read_text(encoding="utf-8") for path in SITE.rglob("*.html")}
 
 
@@ -88,12 +88,50 @@ def test_a_fetch_from_another_host_is_seen(html: str) -> None:
     assert fetched_from_outside(html)
 
 
-def test_pages_of_a_package(package: Package, pages: dict[str, str]) -> None:
+def test_the_page_of_a_package_says_how_to_install_it(package: Package, pages: dict[str, str]) -> None:
     assert f"pip install {package.name}" in pages[f"packages/{package.name}.html"]
-    reference = pages[f"api/{package.name}.html"]
-    undocumented = [
-        name
-        for name in package.public_names()
-        if not name.startswith("_") and f'id="{package.module}.{name}"' not in reference
-    ]
-    assert not undocumented, f"the reference of {package.name} leaves out {undocumented}"
+
+
+def reference(package: Package, pages: dict[str, str]) -> dict[str, str]:
+    """The pages of a package's reference, its own page first."""
+    own = f"api/{package.name}.html"
+    return {own: pages[own]} | {
+        path: html for path, html in pages.items() if path.startswith(f"api/{package.name}/")
+    }
+
+
+def entries(package: Package, html: str) -> list[str]:
+    """The names that a page has entries of, in their order."""
+    found: list[str] = re.findall(rf'<h\d id="{package.module}\.(\w+)" class="doc doc-heading">', html)
+    return found
+
+
+def test_every_public_name_has_an_entry_and_a_row(package: Package, pages: dict[str, str]) -> None:
+    found = reference(package, pages)
+    named = [name for html in found.values() for name in entries(package, html)]
+    assert sorted(named) == sorted(package.public_names())
+    linked = rf'<td><a [^>]*href="[^"#]*#{package.module}\.(\w+)"><code>\1</code></a></td>\n<td>(?!</td>)'
+    # What a package begins with stands once more where it belongs.
+    assert set(re.findall(linked, found[f"api/{package.name}.html"])) == set(named)
+
+
+def test_the_reference_begins_with_what_the_readme_shows(package: Package, pages: dict[str, str]) -> None:
+    code = re.findall(r"```python\n(.*?)```", (package.folder / "README.md").read_text(), re.DOTALL)[0]
+    (imported,) = re.findall(rf"from {package.module} import (?:\(([^)]*)\)|(.*))\n", code)
+    shown = re.findall(r"\w+", "".join(imported))
+    html = pages[f"api/{package.name}.html"]
+    first = re.findall(r"<td><a [^>]*><code>(\w+)</code></a></td>", html)[: len(shown)]
+    assert first == shown
+    here = entries(package, html)
+    assert here[: len(set(shown) & set(here))] == [name for name in shown if name in here]
+
+
+def test_constants_come_last(package: Package, pages: dict[str, str]) -> None:
+    for html in reference(package, pages).values():
+        constants = [name.isupper() for name in entries(package, html)]
+        assert constants == sorted(constants)
+
+
+def test_no_page_is_too_long_to_read(pages: dict[str, str]) -> None:
+    """The longest is that of the training arguments."""
+    assert {path: len(html) for path, html in pages.items() if len(html) > 400_000} == {}
