@@ -179,14 +179,13 @@ def equivalence(session: nox.Session) -> None:
 
 
 @nox.session
-def docs(session: nox.Session) -> None:
-    """Build the documentation into site/, check it, and run the code blocks of the guides."""
+def guides(session: nox.Session) -> None:
+    """Run the code of the documentation's pages, and hold what they say of commands, messages and scripts."""
     share_bytecode(session.virtualenv.location)
-    session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "docs")
-    session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
-    session.run(*PYTEST, "tests/docs", env=ENV)
+    session.install("--reinstall-package", "llama-pretrain", "./packages/llama-pretrain", "--group", "guides")
     # This spelling of a block's options, `{.python continuation}`, is the one that MkDocs shows as code.
-    session.run(*PYTEST, "--markdown-docs", "--markdown-docs-syntax=superfences", "docs", env=ENV)
+    blocks = ("--markdown-docs", "--markdown-docs-syntax=superfences", "docs")
+    session.run(*PYTEST, *blocks, "tests/docs", *session.posargs, env=ENV)
 
 
 def add_package_session(package: str) -> None:
@@ -276,6 +275,14 @@ def workspace(session: nox.Session) -> None:
     """Test what holds for the repository as a whole."""
     session.install("--group", "test")
     session.run(*PYTEST_ALONE, "tests/workspace", *session.posargs, env=ENV)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/ and look at it, in a browser too; see `guides` for its code."""
+    session.install("--group", "docs")
+    session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run(*PYTEST_ALONE, "tests/site", *session.posargs, env=ENV)
 
 
 @nox.session
