@@ -20,7 +20,11 @@ print("losses", logged, losses)
 """
 
 
-SHORT = re.findall(r"```\{\.python notest\}\n(.*?)```", (GUIDES / "data-parallel.md").read_text(), re.DOTALL)
+def short_form(page: str) -> str:
+    """The script that a page begins with."""
+    text = (GUIDES / page).read_text()
+    found: list[str] = re.findall(r"```\{\.python notest\}\n(.*?)```", text, re.DOTALL)
+    return found[0]
 
 
 def under_torchrun(script: Path) -> subprocess.CompletedProcess[str]:
@@ -58,23 +62,16 @@ def test_the_page_runs_on_two_ranks(
     assert alone == together
 
 
-@pytest.mark.parametrize(
-    ("module", "trainer"),
-    [
-        ("trainer_ddp", "DDPTrainer"),
-        ("trainer_fsdp2", "FSDP2Trainer"),
-        ("trainer_pipeline", "PipelineTrainer"),
-    ],
-)
+@pytest.mark.parametrize("page", ["data-parallel.md", "sharded.md", "pipeline.md"])
 def test_a_script_of_ten_lines_says_nothing_of_the_ranks(
-    module: str, trainer: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (short,) = SHORT
+    short = short_form(page)
     assert sum(bool(line) for line in short.splitlines()) == 10
     script = tmp_path / "train.py"
-    script.write_text(short.replace("trainer_ddp", module).replace("DDPTrainer", trainer))
-    done = [under_torchrun(script)] if module == "trainer_ddp" else run(str(script), ranks=2)
+    script.write_text(short)
+    done = [under_torchrun(script)] if page == "data-parallel.md" else run(str(script), ranks=2)
     told = "".join(each.stderr for each in done)
     assert all(each.returncode == 0 for each in done), told
     assert "".join(each.stdout for each in done).count("step 2\n") == 2
@@ -85,7 +82,7 @@ def test_a_rank_that_fails_without_an_environment_ends_the_job_by_name(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a launcher that ends nobody: torchrun may end the other rank before it can say why."""
-    (short,) = SHORT
+    short = short_form("data-parallel.md")
     failure = "if __import__('os').environ['RANK'] == '1':\n    raise OSError('no such text')\nprint("
     script = tmp_path / "train.py"
     script.write_text(short.replace("print(", failure))
