@@ -314,7 +314,6 @@ def test_arguments_import_without_torch() -> None:
         ("epochs", "did you mean 'num_train_epochs'?"),
         ("wd", "did you mean 'weight_decay'?"),
         ("ga", "did you mean 'gradient_accumulation_steps'?"),
-        ("report_to", "trackers are callbacks"),
         ("max_step", "did you mean 'max_steps'?"),
         ("frobnicate", "see the list of settings"),
     ],

@@ -59,6 +59,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "logging_strategy",
         "logging_steps",
         "logging_first_step",
+        "report_to",
         "eval_strategy",
         "eval_steps",
         "max_eval_steps",

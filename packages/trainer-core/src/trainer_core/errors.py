@@ -104,9 +104,6 @@ _SHORT_NAMES: Mapping[str, str] = {
     "resume": "resume_from_checkpoint",
 }
 """What people and other trainers call a setting, and what it is called here."""
-_TRACKERS = (
-    "trackers are callbacks here: pass WandbCallback(), TensorBoardCallback() or MLflowCallback() to Trainer"
-)
 
 
 def suggest(
@@ -126,8 +123,6 @@ def suggest(
     """
     plain = {each.lstrip("-").replace("-", "_"): each for each in known}
     short = name.lstrip("-").replace("-", "_")
-    if short.lower() == "report_to" and short not in plain:
-        return _TRACKERS
     near = plain.get(_SHORT_NAMES.get(short.lower(), ""))
     if near is None:
         close = get_close_matches(short, plain, n=1, cutoff=0.66)

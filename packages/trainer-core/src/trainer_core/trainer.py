@@ -16,10 +16,12 @@ from dist_env import DistributedEnvInterface, get_logger
 from perf_metrics import DefaultMetrics, ProgressCallback
 
 from .arguments import TrainingArguments
+from .arguments.choices import trackers_of
 from .arguments.config import arguments_from_dict, plain_arguments
 from .arguments.training import warn_unused_settings
 from .build import assemble, seed_everything
 from .callbacks import InfoCallback
+from .callbacks.trackers import refuse_second_tracker, trackers_by_name
 from .checkpoint.checkpointing import checkpoint_to_resume, load, load_best, make_room, resume
 from .checkpoint.output_dir import OutputLease
 from .data.loaders import Collator, EvalMetric, check_data, evaluation_sets, loaders_of, names_of_sets
@@ -71,7 +73,8 @@ class Trainer:
             `eval_one_loss`, `eval_two_loss` and so on.
         data_collator: Turns a list of examples into a batch dict; torch's default otherwise.
         processing_class: Tokenizer or similar; its `save_pretrained` is called beside saved weights.
-        callbacks: Replaces the default callbacks (`Trainer.default_callbacks`).
+        callbacks: Replaces the default callbacks (`Trainer.default_callbacks`). The trackers that
+            `args.report_to` names come behind them.
         compute_loss_func: A sum-and-count loss, such as `ClassificationLoss()`, `RegressionLoss()` or
             `MeanLoss(function, count)`; cross-entropy of the next token otherwise.
         fused_loss_factory: Called with the model's output layer; gives a loss of hidden states that never
@@ -167,6 +170,7 @@ class Trainer:
         if callbacks is None:
             callbacks = self.default_callbacks()
         self._events = CallbackHandler(callbacks, self.args, self.state)
+        self._add_trackers()
         self._lease = OutputLease(self.args, self.ranks)
         self._prepared: Run | None = None
         self._resumed = False
@@ -331,7 +335,12 @@ class Trainer:
             return load_best(self._prepare())
 
     def add_callback(self, callback: object) -> None:
-        """Add a callback, or an instance of a callback class."""
+        """Add a callback, or an instance of a callback class.
+
+        Raises:
+            ConfigurationError: If it is a tracker that `args.report_to` names too.
+        """
+        refuse_second_tracker(callback, self.args.report_to)
         self._events.add(callback)
 
     def pop_callback(self, callback: object) -> object | None:
@@ -462,6 +471,22 @@ class Trainer:
         ranks.check_same({"parallel": [type(transform).__name__ for transform in self.transforms]})
         arguments = plain_arguments(args)
         ranks.check_same({name: value for name, value in arguments.items() if name not in _OF_ONE_RANK})
+
+    def _add_trackers(self) -> None:
+        """Add those that the arguments name, if every rank has their libraries; collective."""
+        names = trackers_of(self.args.report_to)
+        if not names:
+            return
+        for callback in self._events.callbacks:
+            refuse_second_tracker(callback, names)
+        trackers, missing = [], None
+        try:
+            trackers = trackers_by_name(names)
+        except ConfigurationError as error:
+            missing = error
+        self.ranks.fail_together(missing, f"report to {', '.join(names)}")
+        for tracker in trackers:
+            self._events.add(tracker)
 
     def _prepare(self) -> Run:
         """Build everything at the first call; later calls return what was built."""

@@ -1,12 +1,12 @@
-"""Names that settings choose among: learning-rate schedules with their options, FP8 and QAT recipes."""
+"""Names that settings choose among: schedules with their options, trackers, FP8 and QAT recipes."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, suggest
 from . import rules
 
 _COSINE_FLOOR = ("num_cycles", "min_lr", "min_lr_rate")
@@ -171,6 +171,31 @@ def _near(name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
     if matches:
         return f"did you mean {matches[0]!r}?"
     return f"choose one of {', '.join(known)}" if known else "take it out"
+
+
+TRACKERS = ("mlflow", "tensorboard", "wandb")
+"""What `report_to` names; each is the name of a `Tracker`, of its library and of the extra that brings it."""
+
+
+def trackers_of(report_to: str | Sequence[str]) -> tuple[str, ...]:
+    """The trackers that `report_to` names, each once; none where it is "none" or empty.
+
+    Raises:
+        ConfigurationError: For an unknown name, with the nearest known one, and for "none" beside another.
+    """
+    given = report_to.split(",") if isinstance(report_to, str) else report_to
+    names = tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
+    for name in names:
+        if name not in (*TRACKERS, "none"):
+            raise ConfigurationError(
+                "report_to",
+                name,
+                f"must be of {', '.join(TRACKERS)}, or none",
+                suggest(name, TRACKERS, otherwise="a tracker of your own is a callback: pass it to Trainer"),
+            )
+    if "none" in names and len(names) > 1:
+        raise ConfigurationError("report_to", report_to, "names trackers, and none", "leave none out")
+    return () if "none" in names else names
 
 
 FP8_RECIPES: dict[str, str] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import ConfigurationError, Dependent, refuse_without_effect
 from . import rules
-from .choices import WITHOUT_WARMUP, check_schedule
+from .choices import WITHOUT_WARMUP, check_schedule, trackers_of
 from .rules import check_types
 
 
@@ -75,6 +75,8 @@ class MinimalTrainingArguments:
     """Optimizer steps between log entries."""
     logging_first_step: bool = False
     """Log the first optimizer step too."""
+    report_to: str | tuple[str, ...] = "none"
+    """Experiment trackers that get every log entry: of wandb, tensorboard and mlflow, or none."""
     save_strategy: str = "steps"
     """When to save checkpoints: no, steps or epoch; 'no' leaves out the one at the end as well."""
     save_steps: int = 1000
@@ -162,6 +164,7 @@ def check_minimal(args: MinimalTrainingArguments) -> None:
     if args.lr_scheduler_type:
         check_schedule(args.lr_scheduler_type, args.lr_scheduler_kwargs)
     _check_files(args)
+    trackers_of(args.report_to)
     rules.one_of("torch_compile_mode", args.torch_compile_mode, COMPILE_MODES)
     refuse_without_effect(args, _unused(args))
 
