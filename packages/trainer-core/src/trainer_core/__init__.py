@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         dump_on_oom,
     )
     from .checkpoint.output_dir import PREVIOUS, checkpoints_in, move_aside
-    from .data.batch import Batch, labels_of, to_device
+    from .data.batch import Batch, PaddingCollator, labels_of, to_device
     from .data.loaders import EvalMetric
     from .distributed.clipping import clip_grad_norm_, own_part
     from .distributed.executor import EagerExecutor, Executor, ForwardOutput, GradSync
@@ -139,6 +139,7 @@ __all__ = [
     "Multiopt",
     "NonFiniteGradientError",
     "OutputMeanLoss",
+    "PaddingCollator",
     "Plan",
     "ProfilerCallback",
     "RankMemory",
@@ -244,7 +245,7 @@ _NAMES = {
         "dump_on_oom",
     ),
     "checkpoint.output_dir": ("PREVIOUS", "checkpoints_in", "move_aside"),
-    "data.batch": ("Batch", "labels_of", "to_device"),
+    "data.batch": ("Batch", "PaddingCollator", "labels_of", "to_device"),
     "data.loaders": ("EvalMetric",),
     "distributed.clipping": ("clip_grad_norm_", "own_part"),
     "distributed.executor": ("EagerExecutor", "Executor", "ForwardOutput", "GradSync"),

@@ -1,20 +1,94 @@
-"""Batches: a mapping with `labels`, grouped into the windows of one optimizer step."""
+"""Batches: a mapping with `labels`, padded from rows, and grouped into the windows of one optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ConfigurationError, DataError
-from ..loss import OnTargets, TokenLoss
+from ..loss import IGNORE_INDEX, OnTargets, TokenLoss, ignored_like
 
 Batch = Mapping[str, object]
 """`labels`, for a language model int64 [batch, sequence], and the model's keyword arguments, usually
 `input_ids`."""
+
+
+class PaddingCollator:
+    """Makes a batch of rows of unequal length: each sequence is padded on the right to the longest one.
+
+    A row maps names to sequences of numbers, or to single numbers, which are stacked. `input_ids` are padded
+    by `pad_token_id`, `labels` by -100, all else by 0, and numbers that are
+    labels by what no loss counts. The batch has an `attention_mask`, also if the rows have
+    none.
+
+    Rows without `labels` are to be continued: their labels are the tokens, not shifted. With a
+    `completion_mask` only those where it is 1, so that a prompt counts nothing in the loss; the mask is not
+    given to the model.
+
+    Args:
+        pad_token_id: Stands in `input_ids` where a row has ended; the model does not see it.
+    """
+
+    def __init__(self, pad_token_id: int = 0) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: Sequence[object]) -> dict[str, Tensor]:
+        """Make the batch.
+
+        Args:
+            rows: Mappings with the same keys; values are lists, tensors or numbers.
+
+        Returns:
+            Tensors [rows, longest], and [rows] of single numbers.
+
+        Raises:
+            DataError: If rows are no mappings, differ in their keys, or have sequences that do not belong
+                together.
+        """
+        given = [self._complete(row) for row in rows]
+        if len({frozenset(row) for row in given}) > 1:
+            kinds = sorted({str(sorted(row)) for row in given})
+            raise DataError(
+                f"the rows of a batch have different keys: {', '.join(kinds)}; give all rows the same"
+            )
+        return {name: self._padded(name, [row[name] for row in given]) for name in given[0]}
+
+    def _complete(self, row: object) -> dict[str, Tensor]:
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"a row is of type {type(row).__name__}, but must map names to sequences; write "
+                "{'input_ids': [...]}, say"
+            )
+        made = {name: torch.as_tensor(value) for name, value in row.items()}
+        ids, counts = made.get("input_ids"), made.pop("completion_mask", None)
+        if ids is None:
+            return made
+        made.setdefault("attention_mask", torch.ones_like(ids))
+        made.setdefault("labels", ids)
+        for name, mask in (("attention_mask", made["attention_mask"]), ("completion_mask", counts)):
+            if mask is not None and mask.shape != ids.shape:
+                raise DataError(
+                    f"a row has input_ids of shape {list(ids.shape)} and {name} of shape {list(mask.shape)}; "
+                    "give the mask one number for each token"
+                )
+        if counts is not None:
+            made["labels"] = made["labels"].where(counts.bool(), IGNORE_INDEX)
+        return made
+
+    def _padded(self, name: str, values: list[Tensor]) -> Tensor:
+        if any(value.ndim == 0 for value in values):
+            return torch.stack(values)
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}.get(name, 0)
+        batch = pad_sequence(values, batch_first=True, padding_value=fill)
+        if name != "labels" or not batch.is_floating_point():
+            return batch
+        given = pad_sequence([torch.ones_like(value, dtype=torch.bool) for value in values], batch_first=True)
+        return batch.where(given, ignored_like(batch))
 
 
 class Window(NamedTuple):
