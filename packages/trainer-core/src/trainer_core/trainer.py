@@ -22,7 +22,15 @@ from .arguments.training import warn_unused_settings
 from .build import assemble, seed_everything
 from .callbacks import InfoCallback
 from .callbacks.trackers import refuse_second_tracker, trackers_by_name
-from .checkpoint.checkpointing import checkpoint_to_resume, load, load_best, make_room, resume
+from .checkpoint.checkpointing import (
+    checkpoint_to_resume,
+    has_adapters,
+    load,
+    load_best,
+    make_room,
+    resume,
+    save_adapters,
+)
 from .checkpoint.output_dir import OutputLease
 from .data.loaders import Collator, EvalMetric, check_data, evaluation_sets, loaders_of, names_of_sets
 from .distributed.build import layout_of, transforms_for
@@ -279,12 +287,23 @@ class Trainer:
         )
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write weights, config and processing class as a Hugging Face directory."""
-        directory = output_dir or self.args.output_dir
+        """Write weights, config and processing class as a Hugging Face directory; all ranks call it together.
+
+        Of a model with adapters of `peft` it writes these alone, as `PeftModel.from_pretrained` reads them.
+
+        Raises:
+            checkpoint_core.CheckpointError: On every rank, if weights are there already and
+                `overwrite_output_dir` is off, or writing failed.
+            ConfigurationError: If that is so of adapters, or they cannot be gathered.
+        """
+        directory, overwrite = output_dir or self.args.output_dir, self.args.overwrite_output_dir
         with self.ranks.lost_rank_errors("saving the model"):
-            manager = self._prepare().manager
+            run = self._prepare()
             with self.synced_weights():
-                manager.save_model(directory, overwrite_output_dir=self.args.overwrite_output_dir)
+                if has_adapters(run.built.model):
+                    save_adapters(run, Path(directory), self.processing_class)
+                else:
+                    run.manager.save_model(directory, overwrite_output_dir=overwrite)
 
     def save_checkpoint(self, path: str | Path | None = None) -> Path:
         """Save everything that a run needs to continue; all ranks call it together.

@@ -87,12 +87,17 @@ def config_bytes(model: nn.Module) -> bytes | None:
         model: A model whose ``config`` has ``to_dict()``, or is a dataclass or a dict.
 
     Returns:
-        The JSON file's bytes, or None when the model has no such ``config``.
+        The JSON file's bytes, or None when the model has no such ``config``, or it is that of a model which
+        ``peft`` has put adapters into.
 
     Raises:
         CheckpointError: The configuration holds something JSON cannot hold.
     """
     inner = unwrap(model)
+    if getattr(inner, "peft_config", None):
+        # Adapters change the names of weights. The loader of the class that this config names would find none
+        # of them, and begin with random ones.
+        return None
     config = getattr(inner, "config", None)
     if callable(to_dict := getattr(config, "to_dict", None)):
         values = dict(to_dict())

@@ -1,14 +1,19 @@
-"""The manager of a run's checkpoints, how a run resumes from one, and how it makes room for new ones."""
+"""The manager of a run's checkpoints, how a run resumes and makes room for them, and export of adapters."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
 
 from checkpoint_core import (
     CheckpointConfig,
     CheckpointError,
     CheckpointManager,
     DirectoryLease,
+    ModelState,
     Preprocessor,
     find_latest_checkpoint,
 )
@@ -211,3 +216,78 @@ def starts_over(run: Run) -> bool:
     """Whether the run begins anew where another one was, and was told to move that aside."""
     args = run.args
     return args.resume_from_checkpoint is False and args.overwrite_output_dir and run.saved_step < 0
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft has put adapters into a model, which are saved without the weights that they adapt."""
+    return bool(getattr(model, "peft_config", None)) and callable(getattr(model, "save_pretrained", None))
+
+
+def save_adapters(run: Run, directory: Path, preprocessor: Preprocessor | None) -> None:
+    """Write the adapters of a model as its own `save_pretrained` does, from whole weights; collective.
+
+    Args:
+        run: Its model has adapters.
+        directory: Where to; made if needed.
+        preprocessor: The tokenizer or processor.
+
+    Raises:
+        ConfigurationError: If ranks hold other parts of the model than can be gathered, or adapters are there
+            already and are not to be overwritten.
+    """
+    args, env, model = run.args, run.ranks.env, cast(Any, run.built.model)
+    _check_adapters(run)
+    writes = env.rank == 0 or (args.save_on_each_node and env.local_rank == 0)
+    whole: dict[str, Tensor] = {}
+    for name, value in ModelState(model).tensors().items():
+        # By name too: a model that was loaded to be used has adapters that are not trained.
+        if value.requires_grad or set(name.split(".")) & set(model.peft_config):
+            gathered = _gathered(value, run.ranks.device)
+            if writes:
+                whole[name] = gathered.cpu()
+    failure: Exception | None = None
+    if writes:
+        try:
+            _refuse_overwriting(directory, args.overwrite_output_dir)
+            model.save_pretrained(str(directory), state_dict=whole)
+            if preprocessor is not None:
+                preprocessor.save_pretrained(str(directory))
+        except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
+            failure = error
+    run.ranks.fail_together(failure, f"save the adapters to {directory}")
+
+
+def _gathered(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor with the parts of all ranks; those that rest on the host travel from the device."""
+    value = value.detach()
+    return value.to(device).full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[no-any-return]
+
+
+def _check_adapters(run: Run) -> None:
+    """Refuse models whose adapters would be saved in parts."""
+    if run.ranks.layout.pipeline > 1:
+        raise ConfigurationError(
+            "mesh",
+            str(run.ranks.layout),
+            "gives each stage its own adapters, which save_model cannot bring together",
+            "save a checkpoint, load it with a mesh without pp, and save the model there",
+        )
+    for config in cast(Any, run.built.model).peft_config.values():
+        if run.built.is_partial and config.is_prompt_learning:
+            raise ConfigurationError(
+                "mesh",
+                str(run.ranks.layout),
+                f"shards the prompt of {type(config).__name__}, which peft saves as each rank has it",
+                "save a checkpoint, load it with one process or dp, and save the model there",
+            )
+
+
+def _refuse_overwriting(directory: Path, allowed: bool) -> None:
+    found = sorted(directory.rglob("adapter_model.*"))
+    if found and not allowed:
+        raise ConfigurationError(
+            "output_dir",
+            str(directory),
+            f"has adapters already ({found[0].name})",
+            "choose another directory, or set overwrite_output_dir=True to replace them",
+        )
