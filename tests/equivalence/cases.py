@@ -8,7 +8,10 @@ from .case import (
     BFLOAT16,
     BY_EYE,
     COMPILED,
+    MUON,
+    MUON_BOUND,
     PLAIN,
+    SCHEDULE_FREE,
     TIED,
     UNCLIPPED,
     Case,
@@ -20,6 +23,8 @@ from .ddp_cases import DDP_CASES
 from .fsdp2_cases import FSDP2_CASES
 from .model import Untold
 from .pipeline_cases import PIPELINE_CASES
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 
 ONE_DEVICE_CASES = [
     Case(name="reference, microbatches of 4 rows", runner="reference", accumulation=2),
@@ -94,6 +99,8 @@ ONE_DEVICE_CASES = [
     Case(name="optimizer groups by name", options=decay_by_name),
     Case(name="two optimizers (Multiopt)", options=lambda: decay_by_name(factory=adamw), accumulation=2),
     Case(name="two optimizers, restarted", options=lambda: decay_by_name(factory=adamw), runner="restarted"),
+    Case(name="Muon, averaged", recipe=MUON, **MUON_BOUND, settings=EVALUATED, accumulation=2),
+    Case(name="schedule-free", recipe=SCHEDULE_FREE, settings=EVALUATED, accumulation=2),
     Case(name="nonfinite_policy skip", settings={"nonfinite_policy": "skip"}),
     Case(name="nonfinite_policy raise", settings={"nonfinite_policy": "raise"}),
     Case(
@@ -105,7 +112,7 @@ ONE_DEVICE_CASES = [
     Case(name="garbage by hand", settings={"gc_steps": 5, "gc_freeze": True}),
     Case(name="anomaly mode", settings={"detect_anomaly": True}),
     Case(name="FLOPs counted", settings={"check_flops": True}, options=lambda: {"model_init": Untold}),
-    Case(name="evaluation in between", settings={"eval_strategy": "steps", "eval_steps": 3}),
+    Case(name="evaluation in between", settings=EVALUATED),
     Case(
         name="evaluation in between, compiled",
         settings={"eval_strategy": "steps", "eval_steps": 10, **BY_EYE},

@@ -13,8 +13,11 @@ from trainer_pipeline import PipelineArguments
 from .case import (
     BFLOAT16,
     BY_EYE,
+    MUON,
+    MUON_BOUND,
     PLAIN,
     RESTARTED,
+    SCHEDULE_FREE,
     TIED,
     UNCLIPPED,
     Case,
@@ -117,6 +120,19 @@ def _in_bfloat16() -> dict[str, object]:
 PIPELINE_CASES = [
     *_every_schedule(),
     _row("1f1b", n=1, ranks=1),
+    _option("Muon, averaged, tied", settings=EVALUATED, recipe=replace(MUON, tied=True), **MUON_BOUND),
+    _option("schedule-free", settings=EVALUATED, recipe=SCHEDULE_FREE),
+    _row(
+        "1f1b",
+        "2 copies, sharded, Muon, averaged",
+        ranks=4,
+        mesh=SHARED,
+        recipe=MUON,
+        **MUON_BOUND,
+        full=True,
+    ),
+    _restarted(" after Trainer, at 2, Muon, averaged", runner="here, then ranks", recipe=MUON, **MUON_BOUND),
+    _restarted(" at 2, then Trainer, schedule-free", runner="ranks, then here", recipe=SCHEDULE_FREE),
     # To the end of the curve, where small errors would have grown.
     _row("1f1b", "50 steps", ranks=4, accumulation=2, recipe=PLAIN),
     _row("zbv", "tied, 50 steps", recipe=TIED, accumulation=2, full=True),

@@ -21,6 +21,8 @@ KINDS = {
         "max_grad_norm": None,
         "gradient_accumulation_steps": 1,
     },
+    "Muon, averaged": {"optim": "muon", "ema_decay": 0.9},
+    "schedule-free": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant_with_warmup"},
 }
 
 

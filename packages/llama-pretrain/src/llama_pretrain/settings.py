@@ -45,6 +45,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "per_device_eval_batch_size",
     ),
     "optimizer": (
+        "optim",
+        "optim_kwargs",
         "learning_rate",
         "lr_scheduler_type",
         "lr_scheduler_kwargs",
@@ -54,6 +56,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "adam_beta2",
         "adam_epsilon",
         "max_grad_norm",
+        "ema_decay",
     ),
     "when to log, evaluate and save": (
         "logging_strategy",

@@ -31,6 +31,7 @@ from .model import RecompileCounter
 from .optimization import (
     NamedParameters,
     OptimizerInBackward,
+    average_weights,
     build_optimizer,
     build_schedule,
     is_callback,
@@ -100,6 +101,7 @@ def assemble(
     optimizer, scheduler = None, None
     if loader is not None:
         optimizer = build_optimizer_of(args, built, parts)
+        average_weights(args, built, optimizer)
         scheduler = build_scheduler(args, optimizer, state, parts)
         if scheduler is not None and is_callback(scheduler):
             events.add(scheduler)
@@ -196,6 +198,7 @@ def build_optimizer_of(args: TrainingArguments, built: BuiltModel, parts: Traine
             groups=parts.optimizer_groups,
             factory=parts.optimizer,
             among=None if args.fuse_optim_with_backward else among,
+            whole_model=built.meta_model,
         )
 
     optimizer = OptimizerInBackward(named, build) if args.fuse_optim_with_backward else build(named)
@@ -211,7 +214,7 @@ def build_scheduler(
     """The learning-rate schedule, if there is to be one; the state knows how long the run is."""
     if parts.scheduler is not None:
         return parts.scheduler(optimizer)
-    if not args.lr_scheduler_type:
+    if not args.lr_scheduler_type or args.optim == "schedule_free_adamw":
         return None
     return build_schedule(args, optimizer, state.max_steps)
 

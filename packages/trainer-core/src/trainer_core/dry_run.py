@@ -35,6 +35,7 @@ from .metrics.memory import (
 )
 from .metrics.throughput import FlopsAccount
 from .model import fake_tensors, ordinary_tensors, run_settings
+from .optimization import average_weights
 from .periodic import set_length
 from .state import fresh_state
 from .update import Update, build_update
@@ -121,6 +122,7 @@ def dry_run(
         with _needs_no_values("model", source, "be built"):
             built, loss = build_model_and_loss(args, ranks, transforms, parts, skip_init=False)
         optimizer = build_optimizer_of(args, built, parts)
+        average_weights(args, built, optimizer)
         scheduler = build_scheduler(args, optimizer, state, parts)
         own = map(own_part, [*built.model.parameters(), *built.model.buffers()])
         live = LiveBytes(own, keeps_sends=built.keeps_sends)
@@ -261,7 +263,8 @@ def _held(built: BuiltModel, optimizer: Optimizer) -> dict[str, list[Tensor]]:
     return {
         "weights": list(built.model.parameters()),
         "gradients": [each.grad for each in built.parameters if each.grad is not None],
-        "optimizer": [value for value in states if isinstance(value, Tensor)],
+        "optimizer": [value for value in states if isinstance(value, Tensor)]
+        + ([] if built.average is None else built.average.extra()),
     }
 
 

@@ -28,14 +28,23 @@ from .distributed.transforms import ModelTransform
 from .errors import ConfigurationError
 from .loss import FusedLossFactory, TokenLoss, check_loss, check_takes_targets
 from .model import ModelInit, ModelSource, RecomputeFn, check_recompute_fn
-from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
+from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory, schedule_free_class
 
-_OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_OF_OPTIMIZER = (
+    "optim",
+    "optim_kwargs",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
 _OF_SCHEDULE = ("warmup_steps", "lr_scheduler_type", "lr_scheduler_kwargs")
 
 RUN_COMPONENTS = (
     "trainer",
     "model",
+    "training_weights",
     "optimizer",
     "scheduler",
     "grad_scaler",
@@ -174,7 +183,16 @@ def check_inputs(args: TrainingArguments, parts: TrainerInputs, layout: Parallel
                 "give it a key of its own",
             )
     if parts.optimizer is not None:
-        _refuse_beside(args, _OF_ADAMW, "an optimizer of your own")
+        _refuse_beside(args, _OF_OPTIMIZER, "an optimizer of your own")
+    elif args.optim == "schedule_free_adamw":
+        schedule_free_class()
+        if parts.scheduler is not None:
+            raise ConfigurationError(
+                "lr_scheduler_factory",
+                parts.scheduler,
+                f"changes the learning rate, and optim={args.optim!r} averages weights instead of that",
+                "leave it out; warmup_steps is the warm-up",
+            )
     if parts.scheduler is not None:
         _refuse_beside(args, _OF_SCHEDULE, "lr_scheduler_factory")
 

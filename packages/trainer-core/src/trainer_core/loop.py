@@ -76,6 +76,7 @@ class TrainingLoop:
         self._sync_control()
         metrics = run.speed.summary(run.state)
         self.actions.log({**metrics, "peak_flops": run.flops.peak()})
+        run.built.end()
         self.actions.restore_best()
         if run.args.tracks_best:
             logger.info("%s", run.manager.best_summary())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar
 
@@ -286,10 +286,15 @@ class Trainer:
             memory_only=memory_only,
         )
 
-    def save_model(self, output_dir: str | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, *, averaged: bool = True) -> None:
         """Write weights, config and processing class as a Hugging Face directory; all ranks call it together.
 
         Of a model with adapters of `peft` it writes these alone, as `PeftModel.from_pretrained` reads them.
+
+        Args:
+            output_dir: The directory; that of the run otherwise.
+            averaged: Where an average of the weights is kept, whether to write that, and not the weights that
+                training continues from.
 
         Raises:
             checkpoint_core.CheckpointError: On every rank, if weights are there already and
@@ -299,7 +304,8 @@ class Trainer:
         directory, overwrite = output_dir or self.args.output_dir, self.args.overwrite_output_dir
         with self.ranks.lost_rank_errors("saving the model"):
             run = self._prepare()
-            with self.synced_weights():
+            average = None if averaged else run.built.average
+            with self.synced_weights(), nullcontext() if average is None else average.in_training():
                 if has_adapters(run.built.model):
                     save_adapters(run, Path(directory), self.processing_class)
                 else:
@@ -396,8 +402,8 @@ class Trainer:
     def synced_weights(self) -> AbstractContextManager[None]:
         """A context in which the model is the one that would be saved or scored; all ranks enter it together.
 
-        It is another one than each rank trains only where ranks train models of their own, or have buffers of
-        their own such as running means.
+        It is another one than each rank trains only where an average of the weights is kept, or ranks train
+        models of their own, or have buffers of their own such as running means.
         """
         return self._prepare().built.synced_weights(optimizer=False)
 

@@ -270,6 +270,14 @@ def _check_modes(args: TrainingArguments, modes: Modes) -> None:
             f"skips steps that overflow on a rank, and with {mode}.enabled the others would continue",
             "use bf16",
         )
+    averaging = "ema_decay" if args.ema_decay is not None else "optim"
+    if mode and (args.ema_decay is not None or args.optim == "schedule_free_adamw"):
+        raise ConfigurationError(
+            averaging,
+            getattr(args, averaging),
+            f"averages the weights of all ranks, and with {mode}.enabled each rank has weights of its own",
+            "leave one of them out",
+        )
     if mode and modes.ddp.static_graph:
         raise ConfigurationError(
             "ddp.static_graph",

@@ -56,6 +56,17 @@ RAMPS = ("linear", "cosine", "1-sqrt")
 """Shapes of the warm-up and of the decay of warmup_stable_decay."""
 
 
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": (),
+    "muon": ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "eps", "adjust_lr_fn"),
+    "schedule_free_adamw": ("r", "weight_lr_power"),
+}
+"""Names of the built-in optimizers, with the options of each that no argument of its own gives."""
+
+SCHEDULE_FREE = ("", "constant", "constant_with_warmup")
+"""What `lr_scheduler_type` may be with schedule_free_adamw, which has the warm-up itself."""
+
+
 @dataclass(frozen=True)
 class _Range:
     """Numbers from `low` to `high`; the ends belong to it unless it is open there."""
@@ -80,7 +91,15 @@ class _Range:
 
 
 _SHARE = _Range(0.0, 1.0)
-_RULES: dict[str, _Range | tuple[str, ...]] = {
+_RULES: dict[str, _Range | tuple[str | bool, ...]] = {
+    "lr": _Range(0.0, 1e3),
+    "weight_decay": _Range(0.0, 1e3),
+    "momentum": _SHARE,
+    "nesterov": (True, False),
+    "ns_steps": _Range(1, whole=True),
+    "adjust_lr_fn": ("original", "match_rms_adamw"),
+    "r": _Range(0.0),
+    "weight_lr_power": _Range(0.0),
     "num_cycles": _Range(0.0, open=True),
     "lr_end": _Range(0.0),
     "power": _Range(0.0, open=True),
@@ -116,13 +135,7 @@ def check_schedule(name: str, options: Mapping[str, object]) -> None:
     """
     if name not in SCHEDULES:
         raise ConfigurationError("lr_scheduler_type", name, "is not a known schedule", _near(name, SCHEDULES))
-    for option, value in options.items():
-        setting = f"lr_scheduler_kwargs.{option}"
-        if option not in SCHEDULES[name]:
-            known = ", ".join(SCHEDULES[name]) or "none"
-            rule = f"is not an option of {name!r}, which has: {known}"
-            raise ConfigurationError(setting, value, rule, _near(option, SCHEDULES[name]))
-        _check_value(name, option, value)
+    _check_options("lr_scheduler_kwargs", name, options, SCHEDULES[name])
     if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         _check_floor(name, options)
     if name == "warmup_stable_decay" and "num_decay_steps" not in options:
@@ -134,6 +147,22 @@ def check_schedule(name: str, options: Mapping[str, object]) -> None:
         )
 
 
+def check_optimizer(name: str, options: Mapping[str, object]) -> None:
+    """Check the name of a built-in optimizer and its options.
+
+    Args:
+        name: `optim`.
+        options: `optim_kwargs`.
+
+    Raises:
+        ConfigurationError: For an unknown name or option, with the nearest known one; for a value out of
+            range.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigurationError("optim", name, "is not a built-in optimizer", _near(name, OPTIMIZERS))
+    _check_options("optim_kwargs", name, options, OPTIMIZERS[name])
+
+
 def needs_total(name: str, options: Mapping[str, object]) -> bool:
     """Whether a schedule must know at which optimizer step the run ends."""
     if name == "warmup_stable_decay":
@@ -141,8 +170,15 @@ def needs_total(name: str, options: Mapping[str, object]) -> bool:
     return name not in WITHOUT_TOTAL
 
 
-def _check_value(name: str, option: str, value: object) -> None:
-    setting = f"lr_scheduler_kwargs.{option}"
+def _check_options(setting: str, name: str, options: Mapping[str, object], known: tuple[str, ...]) -> None:
+    for option, value in options.items():
+        if option not in known:
+            rule = f"is not an option of {name!r}, which has: {', '.join(known) or 'none'}"
+            raise ConfigurationError(f"{setting}.{option}", value, rule, _near(option, known))
+        _check_value(f"{setting}.{option}", name, option, value)
+
+
+def _check_value(setting: str, name: str, option: str, value: object) -> None:
     if option == "metric":
         if not isinstance(value, str) or not value:
             raise ConfigurationError(setting, value, "must be the name of a metric", "write eval_loss, say")

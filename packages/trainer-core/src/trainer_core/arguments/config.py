@@ -131,6 +131,9 @@ WARNED = frozenset(
     {
         "num_train_epochs",
         "max_steps",
+        "optim",
+        "optim_kwargs",
+        "ema_decay",
         "learning_rate",
         "weight_decay",
         "adam_beta1",
@@ -198,7 +201,8 @@ def compare(before: Mapping[str, object], now: object, *, batch: tuple[object, o
         if before[name] == current[name]:
             continue
         change = Change(name, before[name], current[name])
-        if name in REFUSED:
+        # A checkpoint with an average has that in the place of the weights.
+        if name in REFUSED or (name == "ema_decay" and current[name] is None):
             refused.append(change)
         elif name in WARNED - harmless:
             warned.append(change)

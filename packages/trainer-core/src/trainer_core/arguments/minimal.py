@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import ConfigurationError, Dependent, refuse_without_effect
 from . import rules
-from .choices import WITHOUT_WARMUP, check_schedule, trackers_of
+from .choices import SCHEDULE_FREE, WITHOUT_WARMUP, check_optimizer, check_schedule, trackers_of
 from .rules import check_types
 
 
@@ -109,6 +109,12 @@ class MinimalTrainingArguments:
     torch_compile_full_graph: bool = False
     """Fail when the model does not compile as one graph."""
 
+    optim: str = "adamw"
+    """Built-in optimizer: adamw, muon (for matrices of hidden layers, AdamW for the rest), or
+    schedule_free_adamw (needs the extra schedulefree)."""
+    optim_kwargs: dict[str, float | int | str | bool] = field(default_factory=dict)
+    """Options of muon (lr, weight_decay, momentum, nesterov, ns_steps, eps, adjust_lr_fn) or of
+    schedule_free_adamw (r, weight_lr_power)."""
     learning_rate: float = 5e-5
     """Highest learning rate of the built-in AdamW."""
     weight_decay: float = 0.0
@@ -215,6 +221,20 @@ def _check_optimizer(args: MinimalTrainingArguments) -> None:
     rules.within("adam_epsilon", args.adam_epsilon, 0.0, 1.0)
     if args.max_grad_norm is not None:
         rules.within("max_grad_norm", args.max_grad_norm, 0.0, 1e9)
+    check_optimizer(args.optim, args.optim_kwargs)
+    if args.optim != "schedule_free_adamw":
+        return
+    if not args.adam_beta1:
+        raise ConfigurationError(
+            "adam_beta1", args.adam_beta1, f"must be above 0 with optim={args.optim!r}", "use 0.9"
+        )
+    if args.lr_scheduler_type not in SCHEDULE_FREE:
+        raise ConfigurationError(
+            "lr_scheduler_type",
+            args.lr_scheduler_type,
+            f"changes the learning rate, and optim={args.optim!r} averages weights instead of that",
+            "set lr_scheduler_type='constant_with_warmup' and warmup_steps, or lr_scheduler_type='constant'",
+        )
 
 
 def _check_files(args: MinimalTrainingArguments) -> None:

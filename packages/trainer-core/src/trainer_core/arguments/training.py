@@ -39,6 +39,9 @@ class TrainingArguments(BaseTrainingArguments):
     """What torch_compile compiles: the model as a whole, or its blocks one by one."""
     fuse_optim_with_backward: bool = False
     """Step each parameter as soon as its gradient is there, and free the gradient."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.999: evaluations, samples,
+    checkpoints and exports have the average; none: keep none."""
 
     gc_threshold: float = 0.5
     """Share of the reserved device memory above which cached blocks are given back, 0 to 1."""
@@ -175,6 +178,8 @@ def check_training(args: TrainingArguments) -> None:
         _check_positive(args, name)
     _check_checkpointing(args)
     _check_memory_budget(args)
+    if args.ema_decay is not None:
+        _check_average(args, args.ema_decay)
     if args.fuse_optim_with_backward:
         _check_fused_optimizer(args)
     refuse_without_effect(args, _unused(args))
@@ -219,8 +224,26 @@ def _check_memory_budget(args: TrainingArguments) -> None:
         )
 
 
+def _check_average(args: TrainingArguments, decay: float) -> None:
+    rules.within("ema_decay", decay, 0.0, 1.0)
+    if decay in (0, 1):
+        raise ConfigurationError(
+            "ema_decay", decay, "must lie between 0 and 1, without the ends", "use 0.999, or leave it out"
+        )
+    if args.optim == "schedule_free_adamw":
+        raise ConfigurationError(
+            "ema_decay",
+            decay,
+            f"excludes optim={args.optim!r}, which has an average",
+            "leave one of them out",
+        )
+
+
 def _check_fused_optimizer(args: TrainingArguments) -> None:
     setting, fix = "fuse_optim_with_backward", "leave one of them out"
+    if args.optim != "adamw":
+        rule = f"excludes optim={args.optim!r}, which does not step one parameter at a time"
+        raise ConfigurationError(setting, True, rule, fix)
     if args.max_grad_norm:
         rule = f"excludes max_grad_norm={args.max_grad_norm}: the norm is known only after the last step"
         raise ConfigurationError(setting, True, rule, fix)

@@ -25,6 +25,7 @@ from ..arguments.config import Changes
 from ..data.loaders import keeps_position
 from ..distributed.ranks import Ranks
 from ..errors import ConfigurationError
+from ..optimization.averaging import TRAINING_WEIGHTS
 from ..run import Run
 from .output_dir import PREVIOUS, checkpoints_in, move_aside
 from .run_state import RunComponents
@@ -125,6 +126,9 @@ def load(run: Run, path: str | None) -> Path | None:
         raise (run.progress.refusal or error) from error
     if loaded is None:
         return None
+    if run.built.average is not None and TRAINING_WEIGHTS in loaded.missing:
+        run.built.average.forget()
+        logger.warning("%s has no average of weights: it begins with those of this step", loaded.path)
     run.progress.settle(run.schedule)
     run.loaded, run.went_back = loaded.path, path is not None
     run.saved_step = run.state.global_step

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..optimization import OptimizerFacade
 
 Options = dict[str, object]
-# Positions and names; how a step is computed; and the rate of this moment, which `initial_lr` stands for.
+# Positions and names; how a step is computed; the rate of this moment, which `initial_lr` stands for; and
+# what schedulefree counts in its groups.
 _LEFT_OUT = frozenset(
     {
         "params",
@@ -22,6 +23,11 @@ _LEFT_OUT = frozenset(
         "capturable",
         "differentiable",
         "decoupled_weight_decay",
+        "k",
+        "lr_max",
+        "scheduled_lr",
+        "train_mode",
+        "weight_sum",
     }
 )
 
@@ -107,7 +113,8 @@ def _kind(optimizer: Optimizer) -> str:
     if isinstance(optimizer, OptimizerFacade):
         return "+".join(_kind(member) for member in optimizer.optimizers)
     # A subclass takes up torch's state, and the other way round; checkpoints know it by this name.
-    return "AdamW" if isinstance(optimizer, AdamW) else type(optimizer).__name__
+    known = (kind.__name__ for kind in (AdamW, Muon) if isinstance(optimizer, kind))
+    return next(known, type(optimizer).__name__)
 
 
 def _options(group: Mapping[str, object]) -> Options:

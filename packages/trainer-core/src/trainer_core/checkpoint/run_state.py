@@ -25,6 +25,7 @@ from ..distributed.transforms import BuiltModel
 from ..errors import ConfigurationError
 from ..events import CallbackHandler, callback_name
 from ..metrics.log_window import MetricAccumulator
+from ..optimization.averaging import TRAINING_WEIGHTS
 from ..state import TrainerState
 from .hyperparameters import Hyperparameters
 
@@ -288,6 +289,8 @@ class RunComponents:
         parts: dict[str, object] = {"trainer": self.progress, "model": ModelState(model)}
         if self._optimizer is not None:
             parts["optimizer"] = OptimizerState(self._optimizer, model)
+        if self._built.average is not None:
+            parts[TRAINING_WEIGHTS] = self._built.average.component
         parts |= {key: part for key, part in self._rest.items() if part is not None}
         if keeps_position(self._dataset):
             data = self._dataset
@@ -301,7 +304,8 @@ class RunComponents:
                 sharing_pattern=sharing[key],
                 required=key == "model",
                 # The trainer's own holds times, which each rank measures for itself.
-                validate_replication=key in ("model", "optimizer") and sharing[key] in _COPIES,
+                validate_replication=key in ("model", TRAINING_WEIGHTS, "optimizer")
+                and sharing[key] in _COPIES,
             )
             for key, part in parts.items()
         ]
@@ -321,6 +325,7 @@ class RunComponents:
         return {
             **dict.fromkeys(keys, equal),
             "model": parts,
+            TRAINING_WEIGHTS: parts,
             "optimizer": parts,
             "dataset": read,
             "rng": SharingPattern.PER_RANK,

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from ..metrics.comm_bytes import CommBytes
 from .clipping import clip_grad_norm_, own_part
 from .executor import EagerExecutor, Executor, GradSync
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from ..optimization.averaging import AveragedWeights
 
 ORDER = ("pipeline", "expert", "tensor", "context", "shard", "replicate")
 """The order in which transforms are applied, by their axes, whatever the order in which they are given."""
@@ -94,6 +97,10 @@ class StepHooks(Protocol):
         """Optimizer step number `step` was made."""
         return
 
+    def end(self) -> None:
+        """Training has ended, or pauses; `begin` continues it."""
+        return
+
     def synced_weights(self, *, optimizer: bool) -> AbstractContextManager[None]:
         """A context in which the model is the one that would be saved or scored.
 
@@ -130,6 +137,8 @@ class BuiltModel:
     """What is called: the model, or the stages of this rank."""
     grad_sync: GradSync = field(default_factory=GradSync)
     hooks: list[StepHooks] = field(default_factory=list)
+    average: AveragedWeights | None = None
+    """What keeps an average of the weights, if anything does; one of the hooks."""
     is_partial: bool = False
     """Whether ranks hold different parts of the weights."""
     has_loss: bool = True
@@ -195,6 +204,8 @@ class BuiltModel:
         """
         elsewhere = set() if self.meta_model is self.model else set(self.meta_model.state_dict())
         load_model_weights(self.model, directory, elsewhere=elsewhere)
+        if self.average is not None:
+            self.average.forget()
 
     def attach(self, optimizer: Optimizer | None) -> None:
         """Model and optimizer are complete."""
@@ -211,6 +222,11 @@ class BuiltModel:
         """An optimizer step was made."""
         for hook in self.hooks:
             hook.after_step(step)
+
+    def end(self) -> None:
+        """Training has ended, or pauses."""
+        for hook in self.hooks:
+            hook.end()
 
     @contextmanager
     def synced_weights(self, *, optimizer: bool) -> Iterator[None]:

@@ -93,14 +93,16 @@ def split_by_decay(members: NamedTensors, weight_decay: float, exempt: Mapping[s
     return [group for group in groups if group["params"]]
 
 
-def adamw_of_groups(args: MinimalTrainingArguments, groups: list[Group]) -> AdamW:
+def adamw_of_groups(
+    args: MinimalTrainingArguments, groups: list[Group], *, may_be_empty: bool = False
+) -> AdamW:
     """AdamW over group dicts with named parameters; options that a group does not give come from `args`.
 
     Raises:
-        ConfigurationError: If there is no parameter.
+        ConfigurationError: If there is no parameter, unless that may be.
     """
     parameters = [parameter for group in groups for _, parameter in group["params"]]
-    if not parameters:
+    if not parameters and not may_be_empty:
         raise ConfigurationError("model", "frozen", "has no trainable parameter", "set requires_grad on some")
     has_kernel = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
     # torch's kernel takes no DTensors beside plain tensors, which a layout of tensors alone leaves.
@@ -109,6 +111,45 @@ def adamw_of_groups(args: MinimalTrainingArguments, groups: list[Group]) -> Adam
     # None rather than False where there is no kernel: torch then takes `foreach` if the device has it.
     fused = True if has_kernel else None
     return AdamW(groups, args.learning_rate, betas, args.adam_epsilon, args.weight_decay, fused=fused)
+
+
+def schedule_free_of_groups(args: MinimalTrainingArguments, groups: list[Group]) -> Optimizer:
+    """AdamWScheduleFree over group dicts with named parameters; options come from `args`.
+
+    It has the warm-up itself, as its average leaves out what a low learning rate has changed little.
+
+    Raises:
+        ConfigurationError: If schedulefree is not installed.
+    """
+    betas = (args.adam_beta1, args.adam_beta2)
+    optimizer: Optimizer = schedule_free_class()(
+        groups,
+        lr=args.learning_rate,
+        betas=betas,
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        warmup_steps=args.warmup_steps,
+        **args.optim_kwargs,
+    )
+    return optimizer
+
+
+def schedule_free_class() -> Any:
+    """The class AdamWScheduleFree.
+
+    Raises:
+        ConfigurationError: If schedulefree is not installed.
+    """
+    try:
+        from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError as error:
+        raise ConfigurationError(
+            "optim",
+            "schedule_free_adamw",
+            "needs schedulefree, which is not installed",
+            "pip install 'trainer-core[schedulefree]'",
+        ) from error
+    return AdamWScheduleFree
 
 
 def _reason_alone(own_name: str, parameter: Tensor) -> str:
