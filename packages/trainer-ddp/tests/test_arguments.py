@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from dist_env import DistributedEnvironmentError
-from trainer_core import ConfigurationError, TrainingArguments, arguments_from_dict
+from trainer_core import ConfigurationError, RegressionLoss, TrainingArguments, arguments_from_dict
 from trainer_ddp import (
     CompressionArguments,
     DDPArguments,
@@ -76,6 +78,12 @@ REFUSED = {
         "mixed_precision": "fp16",
     },
     "mixed_precision='fp16': skips steps": {"mixed_precision": "fp16", "post_local_sgd": LOCAL},
+    "ema_decay=0.9: averages the weights of all ranks": {"ema_decay": 0.9, "diloco": OUTER},
+    "optim='schedule_free_adamw': averages the weights": {
+        "optim": "schedule_free_adamw",
+        "lr_scheduler_type": "constant",
+        "post_local_sgd": LOCAL,
+    },
     "ddp.static_graph=True: promises": {"ddp": DDPArguments(static_graph=True), "post_local_sgd": LOCAL},
 }
 
@@ -122,3 +130,28 @@ def test_variables_of_a_launcher_that_are_not_whole_are_refused(monkeypatch: pyt
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(DistributedEnvironmentError, match="WORLD_SIZE=2 is set but RANK is not"):
         DDPTrainer(DDPTrainingArguments(use_cpu=True), model_init=lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def test_an_optimizer_with_an_average_beside_local_steps_is_refused(tmp_path: Path) -> None:
+    args = DDPTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no", post_local_sgd=LOCAL
+    )
+    trainer = DDPTrainer(
+        args,
+        model=torch.nn.Linear(2, 2),
+        train_dataset=[{"input": torch.zeros(2), "labels": torch.zeros(2)}],
+        compute_loss_func=RegressionLoss(),
+        optimizer_cls_and_kwargs=(Switching, {"lr": 0.1}),
+    )
+    with pytest.raises(ConfigurationError, match="optimizer='Switching': averages weights"):
+        trainer.train()
+
+
+class Switching(torch.optim.SGD):
+    """Has the two methods by which the optimizers of schedulefree change what the model holds."""
+
+    def train(self) -> None:
+        """Put the weights into the model."""
+
+    def eval(self) -> None:
+        """Put the average into the model."""

@@ -276,6 +276,13 @@ class _Replicas(StepHooks):
         settings = modes.post_local_sgd if modes.post_local_sgd.enabled else modes.diloco
         if not settings.enabled or optimizer is None:
             return None
+        if self._built.average is not None:
+            raise ConfigurationError(
+                "optimizer",
+                type(optimizer).__name__,
+                "averages weights, and with post_local_sgd or diloco each rank has weights of its own",
+                "use another optimizer, or leave the local steps out",
+            )
         return LocalUpdates(
             settings,
             model=self._built.model,

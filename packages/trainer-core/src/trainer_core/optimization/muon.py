@@ -133,14 +133,14 @@ class ShardedMuon(Muon):
         if own.numel():
             whole = _orthogonal(whole.view(own), group).flatten()
         dist.all_to_all_single(flat, whole, here, there, group=sharers)
-        for matrix, part, piece in zip(matrices, parts, flat.split(here), strict=False):
+        for matrix, part, piece in zip(matrices, parts, torch.split(flat, here), strict=False):
             self._apply(matrix, piece.view_as(part), group)
 
     def _update(self, matrix: Tensor, group: Group) -> Tensor:
         """This rank's part of what is orthogonalized."""
         state = self.state[matrix]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+            state["momentum_buffer"] = torch.zeros_like(matrix)
         buffer, gradient = own_part(state["momentum_buffer"]), own_part(cast(Tensor, matrix.grad))
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
