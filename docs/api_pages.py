@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, path, content=text))
         main, *others = pages
         tab.append({module.name: [main, *({Path(path).stem: path} for path in others)] if others else main})
-        overview.append(f"| [`{module.name}`]({package}.md) | {first_line(module)} |")
+        overview.append(f"| [`{module.name}`]({package}/index.md) | {first_line(module)} |")
     files.append(File.generated(config, "api/index.md", content="\n".join([*overview, ""])))
     next(entry for entry in config.nav or [] if "API reference" in entry)["API reference"] = tab
     return files
@@ -57,7 +57,7 @@ def pages_of(package: str, module: Any) -> dict[str, str]:
     own = in_order(module, groups.pop(""), first)
 
     text = [f"# `{module.name}`", "", first_line(module), ""]
-    text += [f"To install it, and a first example: [{package}](../packages/{package}.md).", ""]
+    text += [f"To install it, and a first example: [{package}](../../packages/{package}.md).", ""]
     text += table(module, first, "to begin with")
     pages = {}
     for folder, names in sorted(groups.items()):
@@ -70,17 +70,17 @@ def pages_of(package: str, module: Any) -> dict[str, str]:
     if rest:
         text += ["## On this page", "", *table(module, rest)] if pages else table(module, rest, "also")
     for folder, (about, _) in pages.items():
-        text += [f"## [{folder}]({package}/{folder}.md)", "", *about]
-    text += ["## Reference", "", *entries(module, own, 3)]
+        text += [f"## [{folder}]({folder}.md)", "", *about]
+    text += ["## Reference", "", *entries(module, own)]
     others = {f"api/{package}/{folder}.md": "\n".join(whole) for folder, (_, whole) in pages.items()}
-    return {f"api/{package}.md": "\n".join(text), **others}
+    return {f"api/{package}/index.md": "\n".join(text), **others}
 
 
 def page(holder: Any, folder: Any, names: list[str]) -> tuple[list[str], list[str]]:
     """Return what the package's page says of a folder, and its own page."""
     about = [first_line(folder)] + [f"Import from `{folder.path}`."] * (holder is folder)
     short = [" ".join(about), "", *table(holder, names)]
-    return short, [f"# `{folder.path}`", "", *short, *entries(holder, names, 2)]
+    return short, [f"# `{folder.path}`", "", *short, "## Reference", "", *entries(holder, names)]
 
 
 def table(module: Any, names: Iterable[str], title: str = "name") -> list[str]:
@@ -89,9 +89,9 @@ def table(module: Any, names: Iterable[str], title: str = "name") -> list[str]:
     return [f"| {title} | what it is |", "|---|---|", *rows, ""]
 
 
-def entries(module: Any, names: Iterable[str], level: int) -> list[str]:
+def entries(module: Any, names: Iterable[str]) -> list[str]:
     """Return what mkdocstrings makes entries of."""
-    return [f"::: {module.path}.{name}\n    options: {{heading_level: {level}}}\n" for name in names]
+    return [f"::: {module.path}.{name}\n" for name in names]
 
 
 def in_order(module: Any, names: Iterable[str], first: list[str]) -> list[str]:

@@ -17,7 +17,6 @@ PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
 LOOK = """<script>
 const cut = (page, root) => {
   const width = root.clientWidth;
-  if (root.scrollWidth > width) return [`${page} is ${root.scrollWidth} wide`];
   const parts = [...root.querySelectorAll(".md-content :is(p, li, td, th, code, h1, h2, h3, img, svg)")];
   const scrolls = (part) => {
     for (; part !== root; part = part.parentElement)
@@ -31,30 +30,38 @@ const covered = (page, root) => {
   const found = [...root.querySelectorAll(".md-code__nav")].filter((nav) => {
     const button = nav.getBoundingClientRect();
     const code = nav.parentElement.querySelector("code").getBoundingClientRect();
-    return button.left < code.right && button.right > code.left && button.top < code.bottom;
+    const beside = button.right <= code.left || button.left >= code.right;
+    return !beside && button.top < code.bottom && button.bottom > code.top;
   });
-  return found.slice(0, 1).map((nav) => `${page} covers code: ${nav.parentElement.textContent.slice(0, 80)}`);
+  return found.slice(0, 1).map((nav) => `${page} covers ${nav.nextElementSibling.textContent.slice(0, 50)}`);
 };
 const pages = PAGES;
 (async () => {
   let buttons = 0;
-  for (const width of [400, 1280])
-    for (const page of pages) {
-      const frame = document.createElement("iframe");
-      frame.style = `width: ${width}px; height: 800px; border: 0`;
-      frame.src = page;
-      const loaded = new Promise((resolve) => { frame.onload = resolve; });
-      document.body.append(frame);
-      await loaded;
-      await new Promise((resolve) => setTimeout(resolve, 50));
-      const root = frame.contentDocument.documentElement;
-      buttons += root.querySelectorAll(".md-code__nav").length;
-      for (const fault of [...cut(page, root), ...covered(page, root)]) console.log(`${width}: ${fault}`);
-      frame.remove();
-    }
-  console.log(`looked at ${pages.length} pages, found buttons: ${buttons > 200}`);
+  for (const page of pages) {
+    const frame = document.createElement("iframe");
+    frame.style = "height: 800px; border: 0";
+    frame.width = 400;
+    frame.src = page;
+    const loaded = new Promise((resolve) => { frame.onload = resolve; });
+    document.body.append(frame);
+    await loaded;
+    await new Promise((resolve) => setTimeout(resolve, 50));
+    const root = frame.contentDocument.documentElement;
+    buttons += root.querySelectorAll(".md-code__nav").length;
+    for (frame.width of [400, 1280])
+      for (const fault of [...cut(page, root), ...covered(page, root)])
+        console.log(`${frame.width}: ${fault}`);
+    frame.remove();
+  }
+  console.log(`looked at ${pages.length} pages, found buttons: ${buttons > 100}`);
 })();
 </script>"""
+
+
+BAD = """<!doctype html><div class="md-content"><p style="width: 900px">wide</p>
+<pre style="position: relative"><nav class="md-code__nav" style="position: absolute; top: 0">x</nav>
+<code>y</code></pre></div>"""
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +94,14 @@ def test_nothing_is_cut_off_or_covered_on_a_phone_or_a_screen(chromium: str, tmp
     # Without words to find: each page would read all of them.
     empty = {"config": {"lang": ["en"], "separator": " ", "pipeline": [], "fields": {}}, "docs": []}
     (tmp_path / "site/search/search_index.js").write_text(f"var __index = {json.dumps(empty)}")
+    (tmp_path / "site/bad.html").write_text(BAD)
     look = tmp_path / "site/look.html"
-    look.write_text(f"<body>{LOOK.replace('PAGES', json.dumps(PAGES))}")
-    options = ("--allow-file-access-from-files", "--virtual-time-budget=60000", "--window-size=1400,900")
-    assert visit(chromium, look, tmp_path, *options).console == [
-        f"looked at {len(PAGES)} pages, found buttons: true"
+    look.write_text(f"<body>{LOOK.replace('PAGES', json.dumps([*PAGES, 'bad.html']))}")
+    options = ("--allow-file-access-from-files", "--virtual-time-budget=30000", "--window-size=1400,900")
+    *faults, last = visit(chromium, look, tmp_path, *options).console
+    assert last == f"looked at {len(PAGES) + 1} pages, found buttons: true"
+    assert [fault.partition("<")[0] for fault in faults] == [
+        "400: bad.html cuts ",
+        "400: bad.html covers y",
+        "1280: bad.html covers y",
     ]

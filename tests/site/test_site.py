@@ -93,11 +93,9 @@ def test_the_page_of_a_package_says_how_to_install_it(package: Package, pages: d
 
 
 def reference(package: Package, pages: dict[str, str]) -> dict[str, str]:
-    """The pages of a package's reference, its own page first."""
-    own = f"api/{package.name}.html"
-    return {own: pages[own]} | {
-        path: html for path, html in pages.items() if path.startswith(f"api/{package.name}/")
-    }
+    """The pages of a package's reference, `index.html` among them."""
+    folder = f"api/{package.name}/"
+    return {path.removeprefix(folder): html for path, html in pages.items() if path.startswith(folder)}
 
 
 def entries(package: Package, html: str) -> list[str]:
@@ -112,14 +110,14 @@ def test_every_public_name_has_an_entry_and_a_row(package: Package, pages: dict[
     assert sorted(named) == sorted(package.public_names())
     linked = rf'<td><a [^>]*href="[^"#]*#{package.module}\.(\w+)"><code>\1</code></a></td>\n<td>(?!</td>)'
     # What a package begins with stands once more where it belongs.
-    assert set(re.findall(linked, found[f"api/{package.name}.html"])) == set(named)
+    assert set(re.findall(linked, found["index.html"])) == set(named)
 
 
 def test_the_reference_begins_with_what_the_readme_shows(package: Package, pages: dict[str, str]) -> None:
     code = re.findall(r"```python\n(.*?)```", (package.folder / "README.md").read_text(), re.DOTALL)[0]
     (imported,) = re.findall(rf"from {package.module} import (?:\(([^)]*)\)|(.*))\n", code)
     shown = re.findall(r"\w+", "".join(imported))
-    html = pages[f"api/{package.name}.html"]
+    html = reference(package, pages)["index.html"]
     first = re.findall(r"<td><a [^>]*><code>(\w+)</code></a></td>", html)[: len(shown)]
     assert first == shown
     here = entries(package, html)

@@ -17,6 +17,8 @@ _OPTIONS = (
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
     "--enable-logging=stderr", "--log-level=0", "--virtual-time-budget=2000",
 )  # fmt: skip
+LIMIT_S = 600
+"""Seconds that a page may take; it is fast, where the machine is."""
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _PAGE_MESSAGE = re.compile(r":CONSOLE[:(]\d+\)?\] \"(.*)\", source: (.*)")
 
@@ -64,7 +66,7 @@ def _run(chromium: str, page: Path | str, folder: Path, *options: str) -> subpro
     profile = folder / "profile"
     address = page if isinstance(page, str) else page.as_uri()
     command = [chromium, *_OPTIONS, f"--user-data-dir={profile}", *options, address]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
 
 
 def _requests(net_log: Path) -> list[str]:
