@@ -268,6 +268,20 @@ def test_changes_are_told_apart_by_what_they_mean() -> None:
     ]
 
 
+def test_old_and_new_ways_to_say_that_epochs_do_not_limit_a_run_are_one() -> None:
+    def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
+        one, other = (arguments_from_dict(TrainingArguments, given) for given in (before, now))
+        found = compare(plain_arguments(one), other, batch=(1, 1))
+        return [str(change) for change in (*found.allowed, *found.warned, *found.refused)]
+
+    endless = {"max_steps": 10, "num_train_epochs": -1}
+    assert changes(endless, {"max_steps": 10}) == changes({"max_steps": 10}, endless) == []
+    assert changes({"num_train_epochs": 1}, {}) == []
+    assert changes({"max_steps": 10, "num_train_epochs": 1}, {"max_steps": 10}) == [
+        "num_train_epochs: 1.0 before, None now"
+    ]
+
+
 def test_every_classified_argument_exists() -> None:
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert names >= WARNED | REFUSED

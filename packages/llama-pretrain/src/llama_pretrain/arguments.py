@@ -83,7 +83,6 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     seed: int = 1
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 16
-    num_train_epochs: float = -1
     max_steps: int = 800
     logging_steps: int = 20
     logging_first_step: bool = True

@@ -275,10 +275,11 @@ class RunDirectory:
     def _changes(self, args: PretrainArguments) -> dict[str, tuple[object, object]]:
         if not (self.path / CONFIG_NAME).is_file():
             return {}
-        now = settings_by_name(asdict(args))
+        now = _with_epochs(settings_by_name(asdict(args)))
         # Settings that did not exist at the last start were at their defaults.
-        before = settings_by_name(asdict(PretrainArguments())) | settings_by_name(
-            load_config_file(self.path / CONFIG_NAME)
+        before = _with_epochs(
+            settings_by_name(asdict(PretrainArguments()))
+            | settings_by_name(load_config_file(self.path / CONFIG_NAME))
         )
         unsaid = {*_NOT_WORTH_SAYING, *names_said_by_mesh(before, now)}
         return {
@@ -322,6 +323,12 @@ def settings_by_name(settings: Mapping[str, object]) -> dict[str, object]:
     groups = {name: value for name, value in plain.items() if name in GROUP_NAMES and isinstance(value, dict)}
     inner = {f"{name}.{key}": item for name, group in groups.items() for key, item in group.items()}
     return {name: value for name, value in plain.items() if name not in groups} | inner
+
+
+def _with_epochs(settings: Mapping[str, object]) -> dict[str, object]:
+    """The same with none for epochs without limit, which were -1 in files of an earlier version."""
+    epochs = settings.get("num_train_epochs")
+    return {**settings, "num_train_epochs": None if epochs == -1 else epochs}
 
 
 def _write(path: Path, text: str) -> None:

@@ -40,6 +40,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "how long, how much at once": (
         "max_steps",
         "num_train_epochs",
+        "epoch_train_steps",
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "per_device_eval_batch_size",

@@ -37,7 +37,7 @@ from .optimization import (
     is_callback,
     optimizer_table,
 )
-from .periodic import set_length
+from .periodic import say_length, set_length
 from .precision import build_scaler
 from .run import GarbagePolicy, Run
 from .state import TrainerState
@@ -96,6 +96,7 @@ def assemble(
     """
     loader, evaluation = _loaders(args, ranks, placement, parts)
     set_length(state, args, loader)
+    say_length(state, args)
     follow = resumes or parts.initial_weights is not None
     built, loss = build_model_and_loss(args, ranks, transforms, parts, skip_init=follow)
     optimizer, scheduler = None, None

@@ -169,6 +169,7 @@ class TrainingLoop:
         run.state.global_step += 1
         run.built.after_step(run.state.global_step)
         run.update_epoch()
+        self._note_a_long_epoch()
         events.fire("on_step_end")
         if run.speed.starts_after(run.state):
             run.log_window.flush()
@@ -225,10 +226,21 @@ class TrainingLoop:
         run = self.run
         promised = run.state.epoch_train_steps
         if promised and run.steps_in_epoch < promised and not run.events.control.should_epoch_stop:
+            limited = run.args.epoch_limit is not None
             logger.warning(
-                "the training data ended after %d optimizer steps, and its length promised %d; "
-                "the run ends after its epochs, not at the step count shown",
+                "the training data ended after %d optimizer steps, and %s promised %d%s",
                 run.steps_in_epoch,
+                "its length" if run.args.epoch_train_steps is None else "epoch_train_steps",
+                promised,
+                "; the run ends after its epochs, not at the step count shown" if limited else "",
+            )
+
+    def _note_a_long_epoch(self) -> None:
+        promised = self.run.args.epoch_train_steps
+        if promised is not None and self.run.steps_in_epoch == promised + 1:
+            logger.warning(
+                "the training data continue after the %d optimizer steps of an epoch that epoch_train_steps "
+                "promised; the epochs shown are wrong, and the run ends at the step count shown",
                 promised,
             )
 
@@ -236,7 +248,8 @@ class TrainingLoop:
         state = self.run.state
         if self.run.events.control.ends_run or 0 <= state.max_steps <= state.global_step:
             return True
-        return 0 <= state.num_train_epochs <= state.raw_epoch
+        limit = self.run.args.epoch_limit
+        return limit is not None and limit <= state.raw_epoch
 
     def _sync_control(self) -> None:
         """Make what one rank asks for, or was asked by a signal, the wish of all ranks."""

@@ -184,7 +184,7 @@ class Run:
         state, epoch = self.state, epoch_of(self.loader)
         state.epoch = float(state.raw_epoch)
         if state.epoch_train_steps:
-            state.epoch += self.steps_in_epoch / state.epoch_train_steps
+            state.epoch += min(1.0, self.steps_in_epoch / state.epoch_train_steps)
         elif epoch is not None and epoch >= state.raw_epoch:
             # A loader whose epoch was left early learns of the next one only when that begins.
             state.epoch = epoch + epoch_progress_of(self.loader)

@@ -23,6 +23,7 @@ class TrainerState:
     max_steps: int
     """Optimizer steps at which the run ends; -1 while that is unknown."""
     num_train_epochs: float
+    """Epochs at which the run ends, by whichever limit; -1 while that is unknown."""
     max_eval_steps: int
     save_steps: int = 0
     epoch: float = 0.0
@@ -114,7 +115,7 @@ def fresh_state(args: TrainingArguments, env: DistributedEnvInterface) -> Traine
         save_steps=args.save_steps,
         train_batch_size=args.per_device_train_batch_size,
         max_steps=args.max_steps,
-        num_train_epochs=args.num_train_epochs,
+        num_train_epochs=-1 if args.epoch_limit is None else args.epoch_limit,
         max_eval_steps=args.max_eval_steps,
         num_processes=env.world_size,
         is_local_process_zero=env.local_rank == 0,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from ..errors import ConfigurationError, suggest
 from .choices import WITHOUT_TOTAL
+from .minimal import epoch_limit
 
 T = TypeVar("T")
 
@@ -130,6 +131,7 @@ REFUSED = frozenset({"seed", "seed_per_rank", "dataloader_shuffle", "dataloader_
 WARNED = frozenset(
     {
         "num_train_epochs",
+        "epoch_train_steps",
         "max_steps",
         "optim",
         "optim_kwargs",
@@ -157,7 +159,7 @@ WARNED = frozenset(
 )
 """The curve continues differently from the saved run."""
 
-_STOPPING_POINTS = frozenset({"max_steps", "num_train_epochs"})
+_STOPPING_POINTS = frozenset({"max_steps", "num_train_epochs", "epoch_train_steps"})
 _WITHOUT_END = ("", *WITHOUT_TOTAL)
 
 
@@ -197,8 +199,10 @@ def compare(before: Mapping[str, object], now: object, *, batch: tuple[object, o
     # Moving the end of a run changes the curve only if the schedule aims at the end.
     aims_at_end = current.get("lr_scheduler_type") not in _WITHOUT_END
     harmless = frozenset() if aims_at_end else _STOPPING_POINTS
+    # It had to be -1 once where max_steps was meant alone.
+    same_epochs = _epoch_limit_of(before) == _epoch_limit_of(current)
     for name in sorted(current.keys() & before.keys()):
-        if before[name] == current[name]:
+        if before[name] == current[name] or (name == "num_train_epochs" and same_epochs):
             continue
         change = Change(name, before[name], current[name])
         # A checkpoint with an average has that in the place of the weights.
@@ -211,6 +215,12 @@ def compare(before: Mapping[str, object], now: object, *, batch: tuple[object, o
     if batch[0] != batch[1]:
         warned.append(Change("examples of an optimizer step, over all ranks", *batch))
     return Changes(tuple(allowed), tuple(warned), tuple(refused))
+
+
+def _epoch_limit_of(arguments: Mapping[str, object]) -> object:
+    epochs, steps = arguments.get("num_train_epochs"), arguments.get("max_steps")
+    known = isinstance(epochs, int | float | None) and isinstance(steps, int)
+    return epoch_limit(epochs, steps) if known else epochs
 
 
 def plain_arguments(args: object) -> dict[str, object]:

@@ -45,10 +45,13 @@ class MinimalTrainingArguments:
     """Examples per device and evaluation batch."""
     gradient_accumulation_steps: int = 1
     """Microbatches per optimizer step."""
-    num_train_epochs: float = 1
-    """Passes over the training data; fractions allowed; negative: epochs do not limit the run."""
+    num_train_epochs: float | None = None
+    """Passes over the training data; fractions allowed; none: as many as max_steps takes, or one without
+    max_steps; negative: epochs do not limit the run."""
     max_steps: int = -1
-    """Most optimizer steps; -1: no cap; 0 trains nothing."""
+    """Most optimizer steps; -1: no cap; 0 trains nothing. Beside num_train_epochs the smaller limit holds."""
+    epoch_train_steps: int | None = None
+    """Optimizer steps of an epoch, for data that cannot tell their length."""
 
     dataloader_num_workers: int = 0
     """Worker processes of a loader built from a dataset; 0: load in this process."""
@@ -149,9 +152,21 @@ class MinimalTrainingArguments:
         check_minimal(self)
 
     @property
+    def epoch_limit(self) -> float | None:
+        """Passes over the training data after which the run ends; None where epochs do not limit it."""
+        return epoch_limit(self.num_train_epochs, self.max_steps)
+
+    @property
     def log_path(self) -> Path:
         """Directory of logs, resolved."""
         return Path(self.logging_dir if self.logging_dir is not None else self.output_dir)
+
+
+def epoch_limit(num_train_epochs: float | None, max_steps: int) -> float | None:
+    """Passes over the training data after which a run with these settings ends; None without such a limit."""
+    if num_train_epochs is None:
+        return 1.0 if max_steps < 0 else None
+    return num_train_epochs if num_train_epochs >= 0 else None
 
 
 STRATEGIES = ("no", "steps", "epoch")
@@ -203,13 +218,17 @@ def _check_counts(args: MinimalTrainingArguments) -> None:
 
 
 def _check_length(args: MinimalTrainingArguments) -> None:
+    if args.epoch_train_steps is not None:
+        rules.at_least("epoch_train_steps", args.epoch_train_steps, 1)
+    if args.num_train_epochs is None:
+        return
     rules.within("num_train_epochs", args.num_train_epochs, -1e9, 1e9)
     if args.num_train_epochs < 0 and args.max_steps < 0 and not getattr(args, "max_train_seconds", None):
         raise ConfigurationError(
             "num_train_epochs",
             args.num_train_epochs,
             "a negative number means no limit by epochs, and max_steps=-1 means no limit by steps",
-            "set max_steps or max_train_seconds, or an epoch count of 0 or more",
+            "set max_steps or max_train_seconds, or an epoch count of 0 or more, or leave it out for one epoch",
         )
 
 

@@ -176,13 +176,13 @@ class RunProgress:
                 f"was {optimizer_before} when the checkpoint was saved, whose state it cannot take up",
                 "go back to that optimizer, or start from the checkpoint's weights in another output_dir",
             )
-        counts_epochs = self._state.epoch_train_steps and self._state.num_train_epochs >= 0
+        counts_epochs = self._state.epoch_train_steps and self._args.epoch_limit is not None
         if counts_epochs and samples_before != self._samples_per_step:
             return ConfigurationError(
                 "per_device_train_batch_size",
                 f"{self._samples_per_step} examples a step with accumulation and ranks",
                 f"the checkpoint counts its epochs in steps of {samples_before} examples",
-                "go back to that number, or limit the run by max_steps with num_train_epochs=-1",
+                "go back to that number, or limit the run by max_steps without num_train_epochs",
             )
         return None
 

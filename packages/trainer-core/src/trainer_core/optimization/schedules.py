@@ -319,7 +319,7 @@ def build_schedule(args: MinimalTrainingArguments, optimizer: Optimizer, total: 
             "lr_scheduler_type",
             name,
             "needs to know where the run ends, and this data cannot tell",
-            "set max_steps, or use constant_with_warmup or inverse_sqrt",
+            "set max_steps or epoch_train_steps, or use constant_with_warmup or inverse_sqrt",
         )
     factor = _factor(name, args.warmup_steps, total, _initial_rate(optimizer), cast(dict[str, Any], options))
     return FactorSchedule(optimizer, factor)
