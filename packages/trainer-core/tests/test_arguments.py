@@ -16,7 +16,8 @@ from trainer_core import (
     load_config_file,
     suggest,
 )
-from trainer_core.arguments.config import REFUSED, WARNED, Changes, compare, plain_arguments
+from trainer_core.arguments.config import WARNED, Changes, compare, plain_arguments
+from trainer_core.arguments.minimal import UNCHANGEABLE
 
 BAD = [
     # unknown names and wrong types
@@ -284,8 +285,21 @@ def test_old_and_new_ways_to_say_that_epochs_do_not_limit_a_run_are_one() -> Non
 
 def test_every_classified_argument_exists() -> None:
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert names >= WARNED | REFUSED
-    assert not WARNED & REFUSED
+    assert names >= WARNED | UNCHANGEABLE.keys()
+    assert not WARNED & UNCHANGEABLE.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lr", "is not a known setting; did you mean 'learning_rate'?"),
+        ("seed", "cannot change while a run continues: the order of the data"),
+        ("dataloader_shuffle", "cannot change while a run continues: the position in the data has no meaning"),
+    ],
+)
+def test_only_what_can_change_may_be_allowed_to(name: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"allow_changes={name!r}: {words}")):
+        TrainingArguments(allow_changes=("learning_rate", name))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from trainer_core import ConfigurationError, TrainingArguments, suggest
 from trainer_ddp import DDPTrainingArguments
@@ -37,6 +37,16 @@ WITHOUT_EFFECT = (
 )
 
 
+_DATA = "the position in the data has no meaning otherwise, and documents would repeat or be left out"
+UNCHANGEABLE: Mapping[str, str] = {
+    **TrainingArguments.unchangeable,
+    **dict.fromkeys(("data", "text_column", "tokenizer", "sequence_length", "shards"), _DATA),
+    **dict.fromkeys(("model", "vocab_size"), "the saved weights have its shape"),
+    "held_out": "documents that were trained on would be evaluated on",
+}
+"""Settings of which a run that continues keeps what they stand for, and why."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2TrainingArguments):
     """Settings of one pretraining run: those of all trainers, with other defaults, and the application's own.
@@ -46,6 +56,8 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     The defaults train a byte-level model on the text of the Python standard library, in less than three
     minutes on two CPU cores.
     """
+
+    unchangeable: ClassVar[Mapping[str, str]] = UNCHANGEABLE
 
     model: str = "tiny"
     """A preset (tiny, 160m, 1b, 7b, 13b, 34b, 70b) or a directory with a config.json."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -79,19 +79,10 @@ IDENTITY_NAME = "run.json"
 LOGS_NAME = "trainer_logs.json"
 CURVE_NAME = "loss_curve.png"
 
-# The optimizer's own settings travel in its checkpoint, so another value would have no effect after a resume.
-_SETTINGS_OF_A_RUN = (
-    "seed",
-    "sequence_length",
-    "held_out",
-    "shards",
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-)
-_NOT_WORTH_SAYING = ("output_dir", "logging_dir", "resume_from_checkpoint", *_SETTINGS_OF_A_RUN)
+_OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+"""Settings that a run keeps, unless `allow_changes` names them."""
+_SETTINGS_OF_A_RUN = ("seed", "sequence_length", "held_out", "shards", *_OF_THE_OPTIMIZER)
+_NOT_WORTH_SAYING = ("output_dir", "logging_dir", "resume_from_checkpoint", "allow_changes")
 
 
 class RunDirectory:
@@ -160,6 +151,8 @@ class RunDirectory:
             move_aside(self.path, [*checkpoints_in(self.path), *own, self.log_file(args)])
             # A later start with these settings continues with this run.
             args = replace(args, resume_from_checkpoint=True, overwrite_output_dir=False)
+        # What was allowed has happened: a later start that says nothing keeps the new values.
+        args = replace(args, allow_changes=())
         if session is not None:
             sessions = [*read_sessions(self.path), session] if self._has_checkpoint() else [session]
             _write(self.path / SESSIONS_NAME, json.dumps(sessions, indent=2) + "\n")
@@ -193,7 +186,7 @@ class RunDirectory:
         Raises:
             ConfigurationError: If they are not.
         """
-        self._refuse_other_identity(_identity(args, subject))
+        self._refuse_other_identity(_identity(args, subject), args.allow_changes)
 
     def log_file(self, args: PretrainArguments) -> Path:
         """Where the log entries of the run are, also if its directory was moved."""
@@ -239,7 +232,7 @@ class RunDirectory:
                 "choose another --output-dir, or move them away",
             )
 
-    def _refuse_other_identity(self, identity: Mapping[str, object]) -> None:
+    def _refuse_other_identity(self, identity: Mapping[str, object], allowed: Sequence[str]) -> None:
         path = self.path / IDENTITY_NAME
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
@@ -252,15 +245,18 @@ class RunDirectory:
             ) from error
         if not isinstance(before, dict):
             before = {}
-        for name in sorted({*before, *identity}):
+        names = sorted({*before, *identity} - {*allowed})
+        changed = [name for name in names if before.get(name) != identity.get(name)]
+        changed.sort(key=lambda name: name in _OF_THE_OPTIMIZER)
+        for name in changed:
             old, new = before.get(name), identity.get(name)
-            if old != new:
-                raise ConfigurationError(
-                    name,
-                    _shorter(new, old),
-                    f"the run in {self.path} was begun with {_shorter(old, new)!r}",
-                    "choose another --output-dir, or go back to that value",
-                )
+            may = f", or allow it with --allow-changes {','.join([*allowed, *changed])}"
+            raise ConfigurationError(
+                name,
+                _shorter(new, old),
+                f"the run in {self.path} was begun with {_shorter(old, new)!r}",
+                f"choose another --output-dir, or go back to that value{may * (name in _OF_THE_OPTIMIZER)}",
+            )
 
     def _refuse_fresh_start(self, args: PretrainArguments) -> None:
         """A run that starts anew beside old checkpoints would later continue from the wrong ones."""

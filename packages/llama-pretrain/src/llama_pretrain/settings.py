@@ -36,7 +36,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "held_out",
         "seed",
     ),
-    "where": ("output_dir", "logging_dir", "resume_from_checkpoint"),
+    "where": ("output_dir", "logging_dir", "resume_from_checkpoint", "allow_changes"),
     "how long, how much at once": (
         "max_steps",
         "num_train_epochs",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from ..errors import ConfigurationError, suggest
 from .choices import WITHOUT_TOTAL
-from .minimal import epoch_limit
+from .minimal import GUARDED, UNCHANGEABLE, epoch_limit
 
 T = TypeVar("T")
 
@@ -125,22 +125,15 @@ def _type_name(kind: object) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
 
 
-REFUSED = frozenset({"seed", "seed_per_rank", "dataloader_shuffle", "dataloader_drop_last", "qat_recipe"})
-"""The saved state has no meaning under another value: data order, generators, fake-quantized weights."""
-
 WARNED = frozenset(
     {
+        *GUARDED,
         "num_train_epochs",
         "epoch_train_steps",
         "max_steps",
         "optim",
         "optim_kwargs",
         "ema_decay",
-        "learning_rate",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
         "lr_scheduler_type",
         "lr_scheduler_kwargs",
         "warmup_steps",
@@ -201,12 +194,12 @@ def compare(before: Mapping[str, object], now: object, *, batch: tuple[object, o
     harmless = frozenset() if aims_at_end else _STOPPING_POINTS
     # It had to be -1 once where max_steps was meant alone.
     same_epochs = _epoch_limit_of(before) == _epoch_limit_of(current)
-    for name in sorted(current.keys() & before.keys()):
+    for name in sorted((current.keys() & before.keys()) - {"allow_changes"}):
         if before[name] == current[name] or (name == "num_train_epochs" and same_epochs):
             continue
         change = Change(name, before[name], current[name])
         # A checkpoint with an average has that in the place of the weights.
-        if name in REFUSED or (name == "ema_decay" and current[name] is None):
+        if name in UNCHANGEABLE or (name == "ema_decay" and current[name] is None):
             refused.append(change)
         elif name in WARNED - harmless:
             warned.append(change)

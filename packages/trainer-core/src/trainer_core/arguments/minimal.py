@@ -6,19 +6,37 @@ The string below a field is its documentation and the help text of command lines
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar
 
-from ..errors import ConfigurationError, Dependent, refuse_without_effect
+from ..errors import ConfigurationError, Dependent, refuse_without_effect, suggest
 from . import rules
 from .choices import SCHEDULE_FREE, WITHOUT_WARMUP, check_optimizer, check_schedule, trackers_of
 from .rules import check_types
 
 
+GUARDED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+"""Settings that a run that continues keeps, unless `allow_changes` names them."""
+
+_POSITION = "the position in the data has no meaning otherwise, and examples would repeat or be left out"
+UNCHANGEABLE: Mapping[str, str] = {
+    "seed": "the order of the data and all random numbers follow from it",
+    "seed_per_rank": "the random numbers of each rank follow from it",
+    "dataloader_shuffle": _POSITION,
+    "dataloader_drop_last": _POSITION,
+    "qat_recipe": "the saved weights were trained for its rounding",
+}
+"""Settings that never change while a run continues, and why: the saved state has no meaning otherwise."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MinimalTrainingArguments:
     """The subset that users of the Hugging Face Trainer know, under the same names."""
+
+    # What `allow_changes` may not name, and why.
+    unchangeable: ClassVar[Mapping[str, str]] = UNCHANGEABLE
 
     output_dir: str = "output"
     """Directory of checkpoints, weights and logs."""
@@ -93,6 +111,9 @@ class MinimalTrainingArguments:
     resume_from_checkpoint: bool | str = True
     """True: continue from the newest checkpoint in the output directory, if any; a path: from that one;
     false: start anew, which needs a directory without checkpoints or overwrite_output_dir."""
+    allow_changes: tuple[str, ...] = ()
+    """Settings of the optimizer that may differ from those of the checkpoint that a run continues from:
+    learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon. The new values hold from there on."""
 
     load_best_model_at_end: bool = False
     """After the last step, put the weights of the best checkpoint into the model; tracks the best one."""
@@ -181,6 +202,7 @@ def check_minimal(args: MinimalTrainingArguments) -> None:
     """
     _check_counts(args)
     _check_length(args)
+    _check_allowed_changes(args)
     _check_optimizer(args)
     if args.lr_scheduler_type:
         check_schedule(args.lr_scheduler_type, args.lr_scheduler_kwargs)
@@ -230,6 +252,20 @@ def _check_length(args: MinimalTrainingArguments) -> None:
             "a negative number means no limit by epochs, and max_steps=-1 means no limit by steps",
             "set max_steps or max_train_seconds, or an epoch count of 0 or more, or leave it out for one epoch",
         )
+
+
+def _check_allowed_changes(args: MinimalTrainingArguments) -> None:
+    known = {field.name for field in fields(args)}
+    for name in args.allow_changes:
+        if name not in known:
+            raise ConfigurationError("allow_changes", name, "is not a known setting", suggest(name, known))
+        if name in args.unchangeable:
+            raise ConfigurationError(
+                "allow_changes",
+                name,
+                f"cannot change while a run continues: {args.unchangeable[name]}",
+                "begin a new run in another output_dir",
+            )
 
 
 def _check_optimizer(args: MinimalTrainingArguments) -> None:

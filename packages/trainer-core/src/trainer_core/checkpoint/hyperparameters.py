@@ -9,6 +9,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..optimization import OptimizerFacade
+from ..optimization.schedules import FactorSchedule
 
 Options = dict[str, object]
 # Positions and names; how a step is computed; the rate of this moment, which `initial_lr` stands for; and
@@ -87,16 +88,19 @@ class Hyperparameters:
             before: What `plain` gave in the checkpoint.
             scheduler: The schedule, loaded.
         """
-        groups = zip(self._optimizer.param_groups, self._built, self._changed(before), strict=True)
-        for number, (group, built, changed) in enumerate(groups):
-            if "initial_lr" in changed:
+        changed = self._changed(before)
+        groups = zip(self._optimizer.param_groups, self._built, changed, strict=True)
+        for number, (group, built, names) in enumerate(groups):
+            if "initial_lr" in names:
                 then = before[number] if len(before) == len(self._built) else group
                 old, new = then.get("initial_lr"), built["initial_lr"]
                 scaled = isinstance(old, int | float) and old and isinstance(new, int | float)
                 group["lr"] = group["lr"] * (new / old) if scaled else new  # type: ignore[operator]
-            group.update({name: built[name] for name in changed if name in group and name in built})
+            group.update({name: built[name] for name in names if name in group and name in built})
         if scheduler is not None and hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [group["initial_lr"] for group in self._optimizer.param_groups]
+        if isinstance(scheduler, FactorSchedule) and any("initial_lr" in names for names in changed):
+            scheduler.apply()  # which knows of a floor that is a rate and no share, and does not scale
 
     def _changed(self, before: Sequence[Mapping[str, object]]) -> list[set[str]]:
         """Names of the options that differ, by group; all of them if the groups cannot be told apart."""

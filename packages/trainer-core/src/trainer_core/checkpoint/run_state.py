@@ -19,6 +19,7 @@ from dist_env import get_logger
 
 from ..arguments import TrainingArguments
 from ..arguments.config import Changes, compare, plain_arguments
+from ..arguments.minimal import GUARDED
 from ..data.loaders import is_torchdata, keeps_position
 from ..distributed.ranks import BatchPlacement
 from ..distributed.transforms import BuiltModel
@@ -168,6 +169,16 @@ class RunProgress:
                 change.now,
                 f"was {change.before!r} when the checkpoint was saved, and its state means nothing otherwise",
                 f"go back to {change.before!r}, or start anew with resume_from_checkpoint=False elsewhere",
+            )
+        allowed = self._args.allow_changes
+        guarded = [each for each in self.changes.warned if each.name in GUARDED and each.name not in allowed]
+        for change in guarded:
+            names = (*allowed, *(each.name for each in guarded))
+            return ConfigurationError(
+                change.name,
+                change.now,
+                f"was {change.before!r} when the checkpoint was saved, and the curve would continue differently",
+                f"go back to {change.before!r}, or set allow_changes={names!r} to continue with the new value",
             )
         if optimizer_before not in (None, self._options.kind):
             return ConfigurationError(

@@ -281,6 +281,15 @@ class FactorSchedule(LRScheduler):
         factor = self.factor(self.last_epoch)
         return [group["initial_lr"] * factor for group in self.optimizer.param_groups]
 
+    def apply(self) -> None:
+        """Set the rates of the groups to those of the current step."""
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
     def state_dict(self) -> dict[str, Any]:
         """The step count and the current rates; the shape comes from the arguments."""
         return {
