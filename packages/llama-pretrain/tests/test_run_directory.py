@@ -80,7 +80,11 @@ def test_a_run_without_checkpoint_may_become_another(tmp_path: Path) -> None:
         (
             {"learning_rate": 0.1, "weight_decay": 0.2, "allow_changes": ("adam_beta1",)},
             {},
-            ["learning_rate=0.1", "begun with 0.002", "--allow-changes adam_beta1,learning_rate,weight_decay"],
+            [
+                "learning_rate=0.1",
+                "begun with 0.002",
+                "--allow-changes adam_beta1,learning_rate,weight_decay",
+            ],
         ),
         ({"learning_rate": 0.1, "seed": 2}, {}, ["seed=2", "begun with 1; choose another"]),
         ({}, {"data": "abd"}, ["data='abd'", "begun with 'abc'"]),
@@ -118,7 +122,7 @@ def test_what_may_change_is_told_and_kept(tmp_path: Path) -> None:
     }
     assert directory.arguments() == lower
     assert directory.begin(lower, SUBJECT) == {}
-    with pytest.raises(ConfigurationError, match="begun with 0.0005"):
+    with pytest.raises(ConfigurationError, match=r"begun with 0\.0005"):
         directory.begin(args, SUBJECT)
     for name, why in {"sequence_length": "documents would repeat", "model": "its shape"}.items():
         with pytest.raises(ConfigurationError, match=f"allow_changes='{name}': cannot change .*{why}"):

@@ -294,7 +294,10 @@ def test_every_classified_argument_exists() -> None:
     [
         ("lr", "is not a known setting; did you mean 'learning_rate'?"),
         ("seed", "cannot change while a run continues: the order of the data"),
-        ("dataloader_shuffle", "cannot change while a run continues: the position in the data has no meaning"),
+        (
+            "dataloader_shuffle",
+            "cannot change while a run continues: the position in the data has no meaning",
+        ),
     ],
 )
 def test_only_what_can_change_may_be_allowed_to(name: str, words: str) -> None:

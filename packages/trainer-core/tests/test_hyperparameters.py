@@ -156,7 +156,7 @@ def test_settings_of_the_optimizer_change_only_where_that_is_allowed(
         make_trainer(**changed, allow_changes=("weight_decay",)).train()
     assert "adam_beta2=0.9: was 0.999 when the checkpoint was saved" in str(refused.value)
     allowed = ("weight_decay", "adam_beta2", "learning_rate")
-    assert f"or set allow_changes={allowed!r} to continue" in str(refused.value)
+    assert f"or set allow_changes={allowed!r} to use" in str(refused.value)
 
     watch = Watch()
     again = make_trainer(**changed, allow_changes=allowed, callbacks=[watch])

@@ -41,7 +41,7 @@ def test_of_two_limits_the_log_says_which_one_holds(
 ) -> None:
     caplog.set_level(logging.INFO)
     make_trainer(num_train_epochs=2, max_steps=4).train()
-    said = "max_steps=4 and num_train_epochs=2 (12 steps) are both set: the run ends at the first of them, after 4"
+    said = "max_steps=4 and num_train_epochs=2 (12 steps) are both set: the run ends at the first of them"
     assert said in caplog.text
     for settings in ({"max_steps": 4}, {"num_train_epochs": 1}, {"max_steps": 4, "num_train_epochs": -1}):
         caplog.clear()
@@ -134,13 +134,15 @@ def test_the_length_of_an_epoch_can_be_said_for_data_that_cannot_tell(
     assert rates_of(trainer)[-1] == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * 7 / 8)))
     assert "epoch_train_steps" not in caplog.text
     make_trainer(loader=Unsized(), num_train_epochs=2, epoch_train_steps=7).train()
-    assert "ended after 5 optimizer steps, and epoch_train_steps promised 7; the run ends after" in caplog.text
+    assert (
+        "ended after 5 optimizer steps, and epoch_train_steps promised 7; the run ends after" in caplog.text
+    )
     longer = make_trainer(loader=Unsized(), num_train_epochs=2, epoch_train_steps=4)
     longer.train()
     assert "continue after the 4 optimizer steps of an epoch that epoch_train_steps promised" in caplog.text
     epochs = [entry["epoch"] for entry in longer.state.log_history if "loss" in entry]
     assert epochs == [0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5, 1.75]
-    with pytest.raises(ConfigurationError, match=r"epoch_train_steps=5: .* has 6 optimizer steps"):
+    with pytest.raises(ConfigurationError, match=r"epoch_train_steps=5: .* of these has 6 optimizer steps"):
         make_trainer(epoch_train_steps=5).train()
     assert make_trainer(epoch_train_steps=6).train().global_step == 6
 

@@ -119,7 +119,7 @@ def assemble(
     log_window = MetricAccumulator(ranks, state, meter, speed, flops, traffic=built.traffic, halts=halts)
     schedule = None if scheduler is None else ScheduleState(scheduler)
     options = None if optimizer is None else Hyperparameters(optimizer)
-    progress = RunProgress(args, state, log_window, speed.samples_per_step, options=options)
+    progress = RunProgress(args, state, log_window, speed, options=options)
     components = RunComponents(
         built,
         placement,

@@ -70,11 +70,15 @@ class TrainingLoop:
         self._sync_control()
         if self._epoch_is_complete():
             self._close_epoch()  # the checkpoint is of the last step of an epoch
+        self._say_if_nothing_is_left()
         while not self._run_is_over():
             self._train_epoch()
         self.actions.after_run()
         self._sync_control()
-        metrics = run.speed.summary(run.state)
+        metrics = run.progress.final_metrics()
+        history = run.state.log_history
+        if history and "train_runtime" in history[-1] and history[-1]["step"] == run.state.global_step:
+            history.pop()  # of the call before, which has ended at the same step
         self.actions.log({**metrics, "peak_flops": run.flops.peak()})
         run.built.end()
         self.actions.restore_best()
@@ -250,6 +254,19 @@ class TrainingLoop:
             return True
         limit = self.run.args.epoch_limit
         return limit is not None and limit <= state.raw_epoch
+
+    def _say_if_nothing_is_left(self) -> None:
+        """Say so where the same script, or a cell of a notebook, is run again after the end of the run."""
+        run, state = self.run, self.run.state
+        if state.global_step == 0 or run.events.control.ends_run or not self._run_is_over():
+            return
+        length = f" of {state.max_steps}" if state.max_steps >= 0 else f", epoch {state.epoch:g}"
+        logger.info(
+            "nothing left to train: step %d%s. A larger max_steps or num_train_epochs continues the run; "
+            "for a new one call train(fresh=True) or choose another output_dir",
+            state.global_step,
+            length,
+        )
 
     def _sync_control(self) -> None:
         """Make what one rank asks for, or was asked by a signal, the wish of all ranks."""

@@ -111,7 +111,8 @@ def set_length(state: TrainerState, args: MinimalTrainingArguments, loader: obje
     """Write into the state where the run ends and how long an epoch is, as far as known.
 
     Raises:
-        ConfigurationError: If `epoch_train_steps` contradicts the data, or a fraction of an epoch has no length.
+        ConfigurationError: If `epoch_train_steps` contradicts the data, or there is a fraction of an epoch of
+            unknown length.
         DataError: If an epoch has no step.
     """
     if loader is None:
@@ -121,7 +122,7 @@ def set_length(state: TrainerState, args: MinimalTrainingArguments, loader: obje
         raise ConfigurationError(
             "epoch_train_steps",
             args.epoch_train_steps,
-            f"is for data that cannot tell their length, and an epoch of this data has {length} optimizer steps",
+            f"is for data that cannot tell their length, and an epoch of these has {length} optimizer steps",
             "leave it out",
         )
     state.epoch_train_steps = args.epoch_train_steps if length is None else length
@@ -145,8 +146,8 @@ def say_length(state: TrainerState, args: MinimalTrainingArguments) -> None:
         )
     if 0 < state.max_steps <= args.warmup_steps:
         logger.warning(
-            "warmup_steps=%d is not shorter than the run of %d steps, which ends before the learning rate has "
-            "reached learning_rate; lower warmup_steps",
+            "warmup_steps=%d is not shorter than the run of %d steps, which ends before the learning rate "
+            "reaches learning_rate; lower warmup_steps",
             args.warmup_steps,
             state.max_steps,
         )
@@ -299,7 +300,9 @@ class Actions:
     def log(self, record: dict[str, object]) -> None:
         """Put an entry into the history and show it to the callbacks."""
         state = self.run.state
-        state.log_history.append({"global_step": state.global_step, **plain_record(record)})
+        # Both names: `step` is that of the Hugging Face Trainer.
+        position = {"global_step": state.global_step, "step": state.global_step}
+        state.log_history.append({**position, **plain_record(record)})
         if self.run.lease.may_log():
             self.run.events.fire("on_log", logs=record)
 

@@ -49,6 +49,11 @@ class TrainerState:
     """Positions that counted in the loss."""
     total_flos: float = 0.0
     """Model FLOPs, forward and backward."""
+    train_loss_sum: float | None = 0.0
+    """Loss of the whole run, summed over what counted in applied steps; None if an old checkpoint lacks
+    it."""
+    train_loss_count: float = 0.0
+    """What counted in it."""
     log_history: list[dict[str, object]] = field(default_factory=list)
     """Every log entry of the run, those of earlier sessions included."""
     best_metric: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -38,7 +39,7 @@ from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, che
 from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
 from .errors import ConfigurationError, DataError
-from .events import CallbackHandler
+from .events import CallbackHandler, callback_name
 from .inputs import (
     OptimizerClass,
     TrainerInputs,
@@ -197,22 +198,34 @@ class Trainer:
         """Throughput, MFU and HFU, then the facts of the run, then the progress table."""
         return [DefaultMetrics(), InfoCallback(), ProgressCallback()]
 
-    def train(self) -> TrainOutput:
+    def train(self, *, fresh: bool = False) -> TrainOutput:
         """Train to the end of the run, from the newest checkpoint if the arguments say so.
+
+        A run that has reached its end says so, and returns the metrics that it ended with, as far as they are
+        known.
 
         SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and `max_train_seconds` finish the step, save and return;
         `stop_cause` tells who ended the run early, and `exit_code` what to exit with.
+
+        Args:
+            fresh: Begin a new run, as with `resume_from_checkpoint=False` and `overwrite_output_dir=True`:
+                what an earlier one has left in the output directory moves to `previous-<time>/` there. The
+                same on all ranks.
 
         Returns:
             The step reached and the final metrics.
 
         Raises:
-            ConfigurationError: If another run owns the output directory, or has gone on there meanwhile.
+            ConfigurationError: If another run owns the output directory, or has gone on there meanwhile; or
+                if this trainer has trained, and was given something that cannot begin anew.
             DataError: If there is no training data, or an epoch of it is empty.
             NonFiniteGradientError: If a gradient is not finite and `nonfinite_policy` is "raise".
         """
         if self._parts.train_data is None:
             raise DataError("train() needs train_dataset; give one to the Trainer")
+        self.ranks.check_same({"fresh of train()": fresh})
+        if fresh:
+            self._start_over()
         self._events.begin_run()
         # Signals are heeded from here on: a checkpoint may take long to load. Also while ranks look for one
         # that is lost: a launcher, which has noticed as well, asks the others to end.
@@ -536,6 +549,44 @@ class Trainer:
                 self._begin_with(run, self._parts.initial_weights)
             self._events.fire("on_init_end")
         return self._prepared
+
+    def _start_over(self) -> None:
+        """Let the next run begin anew, and be built anew if this trainer holds the state of another one.
+
+        Raises:
+            ConfigurationError: If something that was given cannot begin anew.
+        """
+        settings = {"resume_from_checkpoint": False, "overwrite_output_dir": True}
+        self.args = self._events.args = replace(self.args, **settings)
+        run = self._prepared
+        if run is None:
+            return
+        if not run.has_trained and run.loaded is None:
+            run.args = self.args
+            return
+        parts, callbacks = self._parts, self._events.callbacks
+        moved = {
+            "model was given instead of model_init": isinstance(parts.model, nn.Module),
+            "train_dataset is a loader that keeps its position": hasattr(parts.train_data, "load_state_dict"),
+            "state_components were given": bool(parts.state_components),
+            **{
+                f"the callback {callback_name(each)} keeps a state": hasattr(each, "load_state_dict")
+                for each in callbacks
+                if each is not run.scheduler
+            },
+        }
+        for what, holds in moved.items():
+            if holds:
+                raise ConfigurationError(
+                    "fresh",
+                    True,
+                    f"cannot begin anew in a trainer that has trained, because {what}",
+                    "make a new Trainer, with all its parts made anew, and call its train(fresh=True)",
+                )
+        if run.scheduler is not None:
+            self._events.pop(run.scheduler)
+        vars(self.state).update(vars(fresh_state(self.args, self.ranks.env)))
+        self._prepared, self._resumed, self._has_room = None, False, False
 
     def _resume(self, run: Run) -> None:
         if not self._resumed:

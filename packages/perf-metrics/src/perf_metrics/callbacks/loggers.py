@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
@@ -49,7 +50,7 @@ class ProgressCallback(EventHandlers):
 
     Args:
         use_tqdm: True: a bar on stderr below the table. False: lines only. None: a bar if stderr is a
-            terminal.
+            terminal, or in a notebook, which shows its own kind of bar.
         output_stream: Where the lines go: "stdout" (also None), "stderr" or a text stream.
         step_columns: Overrides of the columns by name: some fields of a `ColumnSpec`, a whole one, or None to
             remove the column. New names are appended.
@@ -84,8 +85,14 @@ class ProgressCallback(EventHandlers):
         if not state.is_world_process_zero:
             return
         self._table.reserve("step", len(_step_text(state.max_steps, state.max_steps)))
-        if self._use_tqdm or (self._use_tqdm is None and sys.stderr.isatty()):
-            from tqdm import tqdm
+        in_notebook = _in_notebook()
+        if self._use_tqdm or (self._use_tqdm is None and (in_notebook or sys.stderr.isatty())):
+            if in_notebook:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # without ipywidgets it is a bar of characters
+                    from tqdm.auto import tqdm
+            else:
+                from tqdm import tqdm
 
             total = state.max_steps if state.max_steps > 0 else None
             self._bar = tqdm(
@@ -162,6 +169,13 @@ class ProgressCallback(EventHandlers):
         if self._output_stream == "stderr":
             return sys.stderr
         return self._output_stream
+
+
+def _in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook: its streams are not a terminal, and show bars."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
 
 
 def _with_position(record: Mapping[str, object], state: ProgressState) -> dict[str, object]:

@@ -16,7 +16,6 @@ from . import rules
 from .choices import SCHEDULE_FREE, WITHOUT_WARMUP, check_optimizer, check_schedule, trackers_of
 from .rules import check_types
 
-
 GUARDED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 """Settings that a run that continues keeps, unless `allow_changes` names them."""
 
@@ -250,7 +249,7 @@ def _check_length(args: MinimalTrainingArguments) -> None:
             "num_train_epochs",
             args.num_train_epochs,
             "a negative number means no limit by epochs, and max_steps=-1 means no limit by steps",
-            "set max_steps or max_train_seconds, or an epoch count of 0 or more, or leave it out for one epoch",
+            "set max_steps or max_train_seconds, or an epoch count of 0 or more",
         )
 
 

@@ -26,6 +26,7 @@ from ..distributed.transforms import BuiltModel
 from ..errors import ConfigurationError
 from ..events import CallbackHandler, callback_name
 from ..metrics.log_window import MetricAccumulator
+from ..metrics.throughput import RunSpeed
 from ..optimization.averaging import TRAINING_WEIGHTS
 from ..state import TrainerState
 from .hyperparameters import Hyperparameters
@@ -85,7 +86,7 @@ class RunProgress:
         args: TrainingArguments,
         state: TrainerState,
         log_window: MetricAccumulator,
-        samples_per_step: int,
+        speed: RunSpeed,
         options: Hyperparameters | None,
     ) -> None:
         self.changes = Changes((), (), ())
@@ -101,7 +102,15 @@ class RunProgress:
         self._args = args
         self._state = state
         self._log_window = log_window
-        self._samples_per_step = samples_per_step
+        self._speed = speed
+        self._samples_per_step = speed.samples_per_step
+        self._finished: dict[str, float] | None = None
+
+    def final_metrics(self) -> dict[str, float]:
+        """Figures of this session; if it has made no step, those of the last one that did, where known."""
+        if self._finished is None or self._state.global_step > self._state.session_start_step:
+            self._finished = self._speed.summary(self._state)
+        return dict(self._finished)
 
     def state_dict(self) -> dict[str, object]:
         """Counters and interval, brought up to date."""
@@ -111,6 +120,8 @@ class RunProgress:
         return {
             **counters,
             "epoch_data_ended": self._state.epoch_data_ended,
+            "train_loss": [self._state.train_loss_sum, self._state.train_loss_count],
+            "metrics": self.final_metrics(),
             "samples_per_step": self._samples_per_step,
             "interval": log_window,
             "arguments": plain_arguments(self._args),
@@ -135,7 +146,11 @@ class RunProgress:
             raise self.refusal
         for name in _COUNTERS:
             setattr(self._state, name, state[name])
-        self._state.epoch_data_ended = bool(state.get("epoch_data_ended"))  # absent from old checkpoints
+        # The next three are absent from old checkpoints.
+        self._state.epoch_data_ended = bool(state.get("epoch_data_ended"))
+        loss = cast("Sequence[float]", state.get("train_loss", (None, 0.0)))
+        self._state.train_loss_sum, self._state.train_loss_count = loss
+        self._finished = cast("dict[str, float] | None", state.get("metrics"))
         self.loaded = True
         log_window = state["interval"]
         if isinstance(log_window, Mapping):
@@ -177,8 +192,8 @@ class RunProgress:
             return ConfigurationError(
                 change.name,
                 change.now,
-                f"was {change.before!r} when the checkpoint was saved, and the curve would continue differently",
-                f"go back to {change.before!r}, or set allow_changes={names!r} to continue with the new value",
+                f"was {change.before!r} when the checkpoint was saved, and the curve would change",
+                f"go back to {change.before!r}, or set allow_changes={names!r} to use the new value",
             )
         if optimizer_before not in (None, self._options.kind):
             return ConfigurationError(

@@ -197,6 +197,9 @@ class MetricAccumulator:
         totals, state = self.totals, self._state
         totals.loss_sum += loss_sum
         totals.applied_tokens += applied_tokens
+        if state.train_loss_sum is not None:
+            state.train_loss_sum += loss_sum
+            state.train_loss_count += applied_tokens
         totals.target_tokens += int(target)
         totals.input_tokens += int(inputs)
         totals.compute_tokens += int(compute)

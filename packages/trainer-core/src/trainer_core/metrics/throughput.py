@@ -85,7 +85,7 @@ class RunSpeed:
             self.hardware_flos += flos
 
     def summary(self, state: TrainerState) -> dict[str, float]:
-        """Final metrics.
+        """Final metrics; `train_loss` is the mean over the whole run.
 
         A session that ended before timing began has no speeds, and its time is that of all its steps. Tokens
         are the counted ones, as in `total_tokens`; where that is meant the name says `input`.
@@ -96,6 +96,8 @@ class RunSpeed:
             "total_tokens": state.num_target_tokens_seen,
             "total_input_tokens": state.num_input_tokens_seen,
         }
+        if state.train_loss_sum is not None and state.train_loss_count > 0:
+            metrics["train_loss"] = state.train_loss_sum / state.train_loss_count
         if state.total_flos > 0:
             metrics["total_flops"] = state.total_flos
         mark = self._mark
