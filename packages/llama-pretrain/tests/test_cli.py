@@ -109,7 +109,14 @@ def test_a_run_leaves_logs_a_picture_and_checkpoints(work: Path) -> None:
     shown = (work / "stdout.txt").read_text()
     assert "16 documents to train on, 4 held out" in shown
     assert f"held-out loss   {_curve(run, 'eval_loss')[60]:.4f} nats per byte" in shown
-    assert "sample, temperature" in shown
+    assert "sample, temperature 0.8; the prompt is 'def ':" in shown
+    plot = shown.partition("loss by step: * training, o held out\n")[2].splitlines()[1:13]
+    assert [line.count("|") for line in plot[:10]] == [1] * 10
+    assert sum(line.count("o") for line in plot[:10]) == 3
+    assert plot[-1].split() == ["1", str(STEPS)]
+    tried = shown.partition("\nnext\n")[2]
+    assert f"llama-pretrain train --config {run / 'config.yaml'} --max-steps 120" in tried
+    assert f"llama-pretrain generate 'def ' --output-dir {run}; llama-pretrain export" in tried
     assert "    def " in shown
     assert str(run / "loss_curve.png") in shown
 
@@ -153,12 +160,19 @@ def test_a_finished_run_says_so_again_and_can_be_made_longer(
     assert main(_words(work, "whole")) == 0
     assert (_curve(work / "whole", "loss"), _curve(work / "whole", "eval_loss")) == before
     shown = capsys.readouterr().out
-    assert "nothing left to train: the run has reached step 60" in shown
+    assert "the run had reached its end, step 60: a larger --max-steps continues, --fresh begins" in shown
     assert "held-out loss" in shown
     shutil.copytree(work / "whole", work / "longer")
     assert main(_words(work, "longer", "--max-steps", "65")) == 0
     assert max(_curve(work / "longer", "loss")) == 65
-    assert "nothing left" not in capsys.readouterr().out
+    assert "had reached its end" not in capsys.readouterr().out
+    rate = ("--max-steps", "70", "--learning-rate", "5e-4")
+    assert main(_words(work, "longer", *rate)) == 2
+    assert "or allow it with --allow-changes learning_rate" in capsys.readouterr().err
+    assert main(_words(work, "longer", *rate, "--allow-changes", "learning_rate")) == 0
+    assert "changed    learning_rate: 0.002 at the last start, now 0.0005" in capsys.readouterr().out
+    rates = _curve(work / "longer", "learning_rate")  # at both ends near the floor, a tenth of the highest
+    assert rates[70] < 1e-4 < 2e-4 < rates[65]
 
 
 def test_a_document_that_cannot_be_read_ends_the_run_and_may_be_left_out(

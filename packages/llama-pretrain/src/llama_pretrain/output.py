@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import textwrap
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from trainer_core import ConfigurationError
@@ -26,6 +29,62 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int], line: bool =
         ).rstrip()
         for row in (rows[0], *ruler, *rows[1:])
     ]
+
+
+def text_plot(
+    line: Sequence[tuple[float, float]],
+    points: Sequence[tuple[float, float]] = (),
+    *,
+    width: int = 60,
+    height: int = 10,
+) -> list[str]:
+    """Lines that draw a curve in characters: `*` for the line, `o` for points.
+
+    Args:
+        line: (x, y) with rising x; those that are not finite are left out.
+        points: Others on the same axes.
+        width: Columns between the axes.
+        height: Rows.
+
+    Returns:
+        The lines; none where there are fewer than two points to join.
+    """
+    line = [each for each in line if math.isfinite(each[1])]
+    points = [each for each in points if math.isfinite(each[1])]
+    if len(line) < 2:
+        return []
+    xs, ys = zip(*line, *points, strict=True)
+    left, right, low, high = min(xs), max(xs), min(ys), max(ys)
+    cells = [[" "] * width for _ in range(height)]
+
+    def column(x: float) -> int:
+        return round((x - left) / ((right - left) or 1) * (width - 1))
+
+    def draw(at: int, y: float, mark: str) -> None:
+        cells[round((high - y) / ((high - low) or 1) * (height - 1))][at] = mark
+
+    for (x, y), (next_x, next_y) in pairwise(line):
+        first, last = column(x), column(next_x)
+        for at in range(first, last + 1):
+            draw(at, y + (next_y - y) * (at - first) / ((last - first) or 1), "*")
+    for x, y in points:
+        draw(column(x), y, "o")
+    names = {0: f"{high:.4g}", height - 1: f"{low:.4g}"}
+    wide = max(map(len, names.values()))
+    rows = [f"{names.get(row, ''):>{wide}} |{''.join(line).rstrip()}" for row, line in enumerate(cells)]
+    ends = f"{left:g}", f"{right:g}"
+    below = ends[0] + ends[1].rjust(width - len(ends[0]))
+    return [*rows, f"{'':>{wide}} +{'-' * width}", f"{'':>{wide}}  {below}"]
+
+
+def wrapped(text: str, *, width: int = 76, indent: str = "    ") -> str:
+    """A text with no line longer than `width`, indented; the spaces at the beginning of its lines stay."""
+    lines = [
+        part
+        for line in text.splitlines()
+        for part in textwrap.wrap(line.expandtabs(4), width, drop_whitespace=False) or [""]
+    ]
+    return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
 def printable(text: str) -> str:

@@ -194,10 +194,14 @@ class RunDirectory:
 
     def held_out_losses(self, args: PretrainArguments) -> dict[int, float]:
         """Return the losses of all evaluations in the log, by step."""
+        return self.logged(args, "eval_loss")
+
+    def logged(self, args: PretrainArguments, key: str) -> dict[int, float]:
+        """Return the values of a key in the log, by step."""
         path = self.log_file(args)
         entries = load_logs(path) if path.is_file() else []
-        found = ((entry.get("global_step"), entry.get("eval_loss")) for entry in entries)
-        return {int(step): loss for step, loss in found if isinstance(step, int) and isinstance(loss, float)}
+        found = ((entry.get("global_step"), entry.get(key)) for entry in entries)
+        return {step: value for step, value in found if isinstance(step, int) and isinstance(value, float)}
 
     def draw_curve(self, args: PretrainArguments) -> Path | None:
         """Draw the loss curve; None when the log holds no loss yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +24,11 @@ from dist_env import (
 from trainer_core import Trainer
 
 from .arguments import PretrainArguments, check_processes, launch_command
-from .exit_codes import BrokenRunError
+from .exit_codes import PROG, BrokenRunError
 from .experiment import Experiment, build_trainer, prepare
 from .launch import report_ownership
 from .model.llama import Llama, generate
-from .output import printable
+from .output import printable, text_plot, wrapped
 from .run_directory import CONFIG_NAME, RunDirectory, describe_session, refuse_if_in_use
 from .tokenizer import Tokenizer, unit_of
 
@@ -190,18 +191,23 @@ def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:
 def say_nothing_was_left(step: int) -> None:
     """Say that the run had reached its end before this start."""
     print(
-        f"nothing left to train: the run has reached step {step}; a larger --max-steps continues", flush=True
+        f"the run had reached its end, step {step}: a larger --max-steps continues, --fresh begins anew",
+        flush=True,
     )
 
 
 def show_result(
     directory: RunDirectory, args: PretrainArguments, sample: str, tokenizer: Tokenizer, seconds: float
 ) -> None:
-    """Print a sample of generated text, draw the loss curve, and say where everything lies."""
+    """Print a sample of generated text and the loss curve, and say where everything lies and what to try."""
     if sample:
-        print(f"\nsample, temperature {SAMPLE_TEMPERATURE}:\n")
-        print(_indented(printable(sample)))
+        print(f"\nsample, temperature {SAMPLE_TEMPERATURE}; the prompt is {args.prompt!r}:\n")
+        print(_marked(wrapped(printable(sample)), printable(args.prompt)))
     losses = directory.held_out_losses(args)
+    plot = text_plot(list(directory.logged(args, "loss").items()), list(losses.items()))
+    if plot:
+        print(f"\nloss by step: * training{', o held out' * bool(losses)}\n")
+        print("\n".join(f"    {line}" for line in plot))
     minutes, rest = divmod(round(seconds), 60)
     print(f"\ndone in {minutes} min {rest} s")
     if losses:
@@ -214,8 +220,13 @@ def show_result(
         print(f"  loss curve      {curve}")
     print(f"  log             {directory.log_file(args)}")
     print(f"  settings        {directory.path / CONFIG_NAME}")
-    where = "" if args.output_dir == "runs/default" else f" --output-dir {args.output_dir}"
-    print(f"try it            llama-pretrain generate {shlex.quote(args.prompt)}{where}", flush=True)
+    where = "" if args.output_dir == "runs/default" else f" --output-dir {shlex.quote(args.output_dir)}"
+    config, longer = shlex.quote(str(directory.path / CONFIG_NAME)), 2 * max(args.max_steps, 1)
+    print("\nnext")
+    generate_it = f"{PROG} generate {shlex.quote(args.prompt)}{where}"
+    print(f"  use it          {generate_it}; {PROG} export exported{where}")
+    print(f"  train longer    {PROG} train --config {config} --max-steps {longer}")
+    print(f"  look closer     {PROG} report{where}; {PROG} plan --config {config}", flush=True)
 
 
 def write_sample(
@@ -254,5 +265,8 @@ def _uncompiled(args: PretrainArguments) -> AbstractContextManager[object]:
     return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
 
 
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
+def _marked(text: str, prompt: str) -> str:
+    """The text with its prompt in bold, where it goes to a terminal."""
+    if not sys.stdout.isatty() or prompt not in text:
+        return text
+    return text.replace(prompt, f"\x1b[1m{prompt}\x1b[0m", 1)
