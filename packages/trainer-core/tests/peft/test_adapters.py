@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,8 @@ MakeTrainer = Callable[..., Trainer]
 @pytest.fixture
 def make(tmp_path: Path) -> MakeTrainer:
     def build(model_init: Callable[[], torch.nn.Module] = adapted, **settings: Any) -> Trainer:
-        usual = {"output_dir": str(tmp_path / "run"), "max_steps": 4, "learning_rate": 1e-2, "use_cpu": True}
+        usual = {"output_dir": str(tmp_path / "run"), "learning_rate": 1e-2, "use_cpu": True}
+        usual |= {"max_steps": 4, "num_train_epochs": -1}
         data = {"train_dataset": ROWS, "data_collator": PaddingCollator()}
         return Trainer({**usual, **settings}, model_init=model_init, callbacks=[], **data)  # type: ignore[arg-type]
 
@@ -102,7 +102,7 @@ def test_adapters_that_are_not_trained_are_exported_too(make: MakeTrainer, tmp_p
 def test_a_checkpoint_continues_with_its_own_base(make: MakeTrainer) -> None:
     straight = make(max_steps=8, save_steps=4, logging_steps=1)
     straight.train()
-    (path,) = (each for each in Path(straight.args.output_dir).iterdir() if "4" in each.name)
+    path, _ = sorted(each.parent for each in Path(straight.args.output_dir).glob("*/manifest.json"))
     assert not (path / "config.json").exists(), "a loader of its class would find none of its weights"
 
     def other_base() -> PeftModel:
@@ -116,8 +116,6 @@ def test_a_checkpoint_continues_with_its_own_base(make: MakeTrainer) -> None:
     curves = [[e["loss"] for e in each.state.log_history if "loss" in e] for each in (straight, resumed)]
     assert len(curves[0]) == 8
     assert curves[0] == curves[1]
-    state = json.loads((path / "optimizer.json").read_text()) if (path / "optimizer.json").exists() else {}
-    assert all("lora_" in name for name in state.get("parameters", {}))
     assert len(resumed.optimizer.state) == 8  # type: ignore[union-attr]
 
 
