@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named(job: Any) -> None:
     for rank in (0, 1, 2):
         text, missing = job.notes[rank]["barrier"]
         assert missing == {"3": HOST}
-        assert f"'after the save': timeout=7 s passed on rank {rank}" in text
+        assert f"'after the save': timeout=10 s passed on rank {rank}" in text
         assert f"1 of 4 ranks did not arrive: rank 3 ({HOST})." in text
     assert job.notes[0]["death"] == [[[3], "silent", "save"]]
 
