@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,8 @@ from checkpoint_core import LeaseLostError
 from llama_pretrain import LlamaConfig, PretrainArguments, load_pretrained
 from llama_pretrain.cli import COMMANDS, main
 
+Start = Callable[..., list[Any]]
+PROGRAM = ("-m", "llama_pretrain")
 STEPS = 60
 ENTRY_KEYS = {
     "global_step",
@@ -50,16 +54,6 @@ def _words(work: Path, output: str, *more: str) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))] + list(more)
 
 
-def _start(words: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", "llama_pretrain", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
 def _entries(output: Path) -> list[dict[str, float]]:
     entries = json.loads((output / "trainer_logs.json").read_text())
     assert isinstance(entries, list)
@@ -78,12 +72,14 @@ def _result(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory, write_inputs: Callable[[Path], Path]) -> Path:
+def work(
+    tmp_path_factory: pytest.TempPathFactory, write_inputs: Callable[[Path], Path], start: Start
+) -> Path:
     """A directory with data, a model's shape, and an uninterrupted run in `whole`."""
     work = write_inputs(tmp_path_factory.mktemp("work"))
-    run = _start(_words(work, "whole"))
-    out, err = run.communicate(timeout=300)
-    assert run.returncode == 0, err
+    [run] = start([*PROGRAM, *_words(work, "whole")])
+    code, out, err = run.finish()
+    assert code == 0, err
     (work / "stdout.txt").write_text(out)
     return work
 
@@ -121,18 +117,14 @@ def test_a_run_leaves_logs_a_picture_and_checkpoints(work: Path) -> None:
     assert str(run / "loss_curve.png") in shown
 
 
-def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(work: Path) -> None:
+def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(work: Path, start: Start) -> None:
     words = _words(work, "interrupted")
-    run = _start(words)
-    assert run.stdout is not None
-    seen = ""
-    for line in run.stdout:
-        seen += line
-        if line.split()[:1] == [f"10/{STEPS}"]:
-            run.send_signal(signal.SIGINT)
-            break
-    out, err = run.communicate(timeout=120)
-    assert run.returncode == 75, seen + out + err
+    [run] = start([*PROGRAM, *words])
+    while f"10/{STEPS} " not in run.stdout.read_text() and run.process.returncode is None:
+        time.sleep(0.002)
+    run.process.send_signal(signal.SIGINT)
+    code, out, err = run.finish()
+    assert code == 75, out + err
     assert "Traceback" not in err
     saved = (work / "interrupted").glob("checkpoint-*")
     stopped_at = max(int(path.name.rpartition("-")[2]) for path in saved)
@@ -141,9 +133,9 @@ def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(work: Path) ->
     assert "The same command continues" in out
     assert max(_curve(work / "interrupted", "loss")) <= stopped_at
 
-    again = _start(words)
-    out, err = again.communicate(timeout=300)
-    assert again.returncode == 0, err
+    [again] = start([*PROGRAM, *words])
+    code, out, err = again.finish()
+    assert code == 0, err
     assert f"at step {stopped_at}" in err
     for key in ("loss", "grad_norm", "learning_rate", "total_tokens", "eval_loss"):
         assert _curve(work / "interrupted", key) == _curve(work / "whole", key), key
@@ -308,25 +300,21 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert {path: path.stat().st_mtime_ns for path in (work / "whole").rglob("*")} == whole
 
 
-def test_a_full_disk_is_told_and_earlier_checkpoints_stay(work: Path) -> None:
+def test_a_full_disk_is_told_and_earlier_checkpoints_stay(work: Path, start: Start) -> None:
     """Files may not grow beyond a limit that the weights keep and the optimizer state breaks."""
-    script = (
+    script = work / "on_a_full_disk.py"
+    script.write_text(
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
         "from llama_pretrain.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script, *_words(work, "full", "--save-steps", "5")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    assert "space" in result.stderr.lower() or "file too large" in result.stderr.lower()
+    [run] = start([str(script), *_words(work, "full", "--save-steps", "5")])
+    code, out, err = run.finish()
+    assert code == 1, out + err
+    assert "Traceback" not in err
+    assert "space" in err.lower() or "file too large" in err.lower()
     assert not list((work / "full").glob("checkpoint-*"))
     assert _entries(work / "full")[-1]["global_step"] == 5
 
