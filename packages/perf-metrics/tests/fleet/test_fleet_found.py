@@ -17,6 +17,8 @@ from .planted import FALLEN
 from .synthetic_plan import SCRAPE_S
 from .synthetic_truth import Figures, JobTruth, Truth
 
+pytestmark = pytest.mark.xdist_group("fleet")
+
 Report = dict[str, Any]
 SAME = 1e-9
 """Relative. A query with the scrape interval as its step sees each sample once, whatever the offset of the

@@ -15,6 +15,8 @@ from perf_metrics.commands.main import main
 
 from .fleet_command import ServedFleet
 
+pytestmark = pytest.mark.xdist_group("fleet")
+
 FLEET = ["fleet", "--prometheus", "http://127.0.0.1:9"]
 DAY = ["--start", "2026-01-01", "--end", "2026-01-02"]
 
