@@ -16,6 +16,8 @@ from dist_env import fake_job
 from trainer_core import ConfigurationError
 from trainer_core.distributed.clipping import clip_grad_norm_
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 
 class Operators(TorchDispatchMode):
     """Counts the operators of torch."""

@@ -23,7 +23,7 @@ dist.init_process_group(
     init_method=f"file://{FOLDER / 'meeting'}",
     rank=RANK,
     world_size=2,
-    timeout=timedelta(seconds=30),
+    timeout=timedelta(seconds=120),
 )
 model = nn.Linear(50, 2, bias=False)
 fully_shard(model, mesh=init_device_mesh("cuda", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
