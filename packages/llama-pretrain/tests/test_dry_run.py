@@ -39,7 +39,10 @@ def _dry_run(args: PretrainArguments) -> DryRun:
 
 
 # One for each way to lay a model out; the others differ from these in numbers only.
-@pytest.mark.parametrize("name", ["tiny-cpu", "tiny-2-processes", "tiny-hybrid", "13b-96gpus"])
+@pytest.mark.parametrize(
+    "name",
+    ["tiny-cpu", "tiny-2-processes", "tiny-hybrid", pytest.param("13b-96gpus", marks=pytest.mark.full)],
+)
 def test_a_dry_run_holds_what_is_planned(name: str, texts: Path, tmp_path: Path) -> None:
     args = _settings(texts, tmp_path, config=name)
     found = _dry_run(args)

@@ -196,9 +196,22 @@ def test_a_signal_that_comes_again_stops_at_once(work: Path) -> None:
     assert "Traceback" not in err
 
 
+def listening(pid: int) -> set[str]:
+    """The addresses that a process listens on, as digits of the kernel."""
+    own = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            own.add(str(path.readlink()))
+    tables = (Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [row.split() for table in tables for row in table.splitlines()]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
 def test_a_signal_during_the_start_ends_without_a_traceback(work: Path) -> None:
+    """And before, the store of the launcher is reached from this machine only."""
     process = start(work, "run", "--mesh", "dp=2", steps=100_000)
     wait_for(lambda: is_rank(1, process.pid), process)
+    assert listening(process.pid) == {"0100007F"}
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, err
@@ -218,26 +231,6 @@ def test_a_disk_that_fills_up_is_no_wrong_input_and_is_named_last(work: Path) ->
     # Rank 1 repeats it, in a sentence on rank 0, before or after.
     assert err.splitlines()[-1].startswith("llama-pretrain: error: [rank 0] [Errno 27] File too large: ")
     assert "SIGTERM" not in err
-
-
-def listening(pid: int) -> set[str]:
-    """The addresses that a process listens on, as digits of the kernel."""
-    own = set()
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):
-            own.add(str(path.readlink()))
-    tables = (Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
-    rows = [row.split() for table in tables for row in table.splitlines()]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
-
-
-def test_the_store_of_the_launcher_is_reached_from_this_machine_only(work: Path) -> None:
-    process = start(work, "run", "--mesh", "dp=2", steps=100_000)
-    wait_for(lambda: is_rank(1, process.pid), process)
-    found = listening(process.pid)
-    process.kill()
-    process.communicate()
-    assert found == {"0100007F"}
 
 
 def test_wrong_input_is_told_in_one_line_before_anything_starts(work: Path) -> None:
