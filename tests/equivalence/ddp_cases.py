@@ -56,7 +56,7 @@ def _spoiled() -> dict[str, object]:
 
 
 DDP_CASES = [
-    _ranks("", ranks=1, accumulation=2),
+    _option("", ranks=1, accumulation=2),
     _ranks(""),
     _ranks("", ranks=4, full=True),
     _ranks("accumulation 2", accumulation=4, full=True),
@@ -126,10 +126,10 @@ DDP_CASES = [
         tolerance=BFLOAT16,
         because="gradients travel as bfloat16",
     ),
-    _ranks(
+    _option(
         "bf16 autocast",
         settings={"mixed_precision": "bf16"},
-        recipe=replace(PLAIN, autocast=True, fused=True),
+        recipe=replace(SHORT, autocast=True, fused=True),
         accumulation=4,
         tolerance=BFLOAT16,
         because="what a last bit does in bfloat16",

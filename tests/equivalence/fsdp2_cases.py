@@ -59,7 +59,7 @@ def _moved(name: str, **fields: object) -> Case:
 
 TWELVE = replace(RESTARTED, global_batch=12)
 HYBRID = "dp=2,shard=2"
-OVERFLOWN = replace(PLAIN, float16=True, fused=True, bad_step=17)
+OVERFLOWN = replace(SHORT, steps=25, float16=True, fused=True, bad_step=17)
 
 
 def _overflow() -> dict[str, object]:
@@ -67,7 +67,7 @@ def _overflow() -> dict[str, object]:
 
 
 FSDP2_CASES = [
-    _ranks("", ranks=1, accumulation=2),
+    _option("", ranks=1, accumulation=2),
     _ranks("", full=True),
     _ranks("", ranks=4),
     _ranks("accumulation 2", accumulation=4, full=True),
@@ -119,7 +119,7 @@ FSDP2_CASES = [
     _sharded(
         "bfloat16 policy",
         FSDP2Arguments(param_dtype="bfloat16"),
-        recipe=replace(PLAIN, autocast=True, fused=True),
+        recipe=replace(SHORT, autocast=True, fused=True),
         accumulation=4,
         tolerance=BFLOAT16,
         because="layers compute in bfloat16",

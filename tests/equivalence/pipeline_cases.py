@@ -186,7 +186,7 @@ PIPELINE_CASES = [
     _option("fused loss torch", settings={"fused_loss": "torch"}, full=True),
     _option("fused loss chunked, tied", settings=CHUNKED, recipe=SHORT_TIED),
     _option("fused loss chunked", "zbv", settings=CHUNKED, full=True),
-    _option("evaluation in between", settings=EVALUATED),
+    _option("evaluation in between", settings=EVALUATED, full=True),
     _option("evaluation in between", "interleaved_1f1b", settings=EVALUATED, full=True),
     _option("evaluation in between", "zbv", settings=EVALUATED),
     _option("optimizer groups by name", options=decay_by_name, full=True),
@@ -199,7 +199,7 @@ PIPELINE_CASES = [
     _option(
         "bf16 autocast",
         settings={"mixed_precision": "bf16"},
-        recipe=replace(PLAIN, autocast=True, fused=True),
+        recipe=replace(SHORT, autocast=True, fused=True),
         tolerance=BFLOAT16,
         because="what a last bit does in bfloat16",
     ),

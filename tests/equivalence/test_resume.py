@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,11 @@ def final_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_resume_at_every_step_is_exact(kind: str, tmp_path: Path) -> None:
+# Of another optimizer in each epoch, at its end and elsewhere.
+@pytest.mark.parametrize(
+    ("kind", "steps"), [("AdamW", range(1, 24)), ("in backward", (1, 7, 11, 14, 18, 23))]
+)
+def test_resume_is_exact(kind: str, steps: Sequence[int], tmp_path: Path) -> None:
     settings = {**KINDS[kind]}
     whole = trainer_of(
         tmp_path / "whole", save_strategy="steps", save_steps=1, save_total_limit=None, **settings
@@ -57,7 +61,7 @@ def test_resume_at_every_step_is_exact(kind: str, tmp_path: Path) -> None:
     whole.train()
     points, state = curve(whole.state.log_history), final_state(whole)
     assert len(points) == RECIPE.steps
-    for step in range(1, RECIPE.steps):
+    for step in steps:
         part = trainer_of(
             tmp_path / "part",
             resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"),
