@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_bit_is_that_of_one_process(launch: Callable[[str, int], Any], ranks: int) -> None:
