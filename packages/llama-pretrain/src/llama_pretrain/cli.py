@@ -1,4 +1,4 @@
-"""The command line: `llama-pretrain [train|recipes|plan|eval|generate|export|import|report|bench]`."""
+"""The command line: `llama-pretrain [train|recipes|plan|eval|generate|export|import|report|watch|bench]`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ usage: {PROG} [train] [options]     train a Llama, or continue with a run that w
        {PROG} export DIRECTORY      write a trained model for transformers
        {PROG} import HF DIRECTORY   take over a Hugging Face Llama
        {PROG} report [options]      show a run on one HTML page
+       {PROG} watch [RUN ...]       show runs while they train, on a page of this machine
        {PROG} bench [options]       time this trainer beside others
 
 Without a word it trains: a byte-level model on the text of the Python standard library, in less than
@@ -300,6 +301,14 @@ _SIMPLE = (
         "Show a run on one page that needs nothing else.",
         "ReportArguments",
         ".commands.run_report.write_report",
+    ),
+    _Command(
+        "watch",
+        "Show runs while they train, on a page that this command serves.",
+        "WatchArguments",
+        ".commands.watch.watch",
+        ("runs",),
+        anywhere=True,
     ),
     _Command(
         "bench",

@@ -26,6 +26,7 @@ _PATHS = (
     "source",
     "json",
     "page",
+    "runs",
 )
 """Settings that are paths."""
 _PLACES = {

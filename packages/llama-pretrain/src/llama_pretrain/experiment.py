@@ -20,7 +20,7 @@ from .data import evaluation_loader, open_data, split_data, training_loader
 from .model.config import CONFIG_FILE, LlamaConfig, preset
 from .model.interchange import has_weights
 from .model.llama import Llama
-from .run_directory import LOGS_NAME
+from .output import LOGS_NAME
 from .tokenizer import Tokenizer, load_tokenizer
 
 TRAINERS: Mapping[str, type[Trainer]] = {

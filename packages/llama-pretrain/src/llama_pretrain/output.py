@@ -11,6 +11,11 @@ from pathlib import Path
 
 from trainer_core import ConfigurationError
 
+CONFIG_NAME = "config.yaml"
+LOGS_NAME = "trainer_logs.json"
+SESSIONS_NAME = "sessions.json"
+"""Files of a run's directory that several commands read."""
+
 
 def table(rows: Sequence[Sequence[str]], *, right: Collection[int], line: bool = False) -> list[str]:
     """Lines with aligned columns.

@@ -29,15 +29,14 @@ from trainer_core import (
 from .arguments import GROUP_NAMES, PretrainArguments
 from .exit_codes import PROG
 from .mesh import names_said_by_mesh
+from .output import CONFIG_NAME, LOGS_NAME, SESSIONS_NAME
 from .settings import follow_mesh
-
-SESSIONS_NAME = "sessions.json"
 
 
 def describe_session(args: PretrainArguments, env: DistributedEnvInterface) -> dict[str, object]:
     """Return what this start of a run is made with, as plain JSON values."""
     return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": now_text(),
         "trainer": args.trainer,
         "mesh": args.mesh,
         "processes": env.world_size,
@@ -48,6 +47,11 @@ def describe_session(args: PretrainArguments, env: DistributedEnvInterface) -> d
         "torch": torch.__version__,
         PROG: version(PROG),
     }
+
+
+def now_text() -> str:
+    """The time, as `sessions.json` has it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def read_sessions(directory: Path) -> list[Mapping[str, object]]:
@@ -74,9 +78,7 @@ def _device_name(device: torch.device) -> str:
     return f"{device.type} ({platform.processor() or platform.machine()})"
 
 
-CONFIG_NAME = "config.yaml"
 IDENTITY_NAME = "run.json"
-LOGS_NAME = "trainer_logs.json"
 CURVE_NAME = "loss_curve.png"
 
 _OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -159,6 +161,18 @@ class RunDirectory:
         _write(self.path / IDENTITY_NAME, json.dumps(_identity(args, subject), indent=2) + "\n")
         _write(self.path / CONFIG_NAME, yaml.safe_dump(asdict(args), sort_keys=False))
         return changes
+
+    def note_session(self, **facts: object) -> None:
+        """Add facts to the last start in `sessions.json`: where training began, and how it ended.
+
+        Args:
+            **facts: `first_step` once training begins; `ended`, `last_step` and `outcome` at the end. The
+                outcome is "done", "error: ..." or what stopped it.
+        """
+        sessions = read_sessions(self.path)
+        if sessions:
+            sessions[-1] = {**sessions[-1], **facts}
+            _write(self.path / SESSIONS_NAME, json.dumps(sessions, indent=2) + "\n")
 
     def holds_run(self) -> bool:
         """Whether a run was begun here, so that `arguments` can read its settings."""

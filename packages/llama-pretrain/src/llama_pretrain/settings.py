@@ -314,7 +314,7 @@ def add_field_options(
     hints, docs = get_type_hints(cls), field_docs(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in positional:
-        _add_positional(parser, fields[name], docs[name])
+        _add_positional(parser, fields[name], hints[name], docs[name])
     named = {*positional, *leave_out, *(name for names in groups.values() for name in names)}
     rest = [name for name in fields if name not in named]
     for title, names in {**groups, "other settings" if groups else "settings": rest}.items():
@@ -327,11 +327,12 @@ def add_field_options(
             _add_nested_options(parser, name, hints[name], docs.get(name, ""), _default(fields[name]), second)
 
 
-def _add_positional(parser: Parser, field: dataclasses.Field[object], doc: str) -> None:
+def _add_positional(parser: Parser, field: dataclasses.Field[object], hint: object, doc: str) -> None:
     default = _default(field)
     optional = default is not dataclasses.MISSING
     text = f"{doc} [{_shown(default)}]" if optional else doc
-    parser.add_argument(field.name, nargs="?" if optional else None, help=text.replace("%", "%%"))
+    count = "*" if get_origin(hint) is tuple else "?" if optional else None
+    parser.add_argument(field.name, nargs=count, help=text.replace("%", "%%"))
 
 
 def _add_nested_options(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import cast
 
 import torch
 from torch import nn
 
-from checkpoint_core import CheckpointError, LostRankError, find_latest_checkpoint
+from checkpoint_core import CheckpointError, LeaseLostError, LostRankError, find_latest_checkpoint
 from dataloader_dispatch import DocumentSource
 from dist_env import (
     DistributedEnvInterface,
@@ -21,15 +21,15 @@ from dist_env import (
     broadcast_object,
     main_process_first,
 )
-from trainer_core import Trainer
+from trainer_core import ConfigurationError, Trainer, TrainerState
 
 from .arguments import PretrainArguments, check_processes, launch_command
 from .exit_codes import PROG, BrokenRunError
 from .experiment import Experiment, build_trainer, prepare
 from .launch import report_ownership
 from .model.llama import Llama, generate
-from .output import printable, text_plot, wrapped
-from .run_directory import CONFIG_NAME, RunDirectory, describe_session, refuse_if_in_use
+from .output import CONFIG_NAME, printable, text_plot, wrapped
+from .run_directory import RunDirectory, describe_session, now_text, refuse_if_in_use
 from .tokenizer import Tokenizer, unit_of
 
 SAMPLE_TEMPERATURE = 0.8
@@ -71,7 +71,9 @@ def train(args: PretrainArguments) -> int:
         trainer.ranks.check_same(experiment.subject)
         with trainer.owns_output_dir():
             report_ownership()
-            return _train_on(env, trainer, experiment, directory, changes, started)
+            begun = _Begun(directory if env.rank == 0 else None)
+            with begun.noting_the_end(trainer):
+                return _train_on(env, trainer, experiment, directory, changes, begun, started)
 
 
 def _train_on(
@@ -80,6 +82,7 @@ def _train_on(
     experiment: Experiment,
     directory: RunDirectory,
     changes: Mapping[str, tuple[object, object]],
+    begun: _Begun,
     started: float,
 ) -> int:
     args, speaks = experiment.args, env.rank == 0
@@ -91,7 +94,6 @@ def _train_on(
     with main_process_first(env) as goes_first:
         if goes_first:
             directory.begin(args, experiment.subject, describe_session(args, env))
-    begun = _Begun()
     trainer.add_callback(begun)
     try:
         output = trainer.train()
@@ -119,12 +121,42 @@ def _train_on(
 
 
 class _Begun:
-    """Knows whether the first step was begun: a callback."""
+    """Knows whether the first step was begun, and notes where, and how the run ended: a callback.
 
-    happened = False
+    Args:
+        directory: Whose history it is noted in; None on all ranks but one.
+    """
 
-    def on_train_begin(self, *_: object, **__: object) -> None:
+    def __init__(self, directory: RunDirectory | None) -> None:
+        self.happened = False
+        self._directory = directory
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         self.happened = True
+        if self._directory is not None:
+            self._directory.note_session(first_step=state.global_step)
+
+    @contextmanager
+    def noting_the_end(self, trainer: Trainer) -> Iterator[None]:
+        """A context in which the run trains; it notes nothing of a run that another one has taken over."""
+        try:
+            yield
+        except LeaseLostError:
+            raise
+        except BaseException as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            at_once = isinstance(error, KeyboardInterrupt)
+            # A full disk may be what ends the run.
+            with suppress(OSError, ConfigurationError):
+                self._note(trainer, "stopped at once" if at_once else f"error: {text}")
+            raise
+        cause = trainer.stop_cause
+        self._note(trainer, "done" if cause is None else f"stopped by {cause.name}")
+
+    def _note(self, trainer: Trainer, outcome: str) -> None:
+        if self._directory is not None and self.happened:
+            step = trainer.state.global_step
+            self._directory.note_session(ended=now_text(), last_step=step, outcome=outcome)
 
 
 def _lacks_evaluation(

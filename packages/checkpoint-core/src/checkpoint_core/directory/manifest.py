@@ -8,8 +8,6 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
-
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.storage.files import ALGORITHM, FileRecord, checksum_file, digest, json_bytes, read_json
 
@@ -130,6 +128,8 @@ def parse_metrics(document: Mapping[str, Any]) -> dict[str, float]:
 
 def current_versions() -> dict[str, str]:
     """Versions of the software that writes."""
+    import torch  # here: who only looks at a directory, or at its lease, needs none of it
+
     return {
         "checkpoint-core": version("checkpoint-core"),
         "python": platform.python_version(),

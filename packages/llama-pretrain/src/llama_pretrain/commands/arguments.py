@@ -110,6 +110,26 @@ class ReportArguments:
     """Share of the past in the moving average of the loss, from 0 to below 1."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WatchArguments:
+    """Settings of `watch`."""
+
+    runs: tuple[str, ...] = ("runs/default",)
+    """Output directories of runs, which need not exist yet."""
+    host: str = "127.0.0.1"
+    """Address to listen on; with another one, whoever reaches this machine can read the page."""
+    port: int = 6007
+    """Port to listen on; 0: a free one."""
+    open: bool = False
+    """Show the page in a browser."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigurationError(
+                "port", self.port, "must be from 0 to 65535", "choose another port, or 0 for a free one"
+            )
+
+
 def _in_bf16() -> FSDP2Arguments:
     return FSDP2Arguments(param_dtype="bfloat16")
 
