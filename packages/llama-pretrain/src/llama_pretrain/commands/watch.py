@@ -308,19 +308,14 @@ class _Run:
         for step, when in self._saves.items():
             yield {"time": when, "step": step, "what": "save", "text": f"checkpoint-{step}"}
         for number, session in enumerate(sessions, start=1):
-            first = _number(session.get("first_step"))
+            first, outcome = _number(session.get("first_step")), session.get("outcome")
+            begun, ended = _time(session.get("started")), _time(session.get("ended"))
+            on = ", ".join(str(session[name]) for name in ("mesh", "device", "host") if session.get(name))
             what = "resume" if number > 1 or first else "start"
-            told = [str(session[name]) for name in ("mesh", "device", "host") if session.get(name)]
-            yield {
-                "time": _time(session.get("started")),
-                "step": first,
-                "what": what,
-                "text": ", ".join(told),
-            }
-            outcome = session.get("outcome")
+            yield {"time": begun, "step": first, "what": what, "text": on}
             if isinstance(outcome, str):
-                step, when = _number(session.get("last_step")), _time(session.get("ended"))
-                yield {"time": when, "step": step, "what": _EVENTS[_kind_of(outcome)], "text": outcome}
+                what, last = _EVENTS[_kind_of(outcome)], _number(session.get("last_step"))
+                yield {"time": ended, "step": last, "what": what, "text": outcome}
             elif first is not None and (number < len(sessions) or state == "error"):
                 after = _time(sessions[number].get("started")) if number < len(sessions) else None
                 yield {"time": after or self._last_time(), "step": None, "what": "error", "text": _KILLED}
