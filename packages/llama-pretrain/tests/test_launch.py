@@ -252,6 +252,22 @@ def test_what_only_the_processes_can_see_is_wrong_input_too(work: Path) -> None:
     assert "collects" not in out
 
 
+def test_a_tracker_that_one_rank_lacks_is_refused_on_all(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hides = "import os, sys\nif os.environ.get('RANK') == '1':\n    sys.modules['wandb'] = None\n"
+    (work / "site").mkdir()
+    (work / "site" / "sitecustomize.py").write_text(hides)
+    monkeypatch.setenv("PYTHONPATH", str(work / "site"))
+    job = start(work, "run", "--mesh", "dp=2", "--report-to", "wandb")
+    _, err = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 2, err
+    assert "report_to='wandb': needs the library wandb" in err
+    assert "pip install 'trainer-core[wandb]'" in err
+    assert {rank for rank in (0, 1) if f"[rank {rank}]" in err} == {0, 1}
+    assert not (work / "run" / "run.json").exists()
+
+
 def test_what_a_rank_tells_its_launcher_cannot_be_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     reads, writes = os.pipe()
     for name, value in (("RANK", "1"), (REPORT_VARIABLE, str(writes))):
