@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -145,18 +145,21 @@ class _Begun:
             raise
         except BaseException as error:
             text = " ".join(str(error).split()) or type(error).__name__
-            at_once = isinstance(error, KeyboardInterrupt)
-            # A full disk may be what ends the run.
-            with suppress(OSError, ConfigurationError):
-                self._note(trainer, "stopped at once" if at_once else f"error: {text}")
+            self._note(
+                trainer, "stopped at once" if isinstance(error, KeyboardInterrupt) else f"error: {text}"
+            )
             raise
         cause = trainer.stop_cause
         self._note(trainer, "done" if cause is None else f"stopped by {cause.name}")
 
     def _note(self, trainer: Trainer, outcome: str) -> None:
         if self._directory is not None and self.happened:
-            step = trainer.state.global_step
-            self._directory.note_session(ended=now_text(), last_step=step, outcome=outcome)
+            facts = {"ended": now_text(), "last_step": trainer.state.global_step, "outcome": outcome}
+            try:
+                self._directory.note_session(**facts)
+            except (OSError, ConfigurationError) as error:
+                # A full disk may be what ends the run, and must not take the place of what ended it.
+                print(f"{PROG}: the end of the run could not be noted: {error}", file=sys.stderr)
 
 
 def _lacks_evaluation(
