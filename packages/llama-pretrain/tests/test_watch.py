@@ -307,6 +307,7 @@ def test_a_file_and_wrong_ports_are_told(tmp_path: Path, capsys: pytest.CaptureF
 
 
 COMMAND = [sys.executable, "-u", "-m", "llama_pretrain"]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Watching:
@@ -379,7 +380,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, write_inputs: Callable[[Path]
     return write_inputs(tmp_path_factory.mktemp("work"))
 
 
-def train(work: Path, name: str, max_steps: int, *more: str) -> subprocess.Popen[str]:
+def words_of(work: Path, name: str, max_steps: int, *more: str) -> list[str]:
     settings = {
         "model": work / "shape",
         "data": work / "data",
@@ -394,9 +395,7 @@ def train(work: Path, name: str, max_steps: int, *more: str) -> subprocess.Popen
         "lr-scheduler-type": "constant_with_warmup",
         "warmup-steps": 5,
     }
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*COMMAND, "train", *words, *more], stdout=subprocess.PIPE, text=True, env=env)
+    return ["train", *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *more]
 
 
 COLOURED = """
@@ -429,7 +428,8 @@ def test_the_page_follows_a_run_while_it_trains_and_compares_two(
         page = browser.open(watching.url)
         page.wait("document.querySelectorAll('#runs article').length == 2")
         assert page.text().count("does not exist yet") == 2
-        one = train(work, "one", 4000)
+        command = [*COMMAND, *words_of(work, "one", 4000)]
+        one = subprocess.Popen(command, env=ONE_THREAD, stdout=subprocess.DEVNULL)
         try:
             page.wait("document.querySelector('#runs p').className == 'running'", 240)
             page.wait(f"{STEP} >= 20", 240)
@@ -442,9 +442,9 @@ def test_the_page_follows_a_run_while_it_trains_and_compares_two(
             assert one.wait(240) == 75
         finally:
             one.kill()
-            one.communicate()
+            one.wait()
         page.wait("document.querySelector('#runs p').innerText == 'stopped by SIGINT'")
-        assert train(work, "two", 30, "--seed", "2").wait(240) == 0
+        assert main(words_of(work, "two", 30, "--seed", "2")) == 0
         page.wait("document.querySelectorAll('#runs p')[1].innerText == 'done'")
         loss, rate, norm, speed, *_ = page.evaluate(COLOURED)
         assert all(min(each) > 5 for each in (loss, rate, norm, speed)), (loss, rate, norm, speed)
