@@ -85,14 +85,10 @@ class ProgressCallback(EventHandlers):
         if not state.is_world_process_zero:
             return
         self._table.reserve("step", len(_step_text(state.max_steps, state.max_steps)))
-        in_notebook = _in_notebook()
-        if self._use_tqdm or (self._use_tqdm is None and (in_notebook or sys.stderr.isatty())):
-            if in_notebook:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # without ipywidgets it is a bar of characters
-                    from tqdm.auto import tqdm
-            else:
-                from tqdm import tqdm
+        if self._use_tqdm or (self._use_tqdm is None and (sys.stderr.isatty() or _in_notebook())):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that without ipywidgets it is a bar of characters
+                from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
             total = state.max_steps if state.max_steps > 0 else None
             self._bar = tqdm(
