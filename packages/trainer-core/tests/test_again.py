@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint_core import CheckpointError
 from perf_metrics import JsonLogger, load_logs
 from trainer_core import ConfigurationError, EarlyStopping, Trainer, TrainingArguments
 
@@ -79,6 +80,10 @@ def test_fresh_begins_anew_in_the_same_trainer_and_in_another(
     assert curve(trainer) == expected
     assert again.metrics["train_loss"] == first.metrics["train_loss"]
     assert again.metrics["total_tokens"] == first.metrics["total_tokens"]
+
+    trainer.save_model(str(tmp_path / "model"))
+    with pytest.raises(CheckpointError):  # fresh says nothing about it
+        trainer.save_model(str(tmp_path / "model"))
 
     other = make([JsonLogger()])
     other.model  # noqa: B018  # built, and nothing more

@@ -26,6 +26,7 @@ from .arguments import TrainingArguments
 from .data.loaders import Collator, EvalMetric, names_of_sets, result_names
 from .distributed.transforms import ModelTransform
 from .errors import ConfigurationError
+from .events import callback_name
 from .loss import FusedLossFactory, TokenLoss, check_loss, check_takes_targets
 from .model import ModelInit, ModelSource, RecomputeFn, check_recompute_fn
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory, schedule_free_class
@@ -195,6 +196,31 @@ def check_inputs(args: TrainingArguments, parts: TrainerInputs, layout: Parallel
             )
     if parts.scheduler is not None:
         _refuse_beside(args, _OF_SCHEDULE, "lr_scheduler_factory")
+
+
+def check_begins_anew(parts: TrainerInputs, callbacks: Iterable[object]) -> None:
+    """Refuse to train anew with what another run has left its state in.
+
+    Raises:
+        ConfigurationError: Naming the first such thing.
+    """
+    used = {
+        "model was given instead of model_init": isinstance(parts.model, nn.Module),
+        "train_dataset is a loader that keeps its position": hasattr(parts.train_data, "load_state_dict"),
+        "state_components were given": bool(parts.state_components),
+        **{
+            f"the callback {callback_name(each)} keeps a state": hasattr(each, "load_state_dict")
+            for each in callbacks
+        },
+    }
+    for reason, holds in used.items():
+        if holds:
+            raise ConfigurationError(
+                "fresh",
+                True,
+                f"cannot begin anew in a trainer that has trained, because {reason}",
+                "make a new Trainer, with all its parts made anew, and call its train(fresh=True)",
+            )
 
 
 def _refuse_beside(args: TrainingArguments, names: Sequence[str], what: str) -> None:

@@ -39,10 +39,11 @@ from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, che
 from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
 from .errors import ConfigurationError, DataError
-from .events import CallbackHandler, callback_name
+from .events import CallbackHandler
 from .inputs import (
     OptimizerClass,
     TrainerInputs,
+    check_begins_anew,
     check_device,
     check_inputs,
     environment_of,
@@ -181,6 +182,7 @@ class Trainer:
         self._events = CallbackHandler(callbacks, self.args, self.state)
         self._add_trackers()
         self._lease = OutputLease(self.args, self.ranks)
+        self._run_args = self.args
         self._prepared: Run | None = None
         self._resumed = False
         self._has_room = False
@@ -531,10 +533,10 @@ class Trainer:
         if self._prepared is None:
             seed_everything(self.args.seed)
             # One answer for all: the file system may show one rank what another does not see yet.
-            resumes = self.ranks.any([checkpoint_to_resume(self.args) is not None])[0]
+            resumes = self.ranks.any([checkpoint_to_resume(self._run_args) is not None])[0]
             devices = self.ranks, self.transforms, self.placement
             run = self._prepared = assemble(
-                self.args,
+                self._run_args,
                 *devices,
                 self.state,
                 self._events,
@@ -556,33 +558,15 @@ class Trainer:
         Raises:
             ConfigurationError: If something that was given cannot begin anew.
         """
-        settings = {"resume_from_checkpoint": False, "overwrite_output_dir": True}
-        self.args = self._events.args = replace(self.args, **settings)
+        # Not in `self.args`, by which `save_model` would replace weights from then on.
+        self._run_args = replace(self.args, resume_from_checkpoint=False, overwrite_output_dir=True)
         run = self._prepared
         if run is None:
             return
         if not run.has_trained and run.loaded is None:
-            run.args = self.args
+            run.args = self._run_args
             return
-        parts, callbacks = self._parts, self._events.callbacks
-        moved = {
-            "model was given instead of model_init": isinstance(parts.model, nn.Module),
-            "train_dataset is a loader that keeps its position": hasattr(parts.train_data, "load_state_dict"),
-            "state_components were given": bool(parts.state_components),
-            **{
-                f"the callback {callback_name(each)} keeps a state": hasattr(each, "load_state_dict")
-                for each in callbacks
-                if each is not run.scheduler
-            },
-        }
-        for what, holds in moved.items():
-            if holds:
-                raise ConfigurationError(
-                    "fresh",
-                    True,
-                    f"cannot begin anew in a trainer that has trained, because {what}",
-                    "make a new Trainer, with all its parts made anew, and call its train(fresh=True)",
-                )
+        check_begins_anew(self._parts, [each for each in self._events.callbacks if each is not run.scheduler])
         if run.scheduler is not None:
             self._events.pop(run.scheduler)
         vars(self.state).update(vars(fresh_state(self.args, self.ranks.env)))

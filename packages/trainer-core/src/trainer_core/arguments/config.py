@@ -154,6 +154,8 @@ WARNED = frozenset(
 
 _STOPPING_POINTS = frozenset({"max_steps", "num_train_epochs", "epoch_train_steps"})
 _WITHOUT_END = ("", *WITHOUT_TOTAL)
+_OF_A_START = frozenset({"allow_changes", "overwrite_output_dir", "resume_from_checkpoint"})
+"""They say how a start treats what is there, and nothing about the run."""
 
 
 class Change(NamedTuple):
@@ -194,7 +196,7 @@ def compare(before: Mapping[str, object], now: object, *, batch: tuple[object, o
     harmless = frozenset() if aims_at_end else _STOPPING_POINTS
     # It had to be -1 once where max_steps was meant alone.
     same_epochs = _epoch_limit_of(before) == _epoch_limit_of(current)
-    for name in sorted((current.keys() & before.keys()) - {"allow_changes"}):
+    for name in sorted((current.keys() & before.keys()) - _OF_A_START):
         if before[name] == current[name] or (name == "num_train_epochs" and same_epochs):
             continue
         change = Change(name, before[name], current[name])
@@ -212,8 +214,9 @@ def compare(before: Mapping[str, object], now: object, *, batch: tuple[object, o
 
 def _epoch_limit_of(arguments: Mapping[str, object]) -> object:
     epochs, steps = arguments.get("num_train_epochs"), arguments.get("max_steps")
-    known = isinstance(epochs, int | float | None) and isinstance(steps, int)
-    return epoch_limit(epochs, steps) if known else epochs
+    if isinstance(steps, int) and (epochs is None or isinstance(epochs, int | float)):
+        return epoch_limit(epochs, steps)
+    return epochs
 
 
 def plain_arguments(args: object) -> dict[str, object]:
