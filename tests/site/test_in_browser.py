@@ -59,9 +59,9 @@ const pages = PAGES;
 </script>"""
 
 
-BAD = """<!doctype html><div class="md-content"><p style="width: 900px">wide</p>
-<pre style="position: relative"><nav class="md-code__nav" style="position: absolute; top: 0">x</nav>
-<code>y</code></pre></div>"""
+BAD = """<!doctype html><style>pre { position: relative } nav { position: absolute; top: 0 }</style>
+<div class="md-content"><p style="width: 900px">wide</p>
+<pre><nav class="md-code__nav">x</nav><code>y</code>"""
 
 
 @pytest.fixture(scope="module")
