@@ -108,6 +108,27 @@ def test_training_continues_from_its_own_weights(recorded, tmp_path) -> None:
     assert same(copies(resumed.model), copies(whole.model))
 
 
+class LoadAt:
+    """Goes back to a checkpoint in the middle of training, once."""
+
+    def __init__(self, step: int) -> None:
+        self.step: int | None = step
+
+    def on_step_end(self, args: object, state: object, control: object, *, trainer: Trainer, **_: object):
+        if state.global_step == self.step:  # type: ignore[attr-defined]
+            self.step = None
+            assert trainer.load_checkpoint()
+
+
+def test_a_callback_that_goes_back_takes_up_both(make_trainer, recorded, tmp_path) -> None:
+    whole, _, _ = recorded(output_dir=str(tmp_path / "whole"))
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trainer = make_trainer(callbacks=[LoadAt(5)], **STEPS, **saving, ema_decay=DECAY)
+    trainer.train()
+    assert losses(trainer)[-5:] == losses(whole)[3:]
+    assert same(copies(trainer.model), copies(whole.model))
+
+
 def test_a_checkpoint_without_an_average_begins_one_and_says_so(recorded, caplog, tmp_path) -> None:
     saving = {"save_strategy": "steps", "output_dir": str(tmp_path / "run")}
     recorded(**saving, max_steps=5, ema_decay=None)

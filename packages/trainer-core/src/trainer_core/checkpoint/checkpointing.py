@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,16 +120,18 @@ def load(run: Run, path: str | None) -> Path | None:
     run.progress.loaded = False
     # Before: what another run saves meanwhile may not be what is loaded.
     run.lease.note_content()
-    try:
-        loaded = run.manager.load_checkpoint(path)
-    except CheckpointError as error:
-        # What is wrong then is a setting, and not the checkpoint.
-        raise (run.progress.refusal or error) from error
+    average = run.built.average
+    with nullcontext() if average is None else average.shown():
+        try:
+            loaded = run.manager.load_checkpoint(path)
+        except CheckpointError as error:
+            # What is wrong then is a setting, and not the checkpoint.
+            raise (run.progress.refusal or error) from error
+        if average is not None and loaded is not None and TRAINING_WEIGHTS in loaded.missing:
+            average.forget()
+            logger.warning("%s has no average of weights: it begins with those of this step", loaded.path)
     if loaded is None:
         return None
-    if run.built.average is not None and TRAINING_WEIGHTS in loaded.missing:
-        run.built.average.forget()
-        logger.warning("%s has no average of weights: it begins with those of this step", loaded.path)
     run.progress.settle(run.schedule)
     run.loaded, run.went_back = loaded.path, path is not None
     run.saved_step = run.state.global_step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -85,15 +85,17 @@ class AveragedWeights(StepHooks):
         """Leave the average in the model until training continues."""
         self._show()
 
-    @contextmanager
-    def synced_weights(self, *, optimizer: bool) -> Iterator[None]:
+    def synced_weights(self, *, optimizer: bool) -> AbstractContextManager[None]:
         """A context in which the model holds the average."""
-        with self.generating():
-            yield
+        return self.shown()
+
+    def generating(self) -> AbstractContextManager[None]:
+        """A context in which the model holds the average."""
+        return self.shown()
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
-        """A context in which the model holds the average."""
+    def shown(self) -> Iterator[None]:
+        """A context in which the model holds the average; a checkpoint is to be loaded in it."""
         in_training = not self._shows_average
         self._show()
         try:
