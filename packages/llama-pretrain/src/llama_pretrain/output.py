@@ -89,7 +89,7 @@ def wrapped(text: str, *, width: int = 76, indent: str = "    ") -> str:
         for line in text.splitlines()
         for part in textwrap.wrap(line.expandtabs(4), width, drop_whitespace=False) or [""]
     ]
-    return "\n".join(f"{indent}{line}".rstrip() for line in lines)
+    return "\n".join(f"{indent}{line}" if line.strip() else "" for line in lines)
 
 
 def printable(text: str) -> str:
