@@ -277,7 +277,7 @@ def test_a_directory_in_use_is_refused_before_ranks_start(work: Path) -> None:
         process = start(work, "run", "--mesh", "dp=2")
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2, err
-    named = f"output_dir='{work}/run': is in use by process {os.getpid()} on "
+    named = f"output_dir='{work}/run' is in use by process {os.getpid()} on "
     assert err.startswith(f"llama-pretrain: error: {named}")
     assert len(err.splitlines()) == 1
 
@@ -319,4 +319,4 @@ def test_a_launcher_of_another_size_is_refused(work: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     words = ["-m", "llama_pretrain", "train", "--mesh", "dp=2", "--output-dir", str(work / "run")]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert "mesh='dp=2': is of 2 processes, and 1 were started" in done.stderr
+    assert "mesh='dp=2' needs 2 processes, but 1 were started" in done.stderr

@@ -119,7 +119,9 @@ def test_a_fresh_start_moves_another_run_aside(tmp_path: Path) -> None:
     (directory.path / "checkpoint-3").mkdir()
     with pytest.raises(ConfigurationError, match="seed=1"):
         directory.check(args, SUBJECT)
-    with pytest.raises(ConfigurationError, match="fresh=True: excludes resume_from_checkpoint='a'"):
+    with pytest.raises(
+        ConfigurationError, match="fresh=True cannot be combined with resume_from_checkpoint='a'"
+    ):
         resolve({"fresh": True, "resume_from_checkpoint": "a"})
 
 

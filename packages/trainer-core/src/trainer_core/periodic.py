@@ -89,7 +89,7 @@ def total_steps(args: MinimalTrainingArguments, per_epoch: int | None) -> int:
             raise ConfigurationError(
                 "num_train_epochs",
                 args.num_train_epochs,
-                "is a fraction of an epoch, and this data cannot tell how long an epoch is",
+                "is a fraction of an epoch, but this data cannot tell how long an epoch is",
                 "set a whole number of epochs, or max_steps and num_train_epochs=-1",
             )
     limits = [limit for limit in (by_epochs, args.max_steps) if limit >= 0]
@@ -102,7 +102,7 @@ def set_length(state: TrainerState, args: MinimalTrainingArguments, loader: obje
         return
     state.epoch_train_steps = updates_per_epoch(loader, args.gradient_accumulation_steps)
     if state.epoch_train_steps == 0 and args.num_train_epochs and args.max_steps:
-        raise DataError("the training loader has the length 0; give it data, or leave drop_last out")
+        raise DataError("the training loader has the length 0. Give it data, or leave drop_last out.")
     state.max_steps = total_steps(args, state.epoch_train_steps)
 
 
@@ -379,7 +379,7 @@ class Actions:
         if not run.events.control.should_abort_without_save:
             left_out = 0 if run.args.fuse_optim_with_backward else run.state.global_step - int(first) + 1
             self._write_log_entry(nonfinite_step=report.first_step, skipped_steps=left_out)
-            logger.error("%s; the run stops without another checkpoint (nonfinite_policy='stop')", message)
+            logger.error("%s The run stops without another checkpoint (nonfinite_policy='stop').", message)
             run.events.stop(
                 StopCause("nonfinite_policy", f"gradient of step {report.first_step}", aborted=True)
             )

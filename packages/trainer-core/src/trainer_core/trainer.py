@@ -132,7 +132,7 @@ class Trainer:
                 "parallel",
                 parallel,
                 "is not a list of transforms",
-                "write parallel=[...], also for a single one",
+                "write parallel=[...], even for a single transform",
             )
         given = [*self.preset(), *parallel]
         layout = layout_of(self.args, given, env)
@@ -200,7 +200,7 @@ class Trainer:
             NonFiniteGradientError: If a gradient is not finite and `nonfinite_policy` is "raise".
         """
         if self._parts.train_data is None:
-            raise DataError("train() needs train_dataset; give one to the Trainer")
+            raise DataError("train() needs a train_dataset. Give one to the Trainer.")
         self._events.begin_run()
         # Signals are heeded from here on: a checkpoint may take long to load. Also while ranks look for one
         # that is lost: a launcher, which has noticed as well, asks the others to end.
@@ -237,11 +237,11 @@ class Trainer:
         if eval_dataset is not None:
             data = evaluation_sets(eval_dataset, self.args, self.ranks, self.placement, self._parts.collator)
         if data is None:
-            raise DataError("evaluate() needs an eval_dataset; give one here or to the Trainer")
+            raise DataError("evaluate() needs an eval_dataset. Give one here or to the Trainer.")
         with run_settings(self.args, self.ranks.device, training=False):
             metrics = Actions(run).evaluate(data)
         if metrics is None:
-            raise RuntimeError("an evaluation that nobody can stop was stopped")
+            raise RuntimeError("an evaluation that nobody can stop was stopped.")
         return metrics
 
     def dry_run(self, *, passes: bool = True, memory_only: bool = False) -> DryRun:
@@ -264,7 +264,7 @@ class Trainer:
             DataError: If there is no training data.
         """
         if self._parts.train_data is None:
-            raise DataError("dry_run() needs train_dataset; give one to the Trainer")
+            raise DataError("dry_run() needs a train_dataset. Give one to the Trainer.")
         return dry_run(
             self.args,
             self.ranks,

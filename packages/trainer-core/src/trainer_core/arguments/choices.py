@@ -74,8 +74,8 @@ class _Range:
             raise ConfigurationError(
                 setting,
                 value,
-                f"must lie between {self.low:g} and {self.high:g}, without the ends",
-                "choose a value between them",
+                f"must be between {self.low:g} and {self.high:g}, both excluded",
+                f"choose a value between them, such as {self.low + 0.5:g}",
             )
 
 
@@ -120,7 +120,7 @@ def check_schedule(name: str, options: Mapping[str, object]) -> None:
         setting = f"lr_scheduler_kwargs.{option}"
         if option not in SCHEDULES[name]:
             known = ", ".join(SCHEDULES[name]) or "none"
-            rule = f"is not an option of {name!r}, which has: {known}"
+            rule = f"is not an option of {name!r}, whose options are: {known}"
             raise ConfigurationError(setting, value, rule, _near(option, SCHEDULES[name]))
         _check_value(name, option, value)
     if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
@@ -129,8 +129,9 @@ def check_schedule(name: str, options: Mapping[str, object]) -> None:
         raise ConfigurationError(
             "lr_scheduler_kwargs",
             dict(options),
-            "'warmup_stable_decay' needs num_decay_steps, the length of the decay in optimizer steps",
-            "add num_decay_steps",
+            "lacks num_decay_steps, the length of the decay in optimizer steps, which "
+            "'warmup_stable_decay' needs",
+            "add num_decay_steps, such as lr_scheduler_kwargs={'num_decay_steps': 1000}",
         )
 
 
@@ -145,7 +146,9 @@ def _check_value(name: str, option: str, value: object) -> None:
     setting = f"lr_scheduler_kwargs.{option}"
     if option == "metric":
         if not isinstance(value, str) or not value:
-            raise ConfigurationError(setting, value, "must be the name of a metric", "write eval_loss, say")
+            raise ConfigurationError(
+                setting, value, "must be the name of a metric", "write 'eval_loss', for example"
+            )
         return
     rule = _RULES[option]
     if name == "cosine_with_restarts":
@@ -161,8 +164,9 @@ def _check_floor(name: str, options: Mapping[str, object]) -> None:
         raise ConfigurationError(
             "lr_scheduler_kwargs",
             dict(options),
-            f"{name!r} has a floor by min_lr or by min_lr_rate (a share of the learning rate), not both",
-            "take one of them out",
+            f"has both min_lr and min_lr_rate (a share of the learning rate), and the floor of {name!r} is "
+            "one of them",
+            "leave one of them out",
         )
 
 
@@ -170,7 +174,7 @@ def _near(name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     if matches:
         return f"did you mean {matches[0]!r}?"
-    return f"choose one of {', '.join(known)}" if known else "take it out"
+    return f"choose one of {', '.join(known)}" if known else "leave it out"
 
 
 FP8_RECIPES: dict[str, str] = {

@@ -34,7 +34,7 @@ def require_library(callback: str, library: str) -> None:
             "callbacks",
             callback,
             f"needs the library {library}, which is not installed",
-            f"pip install 'trainer-core[{library}]', or leave the callback out",
+            f"install it with `pip install 'trainer-core[{library}]'`, or leave the callback out",
         )
 
 

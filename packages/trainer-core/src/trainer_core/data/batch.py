@@ -71,8 +71,8 @@ def with_targets(batch: Batch, loss: TokenLoss) -> Batch:
         raise ConfigurationError(
             "compute_loss_func",
             type(loss.loss).__name__,
-            f"made targets {list(targets.shape)} from labels {list(labels.shape)}, and they are cut as "
-            "labels are",
+            f"made targets of shape {list(targets.shape)} from labels of shape {list(labels.shape)}, but "
+            "targets must have the shape of the labels, because they are cut like them",
             "return targets in the shape of the labels from make_targets",
         )
     return {**batch, "labels": targets}
@@ -92,14 +92,14 @@ def labels_of(batch: Batch) -> Tensor:
     # A dict is asked for first: the check for any other mapping takes longer.
     if not isinstance(batch, dict) and not isinstance(batch, Mapping):
         raise DataError(
-            f"a batch is of type {type(batch).__name__}, but must map names to tensors; "
-            "give a data_collator that returns a dict with 'labels'"
+            f"a batch is of type {type(batch).__name__}, but must map names to tensors. Give a "
+            "data_collator that returns a dict with 'labels'."
         )
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         raise DataError(
-            f"a batch has the keys {sorted(batch)} but no tensor 'labels'; "
-            "add it in the dataset or the data_collator"
+            f"a batch has the keys {sorted(batch)} but no tensor 'labels'. Add it in the dataset or the "
+            "data_collator."
         )
     return labels
 
