@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
@@ -309,3 +310,10 @@ def _look_for_options(cls: type, prefix: str, shown: str) -> None:
         flag = "--" + (prefix + field.name).replace("_", "-")
         left_out = field.name.startswith("dataloader_") or field.name == "overwrite_output_dir"
         assert (f"{flag} " in shown or f"{flag}," in shown) != left_out, flag
+
+
+def test_the_types_of_all_settings_can_be_told_from_the_constructor() -> None:
+    hints = get_type_hints(PretrainArguments.__init__)
+    assert {name: hints[name] for name in get_type_hints(PretrainArguments)} == get_type_hints(
+        PretrainArguments
+    )

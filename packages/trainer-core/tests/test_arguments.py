@@ -155,7 +155,7 @@ BAD = [
     ({"activation_checkpointing_share": 0.5}, "activation_checkpointing_share.*'share'"),
     ({"activation_checkpointing_operators": ["aten.mm"]}, "activation_checkpointing_operators.*'operators'"),
     ({"transformer_layers_path": "model.layers"}, "transformer_layers_path.*has no effect"),
-    ({"seed_per_rank": True}, "seed_per_rank.*Set seed"),
+    ({"seed_per_rank": True}, "seed_per_rank.*Set a seed"),
 ]
 
 
@@ -322,7 +322,7 @@ def test_arguments_import_without_torch() -> None:
         ("ga", "Did you mean 'gradient_accumulation_steps'?"),
         ("report_to", "Trackers are callbacks"),
         ("max_step", "Did you mean 'max_steps'?"),
-        ("frobnicate", "see the list of settings"),
+        ("frobnicate", "See the list of settings"),
     ],
 )
 def test_hints_know_the_names_of_other_trainers(name: str, hint: str) -> None:

@@ -7,9 +7,17 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import TypeVar
 
 from trainer_core import ConfigurationError, TrainingArguments, suggest
-from trainer_ddp import DDPTrainingArguments
-from trainer_fsdp2 import FSDP2TrainingArguments
-from trainer_pipeline import PipelineTrainingArguments
+
+# The groups of settings are names in the annotations of the __init__ that the class inherits the fields for.
+from trainer_ddp import (
+    CompressionArguments,  # noqa: F401
+    DDPArguments,  # noqa: F401
+    DDPTrainingArguments,
+    DiLoCoArguments,  # noqa: F401
+    PostLocalSGDArguments,  # noqa: F401
+)
+from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments  # noqa: F401
+from trainer_pipeline import PipelineArguments, PipelineTrainingArguments  # noqa: F401
 
 from .exit_codes import PROG
 from .mesh import check_mesh, parse_mesh
