@@ -329,7 +329,7 @@ SAID: dict[str, Callable[[], object]] = {
         distributed_env=StaticDistributedEnvironment(rank=0, world_size=8),
     ),
     "Address already in use": on_a_taken_port,
-    "nccl cannot serve": lambda: DistributedEnvironment(backend="nccl", no_accelerator=True),
+    "which cannot serve": lambda: DistributedEnvironment(backend="nccl", no_accelerator=True),
     "backend differs": lambda: meet(rank=3, backend="gloo"),
     "the loopback interface": lambda: doctor(4, loopback=True),
     "NCCL_IB_DISABLE": lambda: doctor(4, NCCL_IB_DISABLE="1"),
