@@ -98,8 +98,8 @@ def test_ls_of_nothing(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[
     assert main(["ls", str(tmp_path / "nowhere")]) == 2
     assert main(["ls", str(run / "checkpoint-1")]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert errors[0].startswith(f"checkpoint-core ls: there is no directory {tmp_path / 'nowhere'}; pass")
-    assert errors[1].endswith(f"pass the directory that holds it, {run}")
+    assert errors[0].startswith(f"checkpoint-core ls: there is no directory {tmp_path / 'nowhere'}. Pass")
+    assert errors[1].endswith(f"Pass the directory that holds it, {run}")
 
 
 def test_show_reads_headers_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +193,7 @@ def test_verify_a_directory(run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     document = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**document, "schema_version": 99}))
     assert main(["verify", str(run / "checkpoint-6")]) == 2
-    assert "upgrade checkpoint-core" in capsys.readouterr().err
+    assert "Upgrade checkpoint-core" in capsys.readouterr().err
 
 
 def steps(directory: Path) -> list[int]:
@@ -270,7 +270,7 @@ def test_prune_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     staging = create_staging(run, 7)
     assert main(["prune", str(run), "--keep", "1", "--yes"]) == 2
     error = capsys.readouterr().err
-    assert f"{run} is in use: checkpoint-7 is being written by process {os.getpid()}" in error
+    assert f"{run} is in use, because checkpoint-7 is being written by process {os.getpid()}" in error
     staging.rmdir()
     with DirectoryLease(run):
         assert main(["prune", str(run), "--keep", "1"]) == 0
@@ -279,7 +279,7 @@ def test_prune_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["--keep-best", "1"], "--keep-best 1 needs --metric"),
         (["--metric", "eval_loss"], "need --keep-best K"),
-        (["--metric", "eval_accuracy", "--keep-best", "1"], "add --greater-is-better or --lower-is-better"),
+        (["--metric", "eval_accuracy", "--keep-best", "1"], "Add --greater-is-better or --lower-is-better"),
         (["--metric", "my_loss", "--keep-best", "1"], "they have eval_accuracy, eval_loss"),
     ):
         assert main(["prune", str(run), "--keep", "1", "--yes", *options]) == 2

@@ -281,7 +281,7 @@ def test_export_refuses(saved, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([*command, "--max-shard-size", "100"]) == 0
     (out / "README.md").write_text("mine")
     assert main(command) == 2
-    assert f"{out / 'model-00001-of-00004.safetensors'} exists; pass --overwrite" in capsys.readouterr().err
+    assert f"{out / 'model-00001-of-00004.safetensors'} exists. Pass --overwrite" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
     # Old shards and their index would be a second model beside the new one.
     assert sorted(p.name for p in out.iterdir()) == [
@@ -309,7 +309,7 @@ def test_export_refuses(saved, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([*command, "--overwrite"]) == 2
     assert "model.safetensors was deleted" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "other" / "checkpoint-1"), str(out), "--overwrite"]) == 2
-    assert "components with weights: none" in capsys.readouterr().err
+    assert "Components with weights: none" in capsys.readouterr().err
     assert (out / "model.safetensors").read_bytes() == before
     assert not list(out.glob(".*"))
 

@@ -290,7 +290,7 @@ def test_fields_of_the_header_of_tensors(tmp_path: Path, field: str, value: obje
 def test_documents_that_python_would_read(tmp_path: Path, text: str, part: str) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(
-        CheckpointError, match=rf"x\.json is not valid JSON \(.*{re.escape(part)}.*restore the file"
+        CheckpointError, match=rf"x\.json is not valid JSON \(.*{re.escape(part)}.*Restore the file"
     ):
         read_json(tmp_path / "x.json")
     (tmp_path / "x.json").write_text("[" * MAX_NESTING + "]" * MAX_NESTING)

@@ -262,10 +262,10 @@ def test_a_checkpoint_of_its_own_place_neither_rotates_nor_is_found(job, tmp_pat
 @pytest.mark.parametrize(
     ("place", "rule"),
     [
-        ("taken", "exists already; name a new directory"),
+        ("taken", "exists already. Name a new directory"),
         ("link", "exists already"),
         ("run/checkpoint-2", "is the place of a checkpoint of this run"),
-        ("elsewhere/checkpoint-7", "has the name of step 7, and this is step 2"),
+        ("elsewhere/checkpoint-7", "has the name of step 7, but this is step 2"),
     ],
 )
 def test_a_place_that_is_taken_or_would_be_misread_is_refused(
@@ -438,7 +438,7 @@ def test_newer_schema_and_escaping_manifest(job, tmp_path: Path) -> None:
         (path / "manifest.json").write_text(json.dumps({**document, "checksum": _digest(document)}))
 
     rewrite(schema_version=2)
-    with pytest.raises(CheckpointError, match="schema version 2; this version reads up to 1"):
+    with pytest.raises(CheckpointError, match="schema version 2, but this version reads up to 1"):
         job().manager.load_checkpoint(path)
     for name in ("../../secret", "/etc/passwd", "a\\b"):
         rewrite(files={**original["files"], name: {"size": 1, "checksum": "0"}})
@@ -448,7 +448,7 @@ def test_newer_schema_and_escaping_manifest(job, tmp_path: Path) -> None:
 
 def test_pointing_at_the_run_directory_names_a_checkpoint(job, tmp_path: Path) -> None:
     job().manager.save_checkpoint(1)
-    with pytest.raises(CheckpointError, match=r"pass one of them, such as .*checkpoint-1"):
+    with pytest.raises(CheckpointError, match=r"Pass one of them, such as .*checkpoint-1"):
         job().manager.load_checkpoint(tmp_path / "run")
 
 

@@ -205,7 +205,7 @@ def test_failure_of_one_rank_is_raised_on_all(seen: Seen) -> None:
         message = seen[scenario]["found"]
         assert isinstance(message, str)
         assert "component 'model' is declared on rank" in message
-        assert "declare the same validate_replication, validation_level and process group" in message
+        assert "Declare the same validate_replication, validation_level and process group" in message
     assert seen["good again"] == {"found": [], "cost": [1, 0]}
 
 

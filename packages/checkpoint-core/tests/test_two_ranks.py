@@ -154,7 +154,7 @@ def test_another_world_size_is_an_error_until_the_files_are_deleted(
         stateful_provider=StaticStatefulProvider([own]),
     )
     with pytest.raises(
-        CheckpointError, match=r"by 2 ranks and cannot be loaded by 1; use 2 ranks, or delete"
+        CheckpointError, match=r"by 2 ranks and cannot be loaded by 1\. Use 2 ranks, or delete"
     ):
         manager.load_checkpoint(path)
     for rank in range(2):

@@ -309,7 +309,7 @@ def test_packed_documents_resume_under_the_loader_of_torchdata() -> None:
 def test_a_stream_is_left_to_its_own_loader() -> None:
     dataset = DocumentStream(["text"], sequence_length=4, encode=str.encode, eos_token_id=0)
     for workers in (0, 2):
-        with pytest.raises(DataError, match=rf"use StreamLoader\(dataset, 1, num_workers={workers}\)"):
+        with pytest.raises(DataError, match=rf"Use StreamLoader\(dataset, 1, num_workers={workers}\)"):
             build_loader(dataset, 1, num_workers=workers)
 
 

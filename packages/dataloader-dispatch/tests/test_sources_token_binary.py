@@ -130,7 +130,7 @@ def test_a_cut_or_missing_file_is_named(tmp_path: Path) -> None:
         raw = (directory / name).read_bytes()
         (directory / name).write_bytes(raw[:-2])
         with pytest.raises(
-            DataError, match=rf"{name} is damaged or not complete: it has {len(raw) - 2} bytes"
+            DataError, match=rf"{name} is damaged or not complete. it has {len(raw) - 2} bytes"
         ):
             TokenBinary(directory)
         (directory / name).unlink()
@@ -200,7 +200,7 @@ def test_directories_that_are_not_finished_or_hold_something_else(tmp_path: Path
     directory = write(tmp_path / "tokens")
     (directory / "manifest.json").unlink()
     for opener in (TokenBinary, open_documents):
-        with pytest.raises(DataError, match=r"not finished.*run the same .* command again to finish it"):
+        with pytest.raises(DataError, match=r"not finished.*Run the same .* command again to finish it"):
             opener(directory)
     with pytest.raises(DataError, match="holds no document"):
         TokenBinary(write(tmp_path / "empty", [[]]))

@@ -169,7 +169,7 @@ def test_published_figures_are_of_the_size_asked_for() -> None:
         (["--rounds", "0"], "rounds=0"),
         (["--steps", "12"], "steps=12"),
         (["--mixed-precision", "fp16"], "mixed_precision='fp16'"),
-        (["--contenders", "ours,touch"], "did you mean 'torch'"),
+        (["--contenders", "ours,touch"], "Did you mean 'torch'"),
         (["--contenders", "ours,ours"], "names one twice"),
         (["--model", "8b"], "model='8b'"),
         (["--sequence-length", "2048"], "max_position_embeddings of tiny, 1024"),

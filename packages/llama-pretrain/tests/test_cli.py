@@ -268,7 +268,7 @@ def test_export_is_a_hugging_face_directory(work: Path, capsys: pytest.CaptureFi
         ("--data {work}/data/02.py", "hold out"),
         ("--sequence-length 1025", "max_position_embeddings=1024"),
         ("--sample-tokens 1021", "needs 1025 positions"),
-        ("--model 170m", "did you mean '160m'"),
+        ("--model 170m", "Did you mean '160m'"),
         ("--model {work}/data", "neither a preset nor a directory with a config.json"),
         ("--tokenizer {work}/data", "tokenizer="),
         ("--config {work}/missing.toml", "missing.toml"),
@@ -281,7 +281,7 @@ def test_export_is_a_hugging_face_directory(work: Path, capsys: pytest.CaptureFi
         ("--lr-scheduler-kwargs half=2", "lr_scheduler_kwargs.half=2"),
         ("--num-train-epochs nan", "num_train_epochs=nan"),
         ("--num-train-epochs inf", "num_train_epochs=inf"),
-        ("--max-steps -1 --num-train-epochs 1", "set max_steps"),
+        ("--max-steps -1 --num-train-epochs 1", "max_steps=1000"),
         ("--resume-from-checkpoint {work}/data", "is not a checkpoint"),
     ],
 )
@@ -348,7 +348,10 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "unknown command 'trian'; did you mean 'train'? Commands: train, plan" in capsys.readouterr().err
+    assert (
+        "unknown command 'trian'. Did you mean 'train'? The commands are train, plan"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -362,7 +365,7 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
         ("eval --checkpoint {work}/whole/checkpoint-60", "--data"),
         (
             "eval --checkpoint {work}/whole/checkpoint-60 --data {work}/data --sequence-length 1025",
-            "needs 1025 positions, the model in",
+            "needs 1025 positions, but the model in",
         ),
         (
             "eval --output-dir {work}/whole --data {work}/data --sequence-length 1025",

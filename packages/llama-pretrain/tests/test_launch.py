@@ -260,7 +260,7 @@ def test_a_tracker_that_one_rank_lacks_is_refused_on_all(work: Path, monkeypatch
     job = start(work, "run", "--mesh", "dp=2", "--report-to", "wandb")
     _, err = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 2, err
-    assert "report_to='wandb': needs the library wandb" in err
+    assert "report_to='wandb' needs the library wandb" in err
     assert "pip install 'trainer-core[wandb]'" in err
     assert {rank for rank in (0, 1) if f"[rank {rank}]" in err} == {0, 1}
     assert not (work / "run" / "run.json").exists()
@@ -284,7 +284,7 @@ def test_a_directory_in_use_is_refused_before_ranks_start(work: Path) -> None:
         process = start(work, "run", "--mesh", "dp=2")
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2, err
-    named = f"output_dir='{work}/run': is in use by process {os.getpid()} on "
+    named = f"output_dir='{work}/run' is in use by process {os.getpid()} on "
     assert err.startswith(f"llama-pretrain: error: {named}")
     assert len(err.splitlines()) == 1
 
@@ -326,4 +326,4 @@ def test_a_launcher_of_another_size_is_refused(work: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     words = ["-m", "llama_pretrain", "train", "--mesh", "dp=2", "--output-dir", str(work / "run")]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert "mesh='dp=2': is of 2 processes, and 1 were started" in done.stderr
+    assert "mesh='dp=2' needs 2 processes, but 1 were started" in done.stderr

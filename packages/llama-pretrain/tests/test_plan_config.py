@@ -148,12 +148,12 @@ def test_rows_that_other_layouts_cannot_divide_are_told(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--config", "7b-8gpus", "--gpus", "16"], "gpus=16: contradicts config"),
-        (["--config", "7b-9gpus"], "did you mean '7b-96gpus'"),
+        (["--config", "7b-8gpus", "--gpus", "16"], "gpus=16 contradicts --config"),
+        (["--config", "7b-9gpus"], "Did you mean '7b-96gpus'"),
         (["--config", "7b-8gpus", "--sequence-length", "9000"], "sequence_length=9000"),
-        (["--config", "tiny-cpu", "--gpus-per-node", "0"], "gpus_per_node=0: must be 1 or more"),
-        (["--config", "tiny-cpu", "--gpu-memory", "0"], "gpu_memory=0.0: must be more than 0"),
-        (["--config", "tiny-cpu", "--json", "nowhere/plan.json"], "json='nowhere/plan.json': is in nowhere"),
+        (["--config", "tiny-cpu", "--gpus-per-node", "0"], "gpus_per_node=0 must be 1 or more"),
+        (["--config", "tiny-cpu", "--gpu-memory", "0"], "gpu_memory=0.0 must be more than 0"),
+        (["--config", "tiny-cpu", "--json", "nowhere/plan.json"], "json='nowhere/plan.json' is in nowhere"),
     ],
 )
 def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,7 +198,7 @@ def test_a_trainer_of_one_process_is_refused_in_several(
     _only_processes_of(monkeypatch, rank=1)
     assert main(_words(work, "refused")) == 2
     shown = capsys.readouterr().err
-    assert "[rank 1] trainer='single': is one process, and 2 were started" in shown
+    assert "[rank 1] trainer='single' runs in one process, but 2 were started" in shown
     assert "`llama-pretrain train --mesh dp=2`" in shown
     assert shown.count("\n") == 1
     for command in ("eval", "generate", "export out"):

@@ -86,7 +86,7 @@ def test_a_run_without_checkpoint_may_become_another(tmp_path: Path) -> None:
                 "--allow-changes adam_beta1,learning_rate,weight_decay",
             ],
         ),
-        ({"learning_rate": 0.1, "seed": 2}, {}, ["seed=2", "begun with 1; choose another"]),
+        ({"learning_rate": 0.1, "seed": 2}, {}, ["seed=2", "begun with 1. Choose another"]),
         ({}, {"data": "abd"}, ["data='abd'", "begun with 'abc'"]),
         (
             {},
@@ -125,7 +125,7 @@ def test_what_may_change_is_told_and_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"begun with 0\.0005"):
         directory.begin(args, SUBJECT)
     for name, why in {"sequence_length": "documents would repeat", "model": "its shape"}.items():
-        with pytest.raises(ConfigurationError, match=f"allow_changes='{name}': cannot change .*{why}"):
+        with pytest.raises(ConfigurationError, match=f"allow_changes='{name}' cannot change .*{why}"):
             replace(args, allow_changes=(name,))
 
 
@@ -150,7 +150,9 @@ def test_a_fresh_start_moves_another_run_aside(tmp_path: Path) -> None:
     (directory.path / "checkpoint-3").mkdir()
     with pytest.raises(ConfigurationError, match="seed=1"):
         directory.check(args, SUBJECT)
-    with pytest.raises(ConfigurationError, match="fresh=True: excludes resume_from_checkpoint='a'"):
+    with pytest.raises(
+        ConfigurationError, match="fresh=True cannot be combined with resume_from_checkpoint='a'"
+    ):
         resolve({"fresh": True, "resume_from_checkpoint": "a"})
 
 

@@ -124,7 +124,7 @@ def test_what_cannot_begin_anew_is_refused(
     }
     trainer = make(callbacks, parts.get(given))
     trainer.train()
-    with pytest.raises(ConfigurationError, match=f"because {why}; make a new Trainer"):
+    with pytest.raises(ConfigurationError, match=f"because {why}. Make a new Trainer"):
         trainer.train(fresh=True)
     assert trainer.state.global_step == 12
     assert not list((tmp_path / "run").glob("previous-*"))

@@ -122,7 +122,7 @@ def test_a_setting_that_would_have_no_effect_is_refused(
 
 
 def test_an_optimizer_class_counts_as_ones_own(start: Callable[..., Trainer]) -> None:
-    with pytest.raises(ConfigurationError, match=r"weight_decay=0\.1: has no effect"):
+    with pytest.raises(ConfigurationError, match=r"weight_decay=0\.1 has no effect"):
         start(OwnArguments, {"optimizer_cls_and_kwargs": (SGD, {"lr": 0.1})}, weight_decay=0.1).train()
 
 

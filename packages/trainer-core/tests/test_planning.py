@@ -140,7 +140,7 @@ class Reads(Optimizer):
 
 def test_optimizer_of_the_run_counts_and_is_named_if_it_reads_values() -> None:
     assert _plan(optimizer_factory=lambda named: SGD([p for _, p in named], lr=0.1)).optimizer == 0
-    with pytest.raises(ConfigurationError, match="optimizer_factory='Reads': cannot step on tensors without"):
+    with pytest.raises(ConfigurationError, match="optimizer_factory='Reads' cannot step on tensors without"):
         _plan(optimizer_factory=lambda named: Reads([p for _, p in named]))
 
 
@@ -151,7 +151,7 @@ class Looks(Model):
 
 
 def test_model_that_reads_values_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="model='Looks': cannot run on tensors without values"):
+    with pytest.raises(ConfigurationError, match="model='Looks' cannot run on tensors without values"):
         _plan(model_init=Looks)
 
 

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 OF_MODEL = {
-    "class": ("fsdp2.layer_classes='Blok'", "has that class", "Linear", "did you mean 'Block'?"),
-    "class of the root": ("fsdp2.layer_classes='Tiny'", "no part of the model that is called has that class"),
+    "class": ("fsdp2.layer_classes='Blok'", "is not the class of a part", "Linear", "Did you mean 'Block'?"),
+    "class of the root": (
+        "fsdp2.layer_classes='Tiny'",
+        "is not the class of a part of the model that is called",
+    ),
     "class of a container": ("fsdp2.layer_classes='ModuleList'", "no part of the model that is called"),
     "mixed dtypes": ("layers.1", "several dtypes", "torch.float32", "torch.bfloat16", "freeze"),
     "not contiguous": ("layers.0.mixing.weight", "is not contiguous", ".contiguous()"),

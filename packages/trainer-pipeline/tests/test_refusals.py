@@ -33,18 +33,18 @@ REFUSED = {
     "layers of the rank": ("parameter layers.4.", "rank 0 has nothing of that name", "rank 1 has 'float32"),
     "values of the rank": (
         "model_init='embed.weight'",
-        "different values on ranks that both have it",
+        "different values on ranks that share it",
         "set the same seed everywhere",
     ),
     "too few stages": ("model_splitter=1", "where 2 were asked for", "from 0 to num_stages - 1"),
     "microbatches": (
         "pipeline.schedule='interleaved_1f1b'",
-        "cannot be carried out with pipeline.n_microbatches=7, 2 ranks and 2 stages on each",
+        "cannot be executed with pipeline.n_microbatches=7, 2 ranks and 2 stages on each",
         "multiple of the number of rounds",
     ),
     "microbatches of a factory": (
         "='ScheduleInterleaved1F1B'",
-        "cannot be carried out with pipeline.n_microbatches=7",
+        "cannot be executed with pipeline.n_microbatches=7",
     ),
 }
 IN_STEPS = {
@@ -69,7 +69,7 @@ IN_STEPS = {
         1,
         "ConfigurationError: model_splitter='BlockSplitter'",
         "needs more than the hidden state that its first block is given",
-        "do it inside the blocks",
+        "Compute it inside the blocks",
     ),
 }
 

@@ -90,7 +90,7 @@ def capture(stateful: Stateful, stem: str, *, sharded: bool) -> CapturedState:
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{type(stateful).__name__}.state_dict() returned a {type(state).__name__}, not a dict, which "
-            "could not be loaded again; wrap it in a dict"
+            "could not be loaded again. Wrap it in a dict."
         )
     encoded = encode_state(state, tensor_name=tensor_name, sharded=sharded)
     return CapturedState(STATE_FORMAT, encoded)
@@ -198,8 +198,8 @@ def _table(key: str, captured: CapturedState, ranks: RankAgreement) -> _Table:
             if held != needed:
                 raise CheckpointError(
                     f"component {key!r}: save_on_each_node=True needs every node to hold all of {name}, but "
-                    f"this node holds {held} of its {needed} parts; shard within the nodes and replicate "
-                    "across them, or save to storage that all nodes share"
+                    f"this node holds {held} of its {needed} parts. Shard within the nodes and replicate "
+                    "across them, or save to storage that all nodes share."
                 )
             if ranks.rank != _speaker(tensor, ranks):
                 continue
@@ -242,29 +242,29 @@ def _join(
         for name, (code, shape, _) in table["tensors"].items():
             if code not in DTYPES:
                 raise CheckpointError(
-                    f"component {key!r}: {name} has dtype {code} on rank {rank}, which cannot be stored; "
-                    f"convert it to one of {', '.join(str(dtype) for dtype in DTYPE_CODES)}"
+                    f"component {key!r}: {name} has dtype {code} on rank {rank}, which cannot be stored. "
+                    f"Convert it to one of {', '.join(str(dtype) for dtype in DTYPE_CODES)}."
                 )
             spec = TensorSpec(DTYPES[code], tuple(shape))
             known = specs.setdefault(name, spec)
             if known != spec:
                 raise CheckpointError(
-                    f"component {key!r}: {name} is {_show(known)} on rank {first[name]} and {_show(spec)} on "
-                    f"rank {rank}; parts of one state must use one name for one tensor"
+                    f"component {key!r}: {name} is {_show(known)} on rank {first[name]} and {_show(spec)} "
+                    f"on rank {rank}. Parts of one state must use one name for one tensor."
                 )
             first.setdefault(name, rank)
     if lost := sorted(alias for alias, name in tied.items() if name not in specs):
         raise CheckpointError(
-            f"component {key!r}: {lost[0]} is declared as tied to {tied[lost[0]]}, which no rank holds; "
-            f"let a rank hold it, or leave {lost[0]} out of tied"
+            f"component {key!r}: {lost[0]} is declared as tied to {tied[lost[0]]}, which no rank holds. Let "
+            f"a rank hold it, or leave {lost[0]} out of tied."
         )
     for site in ranks.sites():
         held = {name for rank in site for name in tables[rank]["tensors"]}
         if absent := sorted(set(specs) - held):
             raise CheckpointError(
                 f"component {key!r}: save_on_each_node=True needs every node to hold all of the state, but "
-                f"the node of rank {site.start} does not hold {absent[0]}; save to storage that all nodes "
-                "share"
+                f"the node of rank {site.start} does not hold {absent[0]}. Save to storage that all nodes "
+                "share."
             )
     return GlobalState(
         format=captured.format,
@@ -355,8 +355,8 @@ def _merge_two(
 def _conflict(key: str, path: tuple[str, ...], rank: int) -> CheckpointError:
     return CheckpointError(
         f"component {key!r}: rank {rank} holds another value of {'.'.join(path) or 'the state'} than the "
-        "ranks before it; a SHARDED state is put together by name, so what several ranks hold must be equal. "
-        "Declare what differs between ranks as a PER_RANK component of its own"
+        "ranks before it, but a SHARDED state is put together by name, so what several ranks hold must be "
+        "equal. Declare what differs between ranks as a PER_RANK component of its own."
     )
 
 

@@ -111,31 +111,34 @@ class StateComponent:
         """Check the fields."""
         if not _KEY.fullmatch(self.key) or self.key in _RESERVED:
             raise CheckpointError(
-                f"StateComponent key {self.key!r} cannot be a file stem: use letters, digits, '_' and '-', "
-                f"beginning with a letter, and none of {sorted(_RESERVED)}"
+                f"StateComponent key {self.key!r} cannot be a file stem. Use letters, digits, '_' and '-', "
+                f"beginning with a letter, and none of {sorted(_RESERVED)}."
             )
         if isinstance(self.stateful, (torch.nn.Module, torch.optim.Optimizer)):
             wrapper = "ModelState(model)"
             if isinstance(self.stateful, torch.optim.Optimizer):
                 wrapper = "OptimizerState(optimizer, model)"
             kind = type(self.stateful).__name__
-            raise TypeError(f"component {self.key!r}: wrap the {kind} as {wrapper} so that names are stable")
+            raise TypeError(
+                f"component {self.key!r} is a {kind}. Wrap it as {wrapper}, so that names are stable."
+            )
         if not isinstance(self.stateful, Stateful):
             kind = type(self.stateful).__name__
-            raise TypeError(f"component {self.key!r}: a {kind} has no state_dict() and load_state_dict()")
+            raise TypeError(f"component {self.key!r}: a {kind} has no state_dict() and load_state_dict().")
         if self.validation_level not in _LEVELS:
             raise CheckpointError(
-                f"component {self.key!r}: validation_level {self.validation_level!r} is not one of {_LEVELS}"
+                f"component {self.key!r}: validation_level {self.validation_level!r} is not one of {_LEVELS}."
             )
         if self.validate_replication and self.sharing_pattern not in _REPLICATED:
             raise CheckpointError(
-                f"component {self.key!r}: validate_replication=True compares copies, but a component that is "
-                f"{self.sharing_pattern.name} has none; set it to False, or declare REPLICATED or PER_GROUP"
+                f"component {self.key!r}: validate_replication=True compares copies, but a component that "
+                f"is {self.sharing_pattern.name} has none. Set it to False, or declare REPLICATED or "
+                "PER_GROUP."
             )
         if (self.sharing_pattern is SharingPattern.PER_GROUP) != (self.process_group_name is not None):
             raise CheckpointError(
                 f"component {self.key!r}: process_group_name goes with SharingPattern.PER_GROUP, and only "
-                f"with it; got {self.process_group_name!r} with {self.sharing_pattern.name}"
+                f"with it, but it is {self.process_group_name!r} with {self.sharing_pattern.name}."
             )
 
 
@@ -226,7 +229,9 @@ def make_plan(phase: str, ranks: RankAgreement, provider: StatefulProvider, fact
         groups = provider.get_process_groups()
         for component in provider.get_state_components():
             if component.key in assignments:
-                raise CheckpointError(f"two components have the key {component.key!r}; keys must be unique")
+                raise CheckpointError(
+                    f"two components have the key {component.key!r}. Give each a key of its own."
+                )
             assignments[component.key] = _assign(component, ranks, groups)
         patterns = {key: a.component.sharing_pattern.value for key, a in assignments.items()}
         validates = any(a.component.validate_replication for a in assignments.values())
@@ -247,8 +252,8 @@ def _assign(
             name = component.process_group_name or ""
             if name not in groups:
                 raise CheckpointError(
-                    f"component {component.key!r}: there is no process group {name!r}; "
-                    f"get_process_groups() has {sorted(groups)}"
+                    f"component {component.key!r}: there is no process group {name!r}. get_process_groups() "
+                    f"has {sorted(groups)}."
                 )
             members = tuple(sorted(dist.get_process_group_ranks(groups[name])))
             writer = min(rank for rank in members if rank in ranks.site)
@@ -264,7 +269,7 @@ def _compare(phase: str, declared: Sequence[_Declaration]) -> dict[str, SharingP
     first = declared[0]["facts"]
     for rank, declaration in enumerate(declared):
         if declaration["facts"] != first:
-            raise CheckpointError(f"{phase}: rank 0 has {first}, rank {rank} has {declaration['facts']}")
+            raise CheckpointError(f"{phase}: rank 0 has {first}, but rank {rank} has {declaration['facts']}.")
     tables = [declaration["patterns"] for declaration in declared]
     patterns: dict[str, SharingPattern] = {}
     for rank, table in enumerate(tables):
@@ -273,13 +278,13 @@ def _compare(phase: str, declared: Sequence[_Declaration]) -> dict[str, SharingP
             if pattern.value != value:
                 raise CheckpointError(
                     f"{phase}: component {key!r} is {pattern.name} on another rank and "
-                    f"{SharingPattern(value).name} on rank {rank}"
+                    f"{SharingPattern(value).name} on rank {rank}."
                 )
     for key, pattern in patterns.items():
         needed = range(1) if pattern is SharingPattern.GLOBAL else range(len(tables))
         absent = [rank for rank in needed if key not in tables[rank]]
         if absent:
             raise CheckpointError(
-                f"{phase}: component {key!r} is {pattern.name}, but rank {absent[0]} does not declare it"
+                f"{phase}: component {key!r} is {pattern.name}, but rank {absent[0]} does not declare it."
             )
     return patterns

@@ -108,8 +108,8 @@ class ModelExport:
         assignment = self._plan.assignments.get(MODEL_STEM)
         if assignment is None or not isinstance(assignment.component.stateful, ModelState):
             raise CheckpointError(
-                "save_model() needs a component with key 'model' whose stateful is a ModelState; declared "
-                f"are {sorted(self._plan.assignments)}"
+                "save_model() needs a component with key 'model' whose stateful is a ModelState, but "
+                f"declared are {sorted(self._plan.assignments)}."
             )
         # Every replica is asked, because taking the state may itself need all ranks.
         captured[MODEL_STEM] = capture(assignment.component.stateful, MODEL_STEM, sharded=self._sharded)
@@ -153,17 +153,17 @@ def check_export_target(out: Path, *, overwrite: bool, setting: str) -> None:
         CheckpointError: It is a checkpoint or inside one, no directory, or has weights.
     """
     if out.exists() and not out.is_dir():
-        raise CheckpointError(f"{out} is a file; choose a directory")
+        raise CheckpointError(f"{out} is a file. Choose a directory.")
     absolute = out.absolute()
     for directory in (absolute, *absolute.parents):
         if (directory / MANIFEST_NAME).exists():
             raise CheckpointError(
-                f"{directory} is a checkpoint, which must not change; choose another directory"
+                f"{directory} is a checkpoint, which must not change. Choose another directory."
             )
     existing = _existing_weights(out)
     if existing and not overwrite:
         raise CheckpointError(
-            f"{out / existing[0]} exists; pass {setting} to replace the weights, or choose another directory"
+            f"{out / existing[0]} exists. Pass {setting} to replace the weights, or choose another directory."
         )
 
 

@@ -91,7 +91,7 @@ def _plan_reads(
         return ReadPlan(_parts_of_all(record, manifest), reader)
     raise CheckpointError(
         f"component {record.key!r} was saved {record.pattern} by {manifest.world_size} ranks and cannot be "
-        f"loaded by {reader.world_size}; use {manifest.world_size} ranks, or {_fresh_start(record)}"
+        f"loaded by {reader.world_size}. Use {manifest.world_size} ranks, or {_fresh_start(record)}."
     )
 
 
@@ -112,16 +112,17 @@ def _parts_of_all(record: ComponentRecord, manifest: Manifest) -> tuple[Componen
         return tuple(sorted(record.parts, key=lambda part: part.writer))
     raise CheckpointError(
         f"component {record.key!r} was saved {record.pattern} by {manifest.world_size} ranks, and this node "
-        f"holds the files of {held} of them, but all are needed to distribute it anew; let every node hold "
+        f"holds the files of {held} of them, but all are needed to distribute it anew. Let every node hold "
         f"the files of all ranks, load it as {record.pattern} by {manifest.world_size} ranks, or "
-        f"{_fresh_start(record)}"
+        f"{_fresh_start(record)}."
     )
 
 
 def _other_pattern(record: ComponentRecord, assignment: Assignment) -> CheckpointError:
     wanted = assignment.component.sharing_pattern.value
     return CheckpointError(
-        f"component {record.key!r} was saved as {record.pattern}, not {wanted}; {_fresh_start(record)}"
+        f"component {record.key!r} was saved as {record.pattern}, not {wanted}. Declare it as "
+        f"{record.pattern}, or {_fresh_start(record)}."
     )
 
 
@@ -221,7 +222,7 @@ class _Restoring:
             if assignment.component.required:
                 raise CheckpointError(
                     f"the required component {key!r} cannot be loaded: {reason}. Restore its files, load "
-                    "another checkpoint, or declare it with required=False to begin with fresh state"
+                    "another checkpoint, or declare it with required=False to begin with fresh state."
                 )
             _logger.warning("%s: %s; component %r keeps its fresh state", self._directory.name, reason, key)
             missing.append(key)
@@ -280,8 +281,8 @@ class _Restoring:
             elif not is_reshardable(stateful):
                 raise CheckpointError(
                     f"{len(outlines)} ranks saved a state each, and a {type(stateful).__name__} has no "
-                    "load_resharded(states, rank=, world_size=) to make one of them, as rank 0 has; declare "
-                    "objects of one kind on all ranks"
+                    "load_resharded(states, rank=, world_size=) to make one of them, as rank 0 has. "
+                    "Declare objects of one kind on all ranks."
                 )
 
         self._ranks.run(what, check)
@@ -331,8 +332,8 @@ class _Restoring:
                 files = ", ".join(name for part in parts for name in part.files)
                 kind = type(stateful).__name__
                 raise CheckpointError(
-                    f"{kind}.{method}() failed ({describe_error(error)}); mend the object, or delete "
-                    f"{files} from the checkpoint to begin with fresh state for this component"
+                    f"{kind}.{method}() failed ({describe_error(error).removesuffix('.')}). Mend the object, "
+                    f"or delete {files} from the checkpoint to begin with fresh state for this component."
                 ) from error
 
         self._ranks.run(what, read)

@@ -279,7 +279,7 @@ class CheckpointManager:
         self, phase: str, step: int, metrics: Mapping[str, float] | None, path: Path | None = None
     ) -> CheckpointSave:
         if self._closed:
-            raise CheckpointError(f"{phase}: the manager was closed; make a new CheckpointManager")
+            raise CheckpointError(f"{phase}: the manager was closed. Make a new CheckpointManager.")
         plan = make_plan(phase, self._ranks, self._provider, lambda: _describe_save(step, path))
         return CheckpointSave(
             self._config,
@@ -312,8 +312,9 @@ def _provider(
 ) -> StatefulProvider:
     if (state is None) == (provider is None):
         raise CheckpointError(
-            f"CheckpointManager got {'neither' if state is None else 'both'} of state and stateful_provider, "
-            'and needs one of them, such as {"model": model, "optimizer": optimizer}'
+            f"CheckpointManager got {'neither' if state is None else 'both'} of state and "
+            "stateful_provider, and needs one of them, such as "
+            f'{{"model": model, "optimizer": optimizer}}.'
         )
     if state is not None:
         return StaticStatefulProvider(wrap_state(state, world_size))
@@ -348,13 +349,13 @@ def _check_settings(by_rank: Sequence[Mapping[str, object]]) -> None:
         for name, value in settings.items():
             if value != by_rank[0][name]:
                 raise CheckpointError(
-                    f"{_OPENING}: {name} is {by_rank[0][name]!r} on rank 0 and {value!r} on rank {rank}; "
-                    "give all ranks the same CheckpointConfig"
+                    f"{_OPENING}: {name} is {by_rank[0][name]!r} on rank 0 and {value!r} on rank {rank}. "
+                    "Give all ranks the same CheckpointConfig."
                 )
 
 
 def _describe_save(step: int, path: Path | None) -> str:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CheckpointError(f"step={step!r} must be an integer of 0 or more")
+        raise CheckpointError(f"step={step!r} must be an integer of 0 or more.")
     # Nodes that save for themselves may name a directory differently.
     return f"save of step {step}" if path is None else f"save of step {step} to {path.name}"

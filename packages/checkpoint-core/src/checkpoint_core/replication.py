@@ -375,8 +375,8 @@ def _join(phase: str, reports: Sequence[Sequence[_Claim]]) -> Iterator[_ReplicaS
         if len(levels) > 1 or _digest(canonical_text(holding).encode()) != holders:
             raise CheckpointError(
                 f"{phase}: component {key!r} is declared on {name_ranks(holding)} with validation_level "
-                f"{' and '.join(levels)}, but not alike on all ranks that should hold a replica; declare the "
-                "same validate_replication, validation_level and process group on each of them"
+                f"{' and '.join(levels)}, but not alike on all ranks that should hold a replica. Declare "
+                "the same validate_replication, validation_level and process group on each of them."
             )
         ranks: dict[str, list[int]] = {}
         for rank, claim in members:
@@ -415,7 +415,7 @@ def _fingerprint(replica: Replica) -> bytes:
         if tensor.dtype not in DTYPE_CODES:
             raise CheckpointError(
                 f"component {replica.key!r}: tensor {name!r} has dtype {tensor.dtype}, which cannot be "
-                f"stored; convert it to one of {', '.join(str(dtype) for dtype in DTYPE_CODES)}"
+                f"stored. Convert it to one of {', '.join(str(dtype) for dtype in DTYPE_CODES)}."
             )
         checksums = [] if replica.level == "structure" else _checksums(tensor)
         tensors[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), checksums]

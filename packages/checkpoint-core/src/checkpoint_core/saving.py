@@ -259,8 +259,8 @@ class CheckpointSave:
     def _write(self, staging: Path) -> _RankReport:
         if not staging.is_dir():
             raise CheckpointError(
-                f"this rank does not see {staging}, which rank {self._ranks.leader} made; output_dir must be "
-                "on storage that all ranks share, under the same path, or set save_on_each_node=True"
+                f"this rank does not see {staging}, which rank {self._ranks.leader} made. Put output_dir on "
+                "storage that all ranks share, under the same path, or set save_on_each_node=True."
             )
         report = _RankReport(components={}, files=dict(self._made))
         for key, files in self._files.items():
@@ -329,8 +329,9 @@ def save_preprocessor(preprocessor: Preprocessor, directory: Path) -> dict[str, 
         name = path.relative_to(directory).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()) or "\\" in name:
             raise CheckpointError(
-                f"the preprocessor {kind} made {name!r}; a checkpoint holds plain files and directories, no "
-                "links, under names without a backslash. Let save_pretrained() write a file of another name"
+                f"the preprocessor {kind} made {name!r}, but a checkpoint holds plain files and "
+                "directories, no links, under names without a backslash. Let save_pretrained() write a "
+                "file of another name."
             )
         if path.is_file():
             sync_file(path)

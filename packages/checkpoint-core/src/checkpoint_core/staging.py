@@ -194,8 +194,8 @@ def _map_memory(size: int) -> _HostMemory:
         memory = _HostMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CheckpointError(
-            f"the system refuses {size} bytes of memory for staging ({error.strerror}). An asynchronous save "
-            "holds a second copy of what this rank saves: free or add memory, or set async_save=False"
+            f"the system refuses {size} bytes of memory for staging ({error.strerror}). An asynchronous "
+            "save holds a second copy of what this rank saves. Free or add memory, or set async_save=False."
         ) from error
     # Without the second, each fork (a data loader's worker) makes the next copy as slow as the first one,
     # because the pages are shared with the child until they are written to.
@@ -216,6 +216,6 @@ def _check_dense(key: object, tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
         raise CheckpointError(
-            f"tensor {key} cannot be staged: it is {kind}, and only dense tensors with data can be copied; "
-            "save its dense parts, or materialise it"
+            f"tensor {key} cannot be staged: it is {kind}, and only dense tensors with data can be copied. "
+            "Save its dense parts, or materialise it."
         )

@@ -156,7 +156,7 @@ class BackgroundWorker:
         """
         self.wait()
         if self._closed:
-            raise CheckpointError(f"{what}: nothing can be started after close(); make a new object")
+            raise CheckpointError(f"{what}: nothing can be started after close(). Make a new object.")
         self._sigterm.install(what)
         # The run refers to this object, which so outlives the action.
         run = _Run(what, action, self._fail, self._sigterm)

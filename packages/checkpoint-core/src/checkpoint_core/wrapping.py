@@ -37,8 +37,8 @@ def wrap_state(state: Mapping[str, object], world_size: int) -> list[StateCompon
     """
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"state is a {type(state).__name__}; give a dictionary such as "
-            '{"model": model, "optimizer": optimizer}, whose keys name the files'
+            f"state is a {type(state).__name__}. Give a dictionary such as "
+            f'{{"model": model, "optimizer": optimizer}}, whose keys name the files.'
         )
     models = {key: cast(Parts, value) for key, value in state.items() if _is_model(value)}
     components = []
@@ -46,7 +46,7 @@ def wrap_state(state: Mapping[str, object], world_size: int) -> list[StateCompon
         if isinstance(value, StateComponent):
             if value.key != key:
                 raise CheckpointError(
-                    f"the StateComponent under {key!r} has the key {value.key!r}; give it under its own key"
+                    f"the StateComponent under {key!r} has the key {value.key!r}. Give it under its own key."
                 )
             components.append(value)
             continue
@@ -82,7 +82,8 @@ def _wrap(
         raise CheckpointError(
             f"component {key!r}: a {type(value).__name__} does not tell how {world_size} ranks share it. "
             f"Give StateComponent(key={key!r}, stateful=..., sharing_pattern=SharingPattern.REPLICATED) if "
-            "it is the same on all ranks, SHARDED if each has a part of it, or PER_RANK if each has its own"
+            "it is the same on all ranks, SHARDED if each has a part of it, or PER_RANK if each has its "
+            "own."
         )
     return stateful, SharingPattern.REPLICATED
 
@@ -112,7 +113,7 @@ def _owner(key: str, optimizer: Optimizer, models: Mapping[str, Parts]) -> Parts
     given = f"none of the models given ({', '.join(models)}) has" if models else "no model is given that has"
     raise CheckpointError(
         f"component {key!r}: {given} all parameters of the {type(optimizer).__name__}, whose state is "
-        f"stored under their names. Give the model too, or {key!r}: OptimizerState(optimizer, model)"
+        f"stored under their names. Give the model too, or {key!r}: OptimizerState(optimizer, model)."
     )
 
 
@@ -126,10 +127,10 @@ def _check_saves(key: str, value: object) -> None:
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, list, tuple)):
         reason = ", since Accelerate does not restore a shuffled order" if is_prepared else ""
         raise TypeError(
-            f"component {key!r}: the position of a {kind} cannot be saved{reason}; use torchdata's "
-            "StatefulDataLoader, or build_loader of dataloader-dispatch" + ", as it is" * is_prepared
+            f"component {key!r}: the position of a {kind} cannot be saved{reason}. Use torchdata's "
+            f"StatefulDataLoader, or build_loader of dataloader-dispatch{', as it is' * is_prepared}."
         )
     raise TypeError(
         f"component {key!r}: a {kind} has no state_dict() and load_state_dict(). Give an object that has "
-        "both, or a StateComponent"
+        "both, or a StateComponent."
     )

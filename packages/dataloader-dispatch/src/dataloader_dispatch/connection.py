@@ -105,7 +105,7 @@ class Connection:
 
     def _opened(self) -> dist.ProcessGroup:
         if self._transport is None:
-            raise RuntimeError("the data loader was closed")
+            raise RuntimeError("the data loader was closed.")
         return self._transport
 
 
@@ -134,8 +134,8 @@ class BatchCodec:
         except TypeError as error:
             advice = ", or trust all ranks and set unpickle_batches=True" if self._unpickle is False else ""
             raise DataError(
-                f"a batch cannot be sent to other ranks: {error}. Let the collate function convert the value "
-                f"or leave it out{advice}"
+                f"a batch cannot be sent to other ranks: {error}. Let the collate function convert the "
+                f"value or leave it out{advice}."
             ) from error
 
     def decode(self, data: bytes, tensors: Sequence[object] = ()) -> object:

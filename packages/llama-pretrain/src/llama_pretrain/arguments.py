@@ -7,9 +7,17 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import ClassVar, TypeVar
 
 from trainer_core import ConfigurationError, TrainingArguments, suggest
-from trainer_ddp import DDPTrainingArguments
-from trainer_fsdp2 import FSDP2TrainingArguments
-from trainer_pipeline import PipelineTrainingArguments
+
+# The groups of settings are names in the annotations of the __init__ that the class inherits the fields for.
+from trainer_ddp import (
+    CompressionArguments,  # noqa: F401
+    DDPArguments,  # noqa: F401
+    DDPTrainingArguments,
+    DiLoCoArguments,  # noqa: F401
+    PostLocalSGDArguments,  # noqa: F401
+)
+from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments  # noqa: F401
+from trainer_pipeline import PipelineArguments, PipelineTrainingArguments  # noqa: F401
 
 from .exit_codes import PROG
 from .mesh import check_mesh, parse_mesh
@@ -125,21 +133,24 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
                 "undecodable", self.undecodable, "must be error, skip or replace", "choose one of these"
             )
         if self.shards is not None and self.shards < 1:
-            raise ConfigurationError("shards", self.shards, "must be at least 1", "use 1 or more")
+            raise ConfigurationError("shards", self.shards, "must be at least 1", "set it to 1 or more")
         if self.seed < 0:
             raise ConfigurationError(
-                "seed", self.seed, "must be 0 or more, because a run must be repeatable", "choose a seed"
+                "seed",
+                self.seed,
+                "must be 0 or more, because a run must be repeatable",
+                "choose a seed, such as 42",
             )
         if self.sequence_length < 2:
             raise ConfigurationError(
                 "sequence_length",
                 self.sequence_length,
                 "must be at least 2, to predict a token from one",
-                "raise it",
+                "set it to 2 or more",
             )
         if not 0 <= self.held_out < 1:
             raise ConfigurationError(
-                "held_out", self.held_out, "must be from 0 to below 1", "use a share such as 0.05"
+                "held_out", self.held_out, "must be at least 0 and below 1", "use a share such as 0.05"
             )
         if self.sample_tokens < 0:
             raise ConfigurationError(
@@ -191,7 +202,10 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
             self.check_stages()
             if self.fsdp2.replicas != 1:
                 raise ConfigurationError(
-                    "fsdp2.replicas", self.fsdp2.replicas, "has no effect in a pipeline", "set dp in mesh"
+                    "fsdp2.replicas",
+                    self.fsdp2.replicas,
+                    "has no effect in a pipeline",
+                    "set dp in mesh, such as mesh='pp=2,dp=2'",
                 )
 
     def _check_unused(self) -> None:
@@ -201,7 +215,7 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
                 raise ConfigurationError(
                     name,
                     getattr(self, name),
-                    "has no effect: this application makes its own loader and never overwrites files",
+                    "has no effect, because llama-pretrain makes its own loader and never overwrites files",
                     "leave it out",
                 )
 
@@ -232,14 +246,14 @@ def check_processes(name: str, mesh: str, world_size: int) -> None:
         raise ConfigurationError(
             "mesh",
             mesh,
-            f"is of {parse_mesh(mesh).world_size} processes, and {world_size} were started",
-            "start as many, or change the mesh",
+            f"needs {parse_mesh(mesh).world_size} processes, but {world_size} were started",
+            f"start {parse_mesh(mesh).world_size}, or change the mesh",
         )
     if name == "single" and world_size > 1:
         raise ConfigurationError(
             "trainer",
             name,
-            f"is one process, and {world_size} were started",
+            f"runs in one process, but {world_size} were started",
             f"use `{PROG} train` for one, or `{launch_command(world_size, 'ddp')}` to share the work",
         )
 

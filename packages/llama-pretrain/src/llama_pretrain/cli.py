@@ -110,8 +110,8 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         from trainer_core import suggest
 
-        hint = f"{suggest(name, COMMANDS, otherwise='')} Commands: {', '.join(COMMANDS)}".strip()
-        print(f"{PROG}: error: unknown command {name!r}; {hint}", file=sys.stderr)
+        hint = f"{suggest(name, COMMANDS, otherwise='')} The commands are {', '.join(COMMANDS)}.".strip()
+        print(f"{PROG}: error: unknown command {name!r}. {hint}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
         done = COMMANDS[name](words)
@@ -252,7 +252,7 @@ def refuse_several_processes(command: str) -> None:
         raise ConfigurationError(
             "WORLD_SIZE",
             processes,
-            f"{command} is one process, and {processes} were started",
+            f"is more than one process, and {command} runs in one",
             f"use `{PROG} {command}` without a launcher",
         )
 

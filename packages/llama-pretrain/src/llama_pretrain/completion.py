@@ -53,7 +53,7 @@ def complete(args: CompletionArguments) -> None:
     """
     shell = args.shell or Path(os.environ.get("SHELL", "")).name
     if shell not in _PLACES:
-        hint = suggest(shell, _PLACES, otherwise=f"name one: {PROG} completion bash")
+        hint = suggest(shell, _PLACES, otherwise=f"name one, as in `{PROG} completion bash`")
         raise ConfigurationError("shell", shell, "must be bash or zsh", hint)
     script = completion_script(shell)
     if args.show:

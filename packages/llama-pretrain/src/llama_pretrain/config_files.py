@@ -61,7 +61,7 @@ def _file(name: str) -> Traversable:
 
 
 def _suggestion(name: str) -> str:
-    return f"{suggest(name, recipe_names(), otherwise='')} `{PROG} recipes` lists them".strip()
+    return f"{suggest(name, recipe_names(), otherwise='')} `{PROG} recipes` lists them.".strip()
 
 
 def _order(name: str) -> tuple[int, int, str]:

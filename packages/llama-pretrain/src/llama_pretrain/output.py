@@ -118,8 +118,12 @@ def check_writable(setting: str, value: str | None) -> None:
         return
     path, folder = Path(value), Path(value).parent
     if not value or path.is_dir():
-        raise ConfigurationError(setting, value, "is a directory, or nothing", "name a file")
+        raise ConfigurationError(setting, value, "is a directory, or empty", "name a file")
     if not folder.is_dir():
-        raise ConfigurationError(setting, value, f"is in {folder}, which is not a directory", "make it first")
+        raise ConfigurationError(
+            setting, value, f"is in {folder}, which is not a directory", "create the directory first"
+        )
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigurationError(setting, value, "may not be written", "name another file")
+        raise ConfigurationError(
+            setting, value, "cannot be written", "name another file, or change its permissions"
+        )

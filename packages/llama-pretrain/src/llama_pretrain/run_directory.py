@@ -188,7 +188,7 @@ class RunDirectory:
             raise ConfigurationError(
                 "output_dir",
                 str(self.path),
-                "holds no run",
+                "contains no run",
                 "name the output directory of a run",
             )
         _, settings = follow_mesh({}, load_config_file(self.path / CONFIG_NAME))
@@ -246,7 +246,7 @@ class RunDirectory:
             raise ConfigurationError(
                 "output_dir",
                 str(self.path),
-                f"holds files that are not a run of llama-pretrain (such as {foreign[0]!r})",
+                f"contains files that are not a run of llama-pretrain (such as {foreign[0]!r})",
                 "choose another --output-dir, or move them away",
             )
 
@@ -272,7 +272,7 @@ class RunDirectory:
             raise ConfigurationError(
                 name,
                 _shorter(new, old),
-                f"the run in {self.path} was begun with {_shorter(old, new)!r}",
+                f"differs from the run in {self.path}, which was begun with {_shorter(old, new)!r}",
                 f"choose another --output-dir, or go back to that value{may * (name in _OF_THE_OPTIMIZER)}",
             )
 
@@ -282,7 +282,7 @@ class RunDirectory:
             raise ConfigurationError(
                 "resume_from_checkpoint",
                 False,
-                f"means a fresh start, but {self.path} holds checkpoints",
+                f"asks for a fresh start, but {self.path} contains checkpoints",
                 f"choose another --output-dir, or add --fresh, which moves that run to {PREVIOUS}<time>/",
             )
 

@@ -154,7 +154,7 @@ def resolve(given: Mapping[str, object]) -> PretrainArguments:
             raise ConfigurationError(
                 "fresh",
                 True,
-                f"excludes resume_from_checkpoint={options['resume_from_checkpoint']!r}",
+                f"cannot be combined with resume_from_checkpoint={options['resume_from_checkpoint']!r}",
                 "leave one of them out",
             )
         options |= {"resume_from_checkpoint": False, "overwrite_output_dir": True}
@@ -174,7 +174,9 @@ def _in_tables(settings: Mapping[str, object], cls: type, prefix: str = "") -> d
     tables: dict[str, object] = {}
     for key, value in settings.items():
         if not isinstance(key, str):
-            raise ConfigurationError(f"{prefix}{key}", value, "is not the name of a setting", "write a name")
+            raise ConfigurationError(
+                f"{prefix}{key}", value, "is not the name of a setting", "write a name, such as max_steps"
+            )
         name, _, inner = key.replace("-", "_").partition(".")
         group = groups.get(name)
         if not isinstance(group, type) or not (inner or isinstance(value, Mapping)):
@@ -234,7 +236,10 @@ def follow_mesh(
             value = _value(settings, name)
             if value not in (None, follows, MOVED.get(name)):
                 raise ConfigurationError(
-                    name, value, f"contradicts mesh={text!r}, which makes it {follows!r}", "leave one out"
+                    name,
+                    value,
+                    f"contradicts mesh={text!r}, which makes it {follows!r}",
+                    "leave one of them out",
                 )
     return {**_without(options, moved), "trainer": trainer}, _without(from_file, moved)
 
@@ -277,13 +282,14 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].split("=")[0]
             options = [option for option in self._option_string_actions if option.startswith("--")]
-            hint = suggest(word, options, otherwise=f"{self.prog} --help lists the options")
-            self.error(f"unknown argument {unknown[0]!r}; {hint}")
+            hint = suggest(word, options, otherwise=f"`{self.prog} --help` lists the options.")
+            self.error(f"unknown argument {unknown[0]!r}. {hint}")
         return vars(given)
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with code 2."""
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        stop = "" if message.endswith((".", "?")) else "."
+        print(f"{self.prog}: error: {message}{stop}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -421,7 +427,7 @@ def _read_as(kind: object, text: str) -> object:
     if get_origin(kind) is tuple:
         return _read_list(get_args(kind)[0], text)
     if kind not in (int, float):
-        raise TypeError(f"no option can be made for the type {kind!r}")
+        raise TypeError(f"no option can be made for the type {kind!r}.")
     try:
         return int(text) if kind is int else float(text)
     except ValueError:

@@ -183,9 +183,9 @@ def test_the_interval_has_bounds(interval: float) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(TypeError, match=r"^devices='GPU-1': must be a list"):
+    with pytest.raises(TypeError, match=r"^devices='GPU-1' must be a list"):
         OFUSampler("GPU-1")
-    with pytest.raises(ValueError, match=r"^tensor_mhz=0: must be a positive number"):
+    with pytest.raises(ValueError, match=r"^tensor_mhz=0 must be a positive number"):
         OFUSampler(tensor_mhz=0)
 
 

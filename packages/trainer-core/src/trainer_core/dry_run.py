@@ -215,7 +215,7 @@ def _first_window(loader: object, args: TrainingArguments, loss: TokenLoss) -> W
     batches = iter(cast(Iterable[Batch], loader))
     window = next_window(batches, args.gradient_accumulation_steps, loss)
     if window is None:
-        raise DataError("the training data gave no batch; give more data")
+        raise DataError("the training data gave no batch. Give more data.")
     return window
 
 

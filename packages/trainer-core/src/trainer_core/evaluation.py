@@ -94,5 +94,5 @@ def _nothing_to_score(run: Run, batches: int, name: str) -> str:
         f"(per_device_eval_batch_size={args.per_device_eval_batch_size}, "
         f"dataloader_drop_last={args.dataloader_drop_last} (training only), "
         f"max_eval_steps={args.max_eval_steps}, world size {run.ranks.env.world_size}"
-        f"{settings}); give more evaluation data, or smaller batches"
+        f"{settings}). Give more evaluation data, or smaller batches."
     )

@@ -113,10 +113,14 @@ def model_source(model: nn.Module | None, model_init: ModelInit | None) -> Model
         ConfigurationError: If both or none were.
     """
     if model is not None and model_init is not None:
-        raise ConfigurationError("model_init", model_init, "was given beside model", "give one of the two")
+        raise ConfigurationError(
+            "model_init", model_init, "cannot be given together with model", "give only one of the two"
+        )
     source = model if model is not None else model_init
     if source is None:
-        raise ConfigurationError("model", None, "is missing, and so is model_init", "give one of the two")
+        raise ConfigurationError(
+            "model", None, "is missing, and model_init is missing too", "give one of the two"
+        )
     return source
 
 
@@ -134,8 +138,8 @@ def optimizer_factory_of(
         raise ConfigurationError(
             "optimizer_cls_and_kwargs",
             cls_and_kwargs,
-            "was given beside optimizer_factory",
-            "give one of them",
+            "cannot be given together with optimizer_factory",
+            "give only one of them",
         )
     cls, options = cls_and_kwargs
     return partial(_make_optimizer, cls, dict(options))
@@ -164,14 +168,14 @@ def check_inputs(args: TrainingArguments, parts: TrainerInputs, layout: Parallel
         raise ConfigurationError(
             "eval_metrics",
             sorted(parts.eval_metrics),
-            "need logits, and a fused loss never makes them",
+            "needs logits, which a fused loss never computes",
             "leave one of them out",
         )
     if args.fuse_optim_with_backward and _several_factories(parts.optimizer_groups):
         raise ConfigurationError(
             "fuse_optim_with_backward",
             True,
-            "works with one optimizer, and optimizer_groups make several",
+            "works with one optimizer, but optimizer_groups make several",
             "leave the factories out of optimizer_groups",
         )
     for number, component in enumerate(parts.state_components):
@@ -192,7 +196,7 @@ def check_inputs(args: TrainingArguments, parts: TrainerInputs, layout: Parallel
                 "lr_scheduler_factory",
                 parts.scheduler,
                 f"changes the learning rate, and optim={args.optim!r} averages weights instead of that",
-                "leave it out; warmup_steps is the warm-up",
+                "leave it out, and use warmup_steps for the warm-up",
             )
     if parts.scheduler is not None:
         _refuse_beside(args, _OF_SCHEDULE, "lr_scheduler_factory")
@@ -232,7 +236,7 @@ def _refuse_beside(args: TrainingArguments, names: Sequence[str], what: str) -> 
             raise ConfigurationError(
                 field.name,
                 value,
-                f"has no effect beside {what}",
+                f"has no effect together with {what}",
                 f"pass it to the optimizer instead and remove {field.name}",
             )
 
@@ -301,7 +305,10 @@ def check_device(args: TrainingArguments, env: DistributedEnvInterface) -> None:
     if not same:
         setting, value = ("use_cpu", True) if args.use_cpu else ("device", args.device)
         raise ConfigurationError(
-            setting, value, f"contradicts the environment, which is on {env.device}", "set both to the same"
+            setting,
+            value,
+            f"contradicts the environment, which is on {env.device}",
+            "set both to the same device",
         )
 
 
@@ -311,7 +318,7 @@ def _known_device(name: str) -> torch.device:
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
         raise ConfigurationError(
-            "device", name, f"is not a device: {reason}", "use cpu or cuda:0, say"
+            "device", name, f"is not a device: {reason}", "use 'cpu' or 'cuda:0', for example"
         ) from error
 
 

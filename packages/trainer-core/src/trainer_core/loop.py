@@ -34,7 +34,7 @@ class TrainingLoop:
 
     def __init__(self, run: Run, actions: Actions, stops: StopRequests) -> None:
         if run.optimizer is None or run.update is None:
-            raise ValueError("this run has no optimizer; it was prepared without training data")
+            raise ValueError("this run has no optimizer, because it was prepared without training data.")
         self.run = run
         self.optimizer = run.optimizer
         self.update = run.update
@@ -200,7 +200,7 @@ class TrainingLoop:
         run, state = self.run, self.run.state
         if run.steps_in_epoch == 0 and not run.events.control.should_epoch_stop:
             if self._saw_empty_epoch:
-                raise DataError("the training data gave no batch in a whole epoch; give more data")
+                raise DataError("the training data gave no batch in a whole epoch. Give more data.")
             self._saw_empty_epoch = True
             return
         self._saw_empty_epoch = False

@@ -100,7 +100,7 @@ def steps_of_epochs(args: MinimalTrainingArguments, per_epoch: int | None) -> in
         raise ConfigurationError(
             "num_train_epochs",
             args.num_train_epochs,
-            "is a fraction of an epoch, and this data cannot tell how long an epoch is",
+            "is a fraction of an epoch, but this data cannot tell how long an epoch is",
             "set epoch_train_steps to the optimizer steps of an epoch, or max_steps instead of "
             "num_train_epochs, or a whole number of epochs",
         )
@@ -122,12 +122,12 @@ def set_length(state: TrainerState, args: MinimalTrainingArguments, loader: obje
         raise ConfigurationError(
             "epoch_train_steps",
             args.epoch_train_steps,
-            f"is for data that cannot tell their length, and an epoch of these has {length} optimizer steps",
+            f"is for data without a length, but an epoch of this data has {length} optimizer steps",
             "leave it out",
         )
     state.epoch_train_steps = args.epoch_train_steps if length is None else length
     if state.epoch_train_steps == 0 and args.epoch_limit != 0 and args.max_steps:
-        raise DataError("the training loader has the length 0; give it data, or leave drop_last out")
+        raise DataError("the training loader has the length 0. Give it data, or leave drop_last out.")
     state.max_steps = total_steps(args, state.epoch_train_steps)
     if state.epoch_train_steps and state.max_steps >= 0:
         state.num_train_epochs = state.max_steps / state.epoch_train_steps
@@ -428,7 +428,7 @@ class Actions:
         if not run.events.control.should_abort_without_save:
             left_out = 0 if run.args.fuse_optim_with_backward else run.state.global_step - int(first) + 1
             self._write_log_entry(nonfinite_step=report.first_step, skipped_steps=left_out)
-            logger.error("%s; the run stops without another checkpoint (nonfinite_policy='stop')", message)
+            logger.error("%s The run stops without another checkpoint (nonfinite_policy='stop').", message)
             run.events.stop(
                 StopCause("nonfinite_policy", f"gradient of step {report.first_step}", aborted=True)
             )

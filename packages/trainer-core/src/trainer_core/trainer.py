@@ -145,7 +145,7 @@ class Trainer:
                 "parallel",
                 parallel,
                 "is not a list of transforms",
-                "write parallel=[...], also for a single one",
+                "write parallel=[...], even for a single transform",
             )
         given = [*self.preset(), *parallel]
         layout = layout_of(self.args, given, env)
@@ -224,7 +224,7 @@ class Trainer:
             NonFiniteGradientError: If a gradient is not finite and `nonfinite_policy` is "raise".
         """
         if self._parts.train_data is None:
-            raise DataError("train() needs train_dataset; give one to the Trainer")
+            raise DataError("train() needs a train_dataset. Give one to the Trainer.")
         self.ranks.check_same({"fresh of train()": fresh})
         if fresh:
             self._start_over()
@@ -264,11 +264,11 @@ class Trainer:
         if eval_dataset is not None:
             data = evaluation_sets(eval_dataset, self.args, self.ranks, self.placement, self._parts.collator)
         if data is None:
-            raise DataError("evaluate() needs an eval_dataset; give one here or to the Trainer")
+            raise DataError("evaluate() needs an eval_dataset. Give one here or to the Trainer.")
         with run_settings(self.args, self.ranks.device, training=False):
             metrics = Actions(run).evaluate(data)
         if metrics is None:
-            raise RuntimeError("an evaluation that nobody can stop was stopped")
+            raise RuntimeError("an evaluation that nobody can stop was stopped.")
         return metrics
 
     def dry_run(self, *, passes: bool = True, memory_only: bool = False) -> DryRun:
@@ -291,7 +291,7 @@ class Trainer:
             DataError: If there is no training data.
         """
         if self._parts.train_data is None:
-            raise DataError("dry_run() needs train_dataset; give one to the Trainer")
+            raise DataError("dry_run() needs a train_dataset. Give one to the Trainer.")
         return dry_run(
             self.args,
             self.ranks,

@@ -42,8 +42,8 @@ class NonFiniteReport:
         """What to tell the user of a step that stopped or failed the run."""
         kept = "it was applied" if updated else "neither it nor any later one was applied"
         return (
-            f"the gradient norm of step {self.first_step} is not finite, and {kept}; look for a learning "
-            "rate that is too high or bad data, or set nonfinite_policy='skip' to leave such steps out"
+            f"the gradient norm of step {self.first_step} is not finite, and {kept}. Look for a learning "
+            "rate that is too high or bad data, or set nonfinite_policy='skip' to leave such steps out."
         )
 
 
@@ -245,8 +245,9 @@ class ScaledUpdate:
         report = NonFiniteReport(True, global_step - self._scaler.skipped_in_a_row + 1, 0)
         if self._policy == "skip":
             raise NonFiniteGradientError(
-                f"the {self._scaler.skipped_in_a_row} steps from {report.first_step} on were skipped: the "
-                "gradient is not finite at any loss scale; look for too high a learning rate, or bad data"
+                f"the {self._scaler.skipped_in_a_row} steps from {report.first_step} on were skipped, "
+                "because the gradient is not finite at any loss scale. Look for too high a learning rate, "
+                "or bad data."
             )
         return report
 

@@ -250,10 +250,10 @@ def test_report_to_is_a_text_or_a_list(arguments: Arguments, given: object, name
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("tensorbord", "must be of mlflow, tensorboard, wandb, or none; did you mean 'tensorboard'"),
+        ("tensorbord", "must be of mlflow, tensorboard, wandb, or none. Did you mean 'tensorboard'"),
         (["wandb", "comet"], "report_to='comet': .*a tracker of your own is a callback"),
         ("wandb,none", "report_to='wandb,none': names trackers, and none"),
-        (3, "report_to=3: must be str"),
+        (3, "report_to=3 must be str"),
     ],
 )
 def test_a_wrong_report_to_is_refused(arguments: Arguments, given: object, message: str) -> None:
@@ -271,7 +271,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_built(
     make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it was not there
-    rule = r"report_to='wandb': needs the library wandb, .* pip install 'trainer-core\[wandb\]'"
+    rule = r"report_to='wandb' needs the library wandb, .* pip install 'trainer-core\[wandb\]'"
     with pytest.raises(ConfigurationError, match=rule):
         make_trainer(report_to="wandb")
     assert not (tmp_path / "run").exists()
@@ -286,7 +286,7 @@ def test_a_tracker_and_its_name_together_are_refused(
         def __init__(self) -> None:
             super().__init__("mine")
 
-    rule = "report_to='tensorboard': adds a TensorBoardCallback, and Mine is among the callbacks"
+    rule = "report_to='tensorboard' adds a TensorBoardCallback, and Mine is among the callbacks"
     for callback in (Mine, Mine()):
         with pytest.raises(ConfigurationError, match=rule):
             make_trainer(report_to=["tensorboard"], callbacks=[callback])

@@ -89,7 +89,7 @@ def test_a_second_run_has_a_folder_of_its_own(make_trainer: Callable[..., Traine
 
 def test_report_to_is_enough(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
     trainer = make_trainer(max_steps=2, report_to="tensorboard")
-    with pytest.raises(ConfigurationError, match="report_to='tensorboard': adds a TensorBoardCallback"):
+    with pytest.raises(ConfigurationError, match="report_to='tensorboard' adds a TensorBoardCallback"):
         trainer.add_callback(TensorBoardCallback())
     trainer.train()
     (folder,) = (tmp_path / "run" / "tensorboard").iterdir()

@@ -98,7 +98,7 @@ class Replicate(ReplicateGradients):
                     raise ConfigurationError(
                         f"{name}.{each.name}",
                         getattr(settings, each.name),
-                        f"needs a whole model on each rank, and the layout is {ranks.layout}",
+                        f"needs a whole model on each rank, but the layout is {ranks.layout}",
                         "leave it out, or give all ranks to the dimension dp",
                     )
 
@@ -154,7 +154,10 @@ class DDPTrainer(Trainer):
         args = self.args
         if not isinstance(args, DDPTrainingArguments):
             raise ConfigurationError(
-                "args", type(args).__name__, "is not for DDPTrainer", "make a DDPTrainingArguments"
+                "args",
+                type(args).__name__,
+                "is not the arguments class of DDPTrainer",
+                "pass a DDPTrainingArguments",
             )
         modes = {"post_local_sgd": args.post_local_sgd, "diloco": args.diloco}
         return [Replicate(args.ddp, compression=args.compression, **modes)]  # type: ignore[arg-type]

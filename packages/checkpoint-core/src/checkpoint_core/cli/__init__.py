@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _one_line(error: CheckpointError | OSError) -> str:
     if isinstance(error, PermissionError):
-        text = f"{error.filename}: permission denied; run the command as a user who may use that path"
+        text = f"{error.filename}: permission denied. Run the command as a user who may use that path."
     else:
         text = describe_error(error)
     from checkpoint_core.cli.console import printable

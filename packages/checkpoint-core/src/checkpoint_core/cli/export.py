@@ -67,8 +67,8 @@ def _cast_bytes(tensor: StoredTensor, raw: bytearray, dtype: torch.dtype) -> byt
     overflows = torch.finfo(source).max > torch.finfo(dtype).max
     if overflows and bool((cast.isinf() & ~values.isinf()).any()):
         raise CheckpointError(
-            f"tensor {tensor.name} of {tensor.path} has values that {dtype} cannot hold, the largest is "
-            f"{torch.finfo(dtype).max:g}; export with --dtype keep, bf16 or fp32"
+            f"tensor {tensor.name} of {tensor.path} has values that {dtype} cannot hold, whose largest is "
+            f"{torch.finfo(dtype).max:g}. Export with --dtype keep, bf16 or fp32."
         )
     return result
 
@@ -150,8 +150,8 @@ def _weights_key(checkpoint: Path, manifest: Manifest) -> str:
     if len(keys) == 1:
         return keys[0]
     raise CheckpointError(
-        f"{checkpoint} has no component {MODEL_STEM!r} with weights to export; components with weights: "
-        f"{', '.join(keys) or 'none'}. Save the model as a ModelState under that key"
+        f"{checkpoint} has no component {MODEL_STEM!r} with weights to export. Components with weights: "
+        f"{', '.join(keys) or 'none'}. Save the model as a ModelState under that key."
     )
 
 
@@ -163,12 +163,12 @@ def _verify(checkpoint: Path, manifest: Manifest, key: str, companions: list[str
             if (checkpoint / name).exists():
                 if problem := find_damage(checkpoint, name, manifest.files[name], progress):
                     raise CheckpointError(
-                        f"{checkpoint} is damaged: {problem}. Restore the file or export another checkpoint"
+                        f"{checkpoint} is damaged: {problem}. Restore the file or export another checkpoint."
                     )
             elif name in weights:
                 raise CheckpointError(
-                    f"{checkpoint / name} was deleted, so there are no whole weights to export; restore the "
-                    "file or export another checkpoint"
+                    f"{checkpoint / name} was deleted, so there are no whole weights to export. Restore the "
+                    "file or export another checkpoint."
                 )
 
 
@@ -179,8 +179,9 @@ def _weights(checkpoint: Path, manifest: Manifest, key: str) -> dict[str, Stored
             tensors = section.tensors()
             if twice := sorted(set(found) & set(tensors)):
                 raise CheckpointError(
-                    f"{checkpoint}: component {key!r} is stored {section.record.pattern}, and several copies "
-                    f"hold {twice[0]}, so there is no one model to export; load it with CheckpointManager"
+                    f"{checkpoint}: component {key!r} is stored {section.record.pattern}, and several "
+                    f"copies hold {twice[0]}, so there is no one model to export. Load it with "
+                    "CheckpointManager."
                 )
             found.update(tensors)
     return found

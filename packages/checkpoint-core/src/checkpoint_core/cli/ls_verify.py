@@ -118,10 +118,10 @@ def open_checkpoint(path: Path) -> Manifest:
         CheckpointError: There is no checkpoint, it is torn, or its manifest is damaged.
     """
     if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint directory {path}; 'checkpoint-core ls' lists them")
+        raise CheckpointError(f"there is no checkpoint directory {path}. `checkpoint-core ls` lists them.")
     if not (path / MANIFEST_NAME).is_file() and (inside := checkpoint_directories(path)):
         raise CheckpointError(
-            f"{path} contains checkpoints but is not one itself; pass one of them, such as {inside[0][1]}"
+            f"{path} contains checkpoints but is not one itself. Pass one of them, such as {inside[0][1]}."
         )
     return read_manifest(path)
 
@@ -133,10 +133,10 @@ def check_directory(path: Path) -> None:
         CheckpointError: It is not a directory, or a checkpoint itself.
     """
     if not path.is_dir():
-        raise CheckpointError(f"there is no directory {path}; pass the output_dir of a training")
+        raise CheckpointError(f"there is no directory {path}. Pass the output_dir of a training.")
     if (path / MANIFEST_NAME).is_file():
         raise CheckpointError(
-            f"{path} is a checkpoint itself; pass the directory that holds it, {path.parent}"
+            f"{path} is a checkpoint itself. Pass the directory that holds it, {path.parent}."
         )
 
 
@@ -299,12 +299,12 @@ def verify(path: Path) -> int:
         OSError: A file cannot be read.
     """
     if not path.is_dir():
-        raise CheckpointError(f"there is no directory {path}; pass a checkpoint, or what holds checkpoints")
+        raise CheckpointError(f"there is no directory {path}. Pass a checkpoint, or what holds checkpoints.")
     inside = bool(checkpoint_directories(path))
     single = (path / MANIFEST_NAME).is_file() or not inside
     if single and not inside and not _claims_to_be_checkpoint(path):
         raise CheckpointError(
-            f"{path} has no {MANIFEST_NAME} and holds no checkpoint-<step>; pass one that does"
+            f"{path} has no {MANIFEST_NAME} and holds no checkpoint-<step>. Pass one that does."
         )
     whole = True
     for found in [survey(path, checksums=True)] if single else survey_all(path, checksums=True):

@@ -42,17 +42,21 @@ class BestRule:
         """
         metric, count, direction = arguments.metric, arguments.keep_best, arguments.greater_is_better
         if count is None and (metric is not None or direction is not None):
-            raise CheckpointError("--metric and its direction need --keep-best K, the number of best to keep")
+            raise CheckpointError(
+                "--metric and its direction need --keep-best K, the number of best to keep."
+            )
         if count is None:
             return None
         if metric is None:
-            raise CheckpointError(f"--keep-best {count} needs --metric NAME; 'ls' shows the metrics")
+            raise CheckpointError(
+                f"--keep-best {count} needs --metric NAME. `checkpoint-core ls` shows the metrics."
+            )
         try:
             lower = lower_is_better(metric, direction)
         except CheckpointError as error:
             raise CheckpointError(
-                f"--metric {metric}: its name does not tell which value is better; add --greater-is-better "
-                "or --lower-is-better"
+                f"--metric {metric} does not tell by its name which value is better. Add "
+                "--greater-is-better or --lower-is-better."
             ) from error
         return cls(metric, count, not lower)
 
@@ -141,8 +145,9 @@ def _refuse_if_live(directory: Path) -> None:
     for leftover in find_leftovers(directory):
         if not leftover.is_abandoned():
             raise CheckpointError(
-                f"{directory} is in use: checkpoint-{leftover.step} is {describe_leftover(leftover)}. Wait "
-                "until that training has ended; its own rotation deletes as well (save_total_limit)"
+                f"{directory} is in use, because checkpoint-{leftover.step} is "
+                f"{describe_leftover(leftover)}. Wait until that training has ended. Its own rotation "
+                "deletes as well (save_total_limit)."
             )
 
 
@@ -171,8 +176,8 @@ def _keep_best(candidates: Sequence[_Candidate], best: BestRule, verdicts: _Verd
     if not valued:
         known = sorted({name for c in candidates for name in c.manifest.metrics or {}})
         raise CheckpointError(
-            f"--metric {best.metric}: no checkpoint has a value for it; they have "
-            f"{', '.join(known) or 'no metrics'}"
+            f"no checkpoint has a value for --metric {best.metric}. They have "
+            f"{', '.join(known) or 'no metrics'}."
         )
     # Of equal values the earlier checkpoint is the better one.
     valued.sort(key=lambda pair: (-pair[0] if best.greater_is_better else pair[0], pair[1].manifest.step))

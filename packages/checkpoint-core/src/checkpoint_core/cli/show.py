@@ -90,7 +90,7 @@ def _fill(file: FileIO, buffer: memoryview, path: Path) -> None:
     while buffer:
         count = file.readinto(buffer)
         if not count:
-            raise CheckpointError(f"{path} became shorter while it was read; run the command again")
+            raise CheckpointError(f"{path} became shorter while it was read. Run the command again.")
         buffer = buffer[count:]
 
 
@@ -123,7 +123,7 @@ class Section:
             if path.name.endswith(_TENSOR_SUFFIX):
                 for tensor in _stored_tensors(path):
                     if tensor.name in found:
-                        raise CheckpointError(f"{path} repeats tensor {tensor.name} of another file")
+                        raise CheckpointError(f"{path} repeats tensor {tensor.name} of another file.")
                     found[tensor.name] = tensor
         return found
 

@@ -209,8 +209,8 @@ def check_space(directory: Path, needed: int) -> None:
     free = free_bytes(directory)
     if needed + _MARGIN_BYTES > free:
         raise CheckpointError(
-            f"not enough space for the checkpoint: it needs {needed} bytes ({needed / 1e9:.2f} GB), "
-            f"{directory} has {free} bytes free ({free / 1e9:.2f} GB). Free space or lower save_total_limit"
+            f"not enough space for the checkpoint: it needs {needed} bytes ({needed / 1e9:.2f} GB), but "
+            f"{directory} has {free} bytes free ({free / 1e9:.2f} GB). Free space or lower save_total_limit."
         )
 
 
@@ -228,8 +228,8 @@ def check_target(final: Path, run_id: str) -> None:
         return
     if final.is_symlink() or not (final / MANIFEST_NAME).is_file():
         raise CheckpointError(
-            f"{final} exists and is not a committed checkpoint of checkpoint-core; move it away or choose "
-            "another output_dir"
+            f"{final} exists and is not a committed checkpoint of checkpoint-core. Move it away or choose "
+            "another output_dir."
         )
     try:
         owner = read_manifest(final).run_id
@@ -237,8 +237,8 @@ def check_target(final: Path, run_id: str) -> None:
         return  # A damaged checkpoint blocks nothing; publish() keeps it under another name.
     if owner != run_id:
         raise CheckpointError(
-            f"{final} was written by another run ({owner}, this one is {run_id}); resume from it with "
-            "load_checkpoint(), or choose another output_dir"
+            f"{final} was written by another run ({owner}, this one is {run_id}). Resume from it with "
+            "load_checkpoint(), or choose another output_dir."
         )
 
 
@@ -254,19 +254,19 @@ def check_new(path: Path, output_dir: Path, step: int) -> None:
         CheckpointError: Naming it and the remedy.
     """
     if path.exists() or path.is_symlink():
-        raise CheckpointError(f"path={str(path)!r} exists already; name a new directory, or move that away")
+        raise CheckpointError(f"path={str(path)!r} exists already. Name a new directory, or move that away.")
     number = path.name.removeprefix(CHECKPOINT_PREFIX)
     if number == path.name or not number.isdecimal():
         return
     if path.parent.resolve() == output_dir.resolve():
         raise CheckpointError(
-            f"path={str(path)!r} is the place of a checkpoint of this run, which rotates; leave path out to "
-            "save it there, or choose another name"
+            f"path={str(path)!r} is the place of a checkpoint of this run, which rotates. Leave path out to "
+            "save it there, or choose another name."
         )
     if int(number) != step:
         raise CheckpointError(
-            f"path={str(path)!r} has the name of step {int(number)}, and this is step {step}; choose another "
-            "name"
+            f"path={str(path)!r} has the name of step {int(number)}, but this is step {step}. Choose "
+            "another name."
         )
 
 
@@ -291,9 +291,9 @@ def check_other_runs(output_dir: Path, step: int, run_id: str) -> None:
             continue
         if owner != run_id:
             raise CheckpointError(
-                f"{path} was written by another run, and an automatic resume would choose it instead of step "
-                f"{step} of this one; resume from it with load_checkpoint(), move it away, or choose another "
-                "output_dir"
+                f"{path} was written by another run, and an automatic resume would choose it instead of "
+                f"step {step} of this one. Resume from it with load_checkpoint(), move it away, or choose "
+                "another output_dir."
             )
 
 

@@ -350,7 +350,8 @@ class DirectoryLease:
         if not 0 < heartbeat_seconds <= takeover_seconds / 3:
             raise CheckpointError(
                 f"heartbeat_seconds={heartbeat_seconds!r} must be above 0 and at most a third of "
-                f"takeover_seconds, which is {takeover_seconds!r}; a late heartbeat must not end the lease"
+                f"takeover_seconds, which is {takeover_seconds!r}, because a late heartbeat must not end "
+                "the lease."
             )
         # Absolute: the program may change its directory.
         self.directory = Path(directory).absolute()
@@ -414,7 +415,7 @@ class DirectoryLease:
             LeaseLostError: It is not: the lease was not taken, or another process has taken it over since.
         """
         if self._holding is None:
-            raise LeaseLostError(f"{self.directory} is not leased; call acquire() before writing to it")
+            raise LeaseLostError(f"{self.directory} is not leased. Call acquire() before writing to it.")
         self._holding.check()
 
     def release(self) -> None:

@@ -100,14 +100,14 @@ def metrics_document(metrics: Mapping[str, float]) -> dict[str, object]:
     """
     if not isinstance(metrics, Mapping):
         kind = type(metrics).__name__
-        raise CheckpointError(f"metrics={metrics!r} is a {kind}; give a dict of numbers by name")
+        raise CheckpointError(f"metrics={metrics!r} is a {kind}. Give a dict of numbers by name.")
     document: dict[str, object] = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise CheckpointError(f"metrics has the key {name!r}, which is not text; use str(key)")
+            raise CheckpointError(f"metrics has the key {name!r}, which is not text. Use str(key).")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CheckpointError(
-                f"metrics[{name!r}] is a {type(value).__name__}, not an int or a float; use float(value)"
+                f"metrics[{name!r}] is a {type(value).__name__}, not an int or a float. Use float(value)."
             )
         number = float(value) if isinstance(value, float) else value
         document[name] = number if number - number == 0 else str(number)
@@ -152,27 +152,27 @@ def read_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / MANIFEST_NAME
     if not path.is_file():
         raise CheckpointError(
-            f"{checkpoint} has no {MANIFEST_NAME}: it was not committed, or not written by checkpoint-core"
+            f"{checkpoint} has no {MANIFEST_NAME}: it was not committed, or not written by checkpoint-core."
         )
     document = read_json(path)
     if not isinstance(document, dict):
-        raise CheckpointError(f"{path} is damaged: it is not a JSON object. {_REMEDY}")
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object. {_REMEDY}.")
     schema = document.get("schema_version")
     if isinstance(schema, int) and schema > SCHEMA_VERSION:
         raise CheckpointError(
-            f"{path} has schema version {schema}; this version reads up to {SCHEMA_VERSION}: upgrade "
-            "checkpoint-core"
+            f"{path} has schema version {schema}, but this version reads up to {SCHEMA_VERSION}. Upgrade "
+            "checkpoint-core."
         )
     checksum = document.pop("checksum", None)
     try:
         if checksum != _digest(document):
-            raise CheckpointError(f"{path} is damaged: its own checksum does not match. {_REMEDY}")
+            raise CheckpointError(f"{path} is damaged: its own checksum does not match. {_REMEDY}.")
         return _parse(document)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise CheckpointError(f"{path} is malformed ({reason}). {_REMEDY}") from error
+        raise CheckpointError(f"{path} is malformed ({reason}). {_REMEDY}.") from error
 
 
 def verify_checkpoint(checkpoint: Path, *, checksums: bool) -> Manifest:
@@ -189,7 +189,7 @@ def verify_checkpoint(checkpoint: Path, *, checksums: bool) -> Manifest:
         CheckpointError: A file is damaged; names it.
     """
     if not checkpoint.is_dir():
-        raise CheckpointError(f"there is no checkpoint directory {checkpoint}")
+        raise CheckpointError(f"there is no checkpoint directory {checkpoint}.")
     manifest = read_manifest(checkpoint)
     for name, record in manifest.files.items():
         path = checkpoint / name
@@ -199,7 +199,7 @@ def verify_checkpoint(checkpoint: Path, *, checksums: bool) -> Manifest:
             continue
         if size != record.size:
             raise CheckpointError(
-                f"{path} is damaged: {size} bytes, {record.size} were written. {_FILE_REMEDY}"
+                f"{path} is damaged: it has {size} bytes, but {record.size} were written. {_FILE_REMEDY}."
             )
         if checksums and checksum_file(path).checksum != record.checksum:
             raise wrong_content(path)
@@ -208,7 +208,7 @@ def verify_checkpoint(checkpoint: Path, *, checksums: bool) -> Manifest:
 
 def wrong_content(path: Path) -> CheckpointError:
     """The error for a file that does not match its checksum, with the remedy."""
-    return CheckpointError(f"{path} is damaged: its content does not match its checksum. {_FILE_REMEDY}")
+    return CheckpointError(f"{path} is damaged: its content does not match its checksum. {_FILE_REMEDY}.")
 
 
 def _parse(document: dict[str, Any]) -> Manifest:

@@ -61,7 +61,10 @@ def _good_checkpoints(output_dir: Path, *, checksums: bool) -> Iterator[tuple[Pa
         try:
             manifest = verify_checkpoint(path, checksums=checksums)
             if manifest.step != step:
-                raise CheckpointError(f"{path} holds step {manifest.step}, not {step}; it was renamed")
+                raise CheckpointError(
+                    f"{path} holds step {manifest.step}, not {step}, so it was renamed. Give it its name "
+                    "back."
+                )
         except (CheckpointError, OSError) as error:
             _warn_passing_over(path, error)
             continue
@@ -136,7 +139,7 @@ def _named(ranks: RankAgreement, output_dir: Path, path: Path) -> tuple[Path, Ma
         if not (path / MANIFEST_NAME).is_file() and checkpoint_directories(path):
             newest = checkpoint_directories(path)[0][1]
             raise CheckpointError(
-                f"{path} contains checkpoints but is not one itself; pass one of them, such as {newest}"
+                f"{path} contains checkpoints but is not one itself. Pass one of them, such as {newest}."
             )
         verify_checkpoint(path, checksums=False)
 
@@ -168,7 +171,7 @@ def _check_no_ruins(output_dir: Path) -> None:
     if ruins:
         raise CheckpointError(
             f"{output_dir} holds {len(ruins)} checkpoints, the newest is {ruins[0].name}, and none can be "
-            "used; the warnings before this say why. Restore one, or move them away to begin afresh"
+            "used. The warnings before this say why. Restore one, or move them away to begin afresh."
         )
 
 
@@ -188,8 +191,8 @@ def _common(ranks: RankAgreement, output_dir: Path, found: Sequence[Sequence[_Sa
     if not common and any(by_site.values()):
         listing = "; ".join(f"node of rank {rank}: {_listing(saves)}" for rank, saves in by_site.items())
         raise CheckpointError(
-            f"no checkpoint in {output_dir} is committed on every node ({listing}). Copy a "
-            "checkpoint directory to the nodes that lack it, or move all away to begin afresh"
+            f"no checkpoint in {output_dir} is committed on every node ({listing}). Copy a checkpoint "
+            "directory to the nodes that lack it, or move all away to begin afresh."
         )
     newest = max((saves[0] for saves in by_site.values() if saves), default=None)
     if newest is not None and newest not in common:
@@ -209,8 +212,8 @@ def _read_everywhere(ranks: RankAgreement, path: Path) -> Manifest:
     def read() -> str:
         if not ranks.is_leader and not (path / MANIFEST_NAME).is_file():
             raise CheckpointError(
-                f"this rank does not see {path}, which rank {ranks.leader} found; output_dir must be on "
-                "storage that all ranks share, under the same path, or set save_on_each_node=True"
+                f"this rank does not see {path}, which rank {ranks.leader} found. Put output_dir on storage "
+                "that all ranks share, under the same path, or set save_on_each_node=True."
             )
         manifests.append(read_manifest(path))
         return manifests[0].save_id
@@ -219,8 +222,8 @@ def _read_everywhere(ranks: RankAgreement, path: Path) -> Manifest:
     if len(set(saves)) > 1:
         listing = ", ".join(f"rank {rank} has save {number[:8]}" for rank, number in enumerate(saves))
         raise CheckpointError(
-            f"{_PHASE}: {path.name} is not the same save on all nodes ({listing}); load without naming a "
-            "checkpoint, or copy the directory of one node to the others"
+            f"{_PHASE}: {path.name} is not the same save on all nodes ({listing}). Load without naming a "
+            "checkpoint, or copy the directory of one node to the others."
         )
     return manifests[0]
 

@@ -126,18 +126,18 @@ def check_storable(tensor: torch.Tensor, where: str, *, sharded: bool) -> None:
     if is_sharded(tensor):
         if not sharded:
             raise CheckpointError(
-                f"{where} is a DTensor, of which each rank holds a part; declare the component as "
-                "SharingPattern.SHARDED, or gather the tensor with full_tensor()"
+                f"{where} is a DTensor, of which each rank holds a part. Declare the component as "
+                "SharingPattern.SHARDED, or gather the tensor with full_tensor()."
             )
     elif type(tensor) not in _PLAIN_TENSORS and not isinstance(tensor, torch.nn.Buffer):
         kind = type(tensor).__name__
-        raise CheckpointError(f"{where} is a tensor subclass {kind}; convert it to a plain tensor first")
+        raise CheckpointError(f"{where} is a tensor subclass {kind}. Convert it to a plain tensor first.")
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{where} is sparse or quantized; convert it to a dense tensor first")
+        raise CheckpointError(f"{where} is sparse or quantized. Convert it to a dense tensor first.")
     if tensor.is_nested:
-        raise CheckpointError(f"{where} is a nested tensor; store its parts, a list of plain tensors")
+        raise CheckpointError(f"{where} is a nested tensor. Store its parts, a list of plain tensors.")
     if tensor.is_meta:
-        raise CheckpointError(f"{where} is on the meta device and has no values; materialise it first")
+        raise CheckpointError(f"{where} is on the meta device and has no values. Materialise it first.")
     # Of a DTensor, `local_part` asks for the part that this rank holds.
     if not is_sharded(tensor):
         check_memory(tensor, where)
@@ -170,13 +170,13 @@ class _Encoder:
         if kind in (dict, OrderedDict, Counter, list, tuple):
             return self._encode_container(value, path)  # type: ignore[arg-type]
         raise CheckpointError(
-            f"{_show(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored; "
-            f"supported are {_SUPPORTED}. Convert it in state_dict()"
+            f"{_show(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored. Supported "
+            f"are {_SUPPORTED}. Convert it in state_dict()."
         )
 
     def _encode_container(self, value: _Container, path: Path) -> object:
         if id(value) in self._open:
-            raise CheckpointError(f"{_show(path)} contains itself; a state must be a tree")
+            raise CheckpointError(f"{_show(path)} contains itself, but a state must be a tree.")
         if len(path) >= MAX_DEPTH:
             raise CheckpointError(
                 f"the state is nested deeper than {MAX_DEPTH} levels at {_show(path[:3])}..."
@@ -200,7 +200,7 @@ class _Encoder:
         items = []
         for key, item in value.items():
             if isinstance(key, torch.Tensor):
-                raise CheckpointError(f"{_show(path)} has a tensor as dictionary key; use its name instead")
+                raise CheckpointError(f"{_show(path)} has a tensor as dictionary key. Use its name instead.")
             here = (*path, str(key))
             items.append([self.encode(key, (*here, "<key>")), self.encode(item, here)])
         return {TAG: type(value).__name__, "items": items}
@@ -243,7 +243,7 @@ class _Decoder:
             if isinstance(error, CheckpointError):
                 raise
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
-            raise CheckpointError(f"malformed {node[TAG]!r} entry in a state document: {reason}") from error
+            raise CheckpointError(f"malformed {node[TAG]!r} entry in a state document: {reason}.") from error
 
     def _decode_tagged(self, node: dict[str, object]) -> object:
         match node[TAG]:
@@ -266,8 +266,8 @@ class _Decoder:
             case "float":
                 return struct.unpack(">d", bytes.fromhex(str(node["bits"])))[0]
         raise CheckpointError(
-            f"a state document holds the unknown kind {node[TAG]!r}; it was written by a newer version of "
-            "checkpoint-core, or not by it"
+            f"a state document holds the unknown kind {node[TAG]!r}, so it was written by a newer version "
+            "of checkpoint-core, or not by it."
         )
 
     def _pairs(self, node: dict[str, object]) -> list[tuple[object, object]]:

@@ -125,13 +125,13 @@ class OptimizerState:
                 where = f"parameter {index} of optimizer group {number}, shape {list(parameter.shape)},"
                 if id(parameter) not in by_id:
                     kinds = ", ".join(type(part).__name__ for part in self.parts) or "nothing"
-                    raise CheckpointError(f"{where} does not belong to the {kinds} given to OptimizerState")
+                    raise CheckpointError(f"{where} does not belong to the {kinds} given to OptimizerState.")
                 own = by_id[id(parameter)]
                 names.append(self.tied.get(own, own))
                 if names[-1] in seen:
                     raise CheckpointError(
-                        f"{where} goes by the name {names[-1]} of another parameter; let tied weights on one "
-                        "rank be one parameter"
+                        f"{where} goes by the name {names[-1]} of another parameter. Let tied weights on "
+                        "one rank be one parameter."
                     )
                 seen.add(names[-1])
         return names
@@ -155,7 +155,7 @@ class OptimizerState:
         """
         if absent := [key for key in _SECTIONS if key not in state]:
             raise CheckpointError(
-                f"the optimizer state has no entry {absent[0]!r}; it is not an OptimizerState"
+                f"the optimizer state has no entry {absent[0]!r}, so it is not an OptimizerState."
             )
         _check_sections(state)
         saved: Mapping[str, Mapping[str, Any]] = state["parameters"]
@@ -166,8 +166,8 @@ class OptimizerState:
         for name, parameter in live.items():
             if saved[name]["shape"] != list(parameter.shape):
                 raise CheckpointError(
-                    f"optimizer state of {name} has shape {saved[name]['shape']}, the parameter has "
-                    f"{list(parameter.shape)}"
+                    f"optimizer state of {name} has shape {saved[name]['shape']}, but the parameter has "
+                    f"{list(parameter.shape)}."
                 )
         for number, members in enumerate(self._grouped_names()):
             _hyperparameters(number, members, {name: _without_tensors(saved[name]) for name in members})
@@ -197,7 +197,7 @@ def _check_sections(state: Mapping[str, Any]) -> None:
     """Refuse what :meth:`OptimizerState.state_dict` never returns."""
     for section in _SECTIONS:
         if not isinstance(state[section], Mapping):
-            raise CheckpointError(f"the optimizer state has no table under {section!r}; restore its file")
+            raise CheckpointError(f"the optimizer state has no table under {section!r}. Restore its file.")
         for name, entry in state[section].items():
             good = isinstance(entry, Mapping)
             if good and section == "parameters":
@@ -205,7 +205,7 @@ def _check_sections(state: Mapping[str, Any]) -> None:
                     entry.get("hyperparameters"), Mapping
                 )
             if not good:
-                raise CheckpointError(f"the optimizer state of {name} is malformed; restore its file")
+                raise CheckpointError(f"the optimizer state of {name} is malformed. Restore its file.")
 
 
 def _as_saved(saved: object, loaded: object) -> Any:
@@ -257,7 +257,7 @@ def _hyperparameters(
         if different := sorted(key for key in {*values, *here} if not _equal(values.get(key), here.get(key))):
             raise CheckpointError(
                 f"parameter group {number} of the optimizer holds {members[0]} and {name}, which were saved "
-                f"with different {different[0]}; group the parameters as when the checkpoint was saved"
+                f"with different {different[0]}. Group the parameters as when the checkpoint was saved."
             )
     return values
 
@@ -318,8 +318,8 @@ class RNGState:
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
             _restore(before)
             raise CheckpointError(
-                "the random number generator state is malformed; restore its files, or delete them to begin "
-                "with fresh generators"
+                "the random number generator state is malformed. Restore its files, or delete them to "
+                "begin with fresh generators."
             ) from error
 
     def load_resharded(self, states: Sequence[Mapping[str, Any]], *, rank: int, world_size: int) -> None:

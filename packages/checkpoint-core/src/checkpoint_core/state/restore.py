@@ -67,7 +67,7 @@ class StoredState:
     def __init__(self, paths: Sequence[Path], storage_format: str) -> None:
         if storage_format not in (WEIGHTS_FORMAT, STATE_FORMAT):
             raise CheckpointError(
-                f"{paths[0]} is stored in the unknown format {storage_format!r}; upgrade checkpoint-core"
+                f"{paths[0]} is stored in the unknown format {storage_format!r}. Upgrade checkpoint-core."
             )
         self.document: object = None
         self.specs: dict[str, TensorSpec] = {}
@@ -112,7 +112,7 @@ class StoredState:
     def _add(self, reader: TensorFileReader, storage_format: str) -> None:
         for name, place in reader.layout.places.items():
             if name in self.specs:
-                raise CheckpointError(f"{reader.path} repeats tensor {name} of another file")
+                raise CheckpointError(f"{reader.path} repeats tensor {name} of another file.")
             self.specs[name] = place.spec
             self._readers[name] = reader
         if storage_format == WEIGHTS_FORMAT:
@@ -139,25 +139,25 @@ def weight_files(directory: Path, stem: str = MODEL_STEM) -> list[Path]:
     if not index.is_file():
         found = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
         pickles = [name for name in found if Path(name).suffix in _PICKLE_SUFFIXES]
-        remedy = "name a directory that has one of them"
+        remedy = "Name a directory that has one of them."
         if pickles:
-            remedy = f"it has {pickles[0]}, a pickle that is never read: convert it to safetensors"
-        raise CheckpointError(f"{directory} holds neither {single.name} nor {index.name}; {remedy}")
+            remedy = f"It has {pickles[0]}, a pickle that is never read. Convert it to safetensors."
+        raise CheckpointError(f"{directory} holds neither {single.name} nor {index.name}. {remedy}")
     document = read_json(index)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not places:
-        raise CheckpointError(f"{index} has no weight_map")
+        raise CheckpointError(f"{index} has no weight_map.")
     names = sorted({str(name) for name in places.values()})
     for name in names:
         if Path(name).name != name or name in ("", "..") or "\x00" in name:
-            raise CheckpointError(f"{index} points outside its directory: {name!r}; restore the index")
+            raise CheckpointError(f"{index} points outside its directory: {name!r}. Restore the index.")
         if not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index} names {name!r}, which is not a safetensors file; other formats are never read, so "
-                "convert it"
+                f"{index} names {name!r}, which is not a safetensors file. Other formats are never read. "
+                "Convert it."
             )
         if not (directory / name).is_file():
-            raise CheckpointError(f"{index} names {name}, which is not there; restore that file")
+            raise CheckpointError(f"{index} names {name}, which is not there. Restore that file.")
     return [directory / name for name in names]
 
 
@@ -250,12 +250,12 @@ def decode(document: object, tensors: Mapping[str, torch.Tensor]) -> dict[str, o
 
     def find(name: str) -> torch.Tensor:
         if name not in tensors:
-            raise CheckpointError(f"the state refers to tensor {name}, which its files do not hold")
+            raise CheckpointError(f"the state refers to tensor {name}, which its files do not hold.")
         return tensors[name]
 
     state = decode_state(document, find)
     if not isinstance(state, dict):
-        raise CheckpointError(f"the stored state is a {type(state).__name__}, not a dict")
+        raise CheckpointError(f"the stored state is a {type(state).__name__}, not a dict.")
     return cast(dict[str, object], state)
 
 
@@ -297,7 +297,7 @@ def _plan_optimizer(optimizer: OptimizerState, stored: StoredState) -> RestorePl
 
 def _optimizer_document(document: object) -> dict[str, Any]:
     if not isinstance(document, dict):
-        raise CheckpointError("the stored optimizer state is not an object; it is not an OptimizerState")
+        raise CheckpointError("the stored optimizer state is not an object, so it is not an OptimizerState.")
     return document
 
 
@@ -310,7 +310,7 @@ def _plan_state(
 ) -> RestorePlan:
     names = list(dict.fromkeys(_tensor_names(document)))
     if lost := [name for name in names if name not in stored.specs]:
-        raise CheckpointError(f"the state refers to tensor {lost[0]}, which its files do not hold")
+        raise CheckpointError(f"the state refers to tensor {lost[0]}, which its files do not hold.")
     tensors = {name: target(name, stored.specs[name]) for name in names}
     # Now, so that a malformed document is found before anything changes; the values come in place later.
     state = decode(document, tensors)

@@ -115,7 +115,7 @@ def config_bytes(model: nn.Module) -> bytes | None:
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"config.json cannot be written: the configuration of {type(inner).__name__} holds a value that "
-            f"JSON has no form for ({error}); give it a to_dict() that returns plain values"
+            f"JSON has no form for ({error}). Give it a to_dict() that returns plain values."
         ) from error
 
 
@@ -205,8 +205,8 @@ class ModelState:
                 _check_weight(name, value)
                 if name in found and not _same(found[name], value):
                     raise CheckpointError(
-                        f"two parts of the model hold different tensors named {name}; give each part the "
-                        "names of the whole model"
+                        f"two parts of the model hold different tensors named {name}. Give each part the "
+                        "names of the whole model."
                     )
                 found[name] = value
         return found
@@ -272,8 +272,8 @@ def check_tie(name: str, value: torch.Tensor, other: str, other_value: torch.Ten
     # Equal NaNs are one value here.
     if not same and (is_sharded(value) or not same_bits(value, other_value)):
         raise CheckpointError(
-            f"the model ties {name} and {other}, but the file holds different values for them; build the "
-            "model without tied weights"
+            f"the model ties {name} and {other}, but the file holds different values for them. Build the "
+            "model without tied weights."
         )
 
 
@@ -293,8 +293,8 @@ def _raise_mismatch(problems: Mapping[str, Sequence[str]]) -> None:
     found = [f"{title}: {_listing(names)}" for title, names in problems.items() if names]
     if found:
         raise CheckpointError(
-            f"the weights do not fit the model; {'; '.join(found)}. Build the model with the "
-            "configuration it was saved with"
+            f"the weights do not fit the model: {'; '.join(found)}. Build the model with the configuration "
+            "it was saved with."
         )
 
 
@@ -316,8 +316,8 @@ def _check_weight(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor) or name.split(".")[-1] == "_extra_state":
         owner = name.rpartition(".")[0] or "the model"
         raise CheckpointError(
-            f"{owner} returns extra state ({name}), which safetensors weights have no place for; "
-            "declare it as a component of its own"
+            f"{owner} returns extra state ({name}), which safetensors weights have no place for. Declare it "
+            "as a component of its own."
         )
     check_storable(value, f"weight {name}", sharded=True)
 

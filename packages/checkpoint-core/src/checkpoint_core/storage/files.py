@@ -144,8 +144,8 @@ def create_file(path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileExistsError as error:
         raise CheckpointError(
-            f"two parts of the checkpoint want to write {path.name}; rename the component key that "
-            "clashes with another component or with a file of the preprocessor"
+            f"two parts of the checkpoint want to write {path.name}. Rename the component key that clashes "
+            "with another component or with a file of the preprocessor."
         ) from error
 
 
@@ -211,7 +211,7 @@ def read_json(path: Path) -> object:
     try:
         return parse_json(path.read_bytes())
     except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); restore the file") from error
+        raise CheckpointError(f"{path} is not valid JSON ({error}). Restore the file.") from error
 
 
 def parse_json(text: bytes) -> object:

@@ -129,8 +129,8 @@ def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> F
         spec = specs[name]
         if spec.dtype not in DTYPE_CODES:
             raise CheckpointError(
-                f"tensor {name} has dtype {spec.dtype}, which safetensors cannot store; "
-                f"convert it to one of {', '.join(str(dtype) for dtype in DTYPE_CODES)}"
+                f"tensor {name} has dtype {spec.dtype}, which safetensors cannot store. Convert it to one "
+                f"of {', '.join(str(dtype) for dtype in DTYPE_CODES)}."
             )
         end = offset + spec.nbytes
         entry = {"dtype": DTYPE_CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
@@ -162,11 +162,11 @@ def read_layout(path: Path) -> FileLayout:
             # Only now: a header of 640 bytes begins like a pickle of protocol 2.
             if start.startswith(_PICKLES):
                 raise CheckpointError(
-                    f"{path} is a pickle or a torch.save file, not safetensors; pickles can run code and are "
-                    "never read. Convert it with the program that wrote it"
+                    f"{path} is a pickle or a torch.save file, not safetensors. Pickles can run code and "
+                    "are never read. Convert it with the program that wrote it."
                 )
             raise CheckpointError(
-                f"{path} is not a readable safetensors file (no header); restore it or convert what it is"
+                f"{path} is not a readable safetensors file (no header). Restore it or convert what it is."
             )
         text = file.read(length)
     try:
@@ -201,7 +201,7 @@ def read_layout(path: Path) -> FileLayout:
             raise ValueError(f"the header describes {layout.size} bytes, the file has {size}")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is not a readable safetensors file ({_reason(error)}). Restore it"
+            f"{path} is not a readable safetensors file ({_reason(error)}). Restore it."
         ) from error
     return layout
 
@@ -311,7 +311,7 @@ def write_parts(path: Path, layout: FileLayout, parts: Mapping[str, LocalPart], 
         OSError: The disk is full or failed; the error carries the file's name.
     """
     if sys.byteorder != "little":
-        raise CheckpointError("safetensors files hold little-endian values; this machine is big-endian")
+        raise CheckpointError("safetensors files hold little-endian values, but this machine is big-endian.")
     pieces = [
         piece
         for name, place in layout.places.items()
@@ -413,7 +413,7 @@ class TensorFileReader:
             while rest:
                 count = os.preadv(self._descriptor, [rest], offset)
                 if count == 0:
-                    raise CheckpointError(f"{self.path} is damaged: it ended while it was being read")
+                    raise CheckpointError(f"{self.path} is damaged: it ended while it was being read.")
                 offset += count
                 rest = rest[count:]
         return total

@@ -45,7 +45,7 @@ def check_memory(tensor: torch.Tensor, where: str) -> None:
     if (held := tensor.untyped_storage().nbytes()) < needed:
         raise CheckpointError(
             f"{where} has lost its memory: its storage has {held} bytes, and its values need {needed}. Save "
-            "or load before the storage is resized, or once it has its size again"
+            "or load before the storage is resized, or once it has its size again."
         )
 
 
@@ -75,8 +75,8 @@ def copy_values(target: torch.Tensor, values: torch.Tensor, where: str) -> None:
             if not same_bits(trial, values):
                 raise CheckpointError(
                     f"{where} is a view whose elements share memory (shape {list(target.shape)}, strides "
-                    f"{list(target.stride())}), but other values are stored for some of them; build the "
-                    "object as it was when it was saved, or give it a contiguous() tensor"
+                    f"{list(target.stride())}), but other values are stored for some of them. Build the "
+                    "object as it was when it was saved, or give it a contiguous() tensor."
                 )
         _once(target, target).copy_(_once(_castable(values, target.dtype, where), target))
 
@@ -92,8 +92,8 @@ def _castable(values: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Ten
     parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     if not kept or not _survive(parts, dtype.to_real()):
         raise CheckpointError(
-            f"{where} is stored as {stored}, with values that {dtype} cannot hold, not even rounded; build "
-            f"the object with {stored} for it, and convert it once it is loaded"
+            f"{where} is stored as {stored}, with values that {dtype} cannot hold, not even rounded. Build "
+            f"the object with {stored} for it, and convert it once it is loaded."
         )
     return values
 
@@ -195,15 +195,15 @@ def local_part(tensor: torch.Tensor, where: str) -> LocalPart:
         return LocalPart(tuple(tensor.shape), (0,) * tensor.ndim, tensor, None)
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(
-            f"{where} holds partial sums ({tensor.placements}); reduce it with redistribute() before saving"
+            f"{where} holds partial sums ({tensor.placements}). Reduce it with redistribute() before saving."
         )
     ranges, local = local_ranges(tensor), tensor.to_local()
     sizes = tuple(sum(map(len, each)) for each in ranges)
     misfit = sizes != tuple(local.shape) and (any(sizes) or local.numel() > 0)
     if misfit or any(len(each) > 1 for each in ranges):
         raise CheckpointError(
-            f"{where} is placed as {tensor.placements}, which gives a rank more than one box of it; "
-            "redistribute() it to Shard and Replicate placements before saving"
+            f"{where} is placed as {tensor.placements}, which gives a rank more than one box of it. Give it "
+            "Shard and Replicate placements with redistribute() before saving."
         )
     check_memory(local, where)
     offsets = tuple(each[0].start if each else 0 for each in ranges)
@@ -237,7 +237,8 @@ def local_ranges(tensor: "DTensor") -> list[list[range]]:
         if not hasattr(placement, "dim"):
             raise CheckpointError(
                 f"a tensor of shape {list(tensor.shape)} is placed as {tensor.placements}, which does not "
-                "say what each rank holds of it; redistribute() it to Shard and Replicate placements"
+                "say what each rank holds of it. Give it Shard and Replicate placements with "
+                "redistribute()."
             )
         shards, place = tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim]
         # Private in torch 2.11 to 2.13: a _StridedShard divides `split_factor` pieces, each on its own, for a

@@ -235,7 +235,7 @@ def decode_error(payload: bytes) -> BaseException:
             note_origin(error, where)
             error.add_note(f"Traceback of {where}:\n{trace}")
             return error
-    raise ValueError("the failure of another rank cannot be read; do all ranks run the same release?")
+    raise ValueError("the failure of another rank cannot be read. Do all ranks run the same release?")
 
 
 def note_origin(error: BaseException, where: str) -> None:

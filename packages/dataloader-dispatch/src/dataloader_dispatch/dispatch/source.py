@@ -191,7 +191,7 @@ class Source:
         ended = self._finished and self._broken is None
         if not self._finished:  # in the middle of a pass, behind all that was sent
             name, rank = self._group.name(0), self._group.ranks[0]
-            error = RankFailedError(f"{_DOING}: {name} has closed its data loader or ended", rank)
+            error = RankFailedError(f"{_DOING}: {name} has closed its data loader or ended.", rank)
             with suppress(LostRank):  # who has left before
                 self._outbox.send_failure(self._generation, encode_error(error, name))
         self._outbox.drain(_FAREWELL_SECONDS if ended else _FAILURE_SECONDS)
@@ -199,7 +199,7 @@ class Source:
 
     def _check_usable(self) -> None:
         if self._closing:
-            raise RuntimeError("the data loader was closed; make a new one")
+            raise RuntimeError("the data loader was closed. Make a new one.")
         if self._broken is not None:
             raise self._broken
 
@@ -218,7 +218,7 @@ class Source:
         else:
             what = f"{self._group.name(index)} took no batch for {self._timeout_seconds:g} s"
         return RankTimeoutError(
-            f"{_DOING}: {what}. Look at what that rank does; if it is only slow, raise timeout_seconds",
+            f"{_DOING}: {what}. Look at what that rank does. If it is only slow, raise timeout_seconds.",
             {self._group.ranks[index or 0]: self._group.hosts[index or 0]},
         )
 

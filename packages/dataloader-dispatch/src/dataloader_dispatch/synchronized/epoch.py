@@ -134,7 +134,7 @@ class Epoch(Generic[Batch]):
                 del batch  # its memory is the caller's to free while the next one is waited for
                 if self._is_superseded:
                     raise RuntimeError(
-                        "a newer iterator of this SynchronizedDataLoader was made; use that one"
+                        "a newer iterator of this SynchronizedDataLoader was made. Use that one."
                     )
                 flags = group.wait_flags()
                 if flags.failed:
@@ -307,6 +307,6 @@ class Epoch(Generic[Batch]):
         if failed:
             texts = "; ".join(f"{group.name(index)} failed: {text}" for index, text in failed.items())
             raise RankFailedError(
-                f"loading data: {texts}. Look at the log of that rank", group.ranks[min(failed)]
+                f"loading data: {texts}. Look at the log of that rank.", group.ranks[min(failed)]
             )
         return [cast(Result, result) for result, _ in told]

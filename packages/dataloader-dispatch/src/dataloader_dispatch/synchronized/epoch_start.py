@@ -52,8 +52,8 @@ def common_epoch(
     if epochs and max(epochs) - min(epochs) > 1:
         told = ", ".join(f"{group.name(index)} in {each.epoch}" for index, each in enumerate(facts))
         raise DataError(
-            f"the loaders of the ranks are in epochs that do not fit together: {told}; load the states that "
-            "were saved together, and call set_epoch with the same epoch on every rank"
+            f"the loaders of the ranks are in epochs that do not fit together: {told}. Load the states that "
+            "were saved together, and call set_epoch with the same epoch on every rank."
         )
     if len(epochs) > 1 and uneven != "stop":
         done = (index for index, each in enumerate(facts) if each.epoch == max(epochs))
@@ -67,8 +67,8 @@ def common_epoch(
 def unequal(has: Sequence[str], group: ControlGroup) -> str:
     """The words of ``uneven="error"`` about what each rank has."""
     return (
-        f"uneven='error': the ranks have different numbers of batches: {_each(has, group)}; divide the data "
-        "evenly, or choose uneven='stop' or uneven='pad'"
+        f"uneven='error' needs equal numbers of batches, but {_each(has, group)}. Divide the data evenly, "
+        "or choose uneven='stop' or uneven='pad'."
     )
 
 

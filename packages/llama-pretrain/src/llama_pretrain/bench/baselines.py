@@ -255,10 +255,10 @@ def chosen(names: Sequence[str]) -> tuple[list[Baseline], list[Baseline]]:
     for name in names:
         if name not in BASELINES:
             known = ", ".join(BASELINES)
-            raise ConfigurationError("contenders", name, f"must be of {known}", suggest(name, BASELINES))
+            raise ConfigurationError("contenders", name, f"must be one of {known}", suggest(name, BASELINES))
         if missing := BASELINES[name].missing():
             rule = f"needs {', '.join(missing)}, which is not installed"
-            raise ConfigurationError("contenders", name, rule, INSTALL)
+            raise ConfigurationError("contenders", name, rule, f"install it with `{INSTALL}`")
     if len(set(names)) < len(names):
         raise ConfigurationError("contenders", ",".join(names), "names one twice", "name each once")
     wanted = [BASELINES[name] for name in names or BASELINES]

@@ -266,10 +266,12 @@ class BenchArguments:
         for name, (least, why) in _LEAST.items():
             value = getattr(self, name)
             if value < least:
-                raise ConfigurationError(name, value, f"must be at least {least}, {why}", "raise it")
+                raise ConfigurationError(
+                    name, value, f"must be at least {least}, {why}", f"set it to {least} or more"
+                )
         if self.steps % LOG_EVERY:
             rule = f"must be a multiple of {LOG_EVERY}, the length of a window"
-            raise ConfigurationError("steps", self.steps, rule, "change it")
+            raise ConfigurationError("steps", self.steps, rule, f"choose one, such as {4 * LOG_EVERY}")
         if self.mixed_precision not in ("no", "bf16"):
             raise ConfigurationError(
                 "mixed_precision", self.mixed_precision, "must be 'no' or 'bf16'", "choose one of these"

@@ -47,7 +47,7 @@ def _processes(args: PretrainArguments) -> int:
     raise ConfigurationError(
         "trainer",
         args.trainer,
-        "does not say how many processes, which a launcher would, and a dry run is one process",
+        "does not say how many processes to show, because a dry run has no launcher",
         f"give mesh instead, as in `{launch_command(2, args.trainer)} --dry-run`",
     )
 

@@ -251,8 +251,8 @@ class Llama(nn.Module):
         end = input_ids.shape[1] + (0 if cache is None else cache.length)
         if end > self.config.max_position_embeddings:
             raise ValueError(
-                f"input of {end} positions: the model has max_position_embeddings="
-                f"{self.config.max_position_embeddings}; shorten the input"
+                f"the input has {end} positions, but the model has "
+                f"max_position_embeddings={self.config.max_position_embeddings}. Shorten the input."
             )
         logits: Tensor = self.lm_head(self.model(input_ids, cache))
         return logits
@@ -360,15 +360,18 @@ def _continue(
 def _check_room(model: Llama, input_ids: Tensor, max_new_tokens: int) -> None:
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ConfigurationError(
-            "input_ids", tuple(input_ids.shape), "must be [batch, positions], both 1 or more", "give a prompt"
+            "input_ids",
+            tuple(input_ids.shape),
+            "must be [batch, positions], both 1 or more",
+            "give a prompt of at least one token",
         )
     if max_new_tokens < 0:
-        raise ConfigurationError("max_new_tokens", max_new_tokens, "must be 0 or more", "raise it")
+        raise ConfigurationError("max_new_tokens", max_new_tokens, "must be 0 or more", "set it to 0 or more")
     total, room = input_ids.shape[1] + max_new_tokens, model.config.max_position_embeddings
     if total > room:
         raise ConfigurationError(
             "max_new_tokens",
             max_new_tokens,
-            f"with a prompt of {input_ids.shape[1]} tokens needs {total} positions, the model has {room}",
+            f"needs {total} positions with a prompt of {input_ids.shape[1]} tokens, but the model has {room}",
             f"use at most {max(0, room - input_ids.shape[1])}, or a shorter prompt",
         )

@@ -70,9 +70,9 @@ class ProgressCallback(EventHandlers):
         header_interval: int = 20,
     ) -> None:
         if header_interval < 1:
-            raise ValueError(f"header_interval={header_interval!r}: must be 1 or more")
+            raise ValueError(f"header_interval={header_interval!r} must be 1 or more.")
         if output_stream not in (None, "stdout", "stderr") and not hasattr(output_stream, "write"):
-            raise ValueError(f'output_stream={output_stream!r}: must be "stdout", "stderr" or a text stream')
+            raise ValueError(f'output_stream={output_stream!r} must be "stdout", "stderr" or a text stream.')
         self._use_tqdm = use_tqdm
         self._output_stream = output_stream
         self._final_columns = merge_columns(FINAL_METRICS, final_metrics)
@@ -210,7 +210,9 @@ class JsonLogger(EventHandlers):
 
     def __init__(self, filename: str = LOG_FILENAME) -> None:
         if not filename or Path(filename).name != filename:
-            raise ValueError(f"filename={filename!r}: must be a file name; the directory is args.logging_dir")
+            raise ValueError(
+                f"filename={filename!r} must be a file name without a directory, which is args.logging_dir."
+            )
         self._filename = filename
         self._place = ""
         self._file = Path(filename)
@@ -263,7 +265,7 @@ class JsonLogger(EventHandlers):
         place = logging_dir or args.output_dir
         if not place:
             raise ValueError(
-                f"logging_dir={logging_dir!r}: JsonLogger needs a directory; set it, or output_dir"
+                f"logging_dir={logging_dir!r} must name a directory for JsonLogger. Set it, or output_dir."
             )
         if place != self._place:
             self._place, self._file = place, Path(place) / self._filename

@@ -85,8 +85,8 @@ class _Range:
             raise ConfigurationError(
                 setting,
                 value,
-                f"must lie between {self.low:g} and {self.high:g}, without the ends",
-                "choose a value between them",
+                f"must be between {self.low:g} and {self.high:g}, both excluded",
+                f"choose a value between them, such as {self.low + 0.5:g}",
             )
 
 
@@ -142,8 +142,9 @@ def check_schedule(name: str, options: Mapping[str, object]) -> None:
         raise ConfigurationError(
             "lr_scheduler_kwargs",
             dict(options),
-            "'warmup_stable_decay' needs num_decay_steps, the length of the decay in optimizer steps",
-            "add num_decay_steps",
+            "lacks num_decay_steps, the length of the decay in optimizer steps, which "
+            "'warmup_stable_decay' needs",
+            "add num_decay_steps, such as lr_scheduler_kwargs={'num_decay_steps': 1000}",
         )
 
 
@@ -173,7 +174,7 @@ def needs_total(name: str, options: Mapping[str, object]) -> bool:
 def _check_options(setting: str, name: str, options: Mapping[str, object], known: tuple[str, ...]) -> None:
     for option, value in options.items():
         if option not in known:
-            rule = f"is not an option of {name!r}, which has: {', '.join(known) or 'none'}"
+            rule = f"is not an option of {name!r}, whose options are: {', '.join(known) or 'none'}"
             raise ConfigurationError(f"{setting}.{option}", value, rule, _near(option, known))
         _check_value(f"{setting}.{option}", name, option, value)
 
@@ -181,7 +182,9 @@ def _check_options(setting: str, name: str, options: Mapping[str, object], known
 def _check_value(setting: str, name: str, option: str, value: object) -> None:
     if option == "metric":
         if not isinstance(value, str) or not value:
-            raise ConfigurationError(setting, value, "must be the name of a metric", "write eval_loss, say")
+            raise ConfigurationError(
+                setting, value, "must be the name of a metric", "write 'eval_loss', for example"
+            )
         return
     rule = _RULES[option]
     if name == "cosine_with_restarts":
@@ -197,8 +200,9 @@ def _check_floor(name: str, options: Mapping[str, object]) -> None:
         raise ConfigurationError(
             "lr_scheduler_kwargs",
             dict(options),
-            f"{name!r} has a floor by min_lr or by min_lr_rate (a share of the learning rate), not both",
-            "take one of them out",
+            f"has both min_lr and min_lr_rate (a share of the learning rate), and the floor of {name!r} is "
+            "one of them",
+            "leave one of them out",
         )
 
 
@@ -206,7 +210,7 @@ def _near(name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     if matches:
         return f"did you mean {matches[0]!r}?"
-    return f"choose one of {', '.join(known)}" if known else "take it out"
+    return f"choose one of {', '.join(known)}" if known else "leave it out"
 
 
 TRACKERS = ("mlflow", "tensorboard", "wandb")

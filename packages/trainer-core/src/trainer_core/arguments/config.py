@@ -53,7 +53,7 @@ def arguments_from_dict(cls: type[T], mapping: Mapping[str, object]) -> T:
         ) from error
     except dacite.MissingValueError as error:
         raise ConfigurationError(
-            error.field_path or "?", None, "has no default and was not given", "give it a value"
+            error.field_path or "?", None, "is required, because it has no default", "give it a value"
         ) from error
 
 

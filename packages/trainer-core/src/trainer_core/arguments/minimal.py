@@ -227,7 +227,7 @@ def _check_counts(args: MinimalTrainingArguments) -> None:
     rules.at_least_or("seed", args.seed, 0, off=-1)
     if args.seed >= 2**64:
         raise ConfigurationError(
-            "seed", args.seed, "must be below 2**64, which is what torch takes", "choose a smaller one"
+            "seed", args.seed, "must be below 2**64, the limit of torch", "choose a smaller seed, such as 42"
         )
     rules.at_least("warmup_steps", args.warmup_steps, 0)
     rules.at_least("dataloader_num_workers", args.dataloader_num_workers, 0)
@@ -248,8 +248,8 @@ def _check_length(args: MinimalTrainingArguments) -> None:
         raise ConfigurationError(
             "num_train_epochs",
             args.num_train_epochs,
-            "a negative number means no limit by epochs, and max_steps=-1 means no limit by steps",
-            "set max_steps or max_train_seconds, or an epoch count of 0 or more",
+            "sets no limit by epochs, and max_steps=-1 sets none by steps",
+            "set num_train_epochs=3, max_steps=1000 or max_train_seconds=3600, for example",
         )
 
 
@@ -293,12 +293,17 @@ def _check_optimizer(args: MinimalTrainingArguments) -> None:
 
 def _check_files(args: MinimalTrainingArguments) -> None:
     if not args.output_dir:
-        raise ConfigurationError("output_dir", args.output_dir, "must not be empty", "name a directory")
+        raise ConfigurationError(
+            "output_dir",
+            args.output_dir,
+            "must not be empty",
+            "name a directory, such as output_dir='runs/first'",
+        )
     for name in ("output_dir", "logging_dir", "resume_from_checkpoint"):
         value = getattr(args, name)
         if isinstance(value, str) and "\0" in value:
             raise ConfigurationError(
-                name, value, "contains a NUL character, which no path may", "take it out of the name"
+                name, value, "contains a NUL character, which no path may contain", "remove it"
             )
     rules.within("lease_takeover_seconds", args.lease_takeover_seconds, 0.1, 30 * 86400.0)
     rules.within(
@@ -308,8 +313,8 @@ def _check_files(args: MinimalTrainingArguments) -> None:
         raise ConfigurationError(
             "save_safetensors",
             False,
-            "asks for pickled weights, which run code when they are loaded",
-            "leave it at true",
+            "would save pickled weights, which can run code when they are loaded",
+            "leave it at its default, True",
         )
 
 
@@ -317,7 +322,7 @@ def _unused(args: MinimalTrainingArguments) -> Iterator[Dependent]:
     if args.dataloader_num_workers == 0:
         condition = "while dataloader_num_workers is 0"
         for name in ("dataloader_persistent_workers", "dataloader_prefetch_factor"):
-            yield Dependent(name, condition, "set dataloader_num_workers")
+            yield Dependent(name, condition, "set dataloader_num_workers to 1 or more")
     if not args.torch_compile:
         for name in ("backend", "mode", "dynamic", "full_graph"):
             yield Dependent(f"torch_compile_{name}", "while torch_compile is off", "set torch_compile=True")
@@ -327,8 +332,10 @@ def _unused(args: MinimalTrainingArguments) -> Iterator[Dependent]:
             "warmup_steps", condition, "use a schedule that warms up, such as constant_with_warmup"
         )
     if not args.lr_scheduler_type:
-        yield Dependent("lr_scheduler_kwargs", "without lr_scheduler_type", "name a schedule")
+        yield Dependent(
+            "lr_scheduler_kwargs", "without lr_scheduler_type", "name a schedule in lr_scheduler_type"
+        )
     if args.logging_strategy == "no":
-        yield Dependent("logging_first_step", "with logging_strategy='no'", "set logging_strategy")
+        yield Dependent("logging_first_step", "with logging_strategy='no'", "set logging_strategy='steps'")
     if args.use_cpu:
         yield Dependent("device", "while use_cpu is on", "set use_cpu=False")

@@ -39,7 +39,7 @@ def require_library(setting: str, value: str, library: str) -> None:
             setting,
             value,
             f"needs the library {library}, which is not installed",
-            f"pip install 'trainer-core[{library}]', or leave it out of {setting}",
+            f"install it with `pip install 'trainer-core[{library}]'`, or leave it out of {setting}",
         )
 
 

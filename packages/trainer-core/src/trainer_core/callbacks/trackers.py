@@ -88,7 +88,7 @@ class MLflowCallback(Tracker):
         from mlflow.entities import Metric
 
         if self._client is None or self.run_id is None:
-            raise RuntimeError("open_run comes before write")
+            raise RuntimeError("open_run comes before write.")
         now = time.time_ns() // 1_000_000
         metrics = [Metric(_allowed(name), value, now, step) for name, value in scalars.items()]
         for part in _parts(metrics, METRICS_PER_CALL):
@@ -169,7 +169,7 @@ class TensorBoardCallback(Tracker):
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Add the points, and flush, so that a killed run keeps them."""
         if self._writer is None:
-            raise RuntimeError("open_run comes before write")
+            raise RuntimeError("open_run comes before write.")
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
@@ -263,7 +263,7 @@ class WandbCallback(Tracker):
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Log the scalars at the step."""
         if self._run is None:
-            raise RuntimeError("open_run comes before write")
+            raise RuntimeError("open_run comes before write.")
         self._run.log(dict(scalars), step=step)
 
     def close_run(self, *, aborted: bool) -> None:

@@ -87,7 +87,7 @@ def resume(run: Run) -> Path | None:
         raise ConfigurationError(
             "resume_from_checkpoint",
             wanted,
-            f"starts another run beside {other}, whose place its own checkpoints would need",
+            f"starts another run beside {other}, whose place its own checkpoints would take",
             "choose another output_dir, or set resume_from_checkpoint=False and overwrite_output_dir=True, "
             f"which moves what is there to {PREVIOUS}<time>/",
         )
@@ -99,10 +99,10 @@ def _without_counters(run: Run, loaded: Path) -> ConfigurationError:
     return ConfigurationError(
         "resume_from_checkpoint",
         run.args.resume_from_checkpoint,
-        f"{loaded} lacks trainer.json, so the run would begin at step 0, and replace checkpoints beside it "
-        "or be passed over for them",
+        f"chooses {loaded}, which lacks trainer.json, so the run would begin at step 0, and replace "
+        "checkpoints beside it or be passed over for them",
         f"to begin at step 0 with its weights and states, set resume_from_checkpoint={str(loaded)!r} and "
-        "another output_dir; to continue from an older checkpoint, name that one",
+        "another output_dir. To continue from an older checkpoint, name that one",
     )
 
 
@@ -215,7 +215,10 @@ def make_room(run: Run) -> None:
             failure = error
     if run.ranks.any([failure is not None])[0]:
         raise failure or ConfigurationError(
-            "output_dir", args.output_dir, "cannot be cleared for this run by another rank", "see its error"
+            "output_dir",
+            args.output_dir,
+            "cannot be cleared for this run by another rank",
+            "see the error of that rank",
         )
 
 

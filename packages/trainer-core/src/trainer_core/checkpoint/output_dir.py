@@ -189,7 +189,8 @@ class OutputLease:
         if not new or self._args.save_strategy == "no":
             return None
         rule = (
-            f"was used by another run, which left {new[-1]} there; this trainer is not in the state of that"
+            f"was used by another run, which left {new[-1]} there, and this trainer does not have the state "
+            "of that run"
         )
         return [
             "output_dir",

@@ -182,8 +182,10 @@ class RunProgress:
             return ConfigurationError(
                 change.name,
                 change.now,
-                f"was {change.before!r} when the checkpoint was saved, and its state means nothing otherwise",
-                f"go back to {change.before!r}, or start anew with resume_from_checkpoint=False elsewhere",
+                f"was {change.before!r} when the checkpoint was saved, and the state of the checkpoint is "
+                "valid only with that",
+                f"go back to {change.before!r}, or start anew with resume_from_checkpoint=False in another "
+                "output_dir",
             )
         allowed = self._args.allow_changes
         guarded = [each for each in self.changes.warned if each.name in GUARDED and each.name not in allowed]
@@ -199,7 +201,7 @@ class RunProgress:
             return ConfigurationError(
                 "optimizer",
                 self._options.kind,
-                f"was {optimizer_before} when the checkpoint was saved, whose state it cannot take up",
+                f"cannot load the optimizer state of the checkpoint, which was saved with {optimizer_before}",
                 "go back to that optimizer, or start from the checkpoint's weights in another output_dir",
             )
         counts_epochs = self._state.epoch_train_steps and self._args.epoch_limit is not None
@@ -207,7 +209,7 @@ class RunProgress:
             return ConfigurationError(
                 "per_device_train_batch_size",
                 f"{self._samples_per_step} examples a step with accumulation and ranks",
-                f"the checkpoint counts its epochs in steps of {samples_before} examples",
+                f"contradicts the checkpoint, which counts its epochs in steps of {samples_before} examples",
                 "go back to that number, or limit the run by max_steps without num_train_epochs",
             )
         return None

@@ -54,15 +54,15 @@ class PaddingCollator:
         if len({frozenset(row) for row in given}) > 1:
             kinds = sorted({str(sorted(row)) for row in given})
             raise DataError(
-                f"the rows of a batch have different keys: {', '.join(kinds)}; give all rows the same"
+                f"the rows of a batch have different keys: {', '.join(kinds)}. Give all rows the same keys."
             )
         return {name: self._padded(name, [row[name] for row in given]) for name in given[0]}
 
     def _complete(self, row: object) -> dict[str, Tensor]:
         if not isinstance(row, Mapping):
             raise DataError(
-                f"a row is of type {type(row).__name__}, but must map names to sequences; write "
-                "{'input_ids': [...]}, say"
+                f"a row is of type {type(row).__name__}, but must map names to sequences. Write "
+                "{'input_ids': [...]}, for example."
             )
         made = {name: torch.as_tensor(value) for name, value in row.items()}
         ids, counts = made.get("input_ids"), made.pop("completion_mask", None)
@@ -73,8 +73,8 @@ class PaddingCollator:
         for name, mask in (("attention_mask", made["attention_mask"]), ("completion_mask", counts)):
             if mask is not None and mask.shape != ids.shape:
                 raise DataError(
-                    f"a row has input_ids of shape {list(ids.shape)} and {name} of shape {list(mask.shape)}; "
-                    "give the mask one number for each token"
+                    f"a row has input_ids of shape {list(ids.shape)} and {name} of shape {list(mask.shape)}. "
+                    "Give the mask one number for each token."
                 )
         if counts is not None:
             made["labels"] = made["labels"].where(counts.bool(), IGNORE_INDEX)
@@ -145,8 +145,8 @@ def with_targets(batch: Batch, loss: TokenLoss) -> Batch:
         raise ConfigurationError(
             "compute_loss_func",
             type(loss.loss).__name__,
-            f"made targets {list(targets.shape)} from labels {list(labels.shape)}, and they are cut as "
-            "labels are",
+            f"made targets of shape {list(targets.shape)} from labels of shape {list(labels.shape)}, but "
+            "targets must have the shape of the labels, because they are cut like them",
             "return targets in the shape of the labels from make_targets",
         )
     return {**batch, "labels": targets}
@@ -166,14 +166,14 @@ def labels_of(batch: Batch) -> Tensor:
     # A dict is asked for first: the check for any other mapping takes longer.
     if not isinstance(batch, dict) and not isinstance(batch, Mapping):
         raise DataError(
-            f"a batch is of type {type(batch).__name__}, but must map names to tensors; "
-            "give a data_collator that returns a dict with 'labels'"
+            f"a batch is of type {type(batch).__name__}, but must map names to tensors. Give a "
+            "data_collator that returns a dict with 'labels'."
         )
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         raise DataError(
-            f"a batch has the keys {sorted(batch)} but no tensor 'labels'; "
-            "add it in the dataset or the data_collator"
+            f"a batch has the keys {sorted(batch)} but no tensor 'labels'. Add it in the dataset or the "
+            "data_collator."
         )
     return labels
 

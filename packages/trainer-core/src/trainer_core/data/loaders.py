@@ -50,10 +50,15 @@ def names_of_sets(data: object) -> list[str]:
     for name in data:
         if not isinstance(name, str) or not name:
             raise ConfigurationError(
-                "eval_dataset", name, "names an evaluation set and must be a text", "call it 'held_out', say"
+                "eval_dataset",
+                name,
+                "is not a name for an evaluation set, which must be a string",
+                "call it 'held_out', for example",
             )
     if not data:
-        raise ConfigurationError("eval_dataset", data, "has no evaluation set in it", "give one, or None")
+        raise ConfigurationError(
+            "eval_dataset", data, "contains no evaluation set", "give one, or set eval_dataset=None"
+        )
     return list(data)
 
 
@@ -68,7 +73,10 @@ def result_names(data: object, metrics: Iterable[str]) -> list[str]:
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise ConfigurationError(
-            "eval_dataset", sorted(names_of_sets(data)), f"gives {twice} twice", "rename a set or a metric"
+            "eval_dataset",
+            sorted(names_of_sets(data)),
+            f"gives the result {twice} twice",
+            "rename a set or a metric",
         )
     return keys
 
@@ -298,7 +306,7 @@ def check_data(
         raise ConfigurationError(
             "per_device_train_batch_size",
             args.per_device_train_batch_size,
-            f"differs from the batch size of the loader given, {size}",
+            f"differs from the batch size of the given loader, {size}",
             "set both to the same number",
         )
     sets = eval_data.values() if isinstance(eval_data, Mapping) else [eval_data]
@@ -311,7 +319,10 @@ def check_data(
 def _refuse_loader_settings(
     args: MinimalTrainingArguments, collator: Collator | None, used: Collection[str]
 ) -> None:
-    rule, fix = "has no effect on data that is loaded ready-made", "leave it out, or give a plain dataset"
+    rule, fix = (
+        "has no effect on data that comes from a ready-made loader or stream",
+        "leave it out, or give a plain dataset",
+    )
     if collator is not None:
         raise ConfigurationError("data_collator", collator, rule, fix)
     for field in fields(MinimalTrainingArguments):

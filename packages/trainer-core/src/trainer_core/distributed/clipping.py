@@ -206,7 +206,7 @@ def _same_layout(parameter: Tensor, gradient: Tensor) -> Tensor:
         return gradient
     if sharded is None or found is None:
         of_which = "parameter" if found is None else "gradient"
-        raise _unsupported(parameter, f"and its gradient differ: only the {of_which} is a DTensor")
+        raise _unsupported(parameter, f"differs from its gradient: only the {of_which} is a DTensor")
     if sharded.device_mesh != found.device_mesh:
         raise _unsupported(parameter, f"is on {sharded.device_mesh}, and its gradient on {found.device_mesh}")
     if sharded.placements == found.placements:
@@ -221,7 +221,7 @@ def _unsupported(
     return ConfigurationError(
         "parallel",
         f"a parameter of shape {list(parameter.shape)}",
-        f"{found}; the norm of its gradient follows from the parameter's placements",
+        f"{found}, but the norm of its gradient follows from the parameter's placements",
         fix,
     )
 

@@ -401,7 +401,7 @@ def in_order(transforms: Sequence[ModelTransform]) -> list[ModelTransform]:
             raise ConfigurationError(
                 "parallel",
                 transform.__name__,
-                "is a class, and a run needs a transform made of it",
+                "is a class, but a run needs an instance of it",
                 f"write parallel=[{transform.__name__}()]",
             )
         axis = getattr(transform, "axis", None)
@@ -417,7 +417,7 @@ def in_order(transforms: Sequence[ModelTransform]) -> list[ModelTransform]:
                 raise ConfigurationError(
                     "parallel",
                     type(transform).__name__,
-                    f"uses the dimension {axis}, as {type(other).__name__} does",
-                    "give one of them",
+                    f"uses the dimension {axis}, which {type(other).__name__} uses too",
+                    "give only one of them",
                 )
     return sorted(transforms, key=lambda transform: ORDER.index(transform.axis))

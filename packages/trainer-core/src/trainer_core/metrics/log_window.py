@@ -320,5 +320,5 @@ def _plain(name: str, value: object) -> object:
     if callable(to_python := getattr(value, "tolist", None)):
         return _plain(name, to_python())  # tensors, and arrays and scalars of numpy
     raise TypeError(
-        f"log entry {name!r} is a {type(value).__name__}, not a number, a text, or a list or table of them"
+        f"log entry {name!r} is a {type(value).__name__}, not a number, a text, or a list or table of them."
     )

@@ -56,7 +56,7 @@ class AveragedWeights(StepHooks):
                 raise ConfigurationError(
                     "ema_decay",
                     decay,
-                    f"{name} is {parameter.dtype}, in which an average loses what a step adds",
+                    f"cannot average {name}, whose type {parameter.dtype} loses what a step adds",
                     "keep weights in float32, and set mixed_precision='bf16'",
                 )
         self._shows_average = True
@@ -214,7 +214,7 @@ def average_weights(args: TrainingArguments, built: BuiltModel, optimizer: Optim
         raise ConfigurationError(
             "ema_decay",
             args.ema_decay,
-            f"is one average, and {type(switching[0]).__name__} has another",
+            f"adds an average of the weights to that of {type(switching[0]).__name__}",
             "leave one of them out",
         )
     named = [(name, p) for name, p in built.named_parameters() if p.requires_grad]

@@ -81,7 +81,7 @@ def _gets_nothing(
         return ConfigurationError(
             "optimizer_groups",
             pattern,
-            f"comes too late: {taken[0]} and all else that it matches go to {earlier!r} before",
+            f"comes after {earlier!r}, which takes all that it matches, such as {taken[0]}",
             "write the narrower pattern first",
         )
     if matched:
@@ -94,8 +94,8 @@ def _gets_nothing(
     return ConfigurationError(
         "optimizer_groups",
         pattern,
-        "matches no parameter; it has to match the whole name",
-        f"the nearest names are: {', '.join(_nearest(pattern, trainable))}",
+        "matches no parameter by its whole name",
+        f"use one of the nearest names: {', '.join(_nearest(pattern, trainable))}",
     )
 
 
@@ -147,8 +147,8 @@ class ParameterGroups:
                 raise ConfigurationError(
                     "optimizer_groups",
                     {pattern: options},
-                    "must give a mapping of options for each pattern of parameter names",
-                    "write {'*.bias': {'weight_decay': 0.0}}, say",
+                    "must map each pattern of parameter names to a mapping of options",
+                    "write {'*.bias': {'weight_decay': 0.0}}, for example",
                 )
             factory = options.get("factory")
             if factory is not None and not callable(factory):
@@ -292,8 +292,8 @@ def build_optimizer(
         raise ConfigurationError(
             "optimizer_factory",
             type(optimizer).__name__,
-            "was returned, which is not an optimizer",
-            "return one",
+            "is not an optimizer, which the factory must return",
+            "return one, such as torch.optim.AdamW(groups)",
         )
     return optimizer
 
@@ -342,7 +342,9 @@ def _check_options(part: _Part, optimizer: Optimizer) -> None:
                 f"optimizer_groups[{part.pattern!r}].{option}",
                 value,
                 f"is not an option of {type(optimizer).__name__}",
-                f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(optimizer.defaults))}",
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"use one of {', '.join(sorted(optimizer.defaults))}",
             )
         setting = f"optimizer_groups[{part.pattern!r}].{option}"
         _check_value(setting, option, value, optimizer.defaults[option])
@@ -357,7 +359,7 @@ def _check_value(setting: str, option: str, value: object, default: object) -> N
         rules.within(setting, value, *_LIMITS[option])
     if option == "betas" and isinstance(default, tuple) and len(default) == 2:
         if not isinstance(value, Sequence) or len(value) != 2:
-            raise ConfigurationError(setting, value, "must be two numbers", "write (0.9, 0.999), say")
+            raise ConfigurationError(setting, value, "must be two numbers", "write (0.9, 0.999), for example")
         for beta in value:
             rules.within(setting, beta, 0.0, 1.0 - 1e-9)
 

@@ -45,7 +45,7 @@ def matrices_for_adamw(model: nn.Module) -> dict[str, str]:
         raise ConfigurationError(
             "optim",
             "muon",
-            f"{type(model).__name__} does not say which layer makes the logits, and AdamW has to step that",
+            f"needs AdamW for the layer that makes the logits, which {type(model).__name__} does not name",
             "give it a method get_output_embeddings() that returns this layer, or None if there is none",
         )
     head = getter()

@@ -103,7 +103,12 @@ def adamw_of_groups(
     """
     parameters = [parameter for group in groups for _, parameter in group["params"]]
     if not parameters and not may_be_empty:
-        raise ConfigurationError("model", "frozen", "has no trainable parameter", "set requires_grad on some")
+        raise ConfigurationError(
+            "model",
+            "frozen",
+            "has no trainable parameter",
+            "set requires_grad=True on some of its parameters",
+        )
     has_kernel = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
     # torch's kernel takes no DTensors beside plain tensors, which a layout of tensors alone leaves.
     has_kernel = has_kernel and len({own_part(p) is p for p in parameters}) == 1
@@ -147,7 +152,7 @@ def schedule_free_class() -> Any:
             "optim",
             "schedule_free_adamw",
             "needs schedulefree, which is not installed",
-            "pip install 'trainer-core[schedulefree]'",
+            "install it with `pip install 'trainer-core[schedulefree]'`",
         ) from error
     return AdamWScheduleFree
 
@@ -199,8 +204,8 @@ class OptimizerFacade(Optimizer):
             TypeError: Always.
         """
         raise TypeError(
-            f"{type(self).__name__} cannot tell which of its optimizers a new group is for; "
-            "call add_param_group of one of its `optimizers`"
+            f"{type(self).__name__} cannot tell which of its optimizers a new group is for. Call "
+            "add_param_group of one of its `optimizers`."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,7 +240,8 @@ class OptimizerFacade(Optimizer):
         groups: list[Group] = list(given["param_groups"])
         if len(groups) != len(self.param_groups):
             raise ValueError(
-                f"the loaded state has {len(groups)} parameter groups, and there are {len(self.param_groups)}"
+                f"the loaded state has {len(groups)} parameter groups, but the optimizers have "
+                f"{len(self.param_groups)}."
             )
         for member in self.optimizers:
             count = len(member.param_groups)
@@ -356,7 +362,7 @@ class Multiopt(OptimizerFacade):
 
 def _check_members(optimizers: Sequence[Optimizer]) -> None:
     if not optimizers:
-        raise ConfigurationError("optimizer_groups", [], "gives no optimizer at all", "give at least one")
+        raise ConfigurationError("optimizer_groups", [], "makes no optimizer", "give at least one")
     owner: dict[int, str] = {}
     for member in optimizers:
         kind = type(member).__name__
@@ -365,7 +371,7 @@ def _check_members(optimizers: Sequence[Optimizer]) -> None:
                 raise ConfigurationError(
                     "optimizer_groups",
                     f"{owner[id(parameter)]} and {kind}",
-                    f"both work on one parameter of shape {list(parameter.shape)}",
+                    f"update the same parameter of shape {list(parameter.shape)}",
                     "give each parameter to one optimizer",
                 )
             owner[id(parameter)] = kind
@@ -398,14 +404,17 @@ class OptimizerInBackward(OptimizerFacade):
         named = list({id(p): (name, p) for name, p in named_parameters if p.requires_grad}.values())
         if not named:
             raise ConfigurationError(
-                "model", "frozen", "has no trainable parameter", "set requires_grad on some"
+                "model",
+                "frozen",
+                "has no trainable parameter",
+                "set requires_grad=True on some of its parameters",
             )
         optimizer = factory(named)
         if isinstance(optimizer, Multiopt):
             raise ConfigurationError(
                 _SETTING,
                 True,
-                "works with one optimizer, and optimizer_groups makes several",
+                "works with one optimizer, but optimizer_groups make several",
                 "take the factories out of optimizer_groups",
             )
         super().__init__([optimizer])
@@ -427,7 +436,10 @@ class OptimizerInBackward(OptimizerFacade):
             TypeError: If a closure is given.
         """
         if closure is not None:
-            raise TypeError("OptimizerInBackward has stepped during backward; a closure comes too late")
+            raise TypeError(
+                "OptimizerInBackward has stepped during backward, so a closure comes too late. Call step() "
+                "without one."
+            )
         self._arrived.clear()
         self.steps += 1
 
@@ -469,7 +481,8 @@ class OptimizerInBackward(OptimizerFacade):
             raise ConfigurationError(
                 _SETTING,
                 True,
-                f"{self._names[id(parameter)]} got its gradient twice in one step, and the first is used up",
+                f"needs one gradient for each parameter and step, but {self._names[id(parameter)]} got a "
+                "second one when the first was used up",
                 "run one backward pass per step, and no reentrant activation checkpointing",
             )
         self._arrived.add(id(parameter))
@@ -494,6 +507,7 @@ class OptimizerInBackward(OptimizerFacade):
             raise ConfigurationError(
                 _SETTING,
                 True,
-                f"{type(optimizer).__name__} counts in its groups ({', '.join(changed)}), once per parameter",
+                f"cannot be used with {type(optimizer).__name__}, which counts in its groups "
+                f"({', '.join(changed)}), once per parameter",
                 "use an optimizer that keeps its counters per parameter",
             )

@@ -327,7 +327,7 @@ def build_schedule(args: MinimalTrainingArguments, optimizer: Optimizer, total: 
         raise ConfigurationError(
             "lr_scheduler_type",
             name,
-            "needs to know where the run ends, and this data cannot tell",
+            "needs to know where the run ends, which this data cannot tell",
             "set max_steps or epoch_train_steps, or use constant_with_warmup or inverse_sqrt",
         )
     factor = _factor(name, args.warmup_steps, total, _initial_rate(optimizer), cast(dict[str, Any], options))
@@ -385,7 +385,10 @@ def _polynomial(warmup: int, total: int, rate: float, options: dict[str, Any]) -
     end = options.get("lr_end", 1e-7)
     if not end < rate:
         raise ConfigurationError(
-            "lr_scheduler_kwargs.lr_end", end, f"must be below the learning rate {rate:g}", "lower it"
+            "lr_scheduler_kwargs.lr_end",
+            end,
+            f"must be below the learning rate {rate:g}",
+            "choose a lower value",
         )
     return Polynomial(warmup, total, rate, end, options.get("power", 1.0))
 
@@ -397,7 +400,7 @@ def _warmup_stable_decay(warmup: int, total: int, options: dict[str, Any]) -> Wa
         raise ConfigurationError(
             "lr_scheduler_kwargs",
             options,
-            f"warm-up ({warmup}), stable and decay ({decay}) stages do not fit into {total} steps",
+            f"has warm-up ({warmup}), stable and decay ({decay}) stages that do not fit into {total} steps",
             "shorten one of them, or train longer",
         )
     return WarmupStableDecay(
