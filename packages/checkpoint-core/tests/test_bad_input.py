@@ -118,7 +118,7 @@ def test_damage_of_every_file(job, saved: Path, caplog: pytest.LogCaptureFixture
         )
     for damaged in (content[:-1], content[: len(content) // 2], b"", content + b"\0", content + content):
         path.write_bytes(damaged)
-        size = f"{len(damaged)} bytes, {len(content)} were written"
+        size = f"{len(damaged)} bytes, but {len(content)} were written"
         load_fails(other, saved, f"{path} is damaged: {size}", "Restore the file")
     path.write_bytes(content[:-1] + b"\xff")
     with caplog.at_level(logging.WARNING):
