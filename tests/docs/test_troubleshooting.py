@@ -68,8 +68,8 @@ def ways_to_cut(quote: str) -> list[list[str]]:
     ways = [quote.split("...")]
     if found := re.fullmatch(r"[\w.]+=\S+ (.*)", quote):
         rule, *fix = re.split(r"\. |\.\.\.", found[1])
-        ways.append([rule, *(part[:1].lower() + part[1:] for part in fix)])
-    return [[part.strip(" ;.") for part in way if part.strip(" ;.")] for way in ways]
+        ways.append([part.strip(" .") for part in (rule, *(each[:1].lower() + each[1:] for each in fix))])
+    return [[part.strip(" ;") for part in way if part.strip(" ;")] for way in ways]
 
 
 def follows(piece: str, template: str) -> bool:
