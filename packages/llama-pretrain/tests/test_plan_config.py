@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from llama_pretrain import LlamaConfig
 from llama_pretrain.cli import main
 from llama_pretrain.config_files import recipe_names
 from llama_pretrain.settings import resolve
@@ -43,13 +45,29 @@ def test_a_recipe_fits_the_gpus_that_it_names(
 def test_what_does_not_fit_is_told_with_what_would(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "plan.json"
-    words = ["--config", "7b-8gpus", "--gpu-memory", "40", "--json", str(file)]
+    # As wide as 7B, and of three layers.
+    shape = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=3,
+        num_attention_heads=32,
+        max_position_embeddings=4096,
+    )
+    shape.save(tmp_path)
+    file, config = tmp_path / "plan.json", tmp_path / "mine.yaml"
+    settings = {"model": str(tmp_path), "mesh": "shard=8", "sequence_length": 4096}
+    batch = {"per_device_train_batch_size": 2, "fsdp2": {"param_dtype": "bfloat16"}}
+    config.write_text(json.dumps(settings | batch))
+    words = ["--config", str(config), "--json", str(file)]
     assert main(["plan", *words]) == 0
+    memory = f"{0.85 * json.loads(file.read_text())['plan']['total'] / 2**30:.2f}"
+    capsys.readouterr()
+    assert main(["plan", *words, "--gpu-memory", memory]) == 0
     told = capsys.readouterr().out
-    assert "does not fit: needs 68.0 GiB of 40" in told
+    assert re.search(rf"does not fit: needs [\d.]+ GiB of {memory}", told)
     assert "blocks checkpointed: needs" in told
-    start = "torchrun --standalone --nproc-per-node 8 -m llama_pretrain train --config 7b-8gpus --mesh "
+    start = f"torchrun --standalone --nproc-per-node 8 -m llama_pretrain train --config {config} --mesh "
     (command,) = [line for line in told.splitlines() if line.startswith(start)]
     figures = json.loads(file.read_text())
     assert not figures["fits"]
@@ -57,7 +75,7 @@ def test_what_does_not_fit_is_told_with_what_would(
     assert figures["instead"]["command"] == command
     # It is the same run but for the layout, and fits as it stands.
     options = command.partition(" train ")[2].split()
-    assert main(["plan", *options, "--gpu-memory", "40"]) == 0
+    assert main(["plan", *options, "--gpu-memory", memory]) == 0
     assert "\nfits: needs " in capsys.readouterr().out
 
 
