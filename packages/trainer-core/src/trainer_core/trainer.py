@@ -322,7 +322,7 @@ class Trainer:
             average = None if averaged else run.built.average
             with self.synced_weights(), nullcontext() if average is None else average.in_training():
                 if has_adapters(run.built.model):
-                    save_adapters(run, Path(directory), self.processing_class)
+                    save_adapters(run, Path(directory), self.processing_class, overwrite=overwrite)
                 else:
                     run.manager.save_model(directory, overwrite_output_dir=overwrite)
 

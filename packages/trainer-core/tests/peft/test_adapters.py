@@ -99,6 +99,30 @@ def test_adapters_that_are_not_trained_are_exported_too(make: MakeTrainer, tmp_p
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_what_is_trained_beside_the_adapters_is_not_left_out_in_silence(
+    make: MakeTrainer, tmp_path: Path
+) -> None:
+    def with_head() -> PeftModel:
+        model = adapted()
+        model.get_output_embeddings().requires_grad_(True)
+        return model
+
+    trainer = make(with_head)
+    with pytest.raises(ConfigurationError, match=r"lm_head\.weight.*modules_to_save"):
+        trainer.save_model(str(tmp_path / "adapters"))
+    assert not (tmp_path / "adapters").exists()
+
+    def with_copied_head() -> PeftModel:
+        more = {"use_dora": True, "modules_to_save": ["lm_head"], "bias": "all"}
+        return get_peft_model(
+            base(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **more)
+        )
+
+    make(with_copied_head).save_model(str(tmp_path / "all"))
+    names = load_file(tmp_path / "all" / "adapter_model.safetensors")
+    assert any("lm_head" in name for name in names)
+
+
 def test_a_checkpoint_continues_with_its_own_base(make: MakeTrainer) -> None:
     straight = make(max_steps=8, save_steps=4, logging_steps=1)
     straight.train()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -233,17 +235,18 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None)) and callable(getattr(model, "save_pretrained", None))
 
 
-def save_adapters(run: Run, directory: Path, preprocessor: Preprocessor | None) -> None:
+def save_adapters(run: Run, directory: Path, preprocessor: Preprocessor | None, *, overwrite: bool) -> None:
     """Write the adapters of a model as its own `save_pretrained` does, from whole weights; collective.
 
     Args:
         run: Its model has adapters.
         directory: Where to; made if needed.
         preprocessor: The tokenizer or processor.
+        overwrite: Replace adapters that are there.
 
     Raises:
-        ConfigurationError: If ranks hold other parts of the model than can be gathered, or adapters are there
-            already and are not to be overwritten.
+        ConfigurationError: If ranks hold other parts of the model than can be gathered, if adapters are there
+            already and are not to be overwritten, or if more is trained than peft saves.
     """
     args, env, model = run.args, run.ranks.env, cast(Any, run.built.model)
     _check_adapters(run)
@@ -258,7 +261,9 @@ def save_adapters(run: Run, directory: Path, preprocessor: Preprocessor | None) 
     failure: Exception | None = None
     if writes:
         try:
-            _refuse_overwriting(directory, args.overwrite_output_dir)
+            if not overwrite:
+                _refuse_overwriting(directory, model.peft_config)
+            _refuse_left_out(model, whole)
             model.save_pretrained(str(directory), state_dict=whole)
             if preprocessor is not None:
                 preprocessor.save_pretrained(str(directory))
@@ -292,12 +297,28 @@ def _check_adapters(run: Run) -> None:
             )
 
 
-def _refuse_overwriting(directory: Path, allowed: bool) -> None:
-    found = sorted(directory.rglob("adapter_model.*"))
-    if found and not allowed:
+def _refuse_overwriting(directory: Path, adapters: Iterable[str]) -> None:
+    places = [directory if name == "default" else directory / name for name in adapters]
+    for found in (place for place in places if (place / "adapter_config.json").exists()):
         raise ConfigurationError(
             "output_dir",
-            str(directory),
-            f"has adapters already ({found[0].name})",
+            str(found),
+            "has adapters already",
             "choose another directory, or set overwrite_output_dir=True to replace them",
+        )
+
+
+def _refuse_left_out(model: Any, whole: Mapping[str, Tensor]) -> None:
+    """Refuse to export adapters without other weights that were trained beside them."""
+    select = import_module("peft").get_peft_model_state_dict
+    parts = [select(model, state_dict=dict(whole), adapter_name=name) for name in model.peft_config]
+    kept = {tensor.data_ptr() for part in parts for tensor in part.values()}
+    trained = {name for name, value in ModelState(model).tensors().items() if value.requires_grad}
+    left = [name for name in whole if name in trained and whole[name].data_ptr() not in kept]
+    if left:
+        raise ConfigurationError(
+            "model",
+            left[0],
+            "is trained, and peft does not save it with the adapters",
+            "name its module in modules_to_save of the adapters' config, or freeze it; a checkpoint has it",
         )
