@@ -137,6 +137,17 @@ def test_one_of_your_own_is_switched_too(make_trainer) -> None:
     assert_same(copies(trainer.model), record.average)
 
 
+def test_options_change_at_a_resume_where_that_is_allowed(make_trainer) -> None:
+    saving = {**FREE, "save_strategy": "steps", "optim_kwargs": {"r": 1.0}}
+    make_trainer(**{**FREE, "save_strategy": "steps", "max_steps": 4}).train()
+    with pytest.raises(ConfigurationError, match=r"optim_kwargs=\{'r': 1.0\}: was \{\} when"):
+        make_trainer(**saving).train()
+    resumed = make_trainer(**saving, allow_changes=("optim_kwargs",))
+    resumed.train()
+    group = resumed.optimizer.param_groups[0]
+    assert (group["r"], group["k"]) == (1.0, 8), "the count goes on"
+
+
 def test_a_schedule_beside_it_is_refused(make_trainer) -> None:
     for schedule in ("linear", "cosine", "reduce_lr_on_plateau"):
         with pytest.raises(ConfigurationError, match=rf"lr_scheduler_type='{schedule}' changes the learning"):

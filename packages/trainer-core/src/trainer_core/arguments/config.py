@@ -132,7 +132,6 @@ WARNED = frozenset(
         "epoch_train_steps",
         "max_steps",
         "optim",
-        "optim_kwargs",
         "ema_decay",
         "lr_scheduler_type",
         "lr_scheduler_kwargs",

@@ -16,7 +16,7 @@ from . import rules
 from .choices import SCHEDULE_FREE, WITHOUT_WARMUP, check_optimizer, check_schedule, trackers_of
 from .rules import check_types
 
-GUARDED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+GUARDED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_kwargs")
 """Settings that a run that continues keeps, unless `allow_changes` names them."""
 
 _POSITION = "the position in the data has no meaning otherwise, and examples would repeat or be left out"
@@ -112,7 +112,8 @@ class MinimalTrainingArguments:
     false: start anew, which needs a directory without checkpoints or overwrite_output_dir."""
     allow_changes: tuple[str, ...] = ()
     """Settings of the optimizer that may differ from those of the checkpoint that a run continues from:
-    learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon. The new values hold from there on."""
+    learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon, optim_kwargs. The new values hold from
+    there on."""
 
     load_best_model_at_end: bool = False
     """After the last step, put the weights of the best checkpoint into the model; tracks the best one."""
