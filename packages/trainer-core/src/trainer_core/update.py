@@ -15,6 +15,7 @@ from .arguments import TrainingArguments
 from .distributed.clipping import own_part
 from .distributed.transforms import BuiltModel
 from .loss import loss_denominator
+from .model import is_fake
 from .optimization import OptimizerFacade, OptimizerInBackward
 from .precision import LossScaler
 
@@ -111,8 +112,8 @@ class NonFiniteGuard:
         if self._gates:
             self.optimizer.found_inf = self._flag  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif self._in_backward or not self._flag.item():
-            self.optimizer.step()
+        elif self._in_backward or is_fake() or not self._flag.item():
+            self.optimizer.step()  # a dry run has no flag to read
 
     def check(self, global_step: int) -> NonFiniteReport:
         """Look at the device, once: at log, evaluation and save, before anything is written.
