@@ -77,7 +77,7 @@ class TrainingLoop:
         self._sync_control()
         metrics = run.progress.final_metrics()
         history = run.state.log_history
-        if history and "train_runtime" in history[-1] and history[-1]["step"] == run.state.global_step:
+        if history and "train_runtime" in history[-1] and history[-1]["global_step"] == run.state.global_step:
             history.pop()  # of the call before, which has ended at the same step
         self.actions.log({**metrics, "peak_flops": run.flops.peak()})
         run.built.end()
