@@ -469,12 +469,14 @@ def test_the_page_follows_a_run_while_it_trains_and_compares_two(
         narrow.wait("document.querySelectorAll('#events tr').length > 4")
         assert narrow.evaluate("document.documentElement.scrollWidth") <= 400
         narrow.picture(pictures / "watch-two-400.png", whole=True)
-        browser.open(watching.url, dark=True).picture(pictures / "watch-two-dark.png")
-        for each in (page, narrow):
+        dark = browser.open(watching.url, dark=True)
+        dark.wait("document.querySelectorAll('#events tr').length > 4")
+        dark.picture(pictures / "watch-two-dark.png", whole=True)
+        for each in (page, narrow, dark):
             assert each.complaints == []
             assert {url.split("?")[0] for url in each.requests} <= {watching.url, f"{watching.url}news"}
         assert watching.interrupt()[0] == 0
-        page.wait("document.getElementById('live').className == 'bad'")
+        dark.wait("document.getElementById('live').className == 'bad'")
 
 
 def test_a_resume_that_goes_back_and_hostile_texts(browser: Browser, tmp_path: Path) -> None:
