@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,11 @@ from dist_env import (
 )
 
 from ..arguments import DataParallelArguments, TrainingArguments
-from ..data.batch import Batch
 from ..errors import ConfigurationError, DataError, stopped
 from ..model.offload import check_activation_offload
+
+if TYPE_CHECKING:
+    from ..data.loaders import Batch
 
 
 class Ranks:
