@@ -276,6 +276,23 @@ class _TorchdataPosition:
         self._loader.load_state_dict(dict(state))
 
 
+def _sharing(built: BuiltModel, placement: BatchPlacement) -> dict[str, SharingPattern]:
+    """What is equal on all ranks, lies on them in parts, or is each rank's own."""
+    several = built.ranks.several
+    equal = SharingPattern.REPLICATED if several else SharingPattern.GLOBAL
+    parts = SharingPattern.SHARDED if built.is_partial else equal
+    read = SharingPattern.GLOBAL if placement.is_dispatched else SharingPattern.PER_RANK
+    keys = ("scheduler", "grad_scaler", "callbacks", "trainer")
+    return {
+        **dict.fromkeys(keys, equal),
+        "model": parts,
+        TRAINING_WEIGHTS: parts,
+        "optimizer": parts,
+        "dataset": read,
+        "rng": SharingPattern.PER_RANK,
+    }
+
+
 class RunComponents:
     """Tells the checkpoint manager what there is to save; nothing is discovered."""
 
@@ -294,7 +311,6 @@ class RunComponents:
     ) -> None:
         self._further = further
         self._built = built
-        self._placement = placement
         self.progress = progress
         self._optimizer = optimizer
         self._rest: dict[str, object | None] = {
@@ -303,6 +319,7 @@ class RunComponents:
             "callbacks": callbacks,
         }
         self._dataset = dataset
+        self._sharing = _sharing(built, placement)
 
     def get_state_components(self) -> Sequence[StateComponent]:
         """The components of the run, as far as they exist."""
@@ -318,16 +335,15 @@ class RunComponents:
             data = self._dataset
             parts["dataset"] = _TorchdataPosition(data) if is_torchdata(data) else data
         parts["rng"] = _Generators(self.progress)
-        sharing = self._sharing()
         components = [
             StateComponent(
                 key=key,
                 stateful=cast(Stateful, part),
-                sharing_pattern=sharing[key],
+                sharing_pattern=self._sharing[key],
                 required=key == "model",
                 # The trainer's own holds times, which each rank measures for itself.
                 validate_replication=key in ("model", TRAINING_WEIGHTS, "optimizer")
-                and sharing[key] in _COPIES,
+                and self._sharing[key] in _COPIES,
             )
             for key, part in parts.items()
         ]
@@ -336,22 +352,6 @@ class RunComponents:
     def get_process_groups(self) -> dict[str, Any]:
         """None: no component is shared by a named group."""
         return {}
-
-    def _sharing(self) -> dict[str, SharingPattern]:
-        """What is equal on all ranks, lies on them in parts, or is each rank's own."""
-        several = self._built.ranks.several
-        equal = SharingPattern.REPLICATED if several else SharingPattern.GLOBAL
-        parts = SharingPattern.SHARDED if self._built.is_partial else equal
-        read = SharingPattern.GLOBAL if self._placement.is_dispatched else SharingPattern.PER_RANK
-        keys = ("scheduler", "grad_scaler", "callbacks", "trainer")
-        return {
-            **dict.fromkeys(keys, equal),
-            "model": parts,
-            TRAINING_WEIGHTS: parts,
-            "optimizer": parts,
-            "dataset": read,
-            "rng": SharingPattern.PER_RANK,
-        }
 
 
 Options = dict[str, object]

@@ -64,12 +64,12 @@ class Ranks:
         """Number of ranks that work on different data."""
         return self.layout.data_count
 
-    @property
+    @cached_property
     def counts_tokens(self) -> bool:
         """Whether what this rank counts of its data is added up; of ranks with the same data, one does."""
         return self.layout.counts_tokens(self.env.rank)
 
-    @property
+    @cached_property
     def several(self) -> bool:
         """Whether there is more than one rank."""
         return self.env.world_size > 1
