@@ -19,7 +19,7 @@ _READABLE = (3, 4)
 
 
 def position_state(counts: Mapping[str, object], identity: Mapping[str, object]) -> dict[str, object]:
-    """A position to save, of plain numbers and strings, with the data and settings that it has a meaning for."""
+    """A position to save, of plain numbers and strings, and the data and settings it has a meaning for."""
     return {"version": VERSION, **counts, **identity}
 
 
