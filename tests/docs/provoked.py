@@ -22,11 +22,11 @@ from checkpoint_core import (
     StateComponent,
     load_model_weights,
 )
-from checkpoint_core.directory.commit import check_space
+from checkpoint_core.background import StagingBuffer
+from checkpoint_core.directory import check_space
 from checkpoint_core.errors import describe_error
-from checkpoint_core.staging import StagingBuffer
 from dataloader_dispatch import DocumentStream, StreamLoader
-from dataloader_dispatch.synchronized.epoch_start import same_first_batches
+from dataloader_dispatch.synchronized.epoch import same_first_batches
 from dist_env import (
     DistributedEnvironment,
     RankStatus,

@@ -19,8 +19,8 @@ from checkpoint_core import (
     find_latest_checkpoint,
     load_model_weights,
 )
-from checkpoint_core.directory.manifest import _digest, read_manifest, verify_checkpoint
-from checkpoint_core.storage.files import checksum_file
+from checkpoint_core.files import checksum_file
+from checkpoint_core.manifest import _digest, read_manifest, verify_checkpoint
 
 FILES = [
     "eval_metrics.json",

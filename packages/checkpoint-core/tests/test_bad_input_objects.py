@@ -21,7 +21,7 @@ from checkpoint_core import (
     SharingPattern,
     StateComponent,
 )
-from checkpoint_core.directory.manifest import verify_checkpoint
+from checkpoint_core.manifest import verify_checkpoint
 
 P = SharingPattern
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from checkpoint_core import CheckpointConfig, CheckpointManager, SharingPattern, StateComponent
-from checkpoint_core.directory.manifest import verify_checkpoint
+from checkpoint_core.manifest import verify_checkpoint
 
 Worked = subprocess.CompletedProcess[str]
 TIMEOUT = 4.0

@@ -24,9 +24,9 @@ from checkpoint_core import (
     StaticStatefulProvider,
 )
 from checkpoint_core.config import lower_is_better
-from checkpoint_core.directory.manifest import Manifest, read_manifest
-from checkpoint_core.directory.retention import best_checkpoints, best_summary, rotate
-from checkpoint_core.storage.files import FileRecord
+from checkpoint_core.files import FileRecord
+from checkpoint_core.manifest import Manifest, read_manifest
+from checkpoint_core.selection import best_checkpoints, best_summary, rotate
 from dist_env import StaticDistributedEnvironment
 
 LOSS = "eval_loss"

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -14,13 +15,13 @@ import pytest
 
 from checkpoint_core import DirectoryLease
 from checkpoint_core.cli import main, make_parser, parse_size
-from checkpoint_core.cli.console import table_lines
-from checkpoint_core.directory.commit import create_staging, discard
+from checkpoint_core.cli.checkpoints import table_lines
+from checkpoint_core.directory import create_staging, discard
 
 STAGE_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
-from checkpoint_core.directory.commit import create_staging
+from checkpoint_core.directory import create_staging
 staging = create_staging(Path(sys.argv[1]), 7)
 (staging / "model.safetensors").write_bytes(bytes(500))
 aside = staging.name.replace(".tmp-checkpoint-7-", ".old-checkpoint-3-")
@@ -110,24 +111,13 @@ def test_show_reads_headers_only(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert ["model", "0.weight", "float32", "[8,", "6]", "192"] in [
         line.split() for line in text.splitlines()
     ]
-    assert main(["show", str(checkpoint), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["step"], document["world_size"], document["metrics"]["eval_loss"]) == (6, 1, 4.0)
-    assert {"checkpoint-core", "torch"} <= set(document["versions"])
-    components = {component["component"]: component for component in document["components"]}
-    assert list(components) == ["model", "optimizer", "scheduler", "trainer", "rng"]
-    assert components["rng"]["label"] == "rng rank 0"
-    weight = next(t for t in components["model"]["tensors"] if t["name"] == "0.weight")
-    assert weight == {
-        "name": "0.weight",
-        "dtype": "float32",
-        "shape": [8, 6],
-        "bytes": 192,
-        "file": "model.safetensors",
-    }
-    names = {t["name"] for t in components["model"]["tensors"]}
-    assert {"2.running_mean", "2.num_batches_tracked", "3.bias"} <= names
-    assert [f["name"] for f in document["other_files"]] == ["eval_metrics.json"]
+    assert re.search(r"^step +6$", text, re.M)
+    assert re.search(r"^metrics +eval_loss 4, eval_accuracy -4$", text, re.M)
+    assert re.search(r"^versions +checkpoint-core .*torch ", text, re.M)
+    for component in ("model", "optimizer", "scheduler", "trainer", "rng rank 0", "(eval_metrics.json)"):
+        assert lines(text, component)
+    for name in ("2.running_mean", "2.num_batches_tracked", "3.bias"):
+        assert re.search(rf"^model +{re.escape(name)} ", text, re.M)
 
     # What show prints does not hang on the values, which it has not read.
     flip(checkpoint / "model.safetensors")

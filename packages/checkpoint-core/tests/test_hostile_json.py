@@ -29,10 +29,10 @@ from checkpoint_core import (
     load_model_weights,
 )
 from checkpoint_core.cli import main
-from checkpoint_core.directory.manifest import _digest, read_manifest
-from checkpoint_core.state.restore import StoredState, decode
-from checkpoint_core.storage.files import MAX_NESTING, checksum_file, read_json
-from checkpoint_core.storage.tensor_files import read_layout
+from checkpoint_core.files import MAX_NESTING, checksum_file, read_json
+from checkpoint_core.loading import StoredState, decode
+from checkpoint_core.manifest import _digest, read_manifest
+from checkpoint_core.tensor_files import read_layout
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 COUNT = 15
@@ -181,7 +181,6 @@ def use(checkpoint: Path, objects: Objects, capsys: pytest.CaptureFixture[str]) 
     for command in (
         ["ls", checkpoint.parent],
         ["show", checkpoint],
-        ["show", checkpoint, "--json"],
         ["verify", checkpoint],
         ["diff", checkpoint, checkpoint.parent / "checkpoint-1"],
         ["export", checkpoint, out, "--dtype", "bf16"],

@@ -22,7 +22,7 @@ from checkpoint_core import (
     find_latest_checkpoint,
     load_model_weights,
 )
-from checkpoint_core.directory.manifest import verify_checkpoint
+from checkpoint_core.manifest import verify_checkpoint
 from dist_env import StaticDistributedEnvironment
 
 
@@ -427,7 +427,7 @@ def test_metrics_are_checked(job, tmp_path: Path) -> None:
 
 
 def test_newer_schema_and_escaping_manifest(job, tmp_path: Path) -> None:
-    from checkpoint_core.directory.manifest import _digest
+    from checkpoint_core.manifest import _digest
 
     path = job().manager.save_checkpoint(1)
     original = json.loads((path / "manifest.json").read_text())

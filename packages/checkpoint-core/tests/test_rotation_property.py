@@ -27,7 +27,7 @@ from checkpoint_core import (
     StaticStatefulProvider,
     find_latest_checkpoint,
 )
-from checkpoint_core.directory.commit import checkpoint_directories
+from checkpoint_core.directory import checkpoint_directories
 from dist_env import StaticDistributedEnvironment
 
 EXAMPLES = 6

@@ -18,7 +18,7 @@ from checkpoint_core import (
     SharingPattern,
     StateComponent,
 )
-from checkpoint_core.wrapping import wrap_state
+from checkpoint_core.components import wrap_state
 
 
 def made(seed: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from checkpoint_core import (
     StaticStatefulProvider,
     agreement,
 )
-from checkpoint_core.directory.manifest import verify_checkpoint
+from checkpoint_core.manifest import verify_checkpoint
 from dist_env import StaticDistributedEnvironment
 
 Worked = subprocess.CompletedProcess[str]

@@ -22,8 +22,7 @@ import torch
 from llama_pretrain.bench import baselines
 from llama_pretrain.bench.baselines import BASELINES, Baseline, chosen, torch_loop
 from llama_pretrain.bench.command import run_rounds
-from llama_pretrain.bench.published import published
-from llama_pretrain.bench.summary import agreement, summarise
+from llama_pretrain.bench.summary import agreement, published, summarise
 from llama_pretrain.bench.trial import PeakMemory, StepClock, Trial, Window, run_trial
 from llama_pretrain.cli import main
 from llama_pretrain.commands.arguments import BenchArguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from llama_pretrain.output import text_plot, wrapped
+from llama_pretrain.console import text_plot, wrapped
 
 
 def test_a_curve_goes_from_corner_to_corner_and_has_its_points_on_it() -> None:

@@ -9,9 +9,9 @@ from typing import TypedDict, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from checkpoint_core.encoding import EncodedState
 from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError, describe_error
-from checkpoint_core.state.encoding import EncodedState
-from checkpoint_core.storage.tensor_files import DTYPE_CODES, DTYPES
+from checkpoint_core.tensor_files import DTYPE_CODES, DTYPES
 from dist_env import ControlGroup, DistributedEnvInterface, RankFailedError, RankTimeoutError, barrier
 
 _CHUNK_BYTES = 64 * 1024 * 1024
@@ -188,32 +188,34 @@ class RankAgreement:
         """
         return cast(_T, self.run(phase, action if self.is_leader else lambda: None)[self.leader])
 
-    def share(self, phase: str, encoded: EncodedState | None) -> EncodedState:
-        """Hand encoded state from rank 0 to every rank. Collective.
+    def share(self, phase: str, states: Sequence[EncodedState]) -> Sequence[EncodedState]:
+        """Hand encoded states from rank 0 to every rank. Collective.
 
         Args:
             phase: What is shared, for messages.
-            encoded: The state; only rank 0's is used.
+            states: The states; only rank 0's are used.
 
         Returns:
-            Rank 0's state, with CPU tensors.
+            Rank 0's states, with CPU tensors.
 
         Raises:
             CheckpointError: A rank failed or did not arrive within the timeout.
         """
-        if encoded is None:
-            encoded = EncodedState(None)
-        if self.world_size == 1:
-            return encoded
-        source = encoded
-        document = self.run_on_main(phase, lambda: source.document)
-        layout = self.run_on_main(phase, lambda: _layout(source.tensors))
-        tensors: dict[str, torch.Tensor] = {}
-        # A rank without memory for it would otherwise leave the others waiting in the broadcast.
-        self.run(phase, lambda: tensors.update(source.tensors if self.rank == 0 else _allocate(layout)))
-        for batch in _batches([tensors[name] for name in sorted(tensors)]):
+        outlines = self.run_on_main(
+            phase, lambda: [(each.document, _layout(each.tensors)) for each in states]
+        )
+        received: list[EncodedState] = []
+
+        def take() -> None:
+            empty = [EncodedState(document, _allocate(layout)) for document, layout in outlines if self.rank]
+            received.extend(empty if self.rank else states)
+
+        # Together: a rank without memory for it would otherwise leave the others waiting in the broadcast.
+        self.run(phase, take)
+        tensors = [each.tensors[name] for each in received for name in sorted(each.tensors)]
+        for batch in _batches(tensors):
             self._broadcast_batch(phase, batch)
-        return EncodedState(document, tensors)
+        return received
 
     def _broadcast_batch(self, phase: str, tensors: Sequence[torch.Tensor]) -> None:
         """Broadcast contiguous CPU tensors from rank 0 in one message; a message each takes a millisecond."""

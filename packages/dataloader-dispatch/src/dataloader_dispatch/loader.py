@@ -14,14 +14,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 from dataloader_dispatch.document_stream import DocumentStream
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.order import ShuffledIndex
-from dataloader_dispatch.settings import (
-    below,
-    check_epoch,
-    check_workers,
-    position_state,
-    positive_batch_size,
-    saved_counts,
-)
+from dataloader_dispatch.rows import position_state, saved_counts
+from dataloader_dispatch.settings import below, check_epoch, check_workers, positive_batch_size
 from dist_env import get_logger, tie_loader_workers
 
 Item_co = TypeVar("Item_co", covariant=True)

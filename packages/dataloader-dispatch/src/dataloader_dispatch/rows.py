@@ -11,7 +11,58 @@ import torch
 
 from dataloader_dispatch.documents import Piece
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.settings import check_epoch, is_count, position_state, saved_counts
+from dataloader_dispatch.settings import check_epoch, is_count
+
+VERSION = 4
+_READABLE = (3, 4)
+"""Version 3 has places of three numbers and another fingerprint of encoders; see `DocumentStream`."""
+
+
+def position_state(counts: Mapping[str, object], identity: Mapping[str, object]) -> dict[str, object]:
+    """A position to save, of plain numbers and strings, and the data and settings it has a meaning for."""
+    return {"version": VERSION, **counts, **identity}
+
+
+def saved_counts(
+    state: Mapping[str, object], names: tuple[str, ...], identity: Mapping[str, object]
+) -> list[int]:
+    """The named counts of a saved position, after checking that it belongs to the data at hand.
+
+    Raises:
+        DataError: The state is of another version, other data or other settings, or not a state at all.
+    """
+    if not isinstance(state, Mapping):
+        raise DataError(
+            f"data position: expected what state_dict() returned, got a {type(state).__name__}. The state "
+            "is damaged, or a list of states is needed."
+        )
+    version = state.get("version")
+    if not any(_same(version, readable) for readable in _READABLE):
+        raise DataError(
+            f"data position: version {version!r} cannot be read, because this release reads {_READABLE}."
+        )
+    for name, ours in identity.items():
+        theirs = state.get(name)
+        if name not in state or not _same(theirs, ours):
+            raise DataError(
+                f"data position: it was saved with {name}={theirs!r}, but the data at hand have "
+                f"{name}={ours!r}, and a position has a meaning only for the same data and settings. "
+                "Restore them, or start the data from the beginning by not loading the position."
+            )
+    return [_count(state, name) for name in names]
+
+
+def _same(theirs: object, ours: object) -> bool:
+    # The types first: a tensor has no single truth value.
+    return type(theirs) is type(ours) and theirs == ours
+
+
+def _count(state: Mapping[str, object], name: str) -> int:
+    value = state.get(name)
+    if not is_count(value):
+        raise DataError(f"data position: {name}={value!r} is not a count, so the state is damaged.")
+    return int(str(value))
+
 
 IGNORED_LABEL = -100
 """The label that losses leave out: ``ignore_index`` of `torch.nn.functional.cross_entropy`."""

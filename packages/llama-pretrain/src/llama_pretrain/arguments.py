@@ -19,7 +19,7 @@ from trainer_ddp import (
 from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments  # noqa: F401
 from trainer_pipeline import PipelineArguments, PipelineTrainingArguments  # noqa: F401
 
-from .exit_codes import PROG
+from .console import PROG
 from .mesh import check_mesh, parse_mesh
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NoReturn
 
-from .exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG, exit_code_of, is_of_another_rank
+from .console import EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG, exit_code_of, is_of_another_rank
 from .launch import has_launched, is_launched, is_reporting, launch, leave_exit_code, report_end
 
 if TYPE_CHECKING:

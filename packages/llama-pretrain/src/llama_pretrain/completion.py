@@ -13,7 +13,7 @@ from trainer_core import ConfigurationError, suggest
 from .cli import COMMANDS, parser_of
 from .commands.arguments import CompletionArguments
 from .config_files import recipe_names
-from .exit_codes import PROG
+from .console import PROG
 
 _PATHS = (
     "config",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer_core import ConfigurationError, load_config_file, suggest
 
-from .exit_codes import PROG
+from .console import PROG
 
 _RECIPES, _SUFFIX = files("llama_pretrain") / "recipes", ".yaml"
 

@@ -16,11 +16,10 @@ from trainer_fsdp2 import FSDP2Trainer
 from trainer_pipeline import PipelineTrainer
 
 from .arguments import PretrainArguments
+from .console import LOGS_NAME
 from .data import evaluation_loader, open_data, split_data, training_loader
 from .model.config import CONFIG_FILE, LlamaConfig, preset
-from .model.interchange import has_weights
-from .model.llama import Llama
-from .output import LOGS_NAME
+from .model.llama import Llama, has_weights
 from .tokenizer import Tokenizer, load_tokenizer
 
 TRAINERS: Mapping[str, type[Trainer]] = {

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar, Literal
 
-from .exit_codes import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER_ERROR, PROG
+from .console import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER_ERROR, PROG
 
 EXIT_CODES_VARIABLE = "LLAMA_PRETRAIN_EXIT_CODES"
 """Names a folder in which each rank leaves its exit code, for a script whose launcher does not tell it:

@@ -27,9 +27,8 @@ from trainer_core import (
 )
 
 from .arguments import GROUP_NAMES, PretrainArguments
-from .exit_codes import PROG
+from .console import CONFIG_NAME, LOGS_NAME, PROG, SESSIONS_NAME
 from .mesh import names_said_by_mesh
-from .output import CONFIG_NAME, LOGS_NAME, SESSIONS_NAME
 from .settings import follow_mesh
 
 

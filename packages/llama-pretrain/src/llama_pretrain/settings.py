@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, Union, cast, get_args, get_origin, g
 
 from trainer_core import ConfigurationError, arguments_from_dict, field_docs, suggest
 
-from .exit_codes import PROG
+from .console import PROG
 from .mesh import MOVED, parse_mesh, said_before, trainer_for
 
 if TYPE_CHECKING:

@@ -24,11 +24,10 @@ from dist_env import (
 from trainer_core import ConfigurationError, Trainer, TrainerState
 
 from .arguments import PretrainArguments, check_processes, launch_command
-from .exit_codes import PROG, BrokenRunError
+from .console import CONFIG_NAME, PROG, BrokenRunError, printable, text_plot, wrapped
 from .experiment import Experiment, build_trainer, prepare
 from .launch import report_ownership
 from .model.llama import Llama, generate
-from .output import CONFIG_NAME, printable, text_plot, wrapped
 from .run_directory import RunDirectory, describe_session, now_text, refuse_if_in_use
 from .tokenizer import Tokenizer, unit_of
 

@@ -14,19 +14,14 @@ from dist_env import ParallelLayout, get_logger
 from perf_metrics import ThroughputMeter
 
 from .arguments import TrainingArguments
-from .checkpoint.checkpointing import build_manager
-from .checkpoint.hyperparameters import Hyperparameters
-from .checkpoint.output_dir import OutputLease
-from .checkpoint.run_state import CallbackStates, RunComponents, RunProgress, ScheduleState
+from .checkpointing import OutputLease, build_manager
 from .data.loaders import EvaluationSets, evaluation_sets, train_loader
 from .distributed.build import build_model, compile_built, make_loss
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel, ModelTransform
-from .events import CallbackHandler
 from .inputs import TrainerInputs
 from .loss import TokenLoss
-from .metrics.log_window import MetricAccumulator
-from .metrics.throughput import FlopsAccount, RunSpeed
+from .metrics.log_window import FlopsAccount, MetricAccumulator, RunSpeed
 from .model import RecompileCounter
 from .optimization import (
     NamedParameters,
@@ -40,7 +35,8 @@ from .optimization import (
 from .periodic import say_length, set_length
 from .precision import build_scaler
 from .run import GarbagePolicy, Run
-from .state import TrainerState
+from .run_state import CallbackStates, Hyperparameters, RunComponents, RunProgress, ScheduleState
+from .state import CallbackHandler, TrainerState
 from .update import build_update
 
 

@@ -15,15 +15,15 @@ from dist_env import StaticDistributedEnvironment
 
 from .arguments import TrainingArguments
 from .build import build_model_and_loss, build_optimizer_of, build_scheduler, samples_per_step
-from .data.batch import Batch, Window, next_window, row_length
-from .data.loaders import train_loader
-from .distributed.clipping import own_part
+from .data.loaders import Batch, Window, next_window, row_length, train_loader
+from .distributed.executor import own_part
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel, ModelTransform
 from .errors import ConfigurationError, DataError
 from .inputs import TrainerInputs
 from .loss import TokenLoss
 from .metrics.comm_bytes import Collective, CollectiveWatch
+from .metrics.log_window import FlopsAccount
 from .metrics.memory import (
     ACTIVATIONS,
     GATHERED,
@@ -33,7 +33,6 @@ from .metrics.memory import (
     RankMemory,
     attention_of_gpus,
 )
-from .metrics.throughput import FlopsAccount
 from .model import fake_tensors, ordinary_tensors, run_settings
 from .optimization import average_weights
 from .periodic import set_length

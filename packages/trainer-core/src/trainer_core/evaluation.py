@@ -11,8 +11,7 @@ from torch import Tensor
 
 from dataloader_dispatch import end_workers
 
-from .data.batch import Batch, labels_of, with_targets
-from .data.loaders import prefix_of
+from .data.loaders import Batch, labels_of, prefix_of, with_targets
 from .errors import DataError
 from .model.run_settings import inference_mode_guard
 from .run import Run

@@ -26,10 +26,10 @@ from .arguments import TrainingArguments
 from .data.loaders import Collator, EvalMetric, names_of_sets, result_names
 from .distributed.transforms import ModelTransform
 from .errors import ConfigurationError
-from .events import callback_name
 from .loss import FusedLossFactory, TokenLoss, check_loss, check_takes_targets
 from .model import ModelInit, ModelSource, RecomputeFn, check_recompute_fn
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory, schedule_free_class
+from .state import callback_name
 
 _OF_OPTIMIZER = (
     "optim",

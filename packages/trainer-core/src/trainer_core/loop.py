@@ -12,8 +12,7 @@ from dataloader_dispatch import end_workers, set_loader_epoch
 from dist_env import gather_objects, get_logger
 
 from .callbacks import InfoCallback
-from .data.batch import Batch, Window, next_window
-from .data.loaders import epoch_of, is_torchdata, keeps_position, leave_epoch
+from .data.loaders import Batch, Window, epoch_of, is_torchdata, keeps_position, leave_epoch, next_window
 from .errors import DataError
 from .loss import loss_denominator
 from .periodic import Actions, StopRequests

@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from dist_env import get_logger
 
 from .arguments import MinimalTrainingArguments
-from .checkpoint.checkpointing import load_best, note_best
+from .checkpointing import load_best, note_best
 from .data.loaders import EvaluationSets, prefix_of
 from .errors import ConfigurationError, DataError
 from .evaluation import evaluate

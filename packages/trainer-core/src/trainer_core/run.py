@@ -18,21 +18,18 @@ from perf_metrics import ThroughputMeter, exclude_compilation
 
 from .arguments import TrainingArguments
 from .callbacks import dump_on_oom
-from .checkpoint.output_dir import OutputLease
-from .checkpoint.run_state import RunProgress, ScheduleState
 from .data.loaders import EvalMetric, EvaluationSets, epoch_of, epoch_progress_of
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel
-from .events import CallbackHandler
 from .loss import TokenLoss
-from .metrics.log_window import MetricAccumulator
-from .metrics.throughput import FlopsAccount, RunSpeed
+from .metrics.log_window import FlopsAccount, MetricAccumulator, RunSpeed
 from .model import RecompileCounter, run_settings
-from .state import TrainerState
+from .run_state import RunProgress, ScheduleState
+from .state import CallbackHandler, TrainerState
 from .update import Update
 
 if TYPE_CHECKING:
-    from .arguments import TrainingArguments
+    from .checkpointing import OutputLease
 
 _GROWTH = 0.05
 """Share of the device's memory by which reserved memory must grow again before the cache is emptied again."""

@@ -23,7 +23,8 @@ from .arguments.training import warn_unused_settings
 from .build import assemble, seed_everything
 from .callbacks import InfoCallback
 from .callbacks.trackers import refuse_second_tracker, trackers_by_name
-from .checkpoint.checkpointing import (
+from .checkpointing import (
+    OutputLease,
     checkpoint_to_resume,
     has_adapters,
     load,
@@ -32,14 +33,12 @@ from .checkpoint.checkpointing import (
     resume,
     save_adapters,
 )
-from .checkpoint.output_dir import OutputLease
 from .data.loaders import Collator, EvalMetric, check_data, evaluation_sets, loaders_of, names_of_sets
 from .distributed.build import layout_of, transforms_for
 from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, check_several
 from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
 from .errors import ConfigurationError, DataError
-from .events import CallbackHandler
 from .inputs import (
     OptimizerClass,
     TrainerInputs,
@@ -57,7 +56,7 @@ from .model.run_settings import inference_mode_guard
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .periodic import EXIT_RESUMABLE, Actions, StopRequests
 from .run import Run, training_switches
-from .state import StopCause, TrainerControl, TrainOutput, fresh_state
+from .state import CallbackHandler, StopCause, TrainerControl, TrainOutput, fresh_state
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from dist_env import get_logger
 
 from .arguments import TrainingArguments
-from .distributed.clipping import own_part
+from .distributed.executor import own_part
 from .distributed.transforms import BuiltModel
 from .loss import loss_denominator
 from .model import is_fake

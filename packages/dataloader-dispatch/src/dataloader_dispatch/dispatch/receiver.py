@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 
 from dataloader_dispatch.batches import Slot, is_immutable, put_together
-from dataloader_dispatch.connection import BatchCodec, Connection, run_finalizer
-from dataloader_dispatch.dispatch.message import (
+from dataloader_dispatch.connection import (
     ACKNOWLEDGE_TAG,
     ALIGNMENT,
     DATA_TAG,
     FIRST_CAPACITY,
     HEADER_BYTES,
     U32,
+    BatchCodec,
+    Connection,
     Kind,
     Layout,
     MessageHeader,
@@ -28,6 +29,7 @@ from dataloader_dispatch.dispatch.message import (
     decode_error,
     decode_specs,
     memory_of,
+    run_finalizer,
 )
 from dataloader_dispatch.dispatch.reader import Position, outdated
 from dataloader_dispatch.errors import DataError

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dataloader_dispatch.connection import BatchCodec, Connection
-from dataloader_dispatch.dispatch.message import (
+from dataloader_dispatch.connection import (
     ACKNOWLEDGE_TAG,
     DATA_TAG,
     FIRST_CAPACITY,
     HEADER_BYTES,
+    BatchCodec,
+    Connection,
     Kind,
     Layout,
     MessageHeader,

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from dataloader_dispatch.batches import dense_to_device
-from dataloader_dispatch.connection import one_line, run_finalizer
-from dataloader_dispatch.dispatch.message import encode_error, note_origin
+from dataloader_dispatch.connection import encode_error, note_origin, one_line, run_finalizer
 from dataloader_dispatch.dispatch.reader import Position, Reader, Round, Snapshot, outdated
 from dataloader_dispatch.dispatch.sender import LostRank, Outbox
 from dist_env import ControlGroup, RankFailedError, RankTimeoutError

@@ -14,9 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from dataloader_dispatch.batches import Uneven, masked_dummy, to_device
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import PassGenerator, end_workers, length_of, set_loader_epoch
-from dataloader_dispatch.synchronized.epoch import Epoch, Place, Settings
-from dataloader_dispatch.synchronized.epoch_start import common_length
-from dataloader_dispatch.synchronized.exchange import Exchange
+from dataloader_dispatch.synchronized.epoch import Epoch, Exchange, Place, Settings, common_length
 from dist_env import get_logger, tie_loader_workers
 
 Batch = TypeVar("Batch")

@@ -25,8 +25,7 @@ from trainer_core import arguments_from_dict
 
 from ..commands.arguments import LOG_EVERY, BenchArguments
 from ..model.config import preset_or_load
-from .baselines import BASELINES
-from .work import Work
+from .baselines import BASELINES, Work
 
 _CPU_INFO = Path("/proc/cpuinfo")
 

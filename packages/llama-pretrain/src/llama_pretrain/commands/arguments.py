@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments
 
-from ..exit_codes import PROG
+from ..console import PROG
 from ..mesh import parse_mesh
 from ..settings import Parser, add_field_options
 

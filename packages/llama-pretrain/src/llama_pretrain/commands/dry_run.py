@@ -8,10 +8,9 @@ from dist_env import fake_job
 from trainer_core import ConfigurationError, DryRun
 
 from ..arguments import PretrainArguments, launch_command
-from ..exit_codes import PROG
+from ..console import PROG, table
 from ..experiment import build_trainer, prepare
 from ..mesh import parse_mesh
-from ..output import table
 from ..run_directory import RunDirectory
 
 _MIB = 2**20

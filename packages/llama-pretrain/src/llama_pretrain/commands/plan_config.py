@@ -13,10 +13,10 @@ from trainer_core import ConfigurationError, Plan, plan
 from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, recommend
 
 from ..arguments import PretrainArguments, settings_of
+from ..console import check_writable
 from ..experiment import TRAINERS, model_config
 from ..mesh import parse_mesh
 from ..model.llama import Llama
-from ..output import check_writable
 from ..settings import resolve
 from ..tokenizer import load_tokenizer
 from .arguments import PlanArguments

@@ -17,9 +17,8 @@ from perf_metrics import format_value, load_logs, plot_logs, summarize_log
 from trainer_core import ConfigurationError
 
 from ..arguments import PretrainArguments
-from ..model.interchange import load_pretrained
-from ..model.llama import generate
-from ..output import check_writable
+from ..console import check_writable
+from ..model.llama import generate, load_pretrained
 from ..run_directory import RunDirectory, read_sessions, settings_by_name
 from ..tokenizer import load_tokenizer
 from ..train import SAMPLE_TEMPERATURE

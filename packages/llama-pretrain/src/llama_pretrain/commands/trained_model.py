@@ -14,13 +14,11 @@ from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments
 
 from ..arguments import PretrainArguments, settings_of
+from ..console import PROG, printable
 from ..data import evaluation_loader, open_data
-from ..exit_codes import PROG
 from ..experiment import prepare
 from ..model.config import CONFIG_FILE, LlamaConfig
-from ..model.interchange import dtype_names, has_weights, load_pretrained, save_pretrained
-from ..model.llama import generate
-from ..output import printable
+from ..model.llama import dtype_names, generate, has_weights, load_pretrained, save_pretrained
 from ..run_directory import RunDirectory
 from ..tokenizer import Tokenizer, has_tokenizer, load_tokenizer, unit_of
 from .arguments import EvalArguments, ExportArguments, GenerateArguments, ImportArguments, ResultArguments

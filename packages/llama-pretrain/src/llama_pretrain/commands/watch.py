@@ -36,7 +36,7 @@ import yaml
 from checkpoint_core import find_lease_holder
 from trainer_core import ConfigurationError
 
-from ..output import CONFIG_NAME, LOGS_NAME, SESSIONS_NAME
+from ..console import CONFIG_NAME, LOGS_NAME, SESSIONS_NAME
 from .arguments import WatchArguments
 
 Values: TypeAlias = dict[str, object]

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,11 @@ from dist_env import (
 )
 
 from ..arguments import DataParallelArguments, TrainingArguments
-from ..data.batch import Batch
 from ..errors import ConfigurationError, DataError, stopped
 from ..model.offload import check_activation_offload
+
+if TYPE_CHECKING:
+    from ..data.loaders import Batch
 
 
 class Ranks:
@@ -62,12 +64,12 @@ class Ranks:
         """Number of ranks that work on different data."""
         return self.layout.data_count
 
-    @property
+    @cached_property
     def counts_tokens(self) -> bool:
         """Whether what this rank counts of its data is added up; of ranks with the same data, one does."""
         return self.layout.counts_tokens(self.env.rank)
 
-    @property
+    @cached_property
     def several(self) -> bool:
         """Whether there is more than one rank."""
         return self.env.world_size > 1

@@ -22,8 +22,7 @@ from ..arguments import TrainingArguments
 from ..errors import ConfigurationError
 from ..generation import generators_of_rank_0, logits_of_one_rank
 from ..metrics.comm_bytes import CommBytes
-from .clipping import clip_grad_norm_, own_part
-from .executor import EagerExecutor, Executor, GradSync
+from .executor import EagerExecutor, Executor, GradSync, clip_grad_norm_, own_part
 from .ranks import Ranks
 
 if TYPE_CHECKING:

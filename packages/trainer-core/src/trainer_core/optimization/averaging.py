@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from checkpoint_core import ModelState
 
 from ..arguments import TrainingArguments
-from ..distributed.clipping import own_part
+from ..distributed.executor import own_part
 from ..distributed.transforms import BuiltModel, StepHooks
 from ..errors import ConfigurationError
 from .optimizers import OptimizerFacade

@@ -16,7 +16,7 @@ from torch.optim import Muon
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from ..arguments import MinimalTrainingArguments
-from ..distributed.clipping import own_part
+from ..distributed.executor import own_part
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import AdamW, Optimizer
 
 from ..arguments import MinimalTrainingArguments
-from ..distributed.clipping import own_part
+from ..distributed.executor import own_part
 from ..errors import ConfigurationError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from trainer_core.distributed.clipping import clip_grad_norm_
+from trainer_core.distributed.executor import clip_grad_norm_
 
 MAX_NORM = 0.5
 FOLDER, RANK, WORLD = Path(os.environ["FOLDER"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

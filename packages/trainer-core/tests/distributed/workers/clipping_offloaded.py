@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from trainer_core.distributed.clipping import clip_grad_norm_
+from trainer_core.distributed.executor import clip_grad_norm_
 
 FOLDER, RANK = Path(os.environ["FOLDER"]), int(os.environ["RANK"])
 

@@ -16,9 +16,9 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint_core.directory.manifest import MANIFEST_NAME, read_manifest
 from checkpoint_core.errors import CheckpointError, free_bytes
-from checkpoint_core.storage.files import sync_file
+from checkpoint_core.files import sync_file
+from checkpoint_core.manifest import MANIFEST_NAME, read_manifest
 
 STAGING = "tmp"
 """A checkpoint being written."""

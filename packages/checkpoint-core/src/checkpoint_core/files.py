@@ -9,13 +9,15 @@ reads the file back. The polynomial and bit order are those of RFC 3720 (iSCSI),
 import json
 import math
 import os
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from itertools import pairwise
 from operator import xor
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from crc32c import crc32c
 
@@ -175,7 +177,7 @@ def write_at(
         rest = rest[count:]
 
 
-def write_bytes(path: Path, data: bytes) -> FileRecord:
+def write_bytes(path: Path, data: bytes) -> int:
     """Write a small file durably.
 
     Args:
@@ -183,7 +185,7 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
         data: Its content.
 
     Returns:
-        Size and checksum.
+        Its CRC-32C.
     """
     digest = PartialDigest()
     descriptor = create_file(path)
@@ -192,7 +194,7 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
         sync_descriptor(descriptor, path)
     finally:
         os.close(descriptor)
-    return FileRecord(len(data), combine([digest.share(len(data))]))
+    return digest.share(len(data))
 
 
 def read_json(path: Path) -> object:
@@ -340,3 +342,92 @@ def sync_directories(root: Path) -> None:
         if path.is_dir():
             sync_file(path)
     sync_file(root)
+
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class InterruptSafeEvent:
+    """A ``threading.Event`` that is set once, and that Ctrl-C leaves intact at any point of waiting.
+
+    An interrupt may leave the lock inside ``threading.Event`` taken. ``Thread.join`` does not serve either:
+    on Python 3.11 and 3.12 a join that Ctrl-C interrupts marks the living thread as ended, so that neither a
+    later join nor the end of the interpreter waits for it (python/cpython issue 90882).
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """To be called once; never blocks."""
+        self._is_set = True
+        self._lock.release()
+
+    def wait(self) -> None:
+        """Block until it is set. May be interrupted by Ctrl-C at any point, and called again."""
+        if not self._is_set:
+            with self._lock:
+                return
+
+
+def in_threads(
+    threads: int, items: Sequence[_Item], action: Callable[[Sequence[_Item]], _Result]
+) -> list[_Result]:
+    """Divide items among threads, in order.
+
+    ``concurrent.futures`` refuses work once the interpreter is about to exit, which is just when the last
+    asynchronous save is written; plain threads do not.
+
+    Args:
+        threads: How many threads at most, this one included.
+        items: What to divide.
+        action: Called once for each consecutive group of items.
+
+    Returns:
+        The result for each group.
+
+    Raises:
+        BaseException: The first failure of any group, after all have ended.
+    """
+    count = max(min(threads, len(items)), 1)
+    bounds = [len(items) * number // count for number in range(count + 1)]
+    groups = [items[begin:end] for begin, end in pairwise(bounds)]
+    results: dict[int, _Result] = {}
+    failures: list[BaseException] = []
+    ended = [InterruptSafeEvent() for _ in range(1, count)]
+
+    def run(number: int) -> None:
+        try:
+            results[number] = action(groups[number])
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread below
+            failures.append(error)
+        finally:
+            if number:
+                ended[number - 1].set()
+
+    helpers = [threading.Thread(target=run, args=(number,)) for number in range(1, count)]
+    started = 0
+    try:
+        for helper in helpers:
+            helper.start()
+            started += 1
+        run(0)
+    except BaseException as error:  # noqa: BLE001 - raised below, when no thread uses the file any more
+        failures.append(error)
+    for event in ended[:started]:
+        _wait(event, failures)
+    if failures:
+        raise failures[0]
+    return [results[number] for number in range(count)]
+
+
+def _wait(event: InterruptSafeEvent, interruptions: list[BaseException]) -> None:
+    """Wait to the end: Ctrl-C must not leave a thread writing to a file that is closed by then."""
+    while True:
+        try:
+            return event.wait()
+        except BaseException as error:  # noqa: BLE001 - raised by the caller once nothing runs any more
+            interruptions.append(error)

@@ -1,4 +1,7 @@
-"""Threads: one action divided among several, and one at a time in the background of the main thread.
+"""Asynchronous saves: host memory to copy tensors into, and a thread in which the rest happens.
+
+New memory is slow: the operating system hands out each page at its first touch, which takes several times as
+long as the copy. So the memory is kept from save to save.
 
 No lock is held in :class:`BackgroundWorker` that a signal handler could need, and the handler never waits: it
 runs in the main thread, in the middle of anything, perhaps while that thread holds a lock that the action is
@@ -7,109 +10,229 @@ has finished the action.
 """
 
 import logging
+import mmap
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.files import InterruptSafeEvent
 
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
+ALIGNMENT = 64
+"""Every staged tensor begins at a multiple of this many bytes: a cache line, the widest vector register."""
+_K = TypeVar("_K")
 _logger = logging.getLogger(__name__)
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-"""Seconds until a signal that was not noticed is sent again, at first and later on."""
+_HUGE_PAGE = 2 * 1024 * 1024
+_WIPE_ON_FORK = 18 if sys.platform == "linux" else None
+"""MADV_WIPEONFORK of linux/mman.h, which the mmap module does not name."""
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices, not only for the current one.
 
 
-class InterruptSafeEvent:
-    """A ``threading.Event`` that is set once, and that Ctrl-C leaves intact at any point of waiting.
+class StagingBuffer:
+    """Memory for copies of tensors, allocated once and used again by every copy.
 
-    An interrupt may leave the lock inside ``threading.Event`` taken. ``Thread.join`` does not serve either:
-    on Python 3.11 and 3.12 a join that Ctrl-C interrupts marks the living thread as ended, so that neither a
-    later join nor the end of the interpreter waits for it (python/cpython issue 90882).
+    It grows when it must and never shrinks. The copies of one :meth:`copy` are overwritten by the next, so
+    the caller waits until they are no longer needed. For one thread at a time.
     """
 
     def __init__(self) -> None:
-        self._is_set = False
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self._region: _Region | None = None
+        self._told = False
 
-    def set(self) -> None:
-        """To be called once; never blocks."""
-        self._is_set = True
-        self._lock.release()
+    @property
+    def capacity(self) -> int:
+        """Bytes allocated; 0 before the first :meth:`copy`, and in a forked child."""
+        region = self._current()
+        return 0 if region is None else region.bytes.numel()
 
-    def wait(self) -> None:
-        """Block until it is set. May be interrupted by Ctrl-C at any point, and called again."""
-        if not self._is_set:
-            with self._lock:
-                return
+    def copy(self, tensors: Mapping[_K, torch.Tensor]) -> dict[_K, torch.Tensor]:
+        """Copy tensors into the buffer.
 
+        Tensors of an accelerator are copied asynchronously, with one synchronisation of the device at the
+        end. Two names for the same memory become two copies.
 
-def in_threads(
-    threads: int, items: Sequence[_Item], action: Callable[[Sequence[_Item]], _Result]
-) -> list[_Result]:
-    """Divide items among threads, in order.
+        Args:
+            tensors: Dense tensors of any device, dtype, shape and strides, by any key.
 
-    ``concurrent.futures`` refuses work once the interpreter is about to exit, which is just when the last
-    asynchronous save is written; plain threads do not.
+        Returns:
+            CPU tensors of the same dtypes and shapes by the same keys: contiguous, detached, 64-byte aligned,
+            without pending conjugation or negation. They are views of the buffer, valid until the next copy.
 
-    Args:
-        threads: How many threads at most, this one included.
-        items: What to divide.
-        action: Called once for each consecutive group of items.
-
-    Returns:
-        The result for each group.
-
-    Raises:
-        BaseException: The first failure of any group, after all have ended.
-    """
-    count = max(min(threads, len(items)), 1)
-    bounds = [len(items) * number // count for number in range(count + 1)]
-    groups = [items[begin:end] for begin, end in pairwise(bounds)]
-    results: dict[int, _Result] = {}
-    failures: list[BaseException] = []
-    ended = [InterruptSafeEvent() for _ in range(1, count)]
-
-    def run(number: int) -> None:
+        Raises:
+            CheckpointError: A tensor that is sparse, quantized or on the meta device, or the system refuses
+                the memory.
+        """
+        for key, tensor in tensors.items():
+            _check_dense(key, tensor)
+        region = self._region_for(sum(_padded_bytes(tensor) for tensor in tensors.values()))
+        # Copies to the host can only overlap on the devices that can be synchronised afterwards.
+        accelerator = torch.accelerator.current_accelerator()
+        devices = {
+            tensor.device
+            for tensor in tensors.values()
+            if accelerator is not None and tensor.device.type == accelerator.type
+        }
+        for device in devices:
+            region.ensure_pinned(device)
+        staged: dict[_K, torch.Tensor] = {}
+        offset = 0
         try:
-            results[number] = action(groups[number])
-        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread below
-            failures.append(error)
+            for key, tensor in tensors.items():
+                staged[key] = region.place(tensor, offset, non_blocking=tensor.device in devices)
+                offset += _padded_bytes(tensor)
         finally:
-            if number:
-                ended[number - 1].set()
+            # After an error as well: nothing may still write to the buffer when the caller uses it again.
+            for device in devices:
+                torch.accelerator.synchronize(device)
+        return staged
 
-    helpers = [threading.Thread(target=run, args=(number,)) for number in range(1, count)]
-    started = 0
+    def release(self) -> None:
+        """Give the memory back. Staged tensors that are still referenced keep theirs."""
+        self._region = None
+
+    def _region_for(self, size: int) -> "_Region":
+        region = self._current()
+        if region is None or region.bytes.numel() < size:
+            self._tell_growth(size)
+            self.release()
+            region = self._region = _Region(size)
+        return region
+
+    def _tell_growth(self, size: int) -> None:
+        if size and not self._told:
+            self._told = True
+            _logger.info(
+                "the staging buffer grows from %d to %d bytes; this save takes longer, because new memory is "
+                "slow at its first use",
+                self.capacity,
+                size,
+            )
+
+    def _current(self) -> "_Region | None":
+        # A forked child finds the memory wiped, and its CUDA context gone.
+        if self._region is not None and self._region.owner != os.getpid():
+            self._region = None
+        return self._region
+
+
+class _HostMemory(mmap.mmap):
+    """Anonymous memory of this process, which undoes its pinning before it is given back."""
+
+    unpin: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unpin is not None:
+            self.unpin()
+
+
+class _Region:
+    """One piece of memory."""
+
+    def __init__(self, size: int) -> None:
+        self.owner = os.getpid()
+        self._memory = _map_memory(size + _HUGE_PAGE)
+        # Memory that began as an inference tensor could only be written to in inference mode.
+        with torch.inference_mode(False):
+            whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+            # Huge pages need memory that begins where one begins. The slice keeps the mapping alive.
+            self.bytes = whole[-whole.data_ptr() % _HUGE_PAGE :][: -size % ALIGNMENT + size]
+        self._pinning_tried = False
+
+    def ensure_pinned(self, device: torch.device) -> None:
+        """Pin the memory for copies from a device, at the first call; say so when that is not possible."""
+        if self._pinning_tried:
+            return
+        if device.type == "cuda":
+            # Not in this thread: CUDA keeps the error of a failed call for the thread's next kernel to raise.
+            pinned = InterruptSafeEvent()
+
+            def pin() -> None:
+                try:
+                    self._pin(device)
+                finally:
+                    pinned.set()
+
+            # Not a daemon: a thread that is inside torch when the interpreter goes away aborts the process.
+            threading.Thread(target=pin, name="checkpoint staging memory").start()
+            pinned.wait()
+        else:
+            self._pinning_tried = True
+            self._tell_unpinned(device, f"this is not done for {device.type} devices")
+
+    def _pin(self, device: torch.device) -> None:
+        self._pinning_tried = True
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = self.bytes.data_ptr()
+        # A new thread begins with device 0, and would take memory there.
+        with torch.cuda.device(device):
+            code = int(runtime.cudaHostRegister(address, self.bytes.numel(), _REGISTER_PORTABLE))
+        if code != 0:
+            self._tell_unpinned(device, f"cudaHostRegister returned error {code}; see ulimit -l")
+            return
+        unregister, owner = runtime.cudaHostUnregister, self.owner
+        # A forked child shares the object, but may not call CUDA.
+        self._memory.unpin = lambda: unregister(address) if os.getpid() == owner else None
+
+    def _tell_unpinned(self, device: torch.device, reason: str) -> None:
+        _logger.warning(
+            "%d bytes of staging memory are not pinned (%s); asynchronous saves from %s block longer",
+            self.bytes.numel(),
+            reason,
+            device,
+        )
+
+    def place(self, tensor: torch.Tensor, offset: int, *, non_blocking: bool) -> torch.Tensor:
+        """Copy one tensor to an offset and return the copy."""
+        target = self.bytes[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        # Resolved on the source's device: the host would do it before a non-blocking copy has arrived.
+        return target.copy_(tensor.detach().resolve_conj().resolve_neg(), non_blocking=non_blocking)
+
+
+def _map_memory(size: int) -> _HostMemory:
+    """Anonymous memory, in huge pages where the system has them: cheaper to provide and to walk through."""
     try:
-        for helper in helpers:
-            helper.start()
-            started += 1
-        run(0)
-    except BaseException as error:  # noqa: BLE001 - raised below, when no thread uses the file any more
-        failures.append(error)
-    for event in ended[:started]:
-        _wait(event, failures)
-    if failures:
-        raise failures[0]
-    return [results[number] for number in range(count)]
+        memory = _HostMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise CheckpointError(
+            f"the system refuses {size} bytes of memory for staging ({error.strerror}). An asynchronous "
+            "save holds a second copy of what this rank saves. Free or add memory, or set async_save=False."
+        ) from error
+    # Without the second, each fork (a data loader's worker) makes the next copy as slow as the first one,
+    # because the pages are shared with the child until they are written to.
+    for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _WIPE_ON_FORK):
+        if advice is not None:
+            try:
+                memory.madvise(advice)
+            except OSError as error:
+                _logger.debug("madvise(%d) is not available for staging memory: %s", advice, error)
+    return memory
 
 
-def _wait(event: InterruptSafeEvent, interruptions: list[BaseException]) -> None:
-    """Wait to the end: Ctrl-C must not leave a thread writing to a file that is closed by then."""
-    while True:
-        try:
-            return event.wait()
-        except BaseException as error:  # noqa: BLE001 - raised by the caller once nothing runs any more
-            interruptions.append(error)
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes + -tensor.nbytes % ALIGNMENT
+
+
+def _check_dense(key: object, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
+        raise CheckpointError(
+            f"tensor {key} cannot be staged: it is {kind}, and only dense tensors with data can be copied. "
+            "Save its dense parts, or materialise it."
+        )
+
+
+_logger = logging.getLogger(__name__)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+"""Seconds until a signal that was not noticed is sent again, at first and later on."""
 
 
 class BackgroundWorker:

@@ -3,14 +3,24 @@
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import Any
+from types import UnionType
+from typing import Any, cast, get_args, get_origin
 
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.storage.files import ALGORITHM, FileRecord, checksum_file, digest, json_bytes, read_json
+from checkpoint_core.files import (
+    ALGORITHM,
+    FileRecord,
+    checksum_file,
+    digest,
+    json_bytes,
+    read_json,
+)
 
+WEIGHTS_FORMAT = "weights"
+STATE_FORMAT = "state"
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
 _REMEDY = "Restore the file, or load another checkpoint"
@@ -18,6 +28,12 @@ _BEYOND_FILES = 2**63
 """No system counts bytes or steps beyond it."""
 _FILE_REMEDY = "Restore the file, load another checkpoint, or delete the file to do without that component"
 _LONGEST = 60
+_JSON_TYPES = {
+    int: (int, "an integer"),
+    str: (str, "text"),
+    Sequence: (list, "a list"),
+    Mapping: (dict, "an object"),
+}
 
 
 @dataclass(frozen=True)
@@ -212,98 +228,56 @@ def wrong_content(path: Path) -> CheckpointError:
 
 
 def _parse(document: dict[str, Any]) -> Manifest:
-    if (algorithm := document["checksum_algorithm"]) != ALGORITHM:
+    if (algorithm := document.pop("checksum_algorithm")) != ALGORITHM:
         raise ValueError(f"checksum_algorithm is {algorithm!r}, not {ALGORITHM!r}")
-    known = {"checksum_algorithm", *Manifest.__dataclass_fields__}
-    if unknown := sorted(set(document) - known):
+    if unknown := sorted(set(document) - set(Manifest.__dataclass_fields__)):
         raise ValueError(f"it has the unknown entry {unknown[0]!r}")
-    world_size = _integer(document["world_size"], "world_size", least=1)
-    components = [
-        _component(entry, f"components[{number}]", world_size)
-        for number, entry in enumerate(_list(document["components"], "components"))
-    ]
-    if len({component.key for component in components}) < len(components):
+    manifest: Manifest = _typed(document, Manifest, "")
+    if len({component.key for component in manifest.components}) < len(manifest.components):
         raise ValueError("two components have the same key")
-    files = {_safe(name): _record(entry, name) for name, entry in _table(document["files"], "files").items()}
-    for component in components:
-        names = [name for part in component.parts for name in part.files]
-        if not names or not set(names) <= set(files):
+    for name in manifest.files:
+        _check_inside(name)
+    for component in manifest.components:
+        if late := [part.writer for part in component.parts if part.writer >= manifest.world_size]:
+            raise ValueError(
+                f"component {component.key} is of rank {late[0]}, but {manifest.world_size} saved"
+            )
+        names = {name for part in component.parts for name in part.files}
+        if not names or not names <= set(manifest.files):
             raise ValueError(f"component {component.key} names files that the file table does not have")
-    tied = _table(document["tied_weights"], "tied_weights").items()
-    return Manifest(
-        step=_integer(document["step"], "step"),
-        world_size=world_size,
-        run_id=_text(document["run_id"], "run_id"),
-        save_id=_text(document["save_id"], "save_id"),
-        components=components,
-        files=files,
-        tied_weights={key: _texts(aliases, f"tied_weights[{key!r}]") for key, aliases in tied},
-        metrics=None if document["metrics"] is None else _metrics(document["metrics"]),
-        versions=_texts(document["versions"], "versions"),
-        schema_version=_integer(document["schema_version"], "schema_version", least=1),
-    )
+    return manifest
 
 
-def _component(entry: object, where: str, world_size: int) -> ComponentRecord:
-    table = _table(entry, where)
-    parts = []
-    for number, each in enumerate(_list(table["parts"], f"{where}.parts")):
-        part, here = _table(each, f"{where}.parts[{number}]"), f"{where}.parts[{number}]"
-        writer = _integer(part["writer"], f"{here}.writer")
-        if writer >= world_size:
-            raise ValueError(f"{here}.writer is {writer}, but {world_size} ranks saved")
-        files = [_text(name, f"{here}.files") for name in _list(part["files"], f"{here}.files")]
-        parts.append(ComponentPart(writer, files))
-    return ComponentRecord(
-        key=_text(table["key"], f"{where}.key"),
-        pattern=_text(table["pattern"], f"{where}.pattern"),
-        format=_text(table["format"], f"{where}.format"),
-        parts=parts,
-    )
+def _typed(value: object, kind: Any, where: str) -> Any:
+    """A JSON value as what the type of a field says, down to the fields of dataclasses.
 
-
-def _record(entry: object, name: str) -> FileRecord:
-    table = _table(entry, f"files[{name!r}]")
-    size = _integer(table["size"], f"files[{name!r}].size")
-    return FileRecord(size, _text(table["checksum"], f"files[{name!r}].checksum"))
-
-
-def _metrics(document: object) -> dict[str, float]:
-    table = _table(document, "metrics")
-    for name, value in table.items():
+    Raises:
+        KeyError: A field is missing.
+        TypeError: The value is of another type; names its place.
+        ValueError: A number is beyond what systems count.
+    """
+    if get_origin(kind) is UnionType:
+        return None if value is None else _typed(value, get_args(kind)[0], where)
+    if kind is float:
         # Text stands for what JSON has no number for.
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise TypeError(f"metrics[{name!r}] is {_show(value)}, not a number")
-    return parse_metrics(table)
-
-
-def _integer(value: object, where: str, least: int = 0) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{where} is {_show(value)}, not an integer")
-    if not least <= value < _BEYOND_FILES:
+        if type(value) not in (int, float, str):
+            raise TypeError(f"{where} is {_show(value)}, not a number")
+        return float(value) if isinstance(value, str) else value
+    origin = Mapping if is_dataclass(kind) else get_origin(kind) or kind
+    json_type, name = _JSON_TYPES[origin]
+    if type(value) is not json_type:
+        raise TypeError(f"{where} is {_show(value)}, not {name}")
+    if isinstance(value, dict) and is_dataclass(kind):
+        below = f"{where}." if where else ""
+        found = {each.name: _typed(value[each.name], each.type, below + each.name) for each in fields(kind)}
+        return cast(Any, kind)(**found)
+    if isinstance(value, list):
+        return [_typed(item, get_args(kind)[0], f"{where}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {key: _typed(item, get_args(kind)[1], f"{where}[{key!r}]") for key, item in value.items()}
+    least = 1 if where in ("world_size", "schema_version") else 0
+    if isinstance(value, int) and not least <= value < _BEYOND_FILES:
         raise ValueError(f"{where} is {_show(value)}, which is not from {least} to 2**63 - 1")
-    return value
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{where} is {_show(value)}, not text")
-    return value
-
-
-def _texts(value: object, where: str) -> dict[str, str]:
-    return {name: _text(entry, f"{where}[{name!r}]") for name, entry in _table(value, where).items()}
-
-
-def _list(value: object, where: str) -> list[object]:
-    if not isinstance(value, list):
-        raise TypeError(f"{where} is {_show(value)}, not a list")
-    return value
-
-
-def _table(value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{where} is {_show(value)}, not an object")
     return value
 
 
@@ -312,11 +286,10 @@ def _show(value: object) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-def _safe(name: str) -> str:
+def _check_inside(name: str) -> None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name or "\x00" in name:
         raise ValueError(f"file name {name!r} points outside the checkpoint")
-    return name
 
 
 def _digest(body: Mapping[str, object]) -> str:

@@ -1,129 +1,48 @@
-"""From the state of a component to its files: captured, joined across the ranks, and divided into files."""
+"""SHARDED state: the parts of all ranks put together by name, and which rank writes what of it."""
 
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 
 from checkpoint_core.agreement import RankAgreement
-from checkpoint_core.components import Stateful
-from checkpoint_core.errors import CheckpointError
-from checkpoint_core.state.encoding import EncodedState, encode_state, join_path
-from checkpoint_core.state.optimizer_rng import OptimizerState
-from checkpoint_core.state.weights import ModelState, config_bytes
-from checkpoint_core.storage.files import digest, json_bytes, write_bytes
-from checkpoint_core.storage.tensor_files import (
-    DTYPE_CODES,
-    DTYPES,
-    MODEL_STEM,
-    FileLayout,
-    TensorSpec,
-    create_tensor_file,
-    plan_file,
-    plan_weights,
-    spec_of,
-    write_parts,
-)
-from checkpoint_core.storage.tensors import (
+from checkpoint_core.encoding import (
+    EncodedState,
     LocalPart,
     in_order,
     is_sharded,
     local_part,
-    mesh_ranks,
-    parts_among,
+)
+from checkpoint_core.errors import CheckpointError
+from checkpoint_core.files import digest
+from checkpoint_core.tensor_files import (
+    DTYPE_CODES,
+    DTYPES,
+    TensorSpec,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-WEIGHTS_FORMAT = "weights"
-STATE_FORMAT = "state"
 _logger = logging.getLogger(__name__)
 _SAMPLE = 512
 """Elements compared at each end of a tensor that several ranks hold."""
-Shares = dict[str, tuple[int, int]]
-"""Size of a file and the share of one writer in its checksum, by file name."""
 
 
 @dataclass(frozen=True)
-class CapturedState:
-    """What this rank holds of a component's state. Tensors share memory with the live state."""
-
-    format: str
-    """:data:`WEIGHTS_FORMAT` or :data:`STATE_FORMAT`."""
-    encoded: EncodedState
-    """Document and tensors. For weights the document only tells which names share a tensor."""
-    tied: Mapping[str, str] = field(default_factory=dict)
-    """Name of the stored tensor, by alias."""
-    companions: Mapping[str, bytes] = field(default_factory=dict)
-    """Content of files for other programs, which reading does not need."""
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Tensors by name, plain ones and DTensors."""
-        return self.encoded.tensors
-
-
-def capture(stateful: Stateful, stem: str, *, sharded: bool) -> CapturedState:
-    """Take the state out of a component.
-
-    Args:
-        stateful: The component's object. A :class:`ModelState` is stored as Hugging Face weights, anything
-            else as a JSON document with a tensor file where there are tensors.
-        stem: Beginning of the file names.
-        sharded: Whether the ranks hold parts of one state, so that DTensors are in place.
-
-    Returns:
-        The captured state.
-
-    Raises:
-        CheckpointError: The state holds something that cannot be stored; names the place.
-    """
-    if isinstance(stateful, ModelState):
-        return _capture_weights(stateful, stem, sharded)
-    tensor_name = OptimizerState.tensor_name if isinstance(stateful, OptimizerState) else join_path
-    state: object = stateful.state_dict()
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            f"{type(stateful).__name__}.state_dict() returned a {type(state).__name__}, not a dict, which "
-            "could not be loaded again. Wrap it in a dict."
-        )
-    encoded = encode_state(state, tensor_name=tensor_name, sharded=sharded)
-    return CapturedState(STATE_FORMAT, encoded)
-
-
-def _capture_weights(state: ModelState, stem: str, sharded: bool) -> CapturedState:
-    encoded = encode_state(state.state_dict(), sharded=sharded)
-    tied = {**_aliases(encoded), **state.tied}
-    own = {name: tensor for name, tensor in encoded.tensors.items() if name not in tied}
-    config = config_bytes(state.unwrapped) if stem == MODEL_STEM and state.unwrapped is not None else None
-    companions = {} if config is None else {"config.json": config}
-    # Parts of a model have different names on each rank, and no document is stored for weights.
-    document = None if sharded else encoded.document
-    return CapturedState(WEIGHTS_FORMAT, EncodedState(document, own), tied, companions)
-
-
-def _aliases(encoded: EncodedState) -> dict[str, str]:
-    """Name of the stored tensor, by alias, for weights that share memory."""
-    document = encoded.document
-    nodes = document.items() if isinstance(document, dict) else ()
-    return {str(key): str(node["name"]) for key, node in nodes if node["name"] != key}
-
-
-@dataclass(frozen=True)
-class GlobalState:
+class WholeState:
     """A component's state, complete, with the part that this rank writes."""
 
-    format: str
     specs: Mapping[str, TensorSpec]
     """Every tensor by name."""
     document: object
     tied: Mapping[str, str]
-    companions: Mapping[str, bytes]
+    """Name of the stored tensor, by alias."""
     parts: Mapping[str, LocalPart]
     """What this rank writes, by tensor name."""
 
@@ -137,24 +56,12 @@ class _Table(TypedDict):
     document: str
 
 
-def own_state(captured: CapturedState) -> GlobalState:
-    """The state of a component of which one rank holds and writes everything."""
-    return GlobalState(
-        format=captured.format,
-        specs={name: spec_of(tensor) for name, tensor in captured.tensors.items()},
-        document=captured.encoded.document,
-        tied=captured.tied,
-        companions=captured.companions,
-        parts={name: local_part(tensor, name) for name, tensor in captured.tensors.items()},
-    )
-
-
 def join_states(
     ranks: RankAgreement,
     phase: str,
-    captured: Mapping[str, CapturedState],
+    captured: Mapping[str, EncodedState],
     on_mismatch: Literal["error", "warn"],
-) -> dict[str, GlobalState]:
+) -> dict[str, WholeState]:
     """Put the parts of all ranks together. Collective.
 
     Args:
@@ -174,7 +81,7 @@ def join_states(
         return {}
     tables = ranks.run(phase, lambda: {key: _table(key, state, ranks) for key, state in captured.items()})
     documents = _exchange_documents(ranks, phase, captured, tables)
-    result: dict[str, GlobalState] = {}
+    result: dict[str, WholeState] = {}
 
     def join() -> None:
         for key, state in captured.items():
@@ -190,11 +97,11 @@ def join_states(
     return result
 
 
-def _table(key: str, captured: CapturedState, ranks: RankAgreement) -> _Table:
+def _table(key: str, captured: EncodedState, ranks: RankAgreement) -> _Table:
     tensors: dict[str, tuple[str, list[int], str]] = {}
     for name, tensor in captured.tensors.items():
         if is_sharded(tensor):
-            held, needed = parts_among(tensor, ranks.site) if len(ranks.sites()) > 1 else (1, 1)
+            held, needed = _parts_among(tensor, ranks.site) if len(ranks.sites()) > 1 else (1, 1)
             if held != needed:
                 raise CheckpointError(
                     f"component {key!r}: save_on_each_node=True needs every node to hold all of {name}, but "
@@ -208,32 +115,32 @@ def _table(key: str, captured: CapturedState, ranks: RankAgreement) -> _Table:
             list(tensor.shape),
             _sample(tensor),
         )
-    text = json.dumps(captured.encoded.document, allow_nan=False)
+    text = json.dumps(captured.document, allow_nan=False)
     return _Table(tensors=tensors, tied=dict(captured.tied), document=digest(text.encode("ascii")))
 
 
 def _exchange_documents(
     ranks: RankAgreement,
     phase: str,
-    captured: Mapping[str, CapturedState],
+    captured: Mapping[str, EncodedState],
     tables: Sequence[Mapping[str, _Table]],
 ) -> dict[str, list[object]]:
     """Documents of all ranks, for the components where they differ; one document for the others."""
     differing = [key for key in captured if len({table[key]["document"] for table in tables}) > 1]
-    documents: dict[str, list[object]] = {key: [state.encoded.document] for key, state in captured.items()}
+    documents: dict[str, list[object]] = {key: [state.document] for key, state in captured.items()}
     if differing:
-        sent = ranks.run(phase, lambda: {key: captured[key].encoded.document for key in differing})
+        sent = ranks.run(phase, lambda: {key: captured[key].document for key in differing})
         documents.update({key: [each[key] for each in sent] for key in differing})
     return documents
 
 
 def _join(
     key: str,
-    captured: CapturedState,
+    captured: EncodedState,
     tables: Sequence[_Table],
     documents: Sequence[object],
     ranks: RankAgreement,
-) -> GlobalState:
+) -> WholeState:
     specs: dict[str, TensorSpec] = {}
     first: dict[str, int] = {}
     tied: dict[str, str] = {}
@@ -266,12 +173,10 @@ def _join(
                 f"the node of rank {site.start} does not hold {absent[0]}. Save to storage that all nodes "
                 "share."
             )
-    return GlobalState(
-        format=captured.format,
+    return WholeState(
         specs=specs,
         document=documents[0] if len(documents) == 1 else _merge(key, documents),
         tied=tied,
-        companions=captured.companions,
         parts=_parts(key, captured.tensors, tables, ranks),
     )
 
@@ -327,7 +232,32 @@ def _ends(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _speaker(tensor: "DTensor", ranks: RankAgreement) -> int:
     """The rank that speaks for all of a mesh, so that the messages do not grow with the number of ranks."""
-    return min(rank for rank in mesh_ranks(tensor) if rank in ranks.site)
+    return min(rank for rank in _mesh_ranks(tensor) if rank in ranks.site)
+
+
+def _mesh_ranks(tensor: "DTensor") -> tuple[int, ...]:
+    """Global ranks of the mesh over which a tensor is placed, ascending."""
+    return tuple(sorted(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist()))
+
+
+def _parts_among(tensor: "DTensor", ranks: range) -> tuple[int, int]:
+    """How much of a tensor a set of ranks holds together.
+
+    Args:
+        tensor: The tensor.
+        ranks: Global ranks.
+
+    Returns:
+        Number of different parts on those ranks, and number of parts in all.
+    """
+    mesh = tensor.device_mesh.mesh
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    held = {
+        tuple(place[dim] for dim in sharded)
+        for place in product(*(range(size) for size in mesh.shape))
+        if int(mesh[place]) in ranks
+    }
+    return len(held), prod(mesh.shape[dim] for dim in sharded)
 
 
 def _merge(key: str, documents: Sequence[object]) -> object:
@@ -362,81 +292,3 @@ def _conflict(key: str, path: tuple[str, ...], rank: int) -> CheckpointError:
 
 def _show(spec: TensorSpec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
-
-
-@dataclass(frozen=True)
-class ComponentFiles:
-    """The files of one component."""
-
-    format: str
-    layouts: Mapping[str, FileLayout]
-    """The safetensors files, by name."""
-    documents: Mapping[str, bytes]
-    """Content of the other files that reading needs."""
-    companions: Mapping[str, bytes]
-    """Content of files for other programs, which reading does not need."""
-    tied: Mapping[str, str]
-    """Name of the stored tensor, by alias."""
-    parts: Mapping[str, LocalPart]
-    """What this rank writes, by tensor name."""
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the files that reading needs."""
-        return [*self.documents, *self.layouts]
-
-    @property
-    def size(self) -> int:
-        """Bytes on disk."""
-        texts = (*self.documents.values(), *self.companions.values())
-        return sum(len(text) for text in texts) + sum(layout.size for layout in self.layouts.values())
-
-    def create(self, directory: Path) -> Shares:
-        """Make the files, complete but for the tensors. Called by one rank.
-
-        Args:
-            directory: Where; none of the files may exist.
-
-        Returns:
-            What was written of each file.
-        """
-        shares: Shares = {}
-        for name, layout in self.layouts.items():
-            shares[name] = (layout.size, create_tensor_file(directory / name, layout))
-        for name, text in {**self.documents, **self.companions}.items():
-            shares[name] = (len(text), int(write_bytes(directory / name, text).checksum, 16))
-        return shares
-
-    def write(self, directory: Path, threads: int) -> Shares:
-        """Write the tensors of this rank into the files, and sync them to the disk.
-
-        Args:
-            directory: Where the files are.
-            threads: How many threads write.
-
-        Returns:
-            What was written of each file.
-        """
-        return {
-            name: (layout.size, write_parts(directory / name, layout, self.parts, threads))
-            for name, layout in self.layouts.items()
-        }
-
-
-def plan_files(state: GlobalState, stem: str, max_shard_size: int) -> ComponentFiles:
-    """Divide a state into files.
-
-    Args:
-        state: The state, complete.
-        stem: Beginning of the file names.
-        max_shard_size: Bytes of tensor data per file of weights.
-
-    Returns:
-        The files, the same on every rank but for the parts.
-    """
-    if state.format == STATE_FORMAT:
-        layouts = {f"{stem}.safetensors": plan_file(state.specs, {})} if state.specs else {}
-        documents = {f"{stem}.json": json_bytes(state.document)}
-        return ComponentFiles(STATE_FORMAT, layouts, documents, state.companions, {}, state.parts)
-    layouts, index = plan_weights(state.specs, stem, max_shard_size, state.tied)
-    return ComponentFiles(WEIGHTS_FORMAT, layouts, {}, {**state.companions, **index}, state.tied, state.parts)

@@ -42,7 +42,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from checkpoint_core.directory.commit import has_ended, machine_token, process_start
+from checkpoint_core.directory import has_ended, machine_token, process_start
 from checkpoint_core.errors import CheckpointError, LeaseLostError, describe_error
 
 _logger = logging.getLogger(__name__)

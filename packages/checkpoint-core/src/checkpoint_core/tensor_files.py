@@ -20,18 +20,18 @@ from typing import Self
 
 import torch
 
+from checkpoint_core.encoding import LocalPart, copy_values, in_order, local_part
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.storage.files import (
+from checkpoint_core.files import (
     PartialDigest,
     combine,
     create_file,
+    in_threads,
     json_bytes,
     parse_json,
     sync_descriptor,
     write_at,
 )
-from checkpoint_core.storage.tensors import LocalPart, copy_values, in_order, local_part
-from checkpoint_core.threads import in_threads
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -408,7 +408,7 @@ class TensorFileReader:
         total = 0
         flat = part.data.reshape(-1)
         for piece in _pieces(place, part):
-            offset, rest = piece.offset, _memory(piece.of(flat))
+            offset, rest = piece.offset, memory_of(piece.of(flat))
             total += len(rest)
             while rest:
                 count = os.preadv(self._descriptor, [rest], offset)
@@ -438,11 +438,11 @@ def _write_pieces(descriptor: int, pieces: Sequence[_Piece], path: Path) -> Part
         if piece.tensor is not source:
             source, flat = piece.tensor, in_order(piece.tensor)
         host = piece.of(flat).cpu()
-        write_at(descriptor, _memory(host), piece.offset, path, digest)
+        write_at(descriptor, memory_of(host), piece.offset, path, digest)
     return digest
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor; the tensor must outlive them."""
     # ctypes instead of Tensor.numpy(): works for every dtype, and where numpy is not installed.
     size = tensor.numel() * tensor.element_size()
