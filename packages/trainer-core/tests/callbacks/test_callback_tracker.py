@@ -251,8 +251,8 @@ def test_report_to_is_a_text_or_a_list(arguments: Arguments, given: object, name
     ("given", "message"),
     [
         ("tensorbord", "must be of mlflow, tensorboard, wandb, or none. Did you mean 'tensorboard'"),
-        (["wandb", "comet"], "report_to='comet': .*a tracker of your own is a callback"),
-        ("wandb,none", "report_to='wandb,none': names trackers, and none"),
+        (["wandb", "comet"], "report_to='comet' .*A tracker of your own is a callback"),
+        ("wandb,none", "report_to='wandb,none' names trackers, and none"),
         (3, "report_to=3 must be str"),
     ],
 )
