@@ -299,7 +299,7 @@ def test_a_file_and_wrong_ports_are_told(tmp_path: Path, capsys: pytest.CaptureF
         for words, message in (
             ([str(path)], f"runs='{path}' is a file"),
             (["--port", "70000"], "port=70000 must be from 0 to 65535"),
-            (["--port", str(port)], f"port={port}: cannot be listened on at 127.0.0.1 (Address already in"),
+            (["--port", str(port)], f"port={port} cannot be listened on at 127.0.0.1 (Address already in"),
             (["--host", "no such host"], "host='no such host' is not an address"),
         ):
             assert main(["watch", *words]) == 2

@@ -271,7 +271,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_built(
     make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it was not there
-    rule = r"report_to='wandb' needs the library wandb, .* pip install 'trainer-core\[wandb\]'"
+    rule = r"report_to='wandb' needs the library wandb, .*pip install 'trainer-core\[wandb\]'"
     with pytest.raises(ConfigurationError, match=rule):
         make_trainer(report_to="wandb")
     assert not (tmp_path / "run").exists()
