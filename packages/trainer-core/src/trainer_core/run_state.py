@@ -181,6 +181,13 @@ class RunProgress:
                 f"go back to {change.before!r}, or start anew with resume_from_checkpoint=False in another "
                 "output_dir",
             )
+        if optimizer_before not in (None, self._options.kind):
+            return ConfigurationError(
+                "optimizer",
+                self._options.kind,
+                f"cannot load the optimizer state of the checkpoint, which was saved with {optimizer_before}",
+                "go back to that optimizer, or start from the checkpoint's weights in another output_dir",
+            )
         allowed = self._args.allow_changes
         guarded = [each for each in self.changes.warned if each.name in GUARDED and each.name not in allowed]
         for change in guarded:
@@ -190,13 +197,6 @@ class RunProgress:
                 change.now,
                 f"was {change.before!r} when the checkpoint was saved, and the curve would change",
                 f"go back to {change.before!r}, or set allow_changes={names!r} to use the new value",
-            )
-        if optimizer_before not in (None, self._options.kind):
-            return ConfigurationError(
-                "optimizer",
-                self._options.kind,
-                f"cannot load the optimizer state of the checkpoint, which was saved with {optimizer_before}",
-                "go back to that optimizer, or start from the checkpoint's weights in another output_dir",
             )
         counts_epochs = self._state.epoch_train_steps and self._args.epoch_limit is not None
         if counts_epochs and samples_before != self._samples_per_step:
