@@ -51,7 +51,13 @@ def final_state(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 # Of another optimizer in each epoch, at its end and elsewhere.
 @pytest.mark.parametrize(
-    ("kind", "steps"), [("AdamW", range(1, 24)), ("in backward", (1, 7, 11, 14, 18, 23))]
+    ("kind", "steps"),
+    [
+        ("AdamW", range(1, 24)),
+        ("in backward", (1, 7, 11, 14, 18, 23)),
+        ("Muon, averaged", (1, 7, 11)),
+        ("schedule-free", (1, 7, 11)),
+    ],
 )
 def test_resume_is_exact(kind: str, steps: Sequence[int], tmp_path: Path) -> None:
     settings = {**KINDS[kind]}
