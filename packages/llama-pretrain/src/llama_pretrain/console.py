@@ -116,7 +116,7 @@ def text_plot(
     if len(line) < 2:
         return []
     xs, ys = zip(*line, *points, strict=True)
-    left, right, low, high = min(xs), max(xs), min(ys), max(ys)
+    left, right, low, high = float(min(xs)), float(max(xs)), float(min(ys)), float(max(ys))
     cells = [[" "] * width for _ in range(height)]
 
     def column(x: float) -> int:

@@ -279,7 +279,10 @@ def save_adapters(run: Run, directory: Path, preprocessor: Preprocessor | None, 
 def _gathered(value: Tensor, device: torch.device) -> Tensor:
     """A tensor with the parts of all ranks; those that rest on the host travel from the device."""
     value = value.detach()
-    return value.to(device).full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[no-any-return]
+    if not hasattr(value, "full_tensor"):
+        return value
+    whole: Tensor = cast(Any, value.to(device)).full_tensor()
+    return whole
 
 
 def _check_adapters(run: Run) -> None:
