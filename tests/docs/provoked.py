@@ -357,7 +357,7 @@ SAID: dict[str, Callable[[], object]] = {
     "learning_rate: 5e-05 before": lambda: go_on(
         learning_rate=0.1, max_steps=4, allow_changes=("learning_rate",)
     ),
-    "learning_rate=0.1: was 5e-05": lambda: go_on(learning_rate=0.1),
+    "learning_rate=0.1 was 5e-05": lambda: go_on(learning_rate=0.1),
     "max_steps: 2 before": lambda: go_on(max_steps=4),
     "8 before, 16 now": lambda: go_on(max_steps=4, num_train_epochs=-1, per_device_train_batch_size=16),
     "keeps no position": without_a_state,

@@ -100,7 +100,7 @@ def test_ls_of_nothing(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[
     assert main(["ls", str(run / "checkpoint-1")]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert errors[0].startswith(f"checkpoint-core ls: there is no directory {tmp_path / 'nowhere'}. Pass")
-    assert errors[1].endswith(f"Pass the directory that holds it, {run}")
+    assert errors[1].endswith(f"Pass the directory that holds it, {run}.")
 
 
 def test_show_reads_headers_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +270,7 @@ def test_prune_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--keep-best", "1"], "--keep-best 1 needs --metric"),
         (["--metric", "eval_loss"], "need --keep-best K"),
         (["--metric", "eval_accuracy", "--keep-best", "1"], "Add --greater-is-better or --lower-is-better"),
-        (["--metric", "my_loss", "--keep-best", "1"], "they have eval_accuracy, eval_loss"),
+        (["--metric", "my_loss", "--keep-best", "1"], "They have eval_accuracy, eval_loss"),
     ):
         assert main(["prune", str(run), "--keep", "1", "--yes", *options]) == 2
         assert message in capsys.readouterr().err

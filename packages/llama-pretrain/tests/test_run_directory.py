@@ -181,7 +181,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (directory.path / "run.json").write_text(json.dumps(SUBJECT)[:20])
     with pytest.raises(ConfigurationError, match=r"damaged run\.json"):
         directory.begin(args, SUBJECT)
-    with pytest.raises(ConfigurationError, match="holds no run"):
+    with pytest.raises(ConfigurationError, match="contains no run"):
         RunDirectory(tmp_path / "other").arguments()
 
 

@@ -118,7 +118,7 @@ def test_no_run_and_damaged_files_are_told(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", "--output-dir", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "contains no run" in capsys.readouterr().err
     sessions = (run / "sessions.json").read_text()
     (run / "sessions.json").write_text("[")
     assert main(["report", "--output-dir", str(run), "--samples", "0"]) == 2

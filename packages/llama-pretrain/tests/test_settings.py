@@ -275,7 +275,7 @@ def test_only_the_rules_of_the_chosen_trainer_apply() -> None:
     assert PretrainArguments(mixed_precision="fp16", trainer="ddp").mixed_precision == "fp16"
     for name, settings, rule in (
         ("ddp", in_backward, "before its gradient is averaged"),
-        ("fsdp2", {"default_dtype": "float16"}, "leaves the range of float16"),
+        ("fsdp2", {"default_dtype": "float16"}, "exceeds the range of float16"),
         ("pipeline", {"mixed_precision": "fp16"}, "needs a loss scale that all stages share"),
     ):
         with pytest.raises(ConfigurationError, match=rule):

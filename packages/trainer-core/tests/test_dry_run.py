@@ -115,5 +115,5 @@ def test_a_loss_scale_needs_values(tmp_path: Path) -> None:
 
 def test_without_data_there_is_no_step(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), max_steps=1)
-    with pytest.raises(DataError, match="needs train_dataset"):
+    with pytest.raises(DataError, match="needs a train_dataset"):
         Trainer(args, model_init=Wide, callbacks=[]).dry_run()

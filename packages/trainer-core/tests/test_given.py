@@ -116,7 +116,7 @@ def test_a_setting_that_would_have_no_effect_is_refused(
         settings = {**kind, name: BESIDE_SCHEDULE[name]}
     else:
         settings = {name: BESIDE_OPTIMIZER[name]}
-    with pytest.raises(ConfigurationError, match="has no effect beside") as caught:
+    with pytest.raises(ConfigurationError, match="has no effect together with") as caught:
         start(cls, given, **settings).train()
     assert caught.value.setting in settings
 

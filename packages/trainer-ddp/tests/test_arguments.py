@@ -72,11 +72,11 @@ REFUSED = {
         "diloco": OUTER,
         "post_local_sgd": LOCAL,
     },
-    "compression.method='bf16': makes gradients smaller": {
+    "compression.method='bf16' makes gradients smaller": {
         "compression": CompressionArguments(method="bf16"),
         "diloco": OUTER,
     },
-    "compression.method='powerSGD': adds what one gradient": {
+    "compression.method='powerSGD' adds what is lost of one gradient": {
         "compression": CompressionArguments(method="powerSGD"),
         "mixed_precision": "fp16",
     },

@@ -80,7 +80,7 @@ def test_a_set_without_a_batch_is_the_same_error_everywhere(notes: list[dict[str
 def test_a_rank_without_an_example_is_the_same_error_everywhere(notes: list[dict[str, Any]]) -> None:
     assert {each["without"] for each in notes} == {
         f"rank 0 of {len(notes)} cannot load its eval_dataset (dispatch_batches=True, "
-        "dispatch_eval_batches=False (in effect: False)): dataset is empty; give at least one item."
+        "dispatch_eval_batches=False (in effect: False)): dataset is empty. Give at least one item."
     }
 
 

@@ -26,8 +26,8 @@ REFUSED = {
         "must add up to the 4 blocks of layers",
         "change it, or leave it out",
     ),
-    "no blocks": ("transformer_layers_path=None", "pipeline needs the blocks of the model", "Flat"),
-    "path": ("transformer_layers_path='layer'", "no module of that name", "layers"),
+    "no blocks": ("transformer_layers_path=None", "does not name the blocks of the model, which pipeline needs", "Flat"),
+    "path": ("transformer_layers_path='layer'", "is not the name of a module in the model", "layers"),
     "settings of the rank": ("pipeline.n_microbatches", "rank 0 has 4, rank 1 has 8"),
     "schedule of the rank": ("pipeline.schedule", "rank 0 has 'gpipe', rank 1 has '1f1b'"),
     "layers of the rank": ("parameter layers.4.", "rank 0 has nothing of that name", "rank 1 has 'float32"),
@@ -51,7 +51,7 @@ IN_STEPS = {
     "two things": (
         0,
         "TypeError: a stage returned a tuple",
-        "every stage but the last one must return the hidden state, one tensor",
+        "every stage except the last one must return",
     ),
     "skipping": (
         0,

@@ -233,7 +233,7 @@ def test_steps_in_the_backward_pass_need_one_rank(tmp_path: Path, mesh: str) -> 
     env = StaticDistributedEnvironment(world_size=2, local_world_size=2)
     args = arguments(tmp_path, mesh=mesh, fuse_optim_with_backward=True, max_grad_norm=None)
     given = [Other("tensor")] if mesh == "tp=2" else []
-    with pytest.raises(ConfigurationError, match=r"before the ranks of the layout .* added up"):
+    with pytest.raises(ConfigurationError, match=r"summed over the ranks of the layout"):
         trainer_of(args, parallel=given, distributed_env=env)
 
 

@@ -142,7 +142,7 @@ def test_logits_that_are_changed_afterwards_are_refused(tiny_lm, batch, step, na
 
 def test_logits_in_another_shape_of_the_same_memory_are_refused(tiny_lm, batch, step) -> None:
     model = tiny_lm(after=lambda logits: logits.unsqueeze(0))
-    with pytest.raises(ConfigurationError, match="not what its output head returns"):
+    with pytest.raises(ConfigurationError, match="does not return the logits of its output head as they are"):
         step(FusedLinearCrossEntropy(model.head), model, batch)
     model.after = lambda logits: logits.view_as(logits)
     fused = FusedLinearCrossEntropy(model.head)

@@ -168,7 +168,7 @@ def test_stable_steps_stand_in_for_the_length(schedule):
         ("inverse_sqrt", {"timescale": 0}, "whole number of at least 1"),
         ("cosine_with_min_lr", {"min_lr_rate": 1.5}, "from 0 to 1"),
         ("cosine_with_min_lr", {"min_lr_rate": 0.1, "min_lr": 0.1}, "Leave one of them out"),
-        ("warmup_stable_decay", {}, "needs num_decay_steps"),
+        ("warmup_stable_decay", {}, "lacks num_decay_steps"),
         ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "square"}, "must be one of 'linear'"),
         ("reduce_lr_on_plateau", {"factor": 1.0}, "between 0 and 1, without the ends"),
         ("reduce_lr_on_plateau", {"mode": "least"}, "must be one of 'min', 'max'"),

@@ -96,9 +96,9 @@ def test_a_class_or_a_partial_of_one_stands_for_its_name() -> None:
         ("dualpipe_v", 2, 3, None, r"'dualpipe_v'.* 3 microbatches .*at least as many"),
         ("zbv", 2, 4, 3, r"'zbv'.* with 3 stages each .*exactly 2 stages"),
         ("gpipe", 2, 4, 2, r"stages_per_rank=2: the schedule gpipe has one stage"),
-        ("gpipe", 0, 4, None, r"ranks=0: it must be at least 1"),
-        ("gpipe", 2, 0, None, r"microbatches=0: it must be at least 1"),
-        ("zbv", 2, 4, 0, r"stages_per_rank=0: it must be at least 1"),
+        ("gpipe", 0, 4, None, r"ranks=0 must be at least 1"),
+        ("gpipe", 2, 0, None, r"microbatches=0 must be at least 1"),
+        ("zbv", 2, 4, 0, r"stages_per_rank=0 must be at least 1"),
         ("zb_v", 2, 4, None, r"'zb_v'.*must be one of gpipe, 1f1b"),
     ],
 )
