@@ -230,7 +230,7 @@ def test_a_checkpoint_elsewhere_stands_apart_and_is_resumed_by_its_path(
     trainer = make_trainer(callbacks=[Keep()], save_total_limit=1, **settings)
     trainer.train()
     assert [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")] == ["checkpoint-4"]
-    with pytest.raises(CheckpointError, match="exists already. Name a new directory"):
+    with pytest.raises(CheckpointError, match=r"exists already\. Name a new directory"):
         trainer.save_checkpoint(str(aside))
     again = make_trainer(resume_from_checkpoint=str(aside), output_dir=str(tmp_path / "again"), **settings)
     again.train()

@@ -26,7 +26,7 @@ REFUSED = {
         "must add up to the 4 blocks of layers",
         "change it, or leave it out",
     ),
-    "no blocks": ("transformer_layers_path=None", "does not name the blocks of the model, which pipeline needs", "Flat"),
+    "no blocks": ("transformer_layers_path=None", "the blocks of the model, which pipeline needs", "Flat"),
     "path": ("transformer_layers_path='layer'", "is not the name of a module in the model", "layers"),
     "settings of the rank": ("pipeline.n_microbatches", "rank 0 has 4, rank 1 has 8"),
     "schedule of the rank": ("pipeline.schedule", "rank 0 has 'gpipe', rank 1 has '1f1b'"),

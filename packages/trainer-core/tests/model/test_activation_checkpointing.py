@@ -74,9 +74,7 @@ def test_every_nth_and_full() -> None:
     assert blocks_to_checkpoint(7, "every_n", every=3) == {2, 5}
     assert blocks_to_checkpoint(3, "every_n", every=1) == {0, 1, 2}
     assert blocks_to_checkpoint(3, "full") == {0, 1, 2}
-    with pytest.raises(
-        ConfigurationError, match="activation_checkpointing_every=4 recomputes none of the 3"
-    ):
+    with pytest.raises(ConfigurationError, match="activation_checkpointing_every=4 recomputes none of the 3"):
         blocks_to_checkpoint(3, "every_n", every=4)
     with pytest.raises(ConfigurationError, match="activation_checkpointing='half'"):
         blocks_to_checkpoint(3, "half")
