@@ -170,7 +170,7 @@ def test_a_file_that_goes_while_it_is_open(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 2}, r"schema_version=2; this version of dataloader-dispatch reads 1"),
+        ({"schema_version": 2}, r"schema_version=2, but this version of dataloader-dispatch reads 1"),
         ({"dtype": "float32"}, r"dtype='float32' is none of"),
         ({"tokens": 8}, r"tokens=8, but the parts hold 9"),
         ({"documents": None}, r"documents=None is not a count"),

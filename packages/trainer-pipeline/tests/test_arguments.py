@@ -206,7 +206,7 @@ def test_deprecated_replicas_beside_mesh_are_refused(message: str, settings: dic
 def test_stages_whose_settings_contradict_the_mesh_are_refused() -> None:
     args = DataParallelArguments(mesh="pp=4,dp=2", use_cpu=True)
     stages = PipelineStages(PipelineArguments(replicas=4))
-    with pytest.raises(ConfigurationError, match=re.escape("is not what the layout pp=4,dp=2 has")):
+    with pytest.raises(ConfigurationError, match=re.escape("contradicts the layout pp=4,dp=2")):
         Trainer(args, model_init=model, parallel=[stages], distributed_env=of_rank_0(8))
 
 

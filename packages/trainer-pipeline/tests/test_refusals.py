@@ -11,7 +11,7 @@ REFUSED = {
     "model": ("model='Tiny'", "no rank holds the whole model", "give model_init"),
     "frozen rank": (
         "model_init='Tiny'",
-        "has no parameter to train in the stages (1,)",
+        "leaves nothing to train in the stages (1,)",
         "pipeline.layers_per_stage",
     ),
     "called alone": (

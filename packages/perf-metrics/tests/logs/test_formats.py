@@ -73,7 +73,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_directory_without_a_log(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no trainer_logs.json in this directory"):
+    with pytest.raises(FileNotFoundError, match=r"has no trainer_logs.json"):
         load_logs(tmp_path)
 
 
