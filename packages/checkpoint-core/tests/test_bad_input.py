@@ -119,7 +119,7 @@ def test_damage_of_every_file(job, saved: Path, caplog: pytest.LogCaptureFixture
     for damaged in (content[:-1], content[: len(content) // 2], b"", content + b"\0", content + content):
         path.write_bytes(damaged)
         size = f"{len(damaged)} bytes, but {len(content)} were written"
-        load_fails(other, saved, f"{path} is damaged: {size}", "Restore the file")
+        load_fails(other, saved, f"{path} is damaged: it has {size}", "Restore the file")
     path.write_bytes(content[:-1] + b"\xff")
     with caplog.at_level(logging.WARNING):
         assert find_latest_checkpoint(saved.parent, verify_checksums=True) == saved.parent / "checkpoint-1"
@@ -295,7 +295,7 @@ def test_nothing_outside_is_deleted_or_written_through_a_link(job, tmp_path: Pat
     (path / "trainer.json").symlink_to(outside / "trainer.json")
     (path.parent / "checkpoint-2").symlink_to(outside)
     with pytest.raises(
-        CheckpointError, match=r"checkpoint-2 exists and is not a committed checkpoint .* move it away"
+        CheckpointError, match=r"checkpoint-2 exists and is not a committed checkpoint .* Move it away"
     ):
         first.manager.save_checkpoint(2)
     first.manager.save_checkpoint(3)

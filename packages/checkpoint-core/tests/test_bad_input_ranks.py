@@ -233,7 +233,7 @@ def test_an_object_fails_on_one(directory: Path, scenario: str, parts: list[str]
     [
         (
             "uneven nodes",
-            ["rank 1 is local rank 0 of 1, rank 0 is local rank 0 of 2", "Use as many ranks"],
+            ["rank 1 is local rank 0 of 1, and rank 0 is local rank 0 of 2", "Use as many ranks"],
             [[], []],
         ),
         (

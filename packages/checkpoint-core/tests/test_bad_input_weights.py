@@ -51,11 +51,11 @@ HF_DIRECTORIES: dict[str, tuple[Callable[[Path, Bomb], object], str]] = {
     "nothing": (lambda d, b: None, "holds neither model.safetensors nor model.safetensors.index.json"),
     "pytorch_model.bin": (
         lambda d, b: torch.save(b, d / "pytorch_model.bin"),
-        "it has pytorch_model.bin, a pickle that is never read. Convert it",
+        "It has pytorch_model.bin, a pickle that is never read. Convert it",
     ),
     "consolidated.pth": (
         lambda d, b: torch.save(b, d / "consolidated.pth"),
-        "it has consolidated.pth, a pickle",
+        "It has consolidated.pth, a pickle",
     ),
     "torch.save": (lambda d, b: torch.save(b, d / "model.safetensors"), "model.safetensors is a pickle"),
     "pickle": (

@@ -145,7 +145,7 @@ def test_damage_is_an_error_by_name_and_passed_over_otherwise(
     # Training continues past the damaged one and can save that step again, unless the directory is foreign
     # now.
     if damage == "no manifest":
-        with pytest.raises(CheckpointError, match="move it away"):
+        with pytest.raises(CheckpointError, match="Move it away"):
             second.manager.save_checkpoint(2)
     else:
         second.train(1)
@@ -387,7 +387,7 @@ def test_keys_cannot_leave_the_directory(counter, key: str) -> None:
 def test_components_are_checked(counter, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     pattern = SharingPattern.GLOBAL
-    with pytest.raises(TypeError, match=r"wrap the Linear as ModelState\(model\)"):
+    with pytest.raises(TypeError, match=r"is a Linear\. Wrap it as ModelState\(model\)"):
         StateComponent(key="model", stateful=model, sharing_pattern=pattern)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     with pytest.raises(TypeError, match=r"OptimizerState\(optimizer, model\)"):

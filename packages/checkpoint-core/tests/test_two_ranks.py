@@ -88,7 +88,7 @@ def test_every_rank_gets_its_state_back(outcome: tuple[dict, dict, Path]) -> Non
     [
         ("rank 1 raises", ["saving checkpoint-2", "rank 1 (", "no space left"], ["checkpoint-1"]),
         ("rank 1 cannot write", ["rank 1 (", "no space left", "own.rank1.safetensors"], ["checkpoint-1"]),
-        ("steps differ", ["rank 0 has save of step 2, rank 1 has save of step 3"], ["checkpoint-1"]),
+        ("steps differ", ["rank 0 has save of step 2, but rank 1 has save of step 3"], ["checkpoint-1"]),
         ("bad step on one", ["rank 0 (", "step=-2 must be an integer"], ["checkpoint-1"]),
         (
             "rank 1 refuses the state",
