@@ -269,9 +269,9 @@ def test_json_that_cannot_be_text(tmp_path: Path) -> None:
     ("setting", "message"),
     [
         ({"unreadable": "ignore"}, r"unreadable='ignore' is unknown.*'stop', 'skip'"),
-        ({"max_document_bytes": 0}, r"max_document_bytes=0 is out of range"),
-        ({"max_document_bytes": 1.5}, r"max_document_bytes=1.5 is out of range"),
-        ({"max_document_bytes": True}, r"max_document_bytes=True is out of range"),
+        ({"max_document_bytes": 0}, r"max_document_bytes=0 must be an integer"),
+        ({"max_document_bytes": 1.5}, r"max_document_bytes=1.5 must be an integer"),
+        ({"max_document_bytes": True}, r"max_document_bytes=True must be an integer"),
     ],
 )
 def test_settings_out_of_range(root: Path, setting: dict[str, object], message: str) -> None:

@@ -281,7 +281,7 @@ def test_export_is_a_hugging_face_directory(work: Path, capsys: pytest.CaptureFi
         ("--lr-scheduler-kwargs half=2", "lr_scheduler_kwargs.half=2"),
         ("--num-train-epochs nan", "num_train_epochs=nan"),
         ("--num-train-epochs inf", "num_train_epochs=inf"),
-        ("--max-steps -1 --num-train-epochs 1", "max_steps=1000"),
+        ("--max-steps -1 --num-train-epochs 1", "Set max_steps or epoch_train_steps"),
         ("--resume-from-checkpoint {work}/data", "is not a checkpoint"),
     ],
 )
@@ -357,8 +357,8 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("eval --output-dir {work}/nowhere", "holds no checkpoint"),
-        ("generate --checkpoint {work}/data", "holds no config.json"),
+        ("eval --output-dir {work}/nowhere", "contains no checkpoint"),
+        ("generate --checkpoint {work}/data", "contains no config.json"),
         ("generate --output-dir {work}/whole --temperature -1", "temperature=-1.0"),
         ("generate --output-dir {work}/whole --max-new-tokens 5000", "the model has 1024"),
         ("export {work}/out --output-dir {work}/whole --dtype int4", "dtype='int4'"),

@@ -47,7 +47,7 @@ def test_both_generations_of_rope_settings_are_read() -> None:
     ("changes", "words"),
     [
         ({"num_key_value_heads": 4}, ["num_key_value_heads=4", "divide num_attention_heads=6"]),
-        ({"hidden_size": 50}, ["hidden_size=50", "multiple of num_attention_heads=6", "use 54"]),
+        ({"hidden_size": 50}, ["hidden_size=50", "multiple of num_attention_heads=6", "Use 54"]),
         ({"head_dim": 7}, ["head_dim=7", "even"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers=0", "at least 1"]),
         ({"vocab_size": "61"}, ["vocab_size='61'", "must be int"]),

@@ -88,7 +88,7 @@ def test_the_command_tells_what_was_done_and_what_was_not(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--trainer", "fsdp2"], "trainer='fsdp2': does not say how many processes"),
+        (["--trainer", "fsdp2"], "trainer='fsdp2' does not say how many processes"),
         (
             ["--mesh", "dp=2", "--compression.method", "bf16"],
             "compression.method='bf16' needs real tensor values",

@@ -148,7 +148,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(work: Path) -> None:
     _, err = process.communicate(timeout=LIMIT_S)
     assert time.monotonic() - struck < 2 + SLOW_MACHINE_S
     assert process.returncode == 1
-    assert err.splitlines()[-1] == "llama-pretrain: error: rank 1 was ended by SIGKILL"
+    assert err.splitlines()[-1] == "llama-pretrain: error: rank 1 was ended by SIGKILL."
     assert not Path(f"/proc/{other}").exists()
     assert {path.name.partition("_")[0] for path in (work / "temporary").iterdir()} <= {"torchinductor"}
 
