@@ -22,11 +22,11 @@ from checkpoint_core import (
     StateComponent,
     load_model_weights,
 )
-from checkpoint_core.directory.commit import check_space
+from checkpoint_core.background import StagingBuffer
+from checkpoint_core.directory import check_space
 from checkpoint_core.errors import describe_error
-from checkpoint_core.staging import StagingBuffer
 from dataloader_dispatch import DocumentStream, StreamLoader
-from dataloader_dispatch.synchronized.epoch_start import same_first_batches
+from dataloader_dispatch.synchronized.epoch import same_first_batches
 from dist_env import (
     DistributedEnvironment,
     RankStatus,
@@ -313,9 +313,9 @@ def in_a_used_directory() -> None:
 
 
 SAID: dict[str, Callable[[], object]] = {
-    "is of 4 processes": lambda: check_processes("ddp", "dp=4", 2),
-    "trainer='single': is one": lambda: check_processes("single", "", 2),
-    "Trainer runs on one device": lambda: train(
+    "needs 4 processes": lambda: check_processes("ddp", "dp=4", 2),
+    "trainer='single' runs in one": lambda: check_processes("single", "", 2),
+    "a Trainer for one device": lambda: train(
         "runs", given={"distributed_env": StaticDistributedEnvironment(rank=0, world_size=2)}
     ),
     "is set but RANK is not": lambda: DistributedEnvironment(world_size=2),
@@ -329,7 +329,7 @@ SAID: dict[str, Callable[[], object]] = {
         distributed_env=StaticDistributedEnvironment(rank=0, world_size=8),
     ),
     "Address already in use": on_a_taken_port,
-    "nccl cannot serve": lambda: DistributedEnvironment(backend="nccl", no_accelerator=True),
+    "which cannot serve": lambda: DistributedEnvironment(backend="nccl", no_accelerator=True),
     "backend differs": lambda: meet(rank=3, backend="gloo"),
     "the loopback interface": lambda: doctor(4, loopback=True),
     "NCCL_IB_DISABLE": lambda: doctor(4, NCCL_IB_DISABLE="1"),
@@ -354,7 +354,10 @@ SAID: dict[str, Callable[[], object]] = {
         "runs", DivergenceDetector(), model=Broken, nonfinite_policy="skip", logging_steps=1
     ),
     "gave 2 batches": nothing_to_score,
-    "learning_rate: 5e-05 before": lambda: go_on(learning_rate=0.1, max_steps=4),
+    "learning_rate: 5e-05 before": lambda: go_on(
+        learning_rate=0.1, max_steps=4, allow_changes=("learning_rate",)
+    ),
+    "learning_rate=0.1 was 5e-05": lambda: go_on(learning_rate=0.1),
     "max_steps: 2 before": lambda: go_on(max_steps=4),
     "8 before, 16 now": lambda: go_on(max_steps=4, num_train_epochs=-1, per_device_train_batch_size=16),
     "keeps no position": without_a_state,
@@ -374,7 +377,7 @@ SAID: dict[str, Callable[[], object]] = {
     "not those of the checkpoint": other_parameters,
     "it was saved with seed=1": other_data,
     "a pickle that is never read": only_a_pickle,
-    "seed=2: was 1": lambda: go_on(seed=2),
+    "seed=2 was 1": lambda: go_on(seed=2),
     "optimizer='SGD'": lambda: go_on(given=SGD),
     "16 examples a step": other_epochs,
     "starts another run beside": lambda: go_on(resume_from_checkpoint=False),
@@ -389,8 +392,10 @@ SAID: dict[str, Callable[[], object]] = {
     "torch_compile_mode=": lambda: train("runs", torch_compile_mode="max-autotune"),
     "eval_steps=5": lambda: train("runs", eval_steps=5),
     "ddp.static_graph": lambda: main(["train", "--ddp.static-graph"]),
-    "beside an optimizer": lambda: train("runs", learning_rate=0.1, given=SGD),
-    "excludes max_grad_norm": lambda: train("runs", fuse_optim_with_backward=True, max_grad_norm=1.0),
+    "together with an optimizer": lambda: train("runs", learning_rate=0.1, given=SGD),
+    "cannot be combined with max_grad_norm": lambda: train(
+        "runs", fuse_optim_with_backward=True, max_grad_norm=1.0
+    ),
     **dict.fromkeys(
         ("MFU/OFU = ", "recomputation not counted", "whole tiles in OFU", "MFU and OFU agree"),
         lambda: diagnose(mfu=0.30, ofu=0.40),

@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+DOCS = Path(__file__).parents[2] / "docs"
 # `notest` is for what takes a minute: `pytest --markdown-docs` leaves it out, and here it is left to `full`.
 EXAMPLE = re.compile(r"```(?:python|\{\.python (\w+)\})\n(.*?)```", re.DOTALL)
-PAGES = ("pipeline.md", "utilization.md", "which-parallelism.md")
+PAGES = (
+    "guides/pipeline.md",
+    "guides/utilization.md",
+    "guides/which-parallelism.md",
+    "performance/memory-plan.md",
+)
 
 
 def printing_examples() -> list[tuple[str, str, str]]:
     """Return page, option and code of every example that prints a table; these need no other example."""
-    found = [(page, *block) for page in PAGES for block in EXAMPLE.findall((GUIDES / page).read_text())]
+    found = [(page, *block) for page in PAGES for block in EXAMPLE.findall((DOCS / page).read_text())]
     return [example for example in found if 'print(f"|' in example[2]]
 
 
@@ -38,4 +43,4 @@ def test_the_table_is_what_the_example_prints(
     exec(compile(code, page, "exec"), {"__name__": "example"})
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert printed
-    assert "\n".join(["", *printed, "", ""]) in (GUIDES / page).read_text()
+    assert "\n".join(["", *printed, "", ""]) in (DOCS / page).read_text()

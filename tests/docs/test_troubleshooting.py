@@ -57,14 +57,19 @@ def templates() -> list[str]:
 
 def is_in_sources(quote: str) -> bool:
     """Whether each piece of a quote follows a template, to its end or to where the quote was cut."""
-    return all(any(follows(piece, text) for text in templates()) for piece in pieces(quote))
+    return any(
+        all(any(follows(piece, text) for text in templates()) for piece in pieces)
+        for pieces in ways_to_cut(quote)
+    )
 
 
-def pieces(quote: str) -> list[str]:
+def ways_to_cut(quote: str) -> list[list[str]]:
     """A refused setting is put together from a rule and a fix; in others a cut is all that divides."""
-    found = re.fullmatch(r"[\w.]+=\S+: (.*)", quote)
-    parts = re.split(r"; |\.\.\.", found[1]) if found else quote.split("...")
-    return [part.strip(" ;") for part in parts if part.strip(" ;")]
+    ways = [quote.split("...")]
+    if found := re.fullmatch(r"[\w.]+=\S+ (.*)", quote):
+        rule, *fix = re.split(r"\. |\.\.\.", found[1])
+        ways.append([part.strip(" .") for part in (rule, *(each[:1].lower() + each[1:] for each in fix))])
+    return [[part.strip(" ;") for part in way if part.strip(" ;")] for way in ways]
 
 
 def follows(piece: str, template: str) -> bool:

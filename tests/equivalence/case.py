@@ -125,8 +125,11 @@ def decay_by_name(**options: object) -> Mapping[str, object]:
 TIED = replace(PLAIN, tied=True)
 SHORT = replace(PLAIN, steps=20)
 SHORT_TIED = replace(SHORT, tied=True)
-RESTARTED = replace(PLAIN, steps=24)
-"""What rows of several ranks do that stop and continue: as far again as they were, and a little."""
+RESTARTED = replace(PLAIN, steps=18)
+"""What rows do that stop and continue: to the end of that epoch, and into another one."""
+MUON = replace(PLAIN, steps=14, optimizer="muon", ema_decay=0.9, evaluated=True)
+MUON_BOUND = {"tolerance": 2e-3, "because": "Muon computes in bfloat16 what a last bit of a gradient turns"}
+SCHEDULE_FREE = replace(PLAIN, steps=14, optimizer="schedule_free_adamw", evaluated=True)
 UNCLIPPED = replace(PLAIN, max_grad_norm=None)
 COMPILED = {"torch_compile": True}
 BY_EYE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

@@ -11,8 +11,11 @@ from .case import (
     BFLOAT16,
     BY_EYE,
     COMPILED,
+    MUON,
+    MUON_BOUND,
     PLAIN,
     RESTARTED,
+    SCHEDULE_FREE,
     SHORT,
     SHORT_TIED,
     UNCLIPPED,
@@ -53,12 +56,14 @@ def _spoiled() -> dict[str, object]:
 
 
 DDP_CASES = [
-    _ranks("", ranks=1, accumulation=2),
+    _option("", ranks=1, accumulation=2),
     _ranks(""),
     _ranks("", ranks=4, full=True),
     _ranks("accumulation 2", accumulation=4, full=True),
     _ranks("accumulation 4", accumulation=8, full=True),
     _option("accumulation 2", ranks=4, accumulation=8, full=True),
+    _option("Muon, averaged", recipe=MUON, **MUON_BOUND, settings=EVALUATED),
+    _option("schedule-free", recipe=SCHEDULE_FREE, settings=EVALUATED),
     _ranks("own data", accumulation=4, settings=OWN_DATA, full=True),
     _option("own data", ranks=4, settings=OWN_DATA),
     _ranks("tied head", recipe=SHORT_TIED, accumulation=4, full=True),
@@ -121,10 +126,10 @@ DDP_CASES = [
         tolerance=BFLOAT16,
         because="gradients travel as bfloat16",
     ),
-    _ranks(
+    _option(
         "bf16 autocast",
         settings={"mixed_precision": "bf16"},
-        recipe=replace(PLAIN, autocast=True, fused=True),
+        recipe=replace(SHORT, autocast=True, fused=True),
         accumulation=4,
         tolerance=BFLOAT16,
         because="what a last bit does in bfloat16",

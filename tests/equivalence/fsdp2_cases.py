@@ -12,8 +12,11 @@ from .case import (
     BY_EYE,
     COMPILED,
     FLOAT16,
+    MUON,
+    MUON_BOUND,
     PLAIN,
     RESTARTED,
+    SCHEDULE_FREE,
     SHORT,
     SHORT_TIED,
     UNCLIPPED,
@@ -56,7 +59,7 @@ def _moved(name: str, **fields: object) -> Case:
 
 TWELVE = replace(RESTARTED, global_batch=12)
 HYBRID = "dp=2,shard=2"
-OVERFLOWN = replace(PLAIN, float16=True, fused=True, bad_step=17)
+OVERFLOWN = replace(SHORT, steps=25, float16=True, fused=True, bad_step=17)
 
 
 def _overflow() -> dict[str, object]:
@@ -64,7 +67,7 @@ def _overflow() -> dict[str, object]:
 
 
 FSDP2_CASES = [
-    _ranks("", ranks=1, accumulation=2),
+    _option("", ranks=1, accumulation=2),
     _ranks("", full=True),
     _ranks("", ranks=4),
     _ranks("accumulation 2", accumulation=4, full=True),
@@ -99,6 +102,9 @@ FSDP2_CASES = [
     _option("evaluation in between", settings=EVALUATED),
     _option("optimizer groups by name", options=decay_by_name, full=True),
     _option("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
+    _option("Muon, averaged", recipe=MUON, **MUON_BOUND, settings=EVALUATED, accumulation=4),
+    _option("Muon, averaged, HSDP 2 x 2", recipe=MUON, **MUON_BOUND, ranks=4, mesh=HYBRID, full=True),
+    _option("schedule-free", recipe=SCHEDULE_FREE, settings=EVALUATED, accumulation=4),
     _option("compiled model, aot_eager", settings=BY_EYE, full=True),
     _option(
         "compiled blocks, inductor",
@@ -113,7 +119,7 @@ FSDP2_CASES = [
     _sharded(
         "bfloat16 policy",
         FSDP2Arguments(param_dtype="bfloat16"),
-        recipe=replace(PLAIN, autocast=True, fused=True),
+        recipe=replace(SHORT, autocast=True, fused=True),
         accumulation=4,
         tolerance=BFLOAT16,
         because="layers compute in bfloat16",
@@ -144,6 +150,8 @@ FSDP2_CASES = [
     ),
     _restarted(", two optimizers", options=partial(decay_by_name, factory=adamw), full=True),
     _restarted(", HSDP 2 x 2", ranks=4, mesh=HYBRID),
+    _restarted(" at 2, then Trainer, Muon, averaged", runner="ranks, then here", recipe=MUON, **MUON_BOUND),
+    _restarted(" at 2, then DDP 2, schedule-free", next_trainer="ddp", recipe=SCHEDULE_FREE),
     # Whoever saved it, whoever continues.
     _moved(" at 4, then Trainer", ranks=4, runner="ranks, then here", full=True),
     _moved(" at 4, then 1", ranks=4, next_world_size=1, full=True),

@@ -46,6 +46,10 @@ class Recipe:
     """Whether products are rounded to bfloat16."""
     float16: bool = False
     """Whether they are rounded to float16, and the loss is scaled."""
+    optimizer: str = "adamw"
+    """Name of the built-in optimizer: adamw, muon, or schedule_free_adamw, which has no schedule."""
+    ema_decay: float | None = None
+    """That of the moving average which is evaluated, if one is."""
     fused: bool = False
     """Whether to take torch's fused AdamW, which rounds otherwise than the one for each parameter."""
     evaluated: bool = False
@@ -60,13 +64,9 @@ def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
     torch.manual_seed(recipe.seed)
     model = Decoder(tied=recipe.tied, width=recipe.width, blocks=recipe.blocks)
     everything = list(model.parameters())
-    groups = [
-        {"params": [p for p in everything if p.ndim > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in everything if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups, recipe.learning_rate, recipe.betas, recipe.epsilon, fused=recipe.fused
-    )
+    average = [parameter.detach().clone() for parameter in everything]
+    optimizers = _optimizers(recipe, model)
+    optimizer = optimizers[0]
     scaler = torch.amp.GradScaler("cpu", enabled=recipe.float16)
     dtype = torch.float16 if recipe.float16 else torch.bfloat16
     precision = torch.autocast("cpu", dtype) if recipe.float16 or recipe.autocast else nullcontext()
@@ -78,9 +78,9 @@ def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
             batches = iter(loader)
         window = list(islice(batches, recipe.global_batch // microbatch))
         tokens = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in window)
-        for group in optimizer.param_groups:
+        for group in (group for each in optimizers for group in each.param_groups):
             group["lr"] = recipe.learning_rate * _factor(step - waited, recipe)
-        optimizer.zero_grad()
+        model.zero_grad()
         total = 0.0
         for batch in window:
             with precision:
@@ -97,9 +97,44 @@ def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
         limit = math.inf if recipe.max_grad_norm is None else recipe.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(everything, limit)
         scaler.step(optimizer)
+        for another in optimizers[1:]:
+            another.step()
         scaler.update()
         points.append(Point(total / tokens, norm.item()))
+        for before, now in zip(average, everything, strict=True):
+            before.lerp_(now.detach(), 1 - (recipe.ema_decay or 0.0))
+    if recipe.ema_decay is not None:
+        torch.nn.utils.vector_to_parameters(torch.cat([each.flatten() for each in average]), everything)
+    if recipe.optimizer == "schedule_free_adamw":
+        optimizer.eval()  # type: ignore[attr-defined]
     return [*points, evaluation_point(_evaluated(model))] if recipe.evaluated else points
+
+
+def _optimizers(recipe: Recipe, model: Decoder) -> list[torch.optim.Optimizer]:
+    everything, betas = list(model.parameters()), recipe.betas
+    ends = {id(model.embed.weight), id(model.head.weight)}
+    hidden = [p for p in everything if recipe.optimizer == "muon" and p.ndim == 2 and id(p) not in ends]
+    taken = {id(parameter) for parameter in hidden}
+    groups = [
+        {
+            "params": [p for p in everything if p.ndim > 1 and id(p) not in taken],
+            "weight_decay": recipe.weight_decay,
+        },
+        {"params": [p for p in everything if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if recipe.optimizer == "schedule_free_adamw":
+        from schedulefree import AdamWScheduleFree
+
+        free = AdamWScheduleFree(
+            groups, recipe.learning_rate, betas, recipe.epsilon, warmup_steps=recipe.warmup
+        )
+        free.train()
+        return [free]
+    adamw = torch.optim.AdamW(groups, recipe.learning_rate, betas, recipe.epsilon, fused=recipe.fused)
+    if not hidden:
+        return [adamw]
+    rate, decay = recipe.learning_rate, recipe.weight_decay
+    return [adamw, torch.optim.Muon(hidden, rate, decay, adjust_lr_fn="match_rms_adamw")]
 
 
 def evaluation_point(loss: float) -> Point:
@@ -125,6 +160,8 @@ def next_token_losses(model: Decoder, batch: dict[str, Tensor]) -> Tensor:
 
 def _factor(step: int, recipe: Recipe) -> float:
     """Linear warm-up from zero, then half a cosine down to zero."""
+    if recipe.optimizer == "schedule_free_adamw":
+        return 1.0
     if step < recipe.warmup:
         return step / recipe.warmup
     done = (step - recipe.warmup) / (recipe.steps - recipe.warmup)

@@ -48,6 +48,7 @@ class Stop:
 
 def settings_of(recipe: Recipe) -> dict[str, object]:
     """The training arguments that a recipe stands for."""
+    free = recipe.optimizer == "schedule_free_adamw"
     return {
         "seed": recipe.seed,
         "use_cpu": True,
@@ -58,7 +59,9 @@ def settings_of(recipe: Recipe) -> dict[str, object]:
         "adam_beta1": recipe.betas[0],
         "adam_beta2": recipe.betas[1],
         "adam_epsilon": recipe.epsilon,
-        "lr_scheduler_type": "cosine",
+        "optim": recipe.optimizer,
+        "ema_decay": recipe.ema_decay,
+        "lr_scheduler_type": "constant_with_warmup" if free else "cosine",
         "warmup_steps": recipe.warmup,
         "max_grad_norm": recipe.max_grad_norm,
         "logging_steps": 1,

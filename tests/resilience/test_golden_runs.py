@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
 from resilience.curve import EXACT, curve
-from resilience.golden_runs import GOLDEN, KINDS, SAVED, STEPS, prepared, start, words
+from resilience.golden_runs import GOLDEN, KINDS, SAVED, STEPS, prepared, words
+from warm_start import WarmStart
 
 from llama_pretrain.cli import main
 
+pytestmark = pytest.mark.xdist_group("warm")
 RUNS = sorted(path.parent for path in GOLDEN.glob("*/*/losses.json"))
 NAMES = [f"{run.parent.name}-{run.name}" for run in RUNS]
 BY_THEIR_RANKS = [run for run in RUNS if os.environ.get("GOLDEN_LAYOUTS") or run.name == "pipeline-shards"]
@@ -46,7 +49,28 @@ def test_one_process_goes_on(
 
 
 @pytest.mark.parametrize("run", BY_THEIR_RANKS, ids=[run.name for run in BY_THEIR_RANKS])
-def test_their_ranks_go_on(run: Path, tmp_path: Path) -> None:
-    folder = prepared(run.parent, tmp_path, run.name)
-    start(run.name, folder, KINDS[run.name][0])
+def test_their_ranks_go_on(
+    run: Path, tmp_path: Path, warm: WarmStart, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ranks = prepared(run.parent, tmp_path, run.name), KINDS[run.name][0]
+    with socket.create_server(("localhost", 0)) as probe:
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
+    job = environ | meeting | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    errors = [tmp_path / f"err-{rank}" for rank in range(ranks)]
+    monkeypatch.chdir(folder)
+    started = [
+        warm.start(
+            ["-m", "llama_pretrain", *words(run.name)],
+            job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            tmp_path / f"out-{rank}",
+            errors[rank],
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        codes = [process.wait(300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert codes == [0] * ranks, "".join(path.read_text() for path in errors)
     check_curve(run, folder / "run")

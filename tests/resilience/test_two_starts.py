@@ -9,17 +9,19 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
+from warm_start import WarmStart
 
 from checkpoint_core import find_lease_holder
 
+pytestmark = pytest.mark.xdist_group("warm")
 ROUNDS = int(os.environ.get("TWO_STARTS", "0"))
 LIMIT_S = 240
 SHAPE = {
@@ -40,12 +42,14 @@ class Start:
     """A start of the run.
 
     Args:
+        warm: Starts it.
+        environ: Its environment.
         work: Folder of the shape, the text and the output.
         mesh: Mesh of the processes; empty for one process.
         steps: The last step of the run.
     """
 
-    def __init__(self, work: Path, mesh: str, steps: int) -> None:
+    def __init__(self, warm: WarmStart, environ: dict[str, str], work: Path, mesh: str, steps: int) -> None:
         settings = {
             "model": work / "shape",
             "data": work / "text.jsonl",
@@ -59,38 +63,32 @@ class Start:
             "lr-scheduler-type": "constant",
         } | ({"mesh": mesh} if mesh else {})
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
         self.began = time.time()
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `kill`
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "llama_pretrain", "train", *words],
-            stdout=subprocess.DEVNULL,
-            stderr=self.errors,
-            env={name: value for name, value in os.environ.items() if name not in launched}
-            | {"OMP_NUM_THREADS": "1"},
-            start_new_session=True,
+        told = Path(tempfile.mkdtemp(dir=work))
+        self.errors = told / "err"
+        self.process = warm.start(
+            ["-m", "llama_pretrain", "train", *words], environ, told / "out", self.errors
         )
 
     def end(self) -> str:
         """What it wrote to standard error, once it has ended."""
         self.process.wait(LIMIT_S)
-        self.errors.seek(0)
-        return self.errors.read()
+        return self.errors.read_text()
 
     def kill(self) -> None:
-        """Kill all its processes."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.errors.close()
+        """Kill it, with which the processes of a mesh end as well."""
+        self.process.kill()
+        self.process.wait(LIMIT_S)
 
 
-def start_twice(work: Path, meshes: tuple[str, str], steps: int, started: list[Start]) -> tuple[Start, float]:
+def start_twice(
+    start: Callable[[str, int], Start], work: Path, meshes: tuple[str, str], steps: int, started: list[Start]
+) -> tuple[Start, float]:
     """Start the run twice; the start that trains, and how long after it the other one had ended."""
-    both = [Start(work, mesh, steps) for mesh in meshes]
+    both = [start(mesh, steps) for mesh in meshes]
     started += both
     deadline = time.monotonic() + LIMIT_S
-    while not (ended := [start for start in both if start.process.poll() is not None]):
+    while not (ended := [each for each in both if each.process.returncode is not None]):
         assert time.monotonic() < deadline, "both run"
         time.sleep(0.02)
     holder = find_lease_holder(work / "run")
@@ -102,7 +100,7 @@ def start_twice(work: Path, meshes: tuple[str, str], steps: int, started: list[S
     assert named is not None, said
     assert int(named[1]) == holder.pid
     winner = both[1 - both.index(loser)]
-    assert winner.process.poll() is None
+    assert winner.process.returncode is None
     # Before that the one that trains was still being loaded, and nobody had anything to be refused for.
     return winner, time.time() - max(holder.since, loser.began)
 
@@ -120,14 +118,17 @@ def wait_for_a_checkpoint(work: Path) -> None:
 
 
 @pytest.mark.parametrize("meshes", list(islice(cycle(KINDS), ROUNDS or 1)))
-def test_one_of_two_starts_trains(tmp_path: Path, meshes: tuple[str, str]) -> None:
+def test_one_of_two_starts_trains(
+    tmp_path: Path, meshes: tuple[str, str], warm: WarmStart, environ: dict[str, str]
+) -> None:
+    start = partial(Start, warm, environ, tmp_path)
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape" / "config.json").write_text(json.dumps(SHAPE))
     lines = (json.dumps({"text": f"{n} is the number after {n - 1}. " * 8}) for n in range(60))
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
     started: list[Start] = []
     try:
-        fresh, refused_in = start_twice(tmp_path, meshes, 100_000, started)
+        fresh, refused_in = start_twice(start, tmp_path, meshes, 100_000, started)
         wait_for_a_checkpoint(tmp_path)
         holder = find_lease_holder(tmp_path / "run")
         assert holder is not None
@@ -139,16 +140,16 @@ def test_one_of_two_starts_trains(tmp_path: Path, meshes: tuple[str, str]) -> No
         # suite one start is enough, which takes it over.
         last = steps_of_log(tmp_path)[-1] + 10
         if ROUNDS:
-            resumed, refused_again_in = start_twice(tmp_path, meshes, last, started)
+            resumed, refused_again_in = start_twice(start, tmp_path, meshes, last, started)
             print(f"{meshes}: refused in {refused_in:.1f} s, and after a kill in {refused_again_in:.1f} s")
         else:
-            resumed = Start(tmp_path, "", last)
+            resumed = start("", last)
             started.append(resumed)
         said = resumed.end()
         assert resumed.process.returncode == 0, said
         assert f"taken over from process {holder.pid}" in said
     finally:
-        for start in started:
-            start.kill()
+        for each in started:
+            each.kill()
     assert steps_of_log(tmp_path) == list(range(1, last + 1))
     assert not list((tmp_path / "run").glob(".lease-*"))

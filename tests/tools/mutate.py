@@ -1,6 +1,6 @@
 """Change one place of a source file at a time, and name the changes that no test notices.
 
-    python tests/tools/mutate.py packages/checkpoint-core/src/checkpoint_core/storage/files.py \
+    python tests/tools/mutate.py packages/checkpoint-core/src/checkpoint_core/files.py \
         --tests packages/checkpoint-core/tests/test_checksum.py [more tests] [-k EXPRESSION]
         [--function NAME] [--seconds 60] [--json FILE]
 

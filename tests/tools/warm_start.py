@@ -48,6 +48,9 @@ class WarmStart:
             out: File for what it writes to standard output.
             err: File for what it writes to standard error.
         """
+        # Who reads them need not wait until they are there, and finds nothing of a script before.
+        for path in (out, err):
+            path.write_bytes(b"")
         job = {"words": list(words), "env": dict(env), "out": str(out), "err": str(err)}
         self._socket.sendall(json.dumps({**job, "folder": str(Path.cwd())}).encode() + b"\n")
         while "started" not in (message := self._next(None)):

@@ -25,10 +25,10 @@ from checkpoint_core import (
     Stateful,
     StaticStatefulProvider,
 )
-from checkpoint_core.component_files import capture, own_state, plan_files
-from checkpoint_core.storage.files import FileRecord, combine
-from checkpoint_core.storage.tensor_files import create_tensor_file, plan_file, spec_of, write_parts
-from checkpoint_core.storage.tensors import local_part
+from checkpoint_core.encoding import local_part
+from checkpoint_core.files import FileRecord, combine
+from checkpoint_core.saving import capture, own_state, plan_files
+from checkpoint_core.tensor_files import create_tensor_file, plan_file, spec_of, write_parts
 from dist_env import StaticDistributedEnvironment, forget_warnings
 
 # Without this, every run would leave a directory of examples in the working tree.
@@ -158,7 +158,8 @@ def store() -> Callable[..., Path]:
 
     def write(stateful: Stateful, stem: str, directory: Path, max_shard_size: int = 10**9) -> Path:
         directory.mkdir(exist_ok=True)
-        files = plan_files(own_state(capture(stateful, stem, sharded=False)), stem, max_shard_size)
+        whole = own_state(capture(stateful, sharded=False))
+        files = plan_files(stateful, stem, whole, max_shard_size)
         files.create(directory)
         files.write(directory, threads=2)
         return directory

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import pytest
 
-from checkpoint_core import threads
+from checkpoint_core import background, files
+from checkpoint_core.background import BackgroundWorker
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.threads import BackgroundWorker
 
 SCENARIOS = Path(__file__).parent / "workers" / "background_scenarios.py"
 COMPLETE = [str(line) for line in range(20)]
@@ -394,7 +394,7 @@ def test_an_interrupt_at_any_instant_leaves_a_worker_that_works(worker: Backgrou
         nonlocal armed
         code = None if frame is None else frame.f_code
         elsewhere = code is None or code is interrupt.__code__
-        if armed and not elsewhere and code.co_filename in (__file__, threads.__file__):
+        if armed and not elsewhere and code.co_filename in (__file__, background.__file__, files.__file__):
             # An alarm that is on its way already comes all the same.
             armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)

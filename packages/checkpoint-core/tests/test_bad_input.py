@@ -19,8 +19,8 @@ from checkpoint_core import (
     find_latest_checkpoint,
     load_model_weights,
 )
-from checkpoint_core.directory.manifest import _digest, read_manifest, verify_checkpoint
-from checkpoint_core.storage.files import checksum_file
+from checkpoint_core.files import checksum_file
+from checkpoint_core.manifest import _digest, read_manifest, verify_checkpoint
 
 FILES = [
     "eval_metrics.json",
@@ -118,8 +118,8 @@ def test_damage_of_every_file(job, saved: Path, caplog: pytest.LogCaptureFixture
         )
     for damaged in (content[:-1], content[: len(content) // 2], b"", content + b"\0", content + content):
         path.write_bytes(damaged)
-        size = f"{len(damaged)} bytes, {len(content)} were written"
-        load_fails(other, saved, f"{path} is damaged: {size}", "Restore the file")
+        size = f"{len(damaged)} bytes, but {len(content)} were written"
+        load_fails(other, saved, f"{path} is damaged: it has {size}", "Restore the file")
     path.write_bytes(content[:-1] + b"\xff")
     with caplog.at_level(logging.WARNING):
         assert find_latest_checkpoint(saved.parent, verify_checksums=True) == saved.parent / "checkpoint-1"
@@ -152,7 +152,7 @@ def test_every_byte_of_the_manifest(job, saved: Path) -> None:
 
 
 MANIFESTS = {
-    "newer schema": ({"schema_version": 2}, ["schema version 2", "reads up to 1", "upgrade checkpoint-core"]),
+    "newer schema": ({"schema_version": 2}, ["schema version 2", "reads up to 1", "Upgrade checkpoint-core"]),
     "schema is text": ({"schema_version": "1"}, ["schema_version is '1', not an integer"]),
     "step is text": ({"step": "2"}, ["step is '2', not an integer"]),
     "step is true": ({"step": True}, ["step is True, not an integer"]),
@@ -295,7 +295,7 @@ def test_nothing_outside_is_deleted_or_written_through_a_link(job, tmp_path: Pat
     (path / "trainer.json").symlink_to(outside / "trainer.json")
     (path.parent / "checkpoint-2").symlink_to(outside)
     with pytest.raises(
-        CheckpointError, match=r"checkpoint-2 exists and is not a committed checkpoint .* move it away"
+        CheckpointError, match=r"checkpoint-2 exists and is not a committed checkpoint .* Move it away"
     ):
         first.manager.save_checkpoint(2)
     first.manager.save_checkpoint(3)

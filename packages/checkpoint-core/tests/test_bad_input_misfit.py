@@ -99,9 +99,9 @@ def test_what_does_not_fit_changes_nothing(
         "names": ["component 'model'", "missing: third.weight", "unexpected: second.", "Build the model"],
         "optimizer shape": [
             "component 'optimizer'",
-            "second.weight has shape [3, 2], the parameter has [4, 2]",
+            "second.weight has shape [3, 2], but the parameter has [4, 2]",
         ],
-        "optimizer groups": ["component 'optimizer'", "different lr", "group the parameters as when"],
+        "optimizer groups": ["component 'optimizer'", "different lr", "Group the parameters as when"],
     }[case]:
         assert part in message
     assert state() == before

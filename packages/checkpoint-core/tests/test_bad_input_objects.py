@@ -21,7 +21,7 @@ from checkpoint_core import (
     SharingPattern,
     StateComponent,
 )
-from checkpoint_core.directory.manifest import verify_checkpoint
+from checkpoint_core.manifest import verify_checkpoint
 
 P = SharingPattern
 
@@ -106,7 +106,7 @@ STATES: dict[str, tuple[object, str]] = {
     "default dict": ({"a": defaultdict(int)}, "the state at a is a collections.defaultdict"),
     "sparse": (
         {"a": torch.eye(2).to_sparse()},
-        "the state at a is sparse or quantized; convert it to a dense",
+        "the state at a is sparse or quantized. Convert it to a dense",
     ),
     "nested": (lambda: {"a": torch.nested.nested_tensor([torch.ones(2)])}, "the state at a is a nested"),
     "freed": ({"a": cut(torch.ones(4), 0)}, "its storage has 0 bytes, and its values need 16"),
@@ -146,9 +146,9 @@ def test_an_asynchronous_save_refuses_state_at_once(tmp_path: Path) -> None:
         ({"a": "1"}, "metrics['a'] is a str"),
         ({"a": None}, "metrics['a'] is a NoneType"),
         ({"a": {"b": 1.0}}, "metrics['a'] is a dict"),
-        ({"a": numpy.float32(1)}, "metrics['a'] is a float32, not an int or a float; use float(value)"),
-        ({1: 2.0}, "metrics has the key 1, which is not text; use str(key)"),
-        ([("a", 1.0)], "is a list; give a dict of numbers by name"),
+        ({"a": numpy.float32(1)}, "metrics['a'] is a float32, not an int or a float. Use float(value)"),
+        ({1: 2.0}, "metrics has the key 1, which is not text. Use str(key)"),
+        ([("a", 1.0)], "is a list. Give a dict of numbers by name"),
     ],
 )
 def test_metrics_that_cannot_be_stored(tmp_path: Path, metrics: object, part: str) -> None:
@@ -171,7 +171,7 @@ def test_a_preprocessor_cannot_replace_our_files(tmp_path: Path, pattern: Sharin
     run.fails(
         lambda: run.manager.save_checkpoint(2, metrics={"eval_loss": 1.0}),
         f"two parts of the checkpoint want to write {name}",
-        "rename the component key that clashes with another component or with a file of the preprocessor",
+        "Rename the component key that clashes with another component or with a file of the preprocessor",
     )
 
 

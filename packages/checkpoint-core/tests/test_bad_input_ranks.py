@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from checkpoint_core import CheckpointConfig, CheckpointManager, SharingPattern, StateComponent
-from checkpoint_core.directory.manifest import verify_checkpoint
+from checkpoint_core.manifest import verify_checkpoint
 
 Worked = subprocess.CompletedProcess[str]
 TIMEOUT = 4.0
@@ -67,7 +67,7 @@ FULL = ["no space left to write", "part.safetensors", "Free space, raise the quo
                 "Convert it in state_dict()",
             ],
         ),
-        ("bad metrics on rank 1", ["rank 1 (", "metrics['eval_loss'] is a str", "use float(value)"]),
+        ("bad metrics on rank 1", ["rank 1 (", "metrics['eval_loss'] is a str", "Use float(value)"]),
         (
             "rank 1 cannot stage",
             ["rank 1 (", "refuses 400", "bytes of memory for staging", "async_save=False"],
@@ -95,7 +95,7 @@ FULL = ["no space left to write", "part.safetensors", "Free space, raise the quo
         ("partial sums", ["component 'part': x holds partial sums", "redistribute()"]),
         (
             "no such dtype",
-            ["component 'part': x has dtype torch.complex128 on rank 1", "convert it to one of"],
+            ["component 'part': x has dtype torch.complex128 on rank 1", "Convert it to one of"],
         ),
         (
             "replicas differ",
@@ -233,7 +233,7 @@ def test_an_object_fails_on_one(directory: Path, scenario: str, parts: list[str]
     [
         (
             "uneven nodes",
-            ["rank 1 is local rank 0 of 1, rank 0 is local rank 0 of 2", "Use as many ranks"],
+            ["rank 1 is local rank 0 of 1, and rank 0 is local rank 0 of 2", "Use as many ranks"],
             [[], []],
         ),
         (
@@ -307,7 +307,7 @@ def test_a_rank_is_killed(directory: Path, phase: str, victim: int, what: str) -
     assert "Look at the log of that rank" in seen["killed"]["message"]
     assert TIMEOUT <= seen["killed"]["seconds"] < SECONDS
     assert "can no longer agree" in seen["afterwards"]["message"]
-    assert "restart the job" in seen["afterwards"]["message"]
+    assert "Restart the job" in seen["afterwards"]["message"]
     # The leader's directory stays when it is the leader that dies.
     hidden = [name for name in seen["killed"]["left"] if name.startswith(".tmp-checkpoint-2-")]
     assert len(hidden) == (victim == 0)

@@ -147,7 +147,7 @@ def test_files_that_may_not_be_read(job, tmp_path: Path, name: str) -> None:
 def test_an_export_to_a_file(job, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(
-        CheckpointError, match=r"saving the model to .*: .*file is a file; choose a directory"
+        CheckpointError, match=r"saving the model to .*: .*file is a file. Choose a directory"
     ):
         job().manager.save_model(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"

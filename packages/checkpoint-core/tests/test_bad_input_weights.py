@@ -51,11 +51,11 @@ HF_DIRECTORIES: dict[str, tuple[Callable[[Path, Bomb], object], str]] = {
     "nothing": (lambda d, b: None, "holds neither model.safetensors nor model.safetensors.index.json"),
     "pytorch_model.bin": (
         lambda d, b: torch.save(b, d / "pytorch_model.bin"),
-        "it has pytorch_model.bin, a pickle that is never read: convert it",
+        "It has pytorch_model.bin, a pickle that is never read. Convert it",
     ),
     "consolidated.pth": (
         lambda d, b: torch.save(b, d / "consolidated.pth"),
-        "it has consolidated.pth, a pickle",
+        "It has consolidated.pth, a pickle",
     ),
     "torch.save": (lambda d, b: torch.save(b, d / "model.safetensors"), "model.safetensors is a pickle"),
     "pickle": (
@@ -88,7 +88,7 @@ HF_DIRECTORIES: dict[str, tuple[Callable[[Path, Bomb], object], str]] = {
     ),
     "missing shard": (
         lambda d, b: write_index(d, {"weight_map": {"weight": "a.safetensors"}}),
-        "names a.safetensors, which is not there; restore that file",
+        "names a.safetensors, which is not there. Restore that file",
     ),
     "no map": (lambda d, b: write_index(d, {"metadata": {}}), "index.json has no weight_map"),
     "no JSON": (

@@ -24,9 +24,9 @@ from checkpoint_core import (
     StaticStatefulProvider,
 )
 from checkpoint_core.config import lower_is_better
-from checkpoint_core.directory.manifest import Manifest, read_manifest
-from checkpoint_core.directory.retention import best_checkpoints, best_summary, rotate
-from checkpoint_core.storage.files import FileRecord
+from checkpoint_core.files import FileRecord
+from checkpoint_core.manifest import Manifest, read_manifest
+from checkpoint_core.selection import best_checkpoints, best_summary, rotate
 from dist_env import StaticDistributedEnvironment
 
 LOSS = "eval_loss"
@@ -86,9 +86,9 @@ def test_direction(metric: str, greater_is_better: bool | None, lower: bool) -> 
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"best_metric": "accuracy"}, ["best_metric='accuracy'", "set greater_is_better to True or False"]),
-        ({"preserve_n_best": 2}, ["preserve_n_best=2", "best_metric is None", "set best_metric"]),
-        ({"greater_is_better": False}, ["greater_is_better=False", "best_metric is None", "set best_metric"]),
+        ({"best_metric": "accuracy"}, ["best_metric='accuracy'", "Set greater_is_better to True or False"]),
+        ({"preserve_n_best": 2}, ["preserve_n_best=2", "best_metric is None", "Set best_metric"]),
+        ({"greater_is_better": False}, ["greater_is_better=False", "best_metric is None", "Set best_metric"]),
         ({"best_metric": LOSS, "preserve_n_best": -1}, ["preserve_n_best=-1", "an integer of 0 or more"]),
         ({"best_metric": LOSS, "preserve_n_best": True}, ["preserve_n_best=True", "an integer"]),
         ({"best_metric": LOSS, "greater_is_better": "no"}, ["greater_is_better='no'", "True, False or None"]),

@@ -12,16 +12,10 @@ import torch
 from crc32c import crc32c
 from safetensors.torch import load_file
 
+from checkpoint_core.encoding import LocalPart
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.storage.files import ALGORITHM, PartialDigest, checksum_file, combine, digest
-from checkpoint_core.storage.tensor_files import (
-    TensorFileReader,
-    create_tensor_file,
-    plan_file,
-    spec_of,
-    write_parts,
-)
-from checkpoint_core.storage.tensors import LocalPart
+from checkpoint_core.files import ALGORITHM, PartialDigest, checksum_file, combine, digest
+from checkpoint_core.tensor_files import TensorFileReader, create_tensor_file, plan_file, spec_of, write_parts
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 

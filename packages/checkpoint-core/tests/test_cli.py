@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -14,13 +15,13 @@ import pytest
 
 from checkpoint_core import DirectoryLease
 from checkpoint_core.cli import main, make_parser, parse_size
-from checkpoint_core.cli.console import table_lines
-from checkpoint_core.directory.commit import create_staging, discard
+from checkpoint_core.cli.checkpoints import table_lines
+from checkpoint_core.directory import create_staging, discard
 
 STAGE_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
-from checkpoint_core.directory.commit import create_staging
+from checkpoint_core.directory import create_staging
 staging = create_staging(Path(sys.argv[1]), 7)
 (staging / "model.safetensors").write_bytes(bytes(500))
 aside = staging.name.replace(".tmp-checkpoint-7-", ".old-checkpoint-3-")
@@ -98,8 +99,8 @@ def test_ls_of_nothing(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[
     assert main(["ls", str(tmp_path / "nowhere")]) == 2
     assert main(["ls", str(run / "checkpoint-1")]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert errors[0].startswith(f"checkpoint-core ls: there is no directory {tmp_path / 'nowhere'}; pass")
-    assert errors[1].endswith(f"pass the directory that holds it, {run}")
+    assert errors[0].startswith(f"checkpoint-core ls: there is no directory {tmp_path / 'nowhere'}. Pass")
+    assert errors[1].endswith(f"Pass the directory that holds it, {run}.")
 
 
 def test_show_reads_headers_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,24 +111,13 @@ def test_show_reads_headers_only(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert ["model", "0.weight", "float32", "[8,", "6]", "192"] in [
         line.split() for line in text.splitlines()
     ]
-    assert main(["show", str(checkpoint), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["step"], document["world_size"], document["metrics"]["eval_loss"]) == (6, 1, 4.0)
-    assert {"checkpoint-core", "torch"} <= set(document["versions"])
-    components = {component["component"]: component for component in document["components"]}
-    assert list(components) == ["model", "optimizer", "scheduler", "trainer", "rng"]
-    assert components["rng"]["label"] == "rng rank 0"
-    weight = next(t for t in components["model"]["tensors"] if t["name"] == "0.weight")
-    assert weight == {
-        "name": "0.weight",
-        "dtype": "float32",
-        "shape": [8, 6],
-        "bytes": 192,
-        "file": "model.safetensors",
-    }
-    names = {t["name"] for t in components["model"]["tensors"]}
-    assert {"2.running_mean", "2.num_batches_tracked", "3.bias"} <= names
-    assert [f["name"] for f in document["other_files"]] == ["eval_metrics.json"]
+    assert re.search(r"^step +6$", text, re.M)
+    assert re.search(r"^metrics +eval_loss 4, eval_accuracy -4$", text, re.M)
+    assert re.search(r"^versions +checkpoint-core .*torch ", text, re.M)
+    for component in ("model", "optimizer", "scheduler", "trainer", "rng rank 0", "(eval_metrics.json)"):
+        assert lines(text, component)
+    for name in ("2.running_mean", "2.num_batches_tracked", "3.bias"):
+        assert re.search(rf"^model +{re.escape(name)} ", text, re.M)
 
     # What show prints does not hang on the values, which it has not read.
     flip(checkpoint / "model.safetensors")
@@ -193,7 +183,7 @@ def test_verify_a_directory(run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     document = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**document, "schema_version": 99}))
     assert main(["verify", str(run / "checkpoint-6")]) == 2
-    assert "upgrade checkpoint-core" in capsys.readouterr().err
+    assert "Upgrade checkpoint-core" in capsys.readouterr().err
 
 
 def steps(directory: Path) -> list[int]:
@@ -270,7 +260,7 @@ def test_prune_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     staging = create_staging(run, 7)
     assert main(["prune", str(run), "--keep", "1", "--yes"]) == 2
     error = capsys.readouterr().err
-    assert f"{run} is in use: checkpoint-7 is being written by process {os.getpid()}" in error
+    assert f"{run} is in use, because checkpoint-7 is being written by process {os.getpid()}" in error
     staging.rmdir()
     with DirectoryLease(run):
         assert main(["prune", str(run), "--keep", "1"]) == 0
@@ -279,8 +269,8 @@ def test_prune_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["--keep-best", "1"], "--keep-best 1 needs --metric"),
         (["--metric", "eval_loss"], "need --keep-best K"),
-        (["--metric", "eval_accuracy", "--keep-best", "1"], "add --greater-is-better or --lower-is-better"),
-        (["--metric", "my_loss", "--keep-best", "1"], "they have eval_accuracy, eval_loss"),
+        (["--metric", "eval_accuracy", "--keep-best", "1"], "Add --greater-is-better or --lower-is-better"),
+        (["--metric", "my_loss", "--keep-best", "1"], "They have eval_accuracy, eval_loss"),
     ):
         assert main(["prune", str(run), "--keep", "1", "--yes", *options]) == 2
         assert message in capsys.readouterr().err

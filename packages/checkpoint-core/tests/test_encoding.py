@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint_core import CheckpointError
-from checkpoint_core.state.encoding import decode_state, encode_state
+from checkpoint_core.encoding import decode_state, encode_state
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

@@ -29,10 +29,10 @@ from checkpoint_core import (
     load_model_weights,
 )
 from checkpoint_core.cli import main
-from checkpoint_core.directory.manifest import _digest, read_manifest
-from checkpoint_core.state.restore import StoredState, decode
-from checkpoint_core.storage.files import MAX_NESTING, checksum_file, read_json
-from checkpoint_core.storage.tensor_files import read_layout
+from checkpoint_core.files import MAX_NESTING, checksum_file, read_json
+from checkpoint_core.loading import StoredState, decode
+from checkpoint_core.manifest import _digest, read_manifest
+from checkpoint_core.tensor_files import read_layout
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 COUNT = 15
@@ -181,7 +181,6 @@ def use(checkpoint: Path, objects: Objects, capsys: pytest.CaptureFixture[str]) 
     for command in (
         ["ls", checkpoint.parent],
         ["show", checkpoint],
-        ["show", checkpoint, "--json"],
         ["verify", checkpoint],
         ["diff", checkpoint, checkpoint.parent / "checkpoint-1"],
         ["export", checkpoint, out, "--dtype", "bf16"],
@@ -290,7 +289,7 @@ def test_fields_of_the_header_of_tensors(tmp_path: Path, field: str, value: obje
 def test_documents_that_python_would_read(tmp_path: Path, text: str, part: str) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(
-        CheckpointError, match=rf"x\.json is not valid JSON \(.*{re.escape(part)}.*restore the file"
+        CheckpointError, match=rf"x\.json is not valid JSON \(.*{re.escape(part)}.*Restore the file"
     ):
         read_json(tmp_path / "x.json")
     (tmp_path / "x.json").write_text("[" * MAX_NESTING + "]" * MAX_NESTING)

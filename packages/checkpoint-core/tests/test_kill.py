@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_core import find_latest_checkpoint
-from checkpoint_core.directory.commit import DELETED, REPLACED, STAGING, temporary_path
+from checkpoint_core.directory import DELETED, REPLACED, STAGING, temporary_path
 
 DRIVER = Path(__file__).parent / "workers" / "kill_driver.py"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint_core.directory.manifest import verify_checkpoint
+from checkpoint_core.manifest import verify_checkpoint
 
 Worked = subprocess.CompletedProcess[str]
 SHARDS = ["shards on 1", "shards on 2", "shards on 4"]

@@ -22,8 +22,8 @@ from checkpoint_core import (
     LeaseLostError,
     find_lease_holder,
 )
-from checkpoint_core.directory import lease as protocol
-from checkpoint_core.directory.lease import read_leases
+from checkpoint_core import lease as protocol
+from checkpoint_core.lease import read_leases
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 LIMIT_S = 60

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpoint_core import CheckpointError, local_ranges
-from checkpoint_core.storage.tensors import local_part
+from checkpoint_core.encoding import local_part
 from dist_env import fake_job
 
 ANY = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)]

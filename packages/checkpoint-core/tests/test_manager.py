@@ -22,7 +22,7 @@ from checkpoint_core import (
     find_latest_checkpoint,
     load_model_weights,
 )
-from checkpoint_core.directory.manifest import verify_checkpoint
+from checkpoint_core.manifest import verify_checkpoint
 from dist_env import StaticDistributedEnvironment
 
 
@@ -145,7 +145,7 @@ def test_damage_is_an_error_by_name_and_passed_over_otherwise(
     # Training continues past the damaged one and can save that step again, unless the directory is foreign
     # now.
     if damage == "no manifest":
-        with pytest.raises(CheckpointError, match="move it away"):
+        with pytest.raises(CheckpointError, match="Move it away"):
             second.manager.save_checkpoint(2)
     else:
         second.train(1)
@@ -262,10 +262,10 @@ def test_a_checkpoint_of_its_own_place_neither_rotates_nor_is_found(job, tmp_pat
 @pytest.mark.parametrize(
     ("place", "rule"),
     [
-        ("taken", "exists already; name a new directory"),
+        ("taken", "exists already. Name a new directory"),
         ("link", "exists already"),
         ("run/checkpoint-2", "is the place of a checkpoint of this run"),
-        ("elsewhere/checkpoint-7", "has the name of step 7, and this is step 2"),
+        ("elsewhere/checkpoint-7", "has the name of step 7, but this is step 2"),
     ],
 )
 def test_a_place_that_is_taken_or_would_be_misread_is_refused(
@@ -387,7 +387,7 @@ def test_keys_cannot_leave_the_directory(counter, key: str) -> None:
 def test_components_are_checked(counter, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     pattern = SharingPattern.GLOBAL
-    with pytest.raises(TypeError, match=r"wrap the Linear as ModelState\(model\)"):
+    with pytest.raises(TypeError, match=r"is a Linear\. Wrap it as ModelState\(model\)"):
         StateComponent(key="model", stateful=model, sharing_pattern=pattern)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     with pytest.raises(TypeError, match=r"OptimizerState\(optimizer, model\)"):
@@ -427,7 +427,7 @@ def test_metrics_are_checked(job, tmp_path: Path) -> None:
 
 
 def test_newer_schema_and_escaping_manifest(job, tmp_path: Path) -> None:
-    from checkpoint_core.directory.manifest import _digest
+    from checkpoint_core.manifest import _digest
 
     path = job().manager.save_checkpoint(1)
     original = json.loads((path / "manifest.json").read_text())
@@ -438,7 +438,7 @@ def test_newer_schema_and_escaping_manifest(job, tmp_path: Path) -> None:
         (path / "manifest.json").write_text(json.dumps({**document, "checksum": _digest(document)}))
 
     rewrite(schema_version=2)
-    with pytest.raises(CheckpointError, match="schema version 2; this version reads up to 1"):
+    with pytest.raises(CheckpointError, match="schema version 2, but this version reads up to 1"):
         job().manager.load_checkpoint(path)
     for name in ("../../secret", "/etc/passwd", "a\\b"):
         rewrite(files={**original["files"], name: {"size": 1, "checksum": "0"}})
@@ -448,7 +448,7 @@ def test_newer_schema_and_escaping_manifest(job, tmp_path: Path) -> None:
 
 def test_pointing_at_the_run_directory_names_a_checkpoint(job, tmp_path: Path) -> None:
     job().manager.save_checkpoint(1)
-    with pytest.raises(CheckpointError, match=r"pass one of them, such as .*checkpoint-1"):
+    with pytest.raises(CheckpointError, match=r"Pass one of them, such as .*checkpoint-1"):
         job().manager.load_checkpoint(tmp_path / "run")
 
 

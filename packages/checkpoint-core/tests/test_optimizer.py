@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from checkpoint_core import CheckpointError, OptimizerState
-from checkpoint_core.state.restore import StoredState, plan_restore
+from checkpoint_core.loading import StoredState, plan_restore
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 

@@ -53,8 +53,8 @@ def test_what_cannot_be_distributed_anew_is_refused_before_anything_changes(
 ) -> None:
     for seen in outcome[world]:
         each, one = seen[f"{kind}, one for each"], seen[f"{kind}, one for all"]
-        assert "component 'data' was saved as global, not per_rank; delete data.json" in each["error"]
-        assert "component 'data' was saved as per_rank, not global; delete data.rank0.json" in one["error"]
+        assert "component 'data' was saved as global, not per_rank. Declare it as global" in each["error"]
+        assert "component 'data' was saved as per_rank, not global. Declare it as per_rank" in one["error"]
         assert (each["first"], one["first"]) == ([], [])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoint_core import CheckpointError, RNGState
-from checkpoint_core.state.encoding import decode_state, encode_state
+from checkpoint_core.encoding import decode_state, encode_state
 
 
 def draw() -> list[object]:

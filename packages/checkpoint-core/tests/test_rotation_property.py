@@ -27,7 +27,7 @@ from checkpoint_core import (
     StaticStatefulProvider,
     find_latest_checkpoint,
 )
-from checkpoint_core.directory.commit import checkpoint_directories
+from checkpoint_core.directory import checkpoint_directories
 from dist_env import StaticDistributedEnvironment
 
 EXAMPLES = 6
@@ -191,7 +191,7 @@ class Runs(RuleBasedStateMachine):
         """What a save says when something foreign is in its way, or would be resumed instead of it."""
         owners = {number: known.run for number, known in self.known.items()} | self.damaged
         if step not in owners and f"checkpoint-{step}" in self.planted:
-            return "move it away"
+            return "Move it away"
         if any(number >= step and owner not in (run, NOBODY) for number, owner in owners.items()):
             return "written by another run"
         return None

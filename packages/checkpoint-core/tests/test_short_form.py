@@ -18,7 +18,7 @@ from checkpoint_core import (
     SharingPattern,
     StateComponent,
 )
-from checkpoint_core.wrapping import wrap_state
+from checkpoint_core.components import wrap_state
 
 
 def made(seed: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_an_optimizer_belongs_to_the_model_that_has_its_parameters() -> None:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (DataLoader([1, 2]), "component 'x': the position of a DataLoader cannot be saved; use torchdata's"),  # type: ignore[arg-type]
+        (DataLoader([1, 2]), "component 'x': the position of a DataLoader cannot be saved. Use torchdata's"),  # type: ignore[arg-type]
         (3, r"component 'x': a int has no state_dict\(\) and load_state_dict\(\)"),
         ([1, 2], r"component 'x': a list has no state_dict\(\)"),
     ],
@@ -87,7 +87,7 @@ def test_what_has_no_state_is_refused_by_name(value: object, told: str, tmp_path
 def test_either_objects_or_a_provider(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="got neither of state and stateful_provider"):
         CheckpointManager(tmp_path)
-    with pytest.raises(TypeError, match="state is a list; give a dictionary such as"):
+    with pytest.raises(TypeError, match=r"state is a list\. Give a dictionary such as"):
         CheckpointManager(tmp_path, [nn.Linear(1, 1)])  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="got both of state and stateful_provider"):
         CheckpointManager(tmp_path, {}, stateful_provider=[])

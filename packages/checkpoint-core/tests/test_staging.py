@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint_core.background import ALIGNMENT, StagingBuffer
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.staging import ALIGNMENT, StagingBuffer
-from checkpoint_core.storage.tensor_files import DTYPE_CODES
+from checkpoint_core.tensor_files import DTYPE_CODES
 
 MIB = 1024 * 1024
 

@@ -21,10 +21,10 @@ from checkpoint_core import (
     StateComponent,
     load_model_weights,
 )
+from checkpoint_core.encoding import EncodedState, LocalPart, same_bits
+from checkpoint_core.files import checksum_file, combine
 from checkpoint_core.replication import Replica, _fingerprint
-from checkpoint_core.state.encoding import EncodedState
-from checkpoint_core.storage.files import checksum_file, combine
-from checkpoint_core.storage.tensor_files import (
+from checkpoint_core.tensor_files import (
     DTYPE_CODES,
     TensorFileReader,
     create_tensor_file,
@@ -32,7 +32,6 @@ from checkpoint_core.storage.tensor_files import (
     spec_of,
     write_parts,
 )
-from checkpoint_core.storage.tensors import LocalPart, same_bits
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 ONE_COPY = [SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.SHARDED]

@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint_core import tensor_files
+from checkpoint_core.encoding import LocalPart, copy_values, same_bits
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.storage import tensor_files
-from checkpoint_core.storage.files import checksum_file, combine
-from checkpoint_core.storage.tensor_files import (
-    TensorFileReader,
-    create_tensor_file,
-    plan_file,
-    spec_of,
-    write_parts,
-)
-from checkpoint_core.storage.tensors import LocalPart, copy_values, same_bits
+from checkpoint_core.files import checksum_file, combine
+from checkpoint_core.tensor_files import TensorFileReader, create_tensor_file, plan_file, spec_of, write_parts
 
 
 def test_only_memory_of_another_form_is_read_through_a_buffer(

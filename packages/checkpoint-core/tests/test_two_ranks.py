@@ -17,7 +17,7 @@ from checkpoint_core import (
     StaticStatefulProvider,
     agreement,
 )
-from checkpoint_core.directory.manifest import verify_checkpoint
+from checkpoint_core.manifest import verify_checkpoint
 from dist_env import StaticDistributedEnvironment
 
 Worked = subprocess.CompletedProcess[str]
@@ -88,7 +88,7 @@ def test_every_rank_gets_its_state_back(outcome: tuple[dict, dict, Path]) -> Non
     [
         ("rank 1 raises", ["saving checkpoint-2", "rank 1 (", "no space left"], ["checkpoint-1"]),
         ("rank 1 cannot write", ["rank 1 (", "no space left", "own.rank1.safetensors"], ["checkpoint-1"]),
-        ("steps differ", ["rank 0 has save of step 2, rank 1 has save of step 3"], ["checkpoint-1"]),
+        ("steps differ", ["rank 0 has save of step 2, but rank 1 has save of step 3"], ["checkpoint-1"]),
         ("bad step on one", ["rank 0 (", "step=-2 must be an integer"], ["checkpoint-1"]),
         (
             "rank 1 refuses the state",
@@ -154,7 +154,7 @@ def test_another_world_size_is_an_error_until_the_files_are_deleted(
         stateful_provider=StaticStatefulProvider([own]),
     )
     with pytest.raises(
-        CheckpointError, match=r"by 2 ranks and cannot be loaded by 1; use 2 ranks, or delete"
+        CheckpointError, match=r"by 2 ranks and cannot be loaded by 1\. Use 2 ranks, or delete"
     ):
         manager.load_checkpoint(path)
     for rank in range(2):

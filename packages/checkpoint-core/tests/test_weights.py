@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from checkpoint_core import CheckpointError, ModelState, OptimizerState, load_model_weights
-from checkpoint_core.state.restore import weight_files
-from checkpoint_core.storage.tensor_files import DTYPE_CODES
-from checkpoint_core.storage.tensors import copy_values
+from checkpoint_core.encoding import copy_values
+from checkpoint_core.model_directory import weight_files
+from checkpoint_core.tensor_files import DTYPE_CODES
 
 Write = Callable[..., Path]
 

@@ -18,9 +18,16 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dataloader_dispatch import DataError, build_loader
 from dataloader_dispatch.batches import Slot, masked_dummy, put_together
-from dataloader_dispatch.connection import BatchCodec, wait_for_finalizers
+from dataloader_dispatch.connection import (
+    ALIGNMENT,
+    BatchCodec,
+    Layout,
+    decode_error,
+    encode_error,
+    spec_of,
+    wait_for_finalizers,
+)
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
-from dataloader_dispatch.dispatch.message import ALIGNMENT, Layout, decode_error, encode_error, spec_of
 from dataloader_dispatch.dispatch.reader import Reader
 from dist_env import RankFailedError, RankTimeoutError
 

@@ -189,7 +189,7 @@ def test_a_batch_without_memory_to_send_it_is_an_error_and_tears_nothing(two: li
 
 
 def test_arguments_are_compared_and_refused_everywhere(two: list[Any]) -> None:
-    differs = "prefetch must be the same on every rank; it is 2 on rank 0"
+    differs = "prefetch must be the same on every rank, but it is 2 on rank 0"
     for rank, note in enumerate(two):
         results = note["refusals"]
         texts = [text for _, text in results]
@@ -205,7 +205,9 @@ def test_arguments_are_compared_and_refused_everywhere(two: list[Any]) -> None:
         assert "called 'dp'" in texts[5]
         assert "dp_mesh_dim=1" in texts[6]
         assert "timeout_seconds=0" in texts[7]
-        assert texts[8].startswith("unpickle_batches must be the same on every rank; it is True on rank 0")
+        assert texts[8].startswith(
+            "unpickle_batches must be the same on every rank, but it is True on rank 0"
+        )
         assert [kind for kind, _ in results[9:]] == [
             "TypeError", "TypeError", "DataError", "RuntimeError", "RuntimeError"
         ]  # fmt: skip

@@ -95,7 +95,7 @@ def test_a_shard_fetches_several_items_at_once_where_the_dataset_can() -> None:
 
 @pytest.mark.parametrize(("rank", "world"), [(0, 0), (2, 2), (-1, 2)])
 def test_a_shard_of_no_rank_is_refused(rank: int, world: int) -> None:
-    with pytest.raises(DataError, match=rf"rank={rank} of world_size={world} is out of range"):
+    with pytest.raises(DataError, match=rf"rank={rank} of world_size={world} must be at least 0"):
         shard_for_evaluation([1, 2], rank, world)
 
 

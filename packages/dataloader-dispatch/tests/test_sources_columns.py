@@ -50,7 +50,7 @@ def test_columns_with_text_and_token_ids(dataset: Dataset | list[dict[str, objec
 
 
 def test_what_is_refused(dataset: Dataset | list[dict[str, object]]) -> None:
-    with pytest.raises(DataError, match=r"no column 'txt'; it holds \['text', 'ids', 'score'\].*'text'"):
+    with pytest.raises(DataError, match=r"no column 'txt'. It holds \['text', 'ids', 'score'\].*'text'"):
         ColumnDocuments(dataset, "txt")
     with pytest.raises(
         DataError, match=r"row 1, column 'score' holds a float, 1.0, which is neither text nor"

@@ -114,7 +114,7 @@ def test_odd_names_are_names(tmp_path: Path) -> None:
         ('{"text": "x", "n": ' + "[" * 100_000 + "]" * 100_000 + "}", ":2: not valid JSON .*recursion"),
         ('{"text": ' + "[" * 900 + "]" * 900 + "}", r":2: 'text' holds \[\[.*which is not a string"),
         ('{"text": null}', ":2: 'text' holds None"),
-        ('{"txt": 1}', r":2: no key 'text'; the line holds the keys \['txt'\]"),
+        ('{"txt": 1}', r":2: no key 'text', but the keys \['txt'\]"),
         (json.dumps(dict.fromkeys(map(str, range(10**5)))), ":2: .*'10013'] and more, 100000 in all"),
         ('{"text": "cut', ":2: not valid JSON"),
         ("\0\0", ":2: not valid JSON"),
@@ -168,7 +168,7 @@ def test_a_file_that_was_changed_gives_no_other_documents(tmp_path: Path, name: 
     before = path.read_bytes()
     for rows in (["ONE and more " * 9, "two"], ["longer " * 900, "two", "three"]):
         WRITERS[name](path, rows)
-        with pytest.raises(DataError, match=rf"{name} has \d+ bytes and had \d+ when it was opened"):
+        with pytest.raises(DataError, match=rf"{name} has \d+ bytes, but had \d+ when it was opened"):
             source[0]
         assert skipping[0] == ""
     path.write_bytes(before)
@@ -183,7 +183,7 @@ def test_a_file_of_lines_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     with path.open("r+b") as stream:
         stream.truncate(20)
     for index in range(3):
-        with pytest.raises(DataError, match=r"a\.jsonl has 20 bytes and had 50 when it was opened"):
+        with pytest.raises(DataError, match=r"a\.jsonl has 20 bytes, but had 50 when it was opened"):
             source[index]
 
 

@@ -156,7 +156,7 @@ def test_a_cut_file_is_named(name: str, tmp_path: Path) -> None:
     for length in (0, 3, 7, 100, len(raw) // 2, len(raw) - 8, len(raw) - 1):
         path.write_bytes(raw[:length])
         with pytest.raises(
-            DataError, match=rf"{name} is not a readable (Arrow|Parquet) file.*write it again"
+            DataError, match=rf"{name} is not a readable (Arrow|Parquet) file.*Write it again"
         ):
             open_documents(path)
 
@@ -198,7 +198,7 @@ def test_a_file_that_has_changed_since_it_was_opened(write: Callable[[pyarrow.Ta
     path.unlink()
     write(pyarrow.table({"text": ROWS[:3]}))
     for index in (1, 59):
-        with pytest.raises(DataError, match=r"has \d+ bytes and had \d+ when it was opened"):
+        with pytest.raises(DataError, match=r"has \d+ bytes, but had \d+ when it was opened"):
             source[index]
     path.unlink()
     with pytest.raises(DataError, match=rf"{path.name}.*No such file"):

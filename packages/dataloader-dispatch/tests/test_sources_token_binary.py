@@ -130,7 +130,7 @@ def test_a_cut_or_missing_file_is_named(tmp_path: Path) -> None:
         raw = (directory / name).read_bytes()
         (directory / name).write_bytes(raw[:-2])
         with pytest.raises(
-            DataError, match=rf"{name} is damaged or not complete: it has {len(raw) - 2} bytes"
+            DataError, match=rf"{name} is damaged or not complete. it has {len(raw) - 2} bytes"
         ):
             TokenBinary(directory)
         (directory / name).unlink()
@@ -170,7 +170,7 @@ def test_a_file_that_goes_while_it_is_open(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 2}, r"schema_version=2; this version of dataloader-dispatch reads 1"),
+        ({"schema_version": 2}, r"schema_version=2, but this version of dataloader-dispatch reads 1"),
         ({"dtype": "float32"}, r"dtype='float32' is none of"),
         ({"tokens": 8}, r"tokens=8, but the parts hold 9"),
         ({"documents": None}, r"documents=None is not a count"),
@@ -200,7 +200,7 @@ def test_directories_that_are_not_finished_or_hold_something_else(tmp_path: Path
     directory = write(tmp_path / "tokens")
     (directory / "manifest.json").unlink()
     for opener in (TokenBinary, open_documents):
-        with pytest.raises(DataError, match=r"not finished.*run the same .* command again to finish it"):
+        with pytest.raises(DataError, match=r"not finished.*Run the same .* command again to finish it"):
             opener(directory)
     with pytest.raises(DataError, match="holds no document"):
         TokenBinary(write(tmp_path / "empty", [[]]))

@@ -240,7 +240,9 @@ def test_mixture_resumes_and_names_its_documents() -> None:
 )
 def test_a_weight_of_zero_is_refused(weight: Any) -> None:
     sources = {"a": numbers(1, 3), "b": numbers(9, 3)}
-    with pytest.raises(DataError, match=r"passes\['b'\]=.*left out of sources"):
+    with pytest.raises(
+        DataError, match=r"passes\['b'\]=.*Leave a source that is not to be read out of sources"
+    ):
         mix_documents(sources, {"a": 1, "b": weight})
     with pytest.raises(DataError, match=r"shares\['b'\]="):
         passes_for_shares(sources, {"a": 1, "b": weight})

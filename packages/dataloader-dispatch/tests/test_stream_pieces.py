@@ -268,7 +268,7 @@ FORMER = "b166e9e1a38abd74"
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ({"input_ids": [1]}, r"got a dict with the entries \['input_ids'\]; return its input_ids"),
+        ({"input_ids": [1]}, r"got a dict with the entries \['input_ids'\]. Return its input_ids"),
         (iter([1, 2]), "got a list_iterator"),
         (5, "got a int"),
         (None, "got a NoneType"),

@@ -9,7 +9,7 @@ import torch
 
 from dataloader_dispatch import DataError, SynchronizedDataLoader, build_loader
 from dataloader_dispatch.batches import copy_of, to_device
-from dataloader_dispatch.synchronized.epoch_start import digest, same_first_batches
+from dataloader_dispatch.synchronized.epoch import digest, same_first_batches
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -55,7 +55,7 @@ def test_what_the_loader_lacks_is_absent() -> None:
 
 
 def test_settings_out_of_range_are_refused() -> None:
-    with pytest.raises(DataError, match="uneven='wait' is out of range"):
+    with pytest.raises(DataError, match="uneven='wait' must be 'stop', 'pad' or 'error'"):
         SynchronizedDataLoader([], "cpu", uneven="wait")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="timeout_seconds=0"):
         SynchronizedDataLoader([], "cpu", timeout_seconds=0)

@@ -45,7 +45,7 @@ def test_an_error_that_cannot_be_described_is_told(notes: Notes) -> None:
 def test_close_does_not_wait_for_what_a_rank_reads_ahead(notes: Notes) -> None:
     got, seconds = notes[0]["closed_early"]
     assert got == [0, 1]
-    assert seconds < 4
+    assert seconds < 12
 
 
 def test_a_rank_without_a_dummy_is_named_before_the_first_batch(notes: Notes) -> None:

@@ -101,7 +101,7 @@ def test_the_death_of_a_worker_process_is_told_to_all(notes: Notes) -> None:
     for other, own in zip(*(note["worker_death"] for note in notes), strict=True):
         if own[0] == "DataError":  # the second try
             assert other == own
-            assert "make a new one on every rank" in own[1]
+            assert "Make a new one on every rank" in own[1]
             continue
         assert own[0] == "RuntimeError"
         assert "DataLoader worker" in own[1]

@@ -87,7 +87,7 @@ def test_a_rank_outside_of_the_group_is_refused(notes: Notes) -> None:
     for rank, note in enumerate(notes):
         kind, message = note["subgroups"][2]
         assert kind == "DataError"
-        assert f"process_group does not contain rank {rank};" in message
+        assert f"process_group does not contain rank {rank}." in message
 
 
 def test_a_killed_rank_is_named_within_the_timeout_by_those_who_wait_to_begin(notes: Notes) -> None:

@@ -311,7 +311,7 @@ def test_unreadable_and_undecodable_documents_are_counted(
         assert tokenize("--unreadable", "skip", "--undecodable", "skip", out=out, workers=workers) == 0
         said = capsys.readouterr()
         assert (
-            "left out: 1 files and 2 documents that cannot be read; 1 documents not UTF-8 (skip)" in said.out
+            "left out: 1 files and 2 documents that cannot be read. 1 documents not UTF-8 (skip)" in said.out
         )
         assert said.err.count("warning: left out a document") == 1
         assert tokens(out) == [list(text.encode()) for text in ("", "", TEXTS[2], "", "two", "")]
@@ -364,7 +364,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_is_done(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capsys.readouterr().err
     assert "cannot be written: File too large" in said
-    assert "run the same command again to continue" in said
+    assert "Run the same command again to continue" in said
     assert tokenize() == 0
     assert "going on" in capsys.readouterr().err
     assert sum(map(len, tokens(tmp_path / "out"))) == 500_096  # type: ignore[arg-type]

@@ -153,7 +153,7 @@ def test_kills_and_ctrl_c_with_workers(run: Callable[[int], subprocess.Popen[str
     _, said = command.communicate(timeout=60)
     assert command.returncode == 1, said
     assert f"(process {workers[1]}) was killed by SIGKILL while it made part-000" in said
-    assert "run the same command again to continue" in said
+    assert "Run the same command again to continue" in said
     assert "Traceback" not in said
     assert not any(map(is_alive, workers))
     done = len(list((out / ".unfinished").glob("part-*.json")))
@@ -173,7 +173,7 @@ def test_kills_and_ctrl_c_with_workers(run: Callable[[int], subprocess.Popen[str
     os.killpg(command.pid, signal.SIGINT)
     _, said = command.communicate(timeout=60)
     assert command.returncode == 130, said
-    assert "interrupted; run the same command again to continue" in said
+    assert "interrupted. Run the same command again to continue" in said
     assert "Traceback" not in said
     assert not any(map(is_alive, workers))
     assert not (out / "manifest.json").exists()

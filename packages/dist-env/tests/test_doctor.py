@@ -51,7 +51,7 @@ def test_one_process_json_and_bad_input(python: Callable[..., Any]) -> None:
     ]
     refused = python(*DOCTOR, RANK="two")
     assert (refused.code, refused.out) == (2, "")
-    assert refused.err == "dist_env doctor: RANK='two' is not an integer: set a number, or unset RANK.\n"
+    assert refused.err == "dist_env doctor: RANK='two' is not an integer. Set a number, or unset RANK.\n"
 
 
 @pytest.mark.parametrize("hook", ["2", "x:all_reduce", "1:lunch"])

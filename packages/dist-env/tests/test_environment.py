@@ -132,10 +132,10 @@ def test_index_beyond_the_visible_devices_is_refused(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("nccl", "nccl cannot serve the device cpu; use gloo"),
-        ("smoke-signals", "this build of torch has no backend 'smoke-signals'"),
+        ("nccl", "which cannot serve the device cpu. Use gloo"),
+        ("smoke-signals", "names 'smoke-signals', which this build of torch does not have"),
         ("cuda:gloo", "names no backend for the device cpu"),
-        ("cpu:nccl", "nccl cannot serve the device cpu"),
+        ("cpu:nccl", "names nccl, which cannot serve the device cpu"),
         ("cpu:", "is neither a name nor pairs"),
     ],
 )

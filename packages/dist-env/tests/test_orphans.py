@@ -130,7 +130,9 @@ def test_a_loader_keeps_what_it_was_told() -> None:
 
 
 def test_wrong_use_is_told() -> None:
-    with pytest.raises(ValueError, match="method='thread' is not a start method here; choose fork or spawn"):
+    with pytest.raises(
+        ValueError, match=r"method='thread' is not a start method here\. Choose fork or spawn"
+    ):
         die_with_parent_context("thread")
     told: list[str] = []
 
@@ -143,4 +145,4 @@ def test_wrong_use_is_told() -> None:
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert "start the command from the main thread" in told[0]
+    assert "Start the command from the main thread" in told[0]

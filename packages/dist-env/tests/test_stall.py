@@ -99,10 +99,10 @@ def dawdle(seconds: float) -> None:
 
 def test_beat_is_cheap() -> None:
     with Heartbeat(StaticDistributedEnvironment(), stall_timeout=60) as heart:
-        start = time.perf_counter()
+        start = time.thread_time()
         for step in range(20_000):
             heart.beat(step, "forward")
-        each = (time.perf_counter() - start) / 20_000
+        each = (time.thread_time() - start) / 20_000
     assert each < 50e-6
 
 

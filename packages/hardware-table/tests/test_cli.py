@@ -81,13 +81,13 @@ def test_show_a_slice(capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["show", "RTX 4090"], "similar names: NVIDIA GeForce RTX 4090, NVIDIA GeForce RTX 4090 D"),
-        (["show", "NVIDIA A1OG"], "similar names: NVIDIA A10"),
+        (["show", "RTX 4090"], "Similar names: NVIDIA GeForce RTX 4090, NVIDIA GeForce RTX 4090 D"),
+        (["show", "NVIDIA A1OG"], "Similar names: NVIDIA A10"),
         (["show", ""], "it is not in the table"),
-        (["show", "NVIDIA H100"], "give the full name of one, or --units"),
+        (["show", "NVIDIA H100"], "Give the full name of one, or --units"),
         (["show", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"], "needs the number of SMs"),
         (["show", "NVIDIA A10", "--units", "0"], "units=0 must be at least 1"),
-        (["list", "--arch", "Pascal"], "--arch 'Pascal' is not in the table; use one of Blackwell Ultra"),
+        (["list", "--arch", "Pascal"], "--arch 'Pascal' is not in the table. Use one of Blackwell Ultra"),
         (["list", "--dtype", "f8"], "dtype='f8' is not known"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_wrong_command_line_is_one_line_and_status_2(capsys: Captured, argumen
     err = capsys.readouterr().err
     assert err.startswith("hardware-table")
     assert err.count("\n") == 1
-    assert "see --help" in err
+    assert "See --help" in err
 
 
 def test_the_module_runs_and_stops_quietly_when_its_reader_does() -> None:

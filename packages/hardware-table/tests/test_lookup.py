@@ -192,7 +192,7 @@ def test_dtype_names() -> None:
     assert peak_flops(name, "torch.bfloat16") == peak_flops(name, "BF16") == 989.4e12
     assert peak_flops(name, "float8_e4m3fn") == 1978.9e12
     assert peak_flops(name, "fp4") is None
-    with pytest.raises(ValueError, match=r"dtype='bf61' is not known; use one of bf16, fp16"):
+    with pytest.raises(ValueError, match=r"dtype='bf61' is not known. Use one of bf16, fp16"):
         peak_flops(name, "bf61")
     with pytest.raises(TypeError, match=r"pass str\(dtype\)"):
         peak_flops(name, 16)  # type: ignore[arg-type]

@@ -70,9 +70,9 @@ DEVICE_LINE = "overrides:\n  NVIDIA GeForce RTX 4090:\n"
         (DEVICE_LINE + "    bf16: true\n", "> bf16: .*is not a number"),
         (DEVICE_LINE + "    bf16:\n", "> bf16: .*is not a number"),
         (DEVICE_LINE + "    bf16: [165.2e12]\n", "> bf16: must be one number, in FLOP/s"),
-        (DEVICE_LINE + "    bf61: 1e12\n", "> bf61: .*is not known; use one of bf16, fp16"),
-        (DEVICE_LINE + "    bf16: 1e12\n    bfloat16: 2e12\n", "> bfloat16: is given twice; keep one"),
-        (DEVICE_LINE + "    bf16: 1e12\n    bf16: 2e12\n", "line 4: .*> bf16: is given twice; keep one"),
+        (DEVICE_LINE + "    bf61: 1e12\n", "> bf61: .*is not known. Use one of bf16, fp16"),
+        (DEVICE_LINE + "    bf16: 1e12\n    bfloat16: 2e12\n", "> bfloat16: is given twice. Keep one"),
+        (DEVICE_LINE + "    bf16: 1e12\n    bf16: 2e12\n", "line 4: .*> bf16: is given twice. Keep one"),
         (
             "overrides:\n  NVIDIA GeForce RTX 4090: 165.2e12\n",
             "RTX 4090: must be a mapping, such as bf16: 165.2e12",

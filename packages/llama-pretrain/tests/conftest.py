@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import replace
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from warm_start import WarmProcess, WarmStart
 
 from dist_env import forget_warnings
 from llama_pretrain import Llama, LlamaConfig, preset
@@ -75,6 +79,60 @@ def _write_inputs(work: Path) -> Path:
 def write_inputs() -> Callable[[Path], Path]:
     """Writes 20 small files in `data` and a model of 2 layers of 32 in `shape`, and returns the directory."""
     return _write_inputs
+
+
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A process of the program, and the files that it writes to."""
+
+    process: WarmProcess
+    stdout: Path
+    stderr: Path
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, and what it wrote to standard output and standard error; one that hangs is killed."""
+        try:
+            code = self.process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            pytest.fail(f"it hangs:\n{self.stdout.read_text()}\n{self.stderr.read_text()}")
+        return code, self.stdout.read_text(), self.stderr.read_text()
+
+
+@pytest.fixture(scope="session")
+def _warm() -> Iterator[WarmStart]:
+    trainers = ("trainer_ddp", "trainer_fsdp2", "trainer_pipeline")
+    start = WarmStart(["llama_pretrain.train", *trainers, "torch._dynamo"], _environ())
+    yield start
+    start.close()
+
+
+def _environ(**job: str) -> dict[str, str]:
+    outside = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    return outside | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | job
+
+
+@pytest.fixture(scope="session")
+def start(_warm: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Started]]:
+    """`start(["-m", "llama_pretrain", "eval"])`: a process, or several as the `ranks` of a job."""
+
+    def run(words: Sequence[str], ranks: int = 0) -> list[Started]:
+        folder = tmp_path_factory.mktemp("told")
+        with socket.create_server(("localhost", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        jobs = [(str(rank), str(rank), str(ranks), str(ranks), "localhost", port) for rank in range(ranks)]
+        started = []
+        for number, job in enumerate(jobs or [()]):
+            told = (folder / f"out-{number}", folder / f"err-{number}")
+            environ = _environ(**dict(zip(_LAUNCHED, job, strict=False)))
+            started.append(Started(_warm.start(words, environ, *told), *told))
+        return started
+
+    return run
 
 
 @pytest.fixture(autouse=True)

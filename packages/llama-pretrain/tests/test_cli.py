@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,8 @@ from checkpoint_core import LeaseLostError
 from llama_pretrain import LlamaConfig, PretrainArguments, load_pretrained
 from llama_pretrain.cli import COMMANDS, main
 
+Start = Callable[..., list[Any]]
+PROGRAM = ("-m", "llama_pretrain")
 STEPS = 60
 ENTRY_KEYS = {
     "global_step",
@@ -50,16 +54,6 @@ def _words(work: Path, output: str, *more: str) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))] + list(more)
 
 
-def _start(words: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", "llama_pretrain", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
 def _entries(output: Path) -> list[dict[str, float]]:
     entries = json.loads((output / "trainer_logs.json").read_text())
     assert isinstance(entries, list)
@@ -78,12 +72,14 @@ def _result(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory, write_inputs: Callable[[Path], Path]) -> Path:
+def work(
+    tmp_path_factory: pytest.TempPathFactory, write_inputs: Callable[[Path], Path], start: Start
+) -> Path:
     """A directory with data, a model's shape, and an uninterrupted run in `whole`."""
     work = write_inputs(tmp_path_factory.mktemp("work"))
-    run = _start(_words(work, "whole"))
-    out, err = run.communicate(timeout=300)
-    assert run.returncode == 0, err
+    [run] = start([*PROGRAM, *_words(work, "whole")])
+    code, out, err = run.finish()
+    assert code == 0, err
     (work / "stdout.txt").write_text(out)
     return work
 
@@ -109,23 +105,26 @@ def test_a_run_leaves_logs_a_picture_and_checkpoints(work: Path) -> None:
     shown = (work / "stdout.txt").read_text()
     assert "16 documents to train on, 4 held out" in shown
     assert f"held-out loss   {_curve(run, 'eval_loss')[60]:.4f} nats per byte" in shown
-    assert "sample, temperature" in shown
+    assert "sample, temperature 0.8; the prompt is 'def ':" in shown
+    plot = shown.partition("loss by step: * training, o held out\n")[2].splitlines()[1:13]
+    assert [line.count("|") for line in plot[:10]] == [1] * 10
+    assert sum(line.count("o") for line in plot[:10]) == 3
+    assert plot[-1].split() == ["1", str(STEPS)]
+    tried = shown.partition("\nnext\n")[2]
+    assert f"llama-pretrain train --config {run / 'config.yaml'} --max-steps 120" in tried
+    assert f"llama-pretrain generate 'def ' --output-dir {run}; llama-pretrain export" in tried
     assert "    def " in shown
     assert str(run / "loss_curve.png") in shown
 
 
-def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(work: Path) -> None:
+def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(work: Path, start: Start) -> None:
     words = _words(work, "interrupted")
-    run = _start(words)
-    assert run.stdout is not None
-    seen = ""
-    for line in run.stdout:
-        seen += line
-        if line.split()[:1] == [f"10/{STEPS}"]:
-            run.send_signal(signal.SIGINT)
-            break
-    out, err = run.communicate(timeout=120)
-    assert run.returncode == 75, seen + out + err
+    [run] = start([*PROGRAM, *words])
+    while f"10/{STEPS} " not in run.stdout.read_text() and run.process.returncode is None:
+        time.sleep(0.002)
+    run.process.send_signal(signal.SIGINT)
+    code, out, err = run.finish()
+    assert code == 75, out + err
     assert "Traceback" not in err
     saved = (work / "interrupted").glob("checkpoint-*")
     stopped_at = max(int(path.name.rpartition("-")[2]) for path in saved)
@@ -134,9 +133,9 @@ def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(work: Path) ->
     assert "The same command continues" in out
     assert max(_curve(work / "interrupted", "loss")) <= stopped_at
 
-    again = _start(words)
-    out, err = again.communicate(timeout=300)
-    assert again.returncode == 0, err
+    [again] = start([*PROGRAM, *words])
+    code, out, err = again.finish()
+    assert code == 0, err
     assert f"at step {stopped_at}" in err
     for key in ("loss", "grad_norm", "learning_rate", "total_tokens", "eval_loss"):
         assert _curve(work / "interrupted", key) == _curve(work / "whole", key), key
@@ -153,12 +152,19 @@ def test_a_finished_run_says_so_again_and_can_be_made_longer(
     assert main(_words(work, "whole")) == 0
     assert (_curve(work / "whole", "loss"), _curve(work / "whole", "eval_loss")) == before
     shown = capsys.readouterr().out
-    assert "nothing left to train: the run has reached step 60" in shown
+    assert "the run had reached its end, step 60: a larger --max-steps continues, --fresh begins" in shown
     assert "held-out loss" in shown
     shutil.copytree(work / "whole", work / "longer")
     assert main(_words(work, "longer", "--max-steps", "65")) == 0
     assert max(_curve(work / "longer", "loss")) == 65
-    assert "nothing left" not in capsys.readouterr().out
+    assert "had reached its end" not in capsys.readouterr().out
+    rate = ("--max-steps", "70", "--learning-rate", "5e-4")
+    assert main(_words(work, "longer", *rate)) == 2
+    assert "or allow it with --allow-changes learning_rate" in capsys.readouterr().err
+    assert main(_words(work, "longer", *rate, "--allow-changes", "learning_rate")) == 0
+    assert "changed    learning_rate: 0.002 at the last start, now 0.0005" in capsys.readouterr().out
+    rates = _curve(work / "longer", "learning_rate")  # at both ends near the floor, a tenth of the highest
+    assert rates[70] < 1e-4 < 2e-4 < rates[65]
 
 
 def test_a_document_that_cannot_be_read_ends_the_run_and_may_be_left_out(
@@ -262,7 +268,7 @@ def test_export_is_a_hugging_face_directory(work: Path, capsys: pytest.CaptureFi
         ("--data {work}/data/02.py", "hold out"),
         ("--sequence-length 1025", "max_position_embeddings=1024"),
         ("--sample-tokens 1021", "needs 1025 positions"),
-        ("--model 170m", "did you mean '160m'"),
+        ("--model 170m", "Did you mean '160m'"),
         ("--model {work}/data", "neither a preset nor a directory with a config.json"),
         ("--tokenizer {work}/data", "tokenizer="),
         ("--config {work}/missing.toml", "missing.toml"),
@@ -275,7 +281,7 @@ def test_export_is_a_hugging_face_directory(work: Path, capsys: pytest.CaptureFi
         ("--lr-scheduler-kwargs half=2", "lr_scheduler_kwargs.half=2"),
         ("--num-train-epochs nan", "num_train_epochs=nan"),
         ("--num-train-epochs inf", "num_train_epochs=inf"),
-        ("--max-steps -1 --num-train-epochs 1", "set max_steps"),
+        ("--max-steps -1 --num-train-epochs 1", "Set max_steps or epoch_train_steps"),
         ("--resume-from-checkpoint {work}/data", "is not a checkpoint"),
     ],
 )
@@ -294,25 +300,21 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert {path: path.stat().st_mtime_ns for path in (work / "whole").rglob("*")} == whole
 
 
-def test_a_full_disk_is_told_and_earlier_checkpoints_stay(work: Path) -> None:
+def test_a_full_disk_is_told_and_earlier_checkpoints_stay(work: Path, start: Start) -> None:
     """Files may not grow beyond a limit that the weights keep and the optimizer state breaks."""
-    script = (
+    script = work / "on_a_full_disk.py"
+    script.write_text(
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
         "from llama_pretrain.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script, *_words(work, "full", "--save-steps", "5")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    assert "space" in result.stderr.lower() or "file too large" in result.stderr.lower()
+    [run] = start([str(script), *_words(work, "full", "--save-steps", "5")])
+    code, out, err = run.finish()
+    assert code == 1, out + err
+    assert "Traceback" not in err
+    assert "space" in err.lower() or "file too large" in err.lower()
     assert not list((work / "full").glob("checkpoint-*"))
     assert _entries(work / "full")[-1]["global_step"] == 5
 
@@ -346,21 +348,24 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "unknown command 'trian'; did you mean 'train'? Commands: train, plan" in capsys.readouterr().err
+    assert (
+        "unknown command 'trian'. Did you mean 'train'? The commands are train, plan"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("eval --output-dir {work}/nowhere", "holds no checkpoint"),
-        ("generate --checkpoint {work}/data", "holds no config.json"),
+        ("eval --output-dir {work}/nowhere", "contains no checkpoint"),
+        ("generate --checkpoint {work}/data", "contains no config.json"),
         ("generate --output-dir {work}/whole --temperature -1", "temperature=-1.0"),
         ("generate --output-dir {work}/whole --max-new-tokens 5000", "the model has 1024"),
         ("export {work}/out --output-dir {work}/whole --dtype int4", "dtype='int4'"),
         ("eval --checkpoint {work}/whole/checkpoint-60", "--data"),
         (
             "eval --checkpoint {work}/whole/checkpoint-60 --data {work}/data --sequence-length 1025",
-            "needs 1025 positions, the model in",
+            "needs 1025 positions, but the model in",
         ),
         (
             "eval --output-dir {work}/whole --data {work}/data --sequence-length 1025",

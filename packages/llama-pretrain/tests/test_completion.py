@@ -79,4 +79,4 @@ def test_it_is_installed_where_the_shell_looks(
     assert main(["--install-completion", "zsh"]) == 0
     assert (tmp_path / "zsh" / "site-functions" / "_llama-pretrain").is_file()
     assert main(["completion", "fish"]) == 2
-    assert "shell='fish': must be bash or zsh; name one" in capsys.readouterr().err
+    assert "shell='fish' must be bash or zsh. Name one" in capsys.readouterr().err

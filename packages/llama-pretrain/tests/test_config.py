@@ -47,7 +47,7 @@ def test_both_generations_of_rope_settings_are_read() -> None:
     ("changes", "words"),
     [
         ({"num_key_value_heads": 4}, ["num_key_value_heads=4", "divide num_attention_heads=6"]),
-        ({"hidden_size": 50}, ["hidden_size=50", "multiple of num_attention_heads=6", "use 54"]),
+        ({"hidden_size": 50}, ["hidden_size=50", "multiple of num_attention_heads=6", "Use 54"]),
         ({"head_dim": 7}, ["head_dim=7", "even"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers=0", "at least 1"]),
         ({"vocab_size": "61"}, ["vocab_size='61'", "must be int"]),
@@ -133,7 +133,7 @@ def test_presets_have_the_published_shapes(
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match=r"model='160'.*did you mean '160m'.*70b"):
+    with pytest.raises(ConfigurationError, match=r"model='160'.*Did you mean '160m'.*70b"):
         preset("160")
     assert preset_names()[0] == "tiny"
     assert preset("tiny", vocab_size=32000).vocab_size == 32000
@@ -146,7 +146,7 @@ def test_a_preset_takes_the_vocabulary_of_the_tokenizer_or_the_one_asked_for() -
 
 
 def test_a_vocabulary_holds_every_id_of_the_tokenizer() -> None:
-    with pytest.raises(ConfigurationError, match="vocab_size=200: is less than the 259 ids"):
+    with pytest.raises(ConfigurationError, match="vocab_size=200 is less than the 259 ids"):
         model_config(PretrainArguments(vocab_size=200), ByteTokenizer())
 
 
@@ -156,5 +156,5 @@ def test_a_directory_keeps_its_own_vocabulary(
     small_config(vocab_size=300).save(tmp_path)
     args = PretrainArguments(model=str(tmp_path), sample_tokens=0)
     assert model_config(args, ByteTokenizer()).vocab_size == 300
-    with pytest.raises(ConfigurationError, match="vocab_size=512: has no effect on the model in"):
+    with pytest.raises(ConfigurationError, match="vocab_size=512 has no effect on the model in"):
         model_config(PretrainArguments(model=str(tmp_path), vocab_size=512), ByteTokenizer())

@@ -39,7 +39,10 @@ def _dry_run(args: PretrainArguments) -> DryRun:
 
 
 # One for each way to lay a model out; the others differ from these in numbers only.
-@pytest.mark.parametrize("name", ["tiny-cpu", "tiny-2-processes", "tiny-hybrid", "13b-96gpus"])
+@pytest.mark.parametrize(
+    "name",
+    ["tiny-cpu", "tiny-2-processes", "tiny-hybrid", pytest.param("13b-96gpus", marks=pytest.mark.full)],
+)
 def test_a_dry_run_holds_what_is_planned(name: str, texts: Path, tmp_path: Path) -> None:
     args = _settings(texts, tmp_path, config=name)
     found = _dry_run(args)
@@ -85,10 +88,10 @@ def test_the_command_tells_what_was_done_and_what_was_not(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--trainer", "fsdp2"], "trainer='fsdp2': does not say how many processes"),
+        (["--trainer", "fsdp2"], "trainer='fsdp2' does not say how many processes"),
         (
             ["--mesh", "dp=2", "--compression.method", "bf16"],
-            "compression.method='bf16': needs real tensor values",
+            "compression.method='bf16' needs real tensor values",
         ),
         (
             ["--mesh", "dp=601", "--dispatch-batches", "--no-dispatch-batches"],

@@ -148,7 +148,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(work: Path) -> None:
     _, err = process.communicate(timeout=LIMIT_S)
     assert time.monotonic() - struck < 2 + SLOW_MACHINE_S
     assert process.returncode == 1
-    assert err.splitlines()[-1] == "llama-pretrain: error: rank 1 was ended by SIGKILL"
+    assert err.splitlines()[-1] == "llama-pretrain: error: rank 1 was ended by SIGKILL."
     assert not Path(f"/proc/{other}").exists()
     assert {path.name.partition("_")[0] for path in (work / "temporary").iterdir()} <= {"torchinductor"}
 
@@ -196,9 +196,22 @@ def test_a_signal_that_comes_again_stops_at_once(work: Path) -> None:
     assert "Traceback" not in err
 
 
+def listening(pid: int) -> set[str]:
+    """The addresses that a process listens on, as digits of the kernel."""
+    own = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            own.add(str(path.readlink()))
+    tables = (Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [row.split() for table in tables for row in table.splitlines()]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
 def test_a_signal_during_the_start_ends_without_a_traceback(work: Path) -> None:
+    """And before, the store of the launcher is reached from this machine only."""
     process = start(work, "run", "--mesh", "dp=2", steps=100_000)
     wait_for(lambda: is_rank(1, process.pid), process)
+    assert listening(process.pid) == {"0100007F"}
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, err
@@ -220,26 +233,6 @@ def test_a_disk_that_fills_up_is_no_wrong_input_and_is_named_last(work: Path) ->
     assert "SIGTERM" not in err
 
 
-def listening(pid: int) -> set[str]:
-    """The addresses that a process listens on, as digits of the kernel."""
-    own = set()
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):
-            own.add(str(path.readlink()))
-    tables = (Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
-    rows = [row.split() for table in tables for row in table.splitlines()]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
-
-
-def test_the_store_of_the_launcher_is_reached_from_this_machine_only(work: Path) -> None:
-    process = start(work, "run", "--mesh", "dp=2", steps=100_000)
-    wait_for(lambda: is_rank(1, process.pid), process)
-    found = listening(process.pid)
-    process.kill()
-    process.communicate()
-    assert found == {"0100007F"}
-
-
 def test_wrong_input_is_told_in_one_line_before_anything_starts(work: Path) -> None:
     process = start(work, "run", "--mesh", "dp=2", "--learning-rate", "-1")
     _, err = process.communicate(timeout=LIMIT_S)
@@ -257,6 +250,20 @@ def test_what_only_the_processes_can_see_is_wrong_input_too(work: Path) -> None:
     assert process.returncode == 2, err
     assert f"data path {work}/nothing does not exist" in err
     assert "collects" not in out
+
+
+def test_a_tracker_that_one_rank_lacks_is_refused_on_all(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hides = "import os, sys\nif os.environ.get('RANK') == '1':\n    sys.modules['wandb'] = None\n"
+    (work / "site").mkdir()
+    (work / "site" / "sitecustomize.py").write_text(hides)
+    monkeypatch.setenv("PYTHONPATH", str(work / "site"))
+    job = start(work, "run", "--mesh", "dp=2", "--report-to", "wandb")
+    _, err = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 2, err
+    assert "report_to='wandb' needs the library wandb" in err
+    assert "pip install 'trainer-core[wandb]'" in err
+    assert {rank for rank in (0, 1) if f"[rank {rank}]" in err} == {0, 1}
+    assert not (work / "run" / "run.json").exists()
 
 
 def test_what_a_rank_tells_its_launcher_cannot_be_torn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +284,7 @@ def test_a_directory_in_use_is_refused_before_ranks_start(work: Path) -> None:
         process = start(work, "run", "--mesh", "dp=2")
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2, err
-    named = f"output_dir='{work}/run': is in use by process {os.getpid()} on "
+    named = f"output_dir='{work}/run' is in use by process {os.getpid()} on "
     assert err.startswith(f"llama-pretrain: error: {named}")
     assert len(err.splitlines()) == 1
 
@@ -319,4 +326,4 @@ def test_a_launcher_of_another_size_is_refused(work: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     words = ["-m", "llama_pretrain", "train", "--mesh", "dp=2", "--output-dir", str(work / "run")]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert "mesh='dp=2': is of 2 processes, and 1 were started" in done.stderr
+    assert "mesh='dp=2' needs 2 processes, but 1 were started" in done.stderr

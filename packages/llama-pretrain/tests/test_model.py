@@ -184,7 +184,10 @@ def test_nothing_new_and_the_mode_is_put_back(small_model: Llama) -> None:
     ("settings", "words"),
     [
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
-        ({"max_new_tokens": 125}, "needs 129 positions, the model has 128; use at most 124"),
+        (
+            {"max_new_tokens": 125},
+            "needs 129 positions with a prompt of 4 tokens, but the model has 128. Use at most 124",
+        ),
         ({"max_new_tokens": 1, "temperature": -0.1}, "temperature=-0.1"),
         ({"max_new_tokens": 1, "top_k": 0}, "top_k=0"),
         ({"max_new_tokens": 1, "top_p": 1.5}, "top_p=1.5"),

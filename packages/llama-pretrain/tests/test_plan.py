@@ -178,4 +178,4 @@ def test_one_process_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29511")
     assert main(["plan", "--model", "tiny"]) == 2
-    assert "plan is one process" in capsys.readouterr().err
+    assert "plan runs in one" in capsys.readouterr().err

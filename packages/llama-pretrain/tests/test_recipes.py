@@ -83,7 +83,7 @@ def test_an_option_beats_a_recipe() -> None:
 
 
 def test_a_wrong_name_gets_a_suggestion() -> None:
-    with pytest.raises(ConfigurationError, match=r"config='7b-128gpu': .*did you mean '7b-128gpus'\?"):
+    with pytest.raises(ConfigurationError, match=r"config='7b-128gpu' .*Did you mean '7b-128gpus'\?"):
         load_config("7b-128gpu")
     with pytest.raises(ConfigurationError, match=r"config='nothing/like.yaml'.*cannot be read"):
         load_config("nothing/like.yaml")
@@ -106,4 +106,4 @@ def test_they_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["recipes", "tiny-pipeline"]) == 0
     assert capsys.readouterr().out == recipe_text("tiny-pipeline")
     assert main(["recipes", "tiny-pipe"]) == 2
-    assert "did you mean 'tiny-pipeline'" in capsys.readouterr().err
+    assert "Did you mean 'tiny-pipeline'" in capsys.readouterr().err

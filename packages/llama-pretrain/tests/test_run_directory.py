@@ -77,7 +77,16 @@ def test_a_run_without_checkpoint_may_become_another(tmp_path: Path) -> None:
     [
         ({"seed": 2}, {}, ["seed=2", "begun with 1"]),
         ({"sequence_length": 64}, {}, ["sequence_length=64", "begun with 128"]),
-        ({"learning_rate": 0.1}, {}, ["learning_rate=0.1", "begun with 0.002"]),
+        (
+            {"learning_rate": 0.1, "weight_decay": 0.2, "allow_changes": ("adam_beta1",)},
+            {},
+            [
+                "learning_rate=0.1",
+                "begun with 0.002",
+                "--allow-changes adam_beta1,learning_rate,weight_decay",
+            ],
+        ),
+        ({"learning_rate": 0.1, "seed": 2}, {}, ["seed=2", "begun with 1. Choose another"]),
         ({}, {"data": "abd"}, ["data='abd'", "begun with 'abc'"]),
         (
             {},
@@ -104,6 +113,28 @@ def test_another_run_is_refused_and_nothing_changes(
     assert {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()} == before
 
 
+def test_what_may_change_is_told_and_kept(tmp_path: Path) -> None:
+    directory, args = _begun(tmp_path)
+    (directory.path / "checkpoint-5").mkdir()
+    lower = replace(args, learning_rate=5e-4)
+    assert directory.begin(replace(lower, allow_changes=("learning_rate",)), SUBJECT) == {
+        "learning_rate": (0.002, 5e-4)
+    }
+    assert directory.arguments() == lower
+    assert directory.begin(lower, SUBJECT) == {}
+    with pytest.raises(ConfigurationError, match=r"begun with 0\.0005"):
+        directory.begin(args, SUBJECT)
+    for name, why in {"sequence_length": "documents would repeat", "model": "its shape"}.items():
+        with pytest.raises(ConfigurationError, match=f"allow_changes='{name}' cannot change .*{why}"):
+            replace(args, allow_changes=(name,))
+
+
+def test_old_files_say_otherwise_that_epochs_do_not_limit_a_run(tmp_path: Path) -> None:
+    directory, args = _begun(tmp_path, num_train_epochs=-1)
+    (directory.path / "checkpoint-5").mkdir()
+    assert directory.begin(replace(args, num_train_epochs=None), SUBJECT) == {}
+
+
 def test_a_fresh_start_moves_another_run_aside(tmp_path: Path) -> None:
     directory, args = _begun(tmp_path)
     (directory.path / "checkpoint-5").mkdir()
@@ -119,7 +150,9 @@ def test_a_fresh_start_moves_another_run_aside(tmp_path: Path) -> None:
     (directory.path / "checkpoint-3").mkdir()
     with pytest.raises(ConfigurationError, match="seed=1"):
         directory.check(args, SUBJECT)
-    with pytest.raises(ConfigurationError, match="fresh=True: excludes resume_from_checkpoint='a'"):
+    with pytest.raises(
+        ConfigurationError, match="fresh=True cannot be combined with resume_from_checkpoint='a'"
+    ):
         resolve({"fresh": True, "resume_from_checkpoint": "a"})
 
 
@@ -148,7 +181,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (directory.path / "run.json").write_text(json.dumps(SUBJECT)[:20])
     with pytest.raises(ConfigurationError, match=r"damaged run\.json"):
         directory.begin(args, SUBJECT)
-    with pytest.raises(ConfigurationError, match="holds no run"):
+    with pytest.raises(ConfigurationError, match="contains no run"):
         RunDirectory(tmp_path / "other").arguments()
 
 

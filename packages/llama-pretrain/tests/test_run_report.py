@@ -99,9 +99,9 @@ def test_a_run_that_was_moved_is_shown_with_its_own_log(
 
 def test_wrong_settings_are_told(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
-        (["--smooth", "2"], "smooth=2.0: must be from 0 to below 1"),
-        (["--samples", "-1"], "samples=-1: must be 0 or more"),
-        (["--page", str(tmp_path)], f"page='{tmp_path}': is a directory"),
+        (["--smooth", "2"], "smooth=2.0 must be at least 0 and below 1"),
+        (["--samples", "-1"], "samples=-1 must be 0 or more"),
+        (["--page", str(tmp_path)], f"page='{tmp_path}' is a directory"),
         (["--page", str(tmp_path / "no" / "page.html")], "which is not a directory"),
     ):
         assert main(["report", "--output-dir", str(run), *words]) == 2
@@ -118,7 +118,7 @@ def test_no_run_and_damaged_files_are_told(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", "--output-dir", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "contains no run" in capsys.readouterr().err
     sessions = (run / "sessions.json").read_text()
     (run / "sessions.json").write_text("[")
     assert main(["report", "--output-dir", str(run), "--samples", "0"]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
@@ -71,6 +72,7 @@ def test_a_file_of_all_settings_reads_back(tmp_path: Path) -> None:
         ("--save-total-limit 3", "save_total_limit", 3),
         ("--torch-compile", "torch_compile", True),
         ("--no-logging-first-step", "logging_first_step", False),
+        ("--report-to wandb,tensorboard", "report_to", ("wandb", "tensorboard")),
         ("--resume-from-checkpoint false", "resume_from_checkpoint", False),
         ("--resume-from-checkpoint some/path", "resume_from_checkpoint", "some/path"),
         ("--lr-scheduler-kwargs min_lr_rate=0.5", "lr_scheduler_kwargs", {"min_lr_rate": 0.5}),
@@ -114,12 +116,14 @@ def test_words_become_values(words: str, name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--max-step 5", "unknown argument '--max-step'; did you mean --max-steps?"),
-        ("--frobnicate 5", "unknown argument '--frobnicate'; llama-pretrain train --help lists the options"),
-        ("--lr 1e-3", "unknown argument '--lr'; did you mean --learning-rate?"),
-        ("--epochs=2", "unknown argument '--epochs=2'; did you mean --num-train-epochs?"),
-        ("--batch_size 2", "did you mean --per-device-train-batch-size?"),
-        ("--report-to wandb", "unknown argument '--report-to'; trackers are callbacks"),
+        ("--max-step 5", "unknown argument '--max-step'. Did you mean --max-steps?"),
+        (
+            "--frobnicate 5",
+            "unknown argument '--frobnicate'. `llama-pretrain train --help` lists the options",
+        ),
+        ("--lr 1e-3", "unknown argument '--lr'. Did you mean --learning-rate?"),
+        ("--epochs=2", "unknown argument '--epochs=2'. Did you mean --num-train-epochs?"),
+        ("--batch_size 2", "Did you mean --per-device-train-batch-size?"),
         ("stray", "unknown argument 'stray'"),
         ("--max-steps five", "--max-steps: 'five' is not a whole number"),
         ("--learning-rate fast", "--learning-rate: 'fast' is not a number"),
@@ -127,7 +131,7 @@ def test_words_become_values(words: str, name: str, value: object) -> None:
         ("--max-steps", "--max-steps: expected one argument"),
         (
             "--post-local-sgd.perod 5",
-            "unknown argument '--post-local-sgd.perod'; did you mean --post-local-sgd.period?",
+            "unknown argument '--post-local-sgd.perod'. Did you mean --post-local-sgd.period?",
         ),
         ("--post-local-sgd.period five", "--post-local-sgd.period: 'five' is not a whole number"),
         (
@@ -154,8 +158,8 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("max_step: 5", "max_step=5: is not a known setting; did you mean 'max_steps'"),
-        ("ga: 2", "ga=2: is not a known setting; did you mean 'gradient_accumulation_steps'?"),
+        ("max_step: 5", "max_step=5 is not a known setting. Did you mean 'max_steps'"),
+        ("ga: 2", "ga=2 is not a known setting. Did you mean 'gradient_accumulation_steps'?"),
         ("max_steps: five", "max_steps='five'"),
         ("held_out: 1.0", "held_out=1.0"),
         ("seed: -1", "seed=-1"),
@@ -164,46 +168,46 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
         ("shards: 0", "shards=0"),
         ("sample_tokens: -1", "sample_tokens=-1"),
         ("prompt: ''", "prompt=''"),
-        ("dataloader_num_workers: 2", "dataloader_num_workers=2: has no effect"),
-        ("overwrite_output_dir: true", "overwrite_output_dir=True: has no effect"),
+        ("dataloader_num_workers: 2", "dataloader_num_workers=2 has no effect"),
+        ("overwrite_output_dir: true", "overwrite_output_dir=True has no effect"),
         ("max-steps: 5\nmax_steps: 6", "given twice"),
         (
             "trainer: dpp",
-            "trainer='dpp': must be one of 'single', 'ddp', 'fsdp2', 'pipeline'; did you mean 'ddp'?",
+            "trainer='dpp' must be one of 'single', 'ddp', 'fsdp2', 'pipeline'. Did you mean 'ddp'?",
         ),
-        ("trainer: none", "trainer='none': must be one of 'single', 'ddp'"),
-        ("dispatch_batches: false", "dispatch_batches=False: has no effect with trainer='single'"),
+        ("trainer: none", "trainer='none' must be one of 'single', 'ddp'"),
+        ("dispatch_batches: false", "dispatch_batches=False has no effect with trainer='single'"),
         (
             "ddp: {static_graph: true}",
-            "ddp.static_graph=True: has no effect with trainer='single'; leave it out, or use trainer='ddp'",
+            "ddp.static_graph=True has no effect with trainer='single'. Leave it out, or use trainer='ddp'",
         ),
-        ("diloco: {inner_steps: 5}", "diloco.inner_steps=5: has no effect with trainer='single'"),
-        ("trainer: ddp\ndiloco: {inner_steps: 5}", "diloco.inner_steps=5: has no effect while"),
+        ("diloco: {inner_steps: 5}", "diloco.inner_steps=5 has no effect with trainer='single'"),
+        ("trainer: ddp\ndiloco: {inner_steps: 5}", "diloco.inner_steps=5 has no effect while"),
         ("trainer: ddp\nuneven_batches: drop", "uneven_batches='drop'"),
-        ("trainer: ddp\nddp: {static_grap: true}", "ddp.static_grap=True: is not a known setting; did you"),
-        ("trainer: ddp\nddp.static-grap: true", "ddp.static_grap=True: is not a known setting; did you mean"),
+        ("trainer: ddp\nddp: {static_grap: true}", "ddp.static_grap=True is not a known setting. Did you"),
+        ("trainer: ddp\nddp.static-grap: true", "ddp.static_grap=True is not a known setting. Did you mean"),
         ("trainer: ddp\nddp: {bucket_cap_mb: big}", "ddp.bucket_cap_mb='big'"),
         ("trainer: ddp\nddp: 5", "ddp=5"),
-        ("trainer: ddp\nddp: {bucket_cap_mb: 5, bucket-cap-mb: 6}", "ddp.bucket_cap_mb=6: is given twice"),
+        ("trainer: ddp\nddp: {bucket_cap_mb: 5, bucket-cap-mb: 6}", "ddp.bucket_cap_mb=6 is given twice"),
         ("trainer: ddp\nddp: {bucket_cap_mb: 5}\nddp.bucket_cap_mb: 6", "given twice"),
         ("trainer: ddp\nfuse_optim_with_backward: true", "fuse_optim_with_backward=True"),
         ("trainer: fsdp2\nfsdp2: {replicas: 0}", "fsdp2.replicas=0"),
-        ("trainer: ddp\nfsdp2: {replicas: 2}", "fsdp2.replicas=2: has no effect with trainer='ddp'"),
+        ("trainer: ddp\nfsdp2: {replicas: 2}", "fsdp2.replicas=2 has no effect with trainer='ddp'"),
         (
             "trainer: fsdp2\npipeline: {replicas: 2}",
-            "pipeline.replicas=2: has no effect with trainer='fsdp2'",
+            "pipeline.replicas=2 has no effect with trainer='fsdp2'",
         ),
         ("pipeline: {schedule: zbv}", "leave it out, or use trainer='pipeline'"),
-        ("ddp: {1: 2}", "ddp.1=2: is not the name of a setting"),
+        ("ddp: {1: 2}", "ddp.1=2 is not the name of a setting"),
         (
             "trainer: pipeline\npipeline: {schedule: gpip}",
-            "pipeline.schedule='gpip': must be one of gpipe, 1f1b",
+            "pipeline.schedule='gpip' must be one of gpipe, 1f1b",
         ),
         ("trainer: pipeline\npipeline: {layers_per_stage: [3, x]}", "pipeline.layers_per_stage=(3, 'x')"),
-        ("trainer: pipeline\nschedule: gpipe", "schedule='gpipe': is not a known setting"),
-        ("trainer: pipeline\nmicrobatches: 2", "microbatches=2: is not a known setting"),
+        ("trainer: pipeline\nschedule: gpipe", "schedule='gpipe' is not a known setting"),
+        ("trainer: pipeline\nmicrobatches: 2", "microbatches=2 is not a known setting"),
         ("max_steps: [", "malformed"),
-        ("- 1", "must hold names with values"),
+        ("- 1", "must have names with values"),
     ],
 )
 def test_a_mistake_in_a_file_is_named(tmp_path: Path, content: str, message: str) -> None:
@@ -270,9 +274,9 @@ def test_only_the_rules_of_the_chosen_trainer_apply() -> None:
     assert PretrainArguments(**in_backward).trainer == "single"  # type: ignore[arg-type]
     assert PretrainArguments(mixed_precision="fp16", trainer="ddp").mixed_precision == "fp16"
     for name, settings, rule in (
-        ("ddp", in_backward, "before its gradient was averaged"),
-        ("fsdp2", {"default_dtype": "float16"}, "leaves the range of float16"),
-        ("pipeline", {"mixed_precision": "fp16"}, "needs a loss scale that all stages decide on"),
+        ("ddp", in_backward, "before its gradient is averaged"),
+        ("fsdp2", {"default_dtype": "float16"}, "exceeds the range of float16"),
+        ("pipeline", {"mixed_precision": "fp16"}, "needs a loss scale that all stages share"),
     ):
         with pytest.raises(ConfigurationError, match=rule):
             PretrainArguments(trainer=name, **settings)  # type: ignore[arg-type]
@@ -306,3 +310,10 @@ def _look_for_options(cls: type, prefix: str, shown: str) -> None:
         flag = "--" + (prefix + field.name).replace("_", "-")
         left_out = field.name.startswith("dataloader_") or field.name == "overwrite_output_dir"
         assert (f"{flag} " in shown or f"{flag}," in shown) != left_out, flag
+
+
+def test_the_types_of_all_settings_can_be_told_from_the_constructor() -> None:
+    hints = get_type_hints(PretrainArguments.__init__)
+    assert {name: hints[name] for name in get_type_hints(PretrainArguments)} == get_type_hints(
+        PretrainArguments
+    )

@@ -37,9 +37,9 @@ def test_pickled_weights_are_refused_and_never_read(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("nowhere", "target"), "source='nowhere': holds no config.json"),
+        (("nowhere", "target"), "source='nowhere' contains no config.json"),
         (("source", "source"), "is not an empty directory"),
-        (("source", "target", "--dtype", "int4"), "dtype='int4': must be one of float32"),
+        (("source", "target", "--dtype", "int4"), "dtype='int4' must be one of float32"),
     ],
 )
 def test_what_cannot_be_is_told(

@@ -119,5 +119,5 @@ def test_unknown_formats_are_refused(fmt: str) -> None:
 
 
 def test_unknown_reductions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"reduce='median': must be one of max, min, mean, sum"):
+    with pytest.raises(ValueError, match=r"reduce='median' must be one of max, min, mean, sum"):
         format_value([1.0], "", "median")  # type: ignore[arg-type]

@@ -171,20 +171,20 @@ def test_the_users_matplotlib_is_left_alone(log: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"output": "curve.jpg"}, r"the suffix must be .png or .svg"),
-        ({"panels": ["mfu"]}, r"panel 'mfu': no entry of .*trainer_logs.json has a number under mfu or hfu"),
+        ({"output": "curve.jpg"}, r"must end in .png or .svg"),
+        ({"panels": ["mfu"]}, r"panel 'mfu': no entry of .*trainer_logs.json has no number under mfu or hfu"),
         (
             {"panels": ["learning_rat"]},
-            "did you mean 'learning_rate'.* the panels are loss, tok_per_sec, mfu",
+            "Did you mean 'learning_rate'.* The panels are loss, tok_per_sec, mfu",
         ),
         ({"panels": ["loss+accuracy"]}, "'accuracy' is neither a panel nor a key of these logs"),
         ({"panels": "loss"}, "must be a list"),
         ({"panels": []}, "must be a list"),
         ({"labels": ["a", "b"]}, "labels has 2 names for 1 log files"),
         ({"log_paths": []}, "no entry of no file"),
-        ({"smooth": 1.0}, "smooth=1.0: must be at least 0, for no smoothing, and below 1"),
+        ({"smooth": 1.0}, "smooth=1.0 must be at least 0, for no smoothing, and below 1"),
         ({"smooth": float("nan")}, "smooth=nan"),
-        ({"x": "epoch"}, "x='epoch': must be 'step' or 'tokens'"),
+        ({"x": "epoch"}, "x='epoch' must be 'step' or 'tokens'"),
     ],
 )
 def test_bad_input(log: Path, tmp_path: Path, arguments: dict[str, object], message: str) -> None:
@@ -196,7 +196,9 @@ def test_bad_input(log: Path, tmp_path: Path, arguments: dict[str, object], mess
 def test_tokens_that_were_not_logged(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n')
-    with pytest.raises(ValueError, match=r"no entry of .*a.jsonl has a number under total_tokens .*x='step'"):
+    with pytest.raises(
+        ValueError, match=r"no entry of .*a.jsonl has no number under total_tokens .*x='step'"
+    ):
         plot_logs(path, tmp_path / "curve.png", x="tokens")
 
 

@@ -102,12 +102,12 @@ def test_columns_are_merged_deleted_and_appended(run) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"loss": {"wdith": 3}}, "column 'loss' has no field 'wdith'; did you mean 'width'"),
+        ({"loss": {"wdith": 3}}, "column 'loss' has no field 'wdith'. Did you mean 'width'"),
         (
             {"grad_nrm": None},
-            "column 'grad_nrm' is None, but no such column exists; did you mean 'grad_norm'",
+            "column 'grad_nrm' is None, but no such column exists. Did you mean 'grad_norm'",
         ),
-        ({"loss": {"width": 0}}, "column 'loss': width=0: must be a positive number"),
+        ({"loss": {"width": 0}}, "column 'loss': width=0 must be a positive number"),
         ({"loss": {"fmt": ".3q"}}, "column 'loss': fmt='.3q'"),
         ({"loss": {"reduce": "median"}}, "column 'loss': reduce='median'"),
     ],

@@ -236,13 +236,13 @@ def test_a_port_that_is_taken_is_named(run, exporter) -> None:
 
 
 def test_an_address_of_another_machine_is_named(run) -> None:
-    with pytest.raises(OSError, match=r"host='192\.0\.2\.1': the exporter cannot listen there"):
+    with pytest.raises(OSError, match=r"host='192\.0\.2\.1' is no place where the exporter can listen"):
         run.fire("on_train_begin", PrometheusExporter(port=0, host="192.0.2.1"))
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 9401.5, "9401", True])
 def test_a_port_out_of_range_is_named(port: object) -> None:
-    with pytest.raises(ValueError, match=rf"port={port!r}: must be a whole number, 0 to 65535"):
+    with pytest.raises(ValueError, match=rf"port={port!r} must be a whole number from 0 to 65535"):
         PrometheusExporter(port=port)  # type: ignore[arg-type]
 
 

@@ -16,11 +16,12 @@ from trainer_core import (
     load_config_file,
     suggest,
 )
-from trainer_core.arguments.config import REFUSED, WARNED, Changes, compare, plain_arguments
+from trainer_core.arguments.config import WARNED, Changes, compare, plain_arguments
+from trainer_core.arguments.minimal import UNCHANGEABLE
 
 BAD = [
     # unknown names and wrong types
-    ({"max_step": 3}, "max_step=3.*did you mean 'max_steps'"),
+    ({"max_step": 3}, "max_step=3.*Did you mean 'max_steps'"),
     ({"max_steps": "3"}, "max_steps='3'.*int, got str"),
     ({"max_steps": True}, "max_steps=True"),
     ({"learning_rate": "fast"}, "learning_rate='fast'"),
@@ -40,7 +41,7 @@ BAD = [
     ({"save_steps": 0}, "save_steps=0"),
     ({"eval_delay": -1}, "eval_delay=-1"),
     ({"seed": -2}, "seed=-2"),
-    ({"num_train_epochs": -1}, "num_train_epochs.*set max_steps"),
+    ({"num_train_epochs": -1}, "num_train_epochs.*max_steps=1000"),
     ({"num_train_epochs": float("inf")}, "num_train_epochs=inf"),
     ({"save_total_limit": 0}, "save_total_limit=0"),
     ({"output_dir": ""}, "output_dir=''.*not be empty"),
@@ -51,7 +52,7 @@ BAD = [
     ({"lr_scheduler_type": "cos"}, "lr_scheduler_type='cos'.*'cosine'"),
     (
         {"lr_scheduler_kwargs": {"min_lr": 0.1}},
-        r"lr_scheduler_kwargs\.min_lr=0\.1: is not an option of 'linear'",
+        r"lr_scheduler_kwargs\.min_lr=0\.1 is not an option of 'linear'",
     ),
     ({"torch_compile": True, "torch_compile_mode": "fast"}, "torch_compile_mode='fast'.*'max-autotune'"),
     ({"mixed_precision": "bf17"}, "mixed_precision='bf17'.*'bf16'"),
@@ -79,24 +80,30 @@ BAD = [
     # values that exclude each other
     (
         {"fp8_recipe": "rowwise", "qat_recipe": "int4-weight-only"},
-        "fp8_recipe.*excludes qat_recipe.*linear layers",
+        "fp8_recipe.*cannot be combined with qat_recipe.*linear layers",
     ),
-    ({"fuse_optim_with_backward": True, "max_grad_norm": 1.0}, r"excludes max_grad_norm=1\.0"),
+    ({"fuse_optim_with_backward": True, "max_grad_norm": 1.0}, r"cannot be combined with max_grad_norm=1\.0"),
     (
         {"fuse_optim_with_backward": True, "gradient_accumulation_steps": 2},
-        "excludes gradient_accumulation_steps=2",
+        "cannot be combined with gradient_accumulation_steps=2",
     ),
-    ({"fuse_optim_with_backward": True, "mixed_precision": "fp16"}, "excludes mixed_precision='fp16'"),
-    ({"fuse_optim_with_backward": True, "nonfinite_policy": "skip"}, "excludes nonfinite_policy='skip'"),
+    (
+        {"fuse_optim_with_backward": True, "mixed_precision": "fp16"},
+        "cannot be combined with mixed_precision='fp16'",
+    ),
+    (
+        {"fuse_optim_with_backward": True, "nonfinite_policy": "skip"},
+        "cannot be combined with nonfinite_policy='skip'",
+    ),
     ({"gradient_checkpointing": True, "activation_checkpointing": "share"}, "gradient_checkpointing"),
     ({"activation_checkpointing": "every_n"}, "activation_checkpointing_every=None.*at least 1"),
     ({"activation_checkpointing": "share"}, "activation_checkpointing_share=None.*0 to 1"),
     ({"activation_memory_budget": 0.0}, r"activation_memory_budget=0\.0.*torch_compile=True"),
     (
         {"activation_memory_budget": 0.5, "torch_compile": True, "activation_checkpointing": "full"},
-        "activation_memory_budget.*leave one",
+        "activation_memory_budget.*Leave one",
     ),
-    ({"load_best_model_at_end": True}, "load_best_model_at_end.*set eval_strategy"),
+    ({"load_best_model_at_end": True}, "load_best_model_at_end.*Set eval_strategy"),
     (
         {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"},
         "load_best_model_at_end.*at every checkpoint.*eval_on_save",
@@ -107,7 +114,7 @@ BAD = [
     ),
     (
         {"preserve_best_model": True, "eval_strategy": "steps", "save_strategy": "no"},
-        "preserve_best_model.*set save_strategy",
+        "preserve_best_model.*Set save_strategy",
     ),
     (
         {"preserve_best_model": True, "eval_on_save": True, "best_model_metric": "accuracy"},
@@ -122,7 +129,7 @@ BAD = [
         },
         "metric_for_best_model='f1'.*another name",
     ),
-    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "reduce_lr_on_plateau.*set eval_strategy"),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "reduce_lr_on_plateau.*Set eval_strategy"),
     # values without effect
     ({"torch_compile_backend": "inductor"}, "torch_compile_backend.*has no effect"),
     ({"torch_compile_mode": "default"}, "torch_compile_mode.*has no effect"),
@@ -136,20 +143,20 @@ BAD = [
     ({"lr_scheduler_type": "", "lr_scheduler_kwargs": {"a": 1}}, "lr_scheduler_kwargs.*without"),
     ({"logging_strategy": "no", "logging_first_step": True}, "logging_first_step.*has no effect"),
     ({"use_cpu": True, "device": "cuda"}, "device='cuda'.*use_cpu"),
-    ({"fp8_exclude": ["head"]}, "fp8_exclude.*set fp8_recipe"),
-    ({"fp8_emulate": True}, "fp8_emulate.*set fp8_recipe"),
-    ({"fp8_dim_alignment": 8}, "fp8_dim_alignment.*set fp8_recipe"),
+    ({"fp8_exclude": ["head"]}, "fp8_exclude.*Set fp8_recipe"),
+    ({"fp8_emulate": True}, "fp8_emulate.*Set fp8_recipe"),
+    ({"fp8_dim_alignment": 8}, "fp8_dim_alignment.*Set fp8_recipe"),
     ({"sdpa_backend": "math", "sdpa_set_priority": True}, "sdpa_set_priority.*several"),
     ({"preserve_n_best": 2}, "preserve_n_best.*preserve_best_model"),
     ({"best_model_metric": "accuracy"}, "best_model_metric.*has no effect"),
     ({"metric_for_best_model": "accuracy"}, "metric_for_best_model.*has no effect"),
     ({"greater_is_better": True}, "greater_is_better.*has no effect"),
-    ({"eval_on_save": True, "save_strategy": "no"}, "eval_on_save.*set save_strategy"),
+    ({"eval_on_save": True, "save_strategy": "no"}, "eval_on_save.*Set save_strategy"),
     ({"activation_checkpointing_every": 2}, "activation_checkpointing_every.*'every_n'"),
     ({"activation_checkpointing_share": 0.5}, "activation_checkpointing_share.*'share'"),
     ({"activation_checkpointing_operators": ["aten.mm"]}, "activation_checkpointing_operators.*'operators'"),
     ({"transformer_layers_path": "model.layers"}, "transformer_layers_path.*has no effect"),
-    ({"seed_per_rank": True}, "seed_per_rank.*set seed"),
+    ({"seed_per_rank": True}, "seed_per_rank.*Set a seed"),
 ]
 
 
@@ -192,7 +199,7 @@ def test_files_give_the_same_arguments(tmp_path: Path, name: str, text: str) -> 
     ("name", "content", "message"),
     [
         ("run.json", "{}", "must end in"),
-        ("run.yaml", "- a\n- b\n", "must hold names with values"),
+        ("run.yaml", "- a\n- b\n", "must have names with values"),
         ("run.yaml", "a: [1\n", "is malformed"),
         ("run.toml", "a = \n", "is malformed"),
         ("run.yaml", "a: 1\nb: 2026-13-45\n", "month must be in 1..12.*line 2"),
@@ -268,10 +275,40 @@ def test_changes_are_told_apart_by_what_they_mean() -> None:
     ]
 
 
+def test_old_and_new_ways_to_say_that_epochs_do_not_limit_a_run_are_one() -> None:
+    def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
+        one, other = (arguments_from_dict(TrainingArguments, given) for given in (before, now))
+        found = compare(plain_arguments(one), other, batch=(1, 1))
+        return [str(change) for change in (*found.allowed, *found.warned, *found.refused)]
+
+    endless = {"max_steps": 10, "num_train_epochs": -1}
+    assert changes(endless, {"max_steps": 10}) == changes({"max_steps": 10}, endless) == []
+    assert changes({"num_train_epochs": 1}, {}) == []
+    assert changes({"max_steps": 10, "num_train_epochs": 1}, {"max_steps": 10}) == [
+        "num_train_epochs: 1.0 before, None now"
+    ]
+
+
 def test_every_classified_argument_exists() -> None:
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert names >= WARNED | REFUSED
-    assert not WARNED & REFUSED
+    assert names >= WARNED | UNCHANGEABLE.keys()
+    assert not WARNED & UNCHANGEABLE.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lr", "is not a known setting. Did you mean 'learning_rate'?"),
+        ("seed", "cannot change while a run continues: the order of the data"),
+        (
+            "dataloader_shuffle",
+            "cannot change while a run continues: the position in the data has no meaning",
+        ),
+    ],
+)
+def test_only_what_can_change_may_be_allowed_to(name: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"allow_changes={name!r}: {words}")):
+        TrainingArguments(allow_changes=("learning_rate", name))
 
 
 @pytest.mark.parametrize(
@@ -308,15 +345,14 @@ def test_arguments_import_without_torch() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("lr", "did you mean 'learning_rate'?"),
-        ("batch_size", "did you mean 'per_device_train_batch_size'?"),
-        ("bs", "did you mean 'per_device_train_batch_size'?"),
-        ("epochs", "did you mean 'num_train_epochs'?"),
-        ("wd", "did you mean 'weight_decay'?"),
-        ("ga", "did you mean 'gradient_accumulation_steps'?"),
-        ("report_to", "trackers are callbacks"),
-        ("max_step", "did you mean 'max_steps'?"),
-        ("frobnicate", "see the list of settings"),
+        ("lr", "Did you mean 'learning_rate'?"),
+        ("batch_size", "Did you mean 'per_device_train_batch_size'?"),
+        ("bs", "Did you mean 'per_device_train_batch_size'?"),
+        ("epochs", "Did you mean 'num_train_epochs'?"),
+        ("wd", "Did you mean 'weight_decay'?"),
+        ("ga", "Did you mean 'gradient_accumulation_steps'?"),
+        ("max_step", "Did you mean 'max_steps'?"),
+        ("frobnicate", "See the list of settings"),
     ],
 )
 def test_hints_know_the_names_of_other_trainers(name: str, hint: str) -> None:

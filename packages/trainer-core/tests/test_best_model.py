@@ -113,7 +113,7 @@ def test_several_sets_are_scored_one_by_one_and_one_of_them_ranks(
     ("sets", "settings", "told"),
     [
         ({}, {}, "no evaluation set"),
-        ({1: "a"}, {}, "must be a text"),
+        ({1: "a"}, {}, "must be a str"),
         ({"a": 1, "a_b": 2}, {}, "eval_a_b_loss twice"),
         ({"a": 1}, TRACKED | {"preserve_best_model": True}, "best_model_metric='eval_loss'.*eval_a_loss"),
     ],

@@ -104,16 +104,16 @@ def test_settings_of_model_and_step_are_followed(tmp_path: Path, settings: dict[
 
 
 def test_a_model_that_looks_at_values_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"model='Wide': cannot run on tensors without values"):
+    with pytest.raises(ConfigurationError, match=r"model='Wide' cannot run on tensors without values"):
         _trainer(tmp_path, lambda: Wide(looks=True)).dry_run()
 
 
 def test_a_loss_scale_needs_values(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"mixed_precision='fp16': needs real tensor values"):
+    with pytest.raises(ConfigurationError, match=r"mixed_precision='fp16' needs real tensor values"):
         _trainer(tmp_path, mixed_precision="fp16").dry_run()
 
 
 def test_without_data_there_is_no_step(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), max_steps=1)
-    with pytest.raises(DataError, match="needs train_dataset"):
+    with pytest.raises(DataError, match="needs a train_dataset"):
         Trainer(args, model_init=Wide, callbacks=[]).dry_run()

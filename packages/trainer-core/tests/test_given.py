@@ -116,13 +116,13 @@ def test_a_setting_that_would_have_no_effect_is_refused(
         settings = {**kind, name: BESIDE_SCHEDULE[name]}
     else:
         settings = {name: BESIDE_OPTIMIZER[name]}
-    with pytest.raises(ConfigurationError, match="has no effect beside") as caught:
+    with pytest.raises(ConfigurationError, match="has no effect together with") as caught:
         start(cls, given, **settings).train()
     assert caught.value.setting in settings
 
 
 def test_an_optimizer_class_counts_as_ones_own(start: Callable[..., Trainer]) -> None:
-    with pytest.raises(ConfigurationError, match=r"weight_decay=0\.1: has no effect"):
+    with pytest.raises(ConfigurationError, match=r"weight_decay=0\.1 has no effect"):
         start(OwnArguments, {"optimizer_cls_and_kwargs": (SGD, {"lr": 0.1})}, weight_decay=0.1).train()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from trainer_core import Trainer
+from trainer_core import ConfigurationError, Trainer
 
 MakeTrainer = Callable[..., Trainer]
 SAVED = {
@@ -128,9 +129,8 @@ def test_what_a_callback_moved_is_restored_and_nothing_said(
 def test_only_what_the_user_changed_wins_over_what_a_callback_moved(
     resumed: Resumed,
 ) -> None:
-    watch, said = resumed(
-        {"learning_rate": 1e-2}, {"learning_rate": 4e-3}, [Move(3, weight_decay=0.25, eps=1e-3)]
-    )
+    lower = {"learning_rate": 4e-3, "allow_changes": ("learning_rate",)}
+    watch, said = resumed({"learning_rate": 1e-2}, lower, [Move(3, weight_decay=0.25, eps=1e-3)])
     assert set(watch.each("lr")) == {4e-3}
     assert set(watch.each("weight_decay")) == {0.25}
     assert set(watch.each("eps")) == {1e-3}
@@ -140,6 +140,46 @@ def test_only_what_the_user_changed_wins_over_what_a_callback_moved(
 def test_a_change_in_one_group_leaves_the_others(resumed: Resumed) -> None:
     watch, _ = resumed(groups(lr=1e-2), groups(lr=2e-3), [Move(3, weight_decay=0.25)])
     assert set(watch.each("weight_decay")) == {0.25}
+
+
+def test_settings_of_the_optimizer_change_only_where_that_is_allowed(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, object] = SAVED | {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": 1e-3},
+        "save_total_limit": None,
+    }
+    make_trainer(**settings, max_steps=8, callbacks=[StopAt(4)]).train()
+    changed = settings | {"max_steps": 8, "learning_rate": 5e-3, "adam_beta2": 0.9}
+    with pytest.raises(ConfigurationError) as refused:
+        make_trainer(**changed, allow_changes=("weight_decay",)).train()
+    assert "adam_beta2=0.9 was 0.999 when the checkpoint was saved" in str(refused.value)
+    allowed = ("weight_decay", "adam_beta2", "learning_rate")
+    assert f"or set allow_changes={allowed!r} to use" in str(refused.value)
+
+    watch = Watch()
+    again = make_trainer(**changed, allow_changes=allowed, callbacks=[watch])
+    again.train()
+    assert set(watch.each("initial_lr")) == {5e-3}
+    assert watch.each("betas") == [(0.9, 0.9)] * 2
+    # Halfway along the cosine from the new rate to the floor, from the first step on.
+    rates = [entry["learning_rate"] for entry in again.state.log_history if "learning_rate" in entry][4:]
+    shares = [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(4, 8)]
+    assert rates == pytest.approx([1e-3 + share * 4e-3 for share in shares])
+    assert "learning_rate: 0.01 before, 0.005 now" in caplog.text
+    # From here on the new values are those of the run.
+    make_trainer(**changed | {"max_steps": 9}).train()
+    with pytest.raises(ConfigurationError, match=r"learning_rate=0\.01 was 0\.005"):
+        make_trainer(**changed | {"max_steps": 10, "learning_rate": 1e-2}).train()
+
+
+class StopAt:
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
+        control.should_training_stop = state.global_step == self.step  # type: ignore[attr-defined]
 
 
 class RateKept:
@@ -168,7 +208,8 @@ def test_the_reduced_rate_of_a_plateau_survives_a_change_of_the_decay(
         }
 
     kept = RateKept()
-    watch, said = resumed(plateau(), {**plateau(), "weight_decay": 0.5}, [kept])
+    decay = {"weight_decay": 0.5, "allow_changes": ("weight_decay",)}
+    watch, said = resumed(plateau(), {**plateau(), **decay}, [kept])
     assert kept.rate == pytest.approx(1e-2 * 0.1**3)
     assert set(watch.each("lr")) == {kept.rate}
     assert set(watch.each("initial_lr")) == {1e-2}

@@ -16,6 +16,8 @@ from trainer_core import ConfigurationError, DataError, Trainer
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
+        ({}, 6),
+        ({"max_steps": 14}, 14),
         ({"num_train_epochs": 1}, 6),
         ({"num_train_epochs": 2.5}, 15),
         ({"num_train_epochs": 2, "max_steps": 4}, 4),
@@ -27,7 +29,35 @@ from trainer_core import ConfigurationError, DataError, Trainer
 def test_the_smaller_limit_wins(
     make_trainer: Callable[..., Trainer], settings: dict[str, object], steps: int
 ) -> None:
-    assert make_trainer(**settings).train().global_step == steps
+    trainer = make_trainer(**settings)
+    assert trainer.train().global_step == steps
+    assert trainer.state.max_steps == steps
+    # Also what schedule, progress and summary show.
+    assert trainer.state.epoch == trainer.state.num_train_epochs == steps / 6
+
+
+def test_of_two_limits_the_log_says_which_one_holds(
+    make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    make_trainer(num_train_epochs=2, max_steps=4).train()
+    said = "max_steps=4 and num_train_epochs=2 (12 steps) are both set: the run ends at the first of them"
+    assert said in caplog.text
+    for settings in ({"max_steps": 4}, {"num_train_epochs": 1}, {"max_steps": 4, "num_train_epochs": -1}):
+        caplog.clear()
+        make_trainer(**settings).train()
+        assert "are both set" not in caplog.text
+
+
+def test_a_warmup_that_the_run_does_not_get_through_is_said(
+    make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(max_steps=6, warmup_steps=5).train()
+    assert "warmup_steps" not in caplog.text
+    short = make_trainer(max_steps=6, warmup_steps=6)
+    short.train()
+    assert "warmup_steps=6 is not shorter than the run of 6 steps" in caplog.text
+    assert max(rates_of(short)) < 1e-2  # type: ignore[type-var]
 
 
 def rates_of(trainer: Trainer) -> list[object]:
@@ -94,6 +124,29 @@ def test_loaders_without_length_tell_their_progress(make_trainer: Callable[..., 
     assert trainer.state.epoch == 2.0
 
 
+def test_the_length_of_an_epoch_can_be_said_for_data_that_cannot_tell(
+    make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(loader=Unsized(), num_train_epochs=1.6, epoch_train_steps=5, warmup_steps=0)
+    trainer.train()
+    assert (trainer.state.global_step, trainer.state.epoch) == (8, 1.6)
+    # The schedule aims at that end.
+    assert rates_of(trainer)[-1] == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * 7 / 8)))
+    assert "epoch_train_steps" not in caplog.text
+    make_trainer(loader=Unsized(), num_train_epochs=2, epoch_train_steps=7).train()
+    assert (
+        "ended after 5 optimizer steps, and epoch_train_steps promised 7; the run ends after" in caplog.text
+    )
+    longer = make_trainer(loader=Unsized(), num_train_epochs=2, epoch_train_steps=4)
+    longer.train()
+    assert "continue after the 4 optimizer steps of an epoch that epoch_train_steps promised" in caplog.text
+    epochs = [entry["epoch"] for entry in longer.state.log_history if "loss" in entry]
+    assert epochs == [0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5, 1.75]
+    with pytest.raises(ConfigurationError, match=r"epoch_train_steps=5: .* of these has 6 optimizer steps"):
+        make_trainer(epoch_train_steps=5).train()
+    assert make_trainer(epoch_train_steps=6).train().global_step == 6
+
+
 class BrokenLength(Unsized):
     """Claims a length and fails to tell it."""
 
@@ -115,7 +168,7 @@ def test_a_length_that_fails_is_said_with_its_reason(
 
 
 def test_what_needs_the_length_says_so(make_trainer: Callable[..., Trainer]) -> None:
-    with pytest.raises(ConfigurationError, match=r"num_train_epochs=1\.5.*max_steps"):
+    with pytest.raises(ConfigurationError, match=r"num_train_epochs=1\.5.*epoch_train_steps"):
         make_trainer(loader=Unsized(), num_train_epochs=1.5).train()
     with pytest.raises(ConfigurationError, match=r"lr_scheduler_type='cosine'.*max_steps"):
         make_trainer(loader=Unsized(), num_train_epochs=1).train()

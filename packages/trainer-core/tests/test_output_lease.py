@@ -42,7 +42,7 @@ def test_a_second_run_is_refused_before_it_writes(make_trainer: MakeTrainer, tmp
     def start_another() -> None:
         before.extend(content())
         other = make_trainer(save_strategy="steps", callbacks=[JsonLogger()])
-        told = f"output_dir='{run}': is in use by process {os.getpid()} on "
+        told = f"output_dir='{run}' is in use by process {os.getpid()} on "
         with pytest.raises(ConfigurationError, match=told):
             other.train()
         with pytest.raises(ConfigurationError, match=told):
@@ -134,7 +134,7 @@ def test_a_log_directory_of_two_runs_is_refused(make_trainer: MakeTrainer, tmp_p
     logs = str(tmp_path / "logs")
 
     def start_another() -> None:
-        with pytest.raises(ConfigurationError, match=f"logging_dir='{logs}': is in use by process"):
+        with pytest.raises(ConfigurationError, match=f"logging_dir='{logs}' is in use by process"):
             make_trainer(output_dir=str(tmp_path / "other"), logging_dir=logs).train()
 
     make_trainer(logging_dir=logs, max_steps=3, callbacks=[AtStep(2, start_another)]).train()

@@ -140,7 +140,7 @@ class Reads(Optimizer):
 
 def test_optimizer_of_the_run_counts_and_is_named_if_it_reads_values() -> None:
     assert _plan(optimizer_factory=lambda named: SGD([p for _, p in named], lr=0.1)).optimizer == 0
-    with pytest.raises(ConfigurationError, match="optimizer_factory='Reads': cannot step on tensors without"):
+    with pytest.raises(ConfigurationError, match="optimizer_factory='Reads' cannot step on tensors without"):
         _plan(optimizer_factory=lambda named: Reads([p for _, p in named]))
 
 
@@ -151,7 +151,7 @@ class Looks(Model):
 
 
 def test_model_that_reads_values_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="model='Looks': cannot run on tensors without values"):
+    with pytest.raises(ConfigurationError, match="model='Looks' cannot run on tensors without values"):
         _plan(model_init=Looks)
 
 
@@ -180,7 +180,7 @@ def test_of_a_batch_that_is_given_only_shapes_and_dtypes_count() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({}, "is needed to know the activations"),
+        ({}, "is needed to compute the activations"),
         ({"sequence_length": 8, "batch": {"labels": torch.zeros(1, 8)}}, "give one of"),
         ({"sequence_length": 1}, "must be at least 2"),
         ({"batch": {"input_ids": torch.zeros(2, 4)}}, "has no tensor 'labels'"),

@@ -151,7 +151,7 @@ def test_weight_decay_can_be_switched_on_and_off_at_a_resume(
 
 def test_another_seed_is_refused(make_trainer: Callable[..., Trainer]) -> None:
     run_until(make_trainer, 3, max_steps=6)
-    with pytest.raises(ConfigurationError, match=r"seed=8: was 7 when the checkpoint was saved"):
+    with pytest.raises(ConfigurationError, match=r"seed=8 was 7 when the checkpoint was saved"):
         run_until(make_trainer, 6, max_steps=6, seed=8)
 
 
@@ -205,7 +205,7 @@ def test_a_device_that_contradicts_the_environment_is_refused(make_trainer: Call
 
 
 def test_options_beside_an_optimizer_of_ones_own_are_refused(make_trainer: Callable[..., Trainer]) -> None:
-    with pytest.raises(ConfigurationError, match=r"learning_rate=0\.01: has no effect beside an optimizer"):
+    with pytest.raises(ConfigurationError, match=r"learning_rate=0\.01 has no effect beside an optimizer"):
         make_trainer(with_trainer={"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})})
     own = make_trainer(
         learning_rate=5e-5,

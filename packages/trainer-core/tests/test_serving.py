@@ -232,5 +232,5 @@ def test_another_schedule_takes_over_at_its_step(
 def test_the_state_of_another_optimizer_is_refused(make_trainer: Callable[..., Trainer]) -> None:
     make_trainer(callbacks=[At("on_step_end", 3, raise_flag("should_training_stop"))], **SAVED).train()
     sgd = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})}
-    with pytest.raises(ValueError, match="optimizer='SGD': was AdamW when the checkpoint was saved"):
+    with pytest.raises(ValueError, match=r"optimizer='SGD' cannot load .* which was saved with AdamW"):
         make_trainer(learning_rate=5e-5, with_trainer=sgd, **SAVED).train()

@@ -117,7 +117,7 @@ def test_careless_constructions_are_refused_at_once(
     with pytest.raises(ConfigurationError, match=r"per_device_train_batch_size=3.*4"):
         make_trainer(per_device_train_batch_size=3)
     for name, value in {"dataloader_num_workers": 2, "dataloader_drop_last": True}.items():
-        with pytest.raises(ConfigurationError, match=f"{name}={value}: has no effect"):
+        with pytest.raises(ConfigurationError, match=f"{name}={value} has no effect"):
             make_trainer(**{name: value})
     with pytest.raises(ConfigurationError, match=r"data_collator.*has no effect"):
         Trainer(args, model=tiny_model(), train_dataset=ragged_loader(batch_size=16), data_collator=dict)
@@ -192,9 +192,8 @@ def test_tokens_and_their_rate_count_the_same_positions(make_trainer: Callable[.
     rates = final["tokens_per_second"] / final["input_tokens_per_second"]
     assert rates == pytest.approx(final["total_tokens"] / final["total_input_tokens"], rel=0.05)
     assert final["total_tokens"] < final["total_input_tokens"]
-    # A second call times its own steps only.
-    trainer.state.max_steps = 0
-    assert trainer.train().metrics["timed_steps"] == 0
+    # A second call has no step to time, and returns what the run ended with.
+    assert trainer.train().metrics == final
 
 
 def test_the_cause_of_a_stop_and_the_best_checkpoints_are_logged(
@@ -231,7 +230,7 @@ def test_a_checkpoint_elsewhere_stands_apart_and_is_resumed_by_its_path(
     trainer = make_trainer(callbacks=[Keep()], save_total_limit=1, **settings)
     trainer.train()
     assert [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")] == ["checkpoint-4"]
-    with pytest.raises(CheckpointError, match="exists already; name a new directory"):
+    with pytest.raises(CheckpointError, match=r"exists already\. Name a new directory"):
         trainer.save_checkpoint(str(aside))
     again = make_trainer(resume_from_checkpoint=str(aside), output_dir=str(tmp_path / "again"), **settings)
     again.train()

@@ -79,8 +79,8 @@ def test_a_set_without_a_batch_is_the_same_error_everywhere(notes: list[dict[str
 
 def test_a_rank_without_an_example_is_the_same_error_everywhere(notes: list[dict[str, Any]]) -> None:
     assert {each["without"] for each in notes} == {
-        f"of {len(notes)} ranks rank 0 cannot load its eval_dataset (dispatch_batches=True, "
-        "dispatch_eval_batches=False (in effect: False)): dataset is empty; give at least one item"
+        f"rank 0 of {len(notes)} cannot load its eval_dataset (dispatch_batches=True, "
+        "dispatch_eval_batches=False (in effect: False)): dataset is empty. Give at least one item."
     }
 
 

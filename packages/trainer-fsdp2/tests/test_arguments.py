@@ -15,53 +15,49 @@ from trainer_core import ConfigurationError, TrainingArguments, arguments_from_d
 from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
 
 REFUSED = {
-    "fuse_optim_with_backward=True: steps each parameter": {"fuse_optim_with_backward": True},
-    "fsdp2.param_dtype='float16': leaves the range of float16": {
+    "fuse_optim_with_backward=True steps each parameter": {"fuse_optim_with_backward": True},
+    "fsdp2.param_dtype='float16' exceeds the range of float16": {
         "fsdp2": FSDP2Arguments(param_dtype="float16")
     },
-    "fsdp2.reduce_dtype='float16': leaves the range of float16": {
+    "fsdp2.reduce_dtype='float16' exceeds the range of float16": {
         "fsdp2": FSDP2Arguments(reduce_dtype="float16")
     },
-    "default_dtype='float16': leaves the range of float16": {"default_dtype": "float16"},
-    "torch_compile_full_graph=True: excludes torch_compile_scope='model'": {
+    "default_dtype='float16' exceeds the range of float16": {"default_dtype": "float16"},
+    "torch_compile_full_graph=True cannot be used with torch_compile_scope='model'": {
         "torch_compile": True,
         "torch_compile_full_graph": True,
     },
-    "fsdp2.replicas='2': must be a whole number": {"fsdp2": FSDP2Arguments(replicas="2")},  # type: ignore[arg-type]
-    "fsdp2.reshard_after_forward=None: must be true, false or": {
+    "fsdp2.replicas='2' must be a whole number": {"fsdp2": FSDP2Arguments(replicas="2")},  # type: ignore[arg-type]
+    "fsdp2.reshard_after_forward=None must be True, False or": {
         "fsdp2": FSDP2Arguments(reshard_after_forward=None)  # type: ignore[arg-type]
     },
-    "fsdp2.layer_classes='Block': must be a tuple": {"fsdp2": FSDP2Arguments(layer_classes="Block")},  # type: ignore[arg-type]
-    "fsdp2.param_dtype='bf16': must be one of float32, bfloat16": {
-        "fsdp2": FSDP2Arguments(param_dtype="bf16")
-    },
-    "fsdp2.reduce_dtype='half': must be one of": {"fsdp2": FSDP2Arguments(reduce_dtype="half")},
-    "fsdp2.replicas=0: must be at least 1": {"fsdp2": FSDP2Arguments(replicas=0)},
-    "fsdp2.prefetch_depth=0: must be at least 1": {"fsdp2": FSDP2Arguments(prefetch_depth=0)},
-    "fsdp2.reshard_after_forward=1: must be true, false or at least 2": {
+    "fsdp2.layer_classes='Block' must be a tuple": {"fsdp2": FSDP2Arguments(layer_classes="Block")},  # type: ignore[arg-type]
+    "fsdp2.param_dtype='bf16' must be 'float32' or 'bfloat16'": {"fsdp2": FSDP2Arguments(param_dtype="bf16")},
+    "fsdp2.reduce_dtype='half' must be 'float32'": {"fsdp2": FSDP2Arguments(reduce_dtype="half")},
+    "fsdp2.replicas=0 must be at least 1": {"fsdp2": FSDP2Arguments(replicas=0)},
+    "fsdp2.prefetch_depth=0 must be at least 1": {"fsdp2": FSDP2Arguments(prefetch_depth=0)},
+    "fsdp2.reshard_after_forward=1 must be True, False or a number of ranks of at least 2": {
         "fsdp2": FSDP2Arguments(reshard_after_forward=1)
     },
-    "fsdp2.layer_classes=(): names no class": {"fsdp2": FSDP2Arguments(layer_classes=())},
-    "fsdp2.fp8_all_gather=True: needs fp8_recipe='tensorwise'": {
-        "fsdp2": FSDP2Arguments(fp8_all_gather=True)
-    },
-    "fsdp2.layer_classes=('Block',): has no effect without fsdp2.shard_transformer_layers": {
+    "fsdp2.layer_classes=() names no class": {"fsdp2": FSDP2Arguments(layer_classes=())},
+    "fsdp2.fp8_all_gather=True needs fp8_recipe='tensorwise'": {"fsdp2": FSDP2Arguments(fp8_all_gather=True)},
+    "fsdp2.layer_classes=('Block',) has no effect without fsdp2.shard_transformer_layers": {
         "fsdp2": FSDP2Arguments(layer_classes=("Block",), shard_transformer_layers=False)
     },
-    "fsdp2.reduce_each_microbatch=True: has no effect with gradient_accumulation_steps=1": {
+    "fsdp2.reduce_each_microbatch=True has no effect with gradient_accumulation_steps=1": {
         "fsdp2": FSDP2Arguments(reduce_each_microbatch=True)
     },
-    "fsdp2.prefetch_depth=2: has no effect without fsdp2.shard_transformer_layers": {
+    "fsdp2.prefetch_depth=2 has no effect without fsdp2.shard_transformer_layers": {
         "fsdp2": FSDP2Arguments(prefetch_depth=2, shard_transformer_layers=False)
     },
-    "transformer_layers_path='layers': has no effect": {
+    "transformer_layers_path='layers' has no effect": {
         "transformer_layers_path": "layers",
         "fsdp2": FSDP2Arguments(shard_transformer_layers=False),
     },
-    "uneven_batches='drop': must be one of": {"uneven_batches": "drop"},
+    "uneven_batches='drop' must be one of": {"uneven_batches": "drop"},
 }
 MISNAMED = {
-    "fsdp2.reshard_after_foward": ({"reshard_after_foward": True}, "did you mean 'reshard_after_forward'?"),
+    "fsdp2.reshard_after_foward": ({"reshard_after_foward": True}, "Did you mean 'reshard_after_forward'?"),
     "fsdp2.buffer_dtype": ({"buffer_dtype": "float32"}, "is not a known setting"),
 }
 WRONG_TYPES = {
@@ -106,7 +102,7 @@ def test_a_wrong_nested_type_is_refused(name: str) -> None:
 
 
 def test_arguments_of_another_trainer_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="is not for FSDP2Trainer"):
+    with pytest.raises(ConfigurationError, match="is not the arguments class of FSDP2Trainer"):
         FSDP2Trainer(TrainingArguments(use_cpu=True), model_init=model)
 
 
@@ -129,9 +125,7 @@ def test_one_process_that_asks_for_sharding_needs_a_group(fsdp2: FSDP2Arguments)
 
 
 def test_copies_do_not_fit_one_process() -> None:
-    with pytest.raises(
-        ConfigurationError, match=re.escape("fsdp2.replicas=2: must divide the world size, 1")
-    ):
+    with pytest.raises(ConfigurationError, match=re.escape("fsdp2.replicas=2 must divide the world size, 1")):
         FSDP2Trainer(
             FSDP2TrainingArguments(fsdp2=FSDP2Arguments(replicas=2)),
             model_init=model,

@@ -30,6 +30,9 @@ class Stack(nn.Module):
             hidden = hidden + torch.tanh(block(hidden))
         return self.head(hidden)
 
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
 
 class Rows:
     """Batches of two rows of 16."""
@@ -44,6 +47,25 @@ class Rows:
 
 BLOCK, ROOT = WIDTH * WIDTH, 2 * VOCABULARY * WIDTH
 ALL = BLOCKS * BLOCK + ROOT
+
+
+def test_muon_and_an_average_are_held_in_shards(tmp_path: Path) -> None:
+    args = FSDP2TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        optim="muon",
+        ema_decay=0.9,
+    )
+    with fake_job(4, local_world_size=4) as env:
+        found = FSDP2Trainer(
+            args, model_init=Stack, train_dataset=Rows(), callbacks=[], distributed_env=env
+        ).dry_run()
+    # One moment of a block and two of the root, step counts of two tensors, and the average.
+    assert found.optimizer == (4 * BLOCKS * BLOCK + 8 * ROOT + 4 * ALL) // 4 + 2 * 4
+    # Rows of four blocks go to a rank for each, and come back, in bfloat16.
+    (exchange,) = (each for each in found.collectives if each.kind == "all-to-all")
+    assert (exchange.calls, exchange.bytes) == (2, 2 * 2 * BLOCK)
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(4, 1), (512, 1), (512, 64)])

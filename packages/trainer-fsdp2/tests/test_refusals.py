@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 
 OF_MODEL = {
-    "class": ("fsdp2.layer_classes='Blok'", "has that class", "Linear", "did you mean 'Block'?"),
-    "class of the root": ("fsdp2.layer_classes='Tiny'", "no part of the model that is called has that class"),
-    "class of a container": ("fsdp2.layer_classes='ModuleList'", "no part of the model that is called"),
+    "class": ("fsdp2.layer_classes='Blok'", "is not the class of a part", "Linear", "Did you mean 'Block'?"),
+    "class of the root": (
+        "fsdp2.layer_classes='Tiny'",
+        "is not the class of a part of the model that is called",
+    ),
+    "class of a container": ("fsdp2.layer_classes='ModuleList'", "is not the class of a part of the model"),
     "mixed dtypes": ("layers.1", "several dtypes", "torch.float32", "torch.bfloat16", "freeze"),
     "not contiguous": ("layers.0.mixing.weight", "is not contiguous", ".contiguous()"),
     "no elements": ("layers.0.nothing", "has no elements"),
     "built on meta": ("model_init='embed.weight'", "was built on the meta device"),
-    "path": ("transformer_layers_path='layer'", "no module of that name", "nearest", "layers"),
+    "path": ("transformer_layers_path='layer'", "is not the name of a module", "nearest", "layers"),
     "path to a module": ("transformer_layers_path='embed'", "not a list or dict", "layers"),
     "no blocks": ("transformer_layers_path=None", "fsdp2.shard_transformer_layers", "Flat"),
     "shared weight": (

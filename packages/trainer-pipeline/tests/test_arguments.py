@@ -25,34 +25,32 @@ from trainer_core import (
 from trainer_pipeline import PipelineArguments, PipelineStages, PipelineTrainer, PipelineTrainingArguments
 
 REFUSED: dict[str, dict[str, object]] = {
-    "pipeline.schedule='1f1': must be one of gpipe, 1f1b": {"schedule": "1f1"},
-    "pipeline.schedule='GPipes': must be one of": {"schedule": "GPipes"},
-    "pipeline.n_microbatches=0: must be at least 1; raise it": {"n_microbatches": 0},
-    "pipeline.n_microbatches='4': must be a whole number": {"n_microbatches": "4"},
-    "pipeline.n_microbatches=True: must be a whole number": {"n_microbatches": True},
-    "pipeline.n_microbatches=None: must be a whole number": {"n_microbatches": None},
-    "pipeline.stages_per_rank=0: must be at least 1; raise it": {"stages_per_rank": 0},
-    "pipeline.stages_per_rank=1.5: must be a whole number": {"stages_per_rank": 1.5},
-    "pipeline.replicas=0: must be at least 1; raise it": {"replicas": 0},
-    "pipeline.replicas=-2: must be at least 1; raise it": {"replicas": -2},
-    "pipeline.balance='time': must be one of flops, parameters, layers": {"balance": "time"},
-    "pipeline.layers_per_stage=(): must be a tuple of numbers of layers; such as (4, 4)": {
+    "pipeline.schedule='1f1' must be one of gpipe, 1f1b": {"schedule": "1f1"},
+    "pipeline.schedule='GPipes' must be one of": {"schedule": "GPipes"},
+    "pipeline.n_microbatches=0 must be at least 1. Set it": {"n_microbatches": 0},
+    "pipeline.n_microbatches='4' must be a whole number": {"n_microbatches": "4"},
+    "pipeline.n_microbatches=True must be a whole number": {"n_microbatches": True},
+    "pipeline.n_microbatches=None must be a whole number": {"n_microbatches": None},
+    "pipeline.stages_per_rank=0 must be at least 1. Set it": {"stages_per_rank": 0},
+    "pipeline.stages_per_rank=1.5 must be a whole number": {"stages_per_rank": 1.5},
+    "pipeline.replicas=0 must be at least 1. Set it": {"replicas": 0},
+    "pipeline.replicas=-2 must be at least 1. Set it": {"replicas": -2},
+    "pipeline.balance='time' must be one of flops, parameters, layers": {"balance": "time"},
+    "pipeline.layers_per_stage=() must be a tuple of numbers of layers. Write (4, 4)": {
         "layers_per_stage": ()
     },
-    "pipeline.layers_per_stage=4: must be a tuple of numbers of layers": {"layers_per_stage": 4},
-    "pipeline.layers_per_stage=(4, 0): must have at least one layer for each stage": {
+    "pipeline.layers_per_stage=4 must be a tuple of numbers of layers": {"layers_per_stage": 4},
+    "pipeline.layers_per_stage=(4, 0) must have at least one layer for each stage": {
         "layers_per_stage": (4, 0)
     },
-    "pipeline.layers_per_stage=(2.5, 1.5): must have at least one layer": {"layers_per_stage": (2.5, 1.5)},
-    "fuse_optim_with_backward=True: steps each parameter with every microbatch": {
+    "pipeline.layers_per_stage=(2.5, 1.5) must have at least one layer": {"layers_per_stage": (2.5, 1.5)},
+    "fuse_optim_with_backward=True steps each parameter after every microbatch": {
         "fuse_optim_with_backward": True
     },
-    "mixed_precision='fp16': needs a loss scale that all stages decide on together": {
-        "mixed_precision": "fp16"
-    },
-    "default_dtype='float16': needs a loss scale": {"default_dtype": "float16"},
-    "dispatch_batches=False: every stage works on the same batch": {"dispatch_batches": False},
-    "dispatch_eval_batches=False: every stage works on the same batch": {"dispatch_eval_batches": False},
+    "mixed_precision='fp16' needs a loss scale that all stages share": {"mixed_precision": "fp16"},
+    "default_dtype='float16' needs a loss scale": {"default_dtype": "float16"},
+    "dispatch_batches=False lets every rank read its own batches": {"dispatch_batches": False},
+    "dispatch_eval_batches=False lets every rank read its own batches": {"dispatch_eval_batches": False},
 }
 SUGGESTED = {
     "1f1": "1f1b",
@@ -63,15 +61,15 @@ SUGGESTED = {
 }
 # By message: ranks, then settings.
 OF_LAYOUT: dict[str, tuple[int, dict[str, object]]] = {
-    "pipeline.stages_per_rank=2: gpipe has one stage on each rank; leave it out": (
+    "pipeline.stages_per_rank=2 must be 1 with gpipe, which has one stage on each rank. Leave it out": (
         2,
         {"schedule": "gpipe", "stages_per_rank": 2},
     ),
-    "pipeline.stages_per_rank=3: 1f1b has one stage on each rank; leave it out": (
+    "pipeline.stages_per_rank=3 must be 1 with 1f1b, which has one stage on each rank. Leave it out": (
         2,
         {"schedule": "1f1b", "stages_per_rank": 3},
     ),
-    "pipeline.stages_per_rank=1: zbv has two stages on each rank; leave it out": (
+    "pipeline.stages_per_rank=1 must be 2 with zbv, which has two stages on each rank. Leave it out": (
         2,
         {"schedule": "zbv", "stages_per_rank": 1},
     ),
@@ -79,37 +77,37 @@ OF_LAYOUT: dict[str, tuple[int, dict[str, object]]] = {
         2,
         {"schedule": "dualpipe_v", "stages_per_rank": 3, "n_microbatches": 8},
     ),
-    "pipeline.replicas=3: must divide the 4 ranks and leave at least two for each pipeline": (
+    "pipeline.replicas=3 must divide the 4 ranks and leave at least two for each pipeline": (
         4,
         {"replicas": 3},
     ),
-    "pipeline.replicas=4: must divide the 4 ranks and leave at least two": (4, {"replicas": 4}),
-    "pipeline.layers_per_stage=(2, 2, 2): must have one number for each of the 2 stages": (
+    "pipeline.replicas=4 must divide the 4 ranks and leave at least two": (4, {"replicas": 4}),
+    "pipeline.layers_per_stage=(2, 2, 2) must have one number for each of the 2 stages": (
         2,
         {"layers_per_stage": (2, 2, 2)},
     ),
-    "pipeline.layers_per_stage=(4, 4): must have one number for each of the 4 stages": (
+    "pipeline.layers_per_stage=(4, 4) must have one number for each of the 4 stages": (
         2,
         {"schedule": "zbv", "layers_per_stage": (4, 4)},
     ),
-    "pipeline.n_microbatches=3: 1f1b needs at least as many as there are stages, 4; raise it, or use gpipe": (
+    "pipeline.n_microbatches=3 must be at least 4 with 1f1b, the number of stages. Raise it, or use gpipe": (
         4,
         {"n_microbatches": 3},
     ),
-    "pipeline.n_microbatches=7: dualpipe_v needs at least as many as there are stages, 8": (
+    "pipeline.n_microbatches=7 must be at least 8 with dualpipe_v, the number of stages": (
         4,
         {"schedule": "dualpipe_v", "n_microbatches": 7},
     ),
-    "torch_compile=True: cannot be used with zbv": (2, {"schedule": "zbv", "torch_compile": True}),
-    "torch_compile=True: cannot be used with interleaved_zero_bubble": (
+    "torch_compile=True cannot be used with zbv": (2, {"schedule": "zbv", "torch_compile": True}),
+    "torch_compile=True cannot be used with interleaved_zero_bubble": (
         2,
         {"schedule": "interleaved_zero_bubble", "torch_compile": True},
     ),
-    "activation_checkpointing='full': cannot be used with zbv": (
+    "activation_checkpointing='full' cannot be used with zbv": (
         2,
         {"schedule": "zbv", "activation_checkpointing": "full"},
     ),
-    "activation_checkpointing='full': cannot be used with dualpipe_v": (
+    "activation_checkpointing='full' cannot be used with dualpipe_v": (
         2,
         {"schedule": "dualpipe_v", "activation_checkpointing": "full"},
     ),
@@ -121,8 +119,11 @@ OF_REPLICAS: dict[str, dict[str, object]] = {
     "pp=2,shard=4": {"replicas": 4, "shard_replicas": True},
 }
 WITH_MESH: dict[str, dict[str, object]] = {
-    "pipeline.replicas=2: was given beside mesh='pp=2,dp=2'": {"mesh": "pp=2,dp=2", "replicas": 2},
-    "pipeline.replicas=2: was given beside mesh='pp=2'": {
+    "pipeline.replicas=2 cannot be given together with mesh='pp=2,dp=2'": {
+        "mesh": "pp=2,dp=2",
+        "replicas": 2,
+    },
+    "pipeline.replicas=2 cannot be given together with mesh='pp=2'": {
         "mesh": "pp=2",
         "replicas": 2,
         "shard_replicas": True,
@@ -160,7 +161,7 @@ def test_refused(message: str, settings: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("name", SUGGESTED)
 def test_a_schedule_of_another_spelling_is_suggested(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(f"did you mean {SUGGESTED[name]!r}?")):
+    with pytest.raises(ConfigurationError, match=re.escape(f"Did you mean {SUGGESTED[name]!r}?")):
         arguments({"schedule": name})
 
 
@@ -205,15 +206,15 @@ def test_deprecated_replicas_beside_mesh_are_refused(message: str, settings: dic
 def test_stages_whose_settings_contradict_the_mesh_are_refused() -> None:
     args = DataParallelArguments(mesh="pp=4,dp=2", use_cpu=True)
     stages = PipelineStages(PipelineArguments(replicas=4))
-    with pytest.raises(ConfigurationError, match=re.escape("is not what the layout pp=4,dp=2 has")):
+    with pytest.raises(ConfigurationError, match=re.escape("contradicts the layout pp=4,dp=2")):
         Trainer(args, model_init=model, parallel=[stages], distributed_env=of_rank_0(8))
 
 
 @pytest.mark.parametrize(
     ("message", "settings"),
     {
-        "fuse_optim_with_backward=True: steps each parameter": {"fuse_optim_with_backward": True},
-        "mixed_precision='fp16': needs a loss scale": {"mixed_precision": "fp16"},
+        "fuse_optim_with_backward=True steps each parameter": {"fuse_optim_with_backward": True},
+        "mixed_precision='fp16' needs a loss scale": {"mixed_precision": "fp16"},
         "dispatch_batches=False: some ranks of the layout pp=2 work on the same batch": {
             "dispatch_batches": False
         },
@@ -229,8 +230,8 @@ def test_stages_are_refused_with_arguments_of_another_trainer(
 
 def test_schedules_that_split_the_backward_pass_are_refused_with_shards() -> None:
     for settings, setting in (
-        ({"mesh": "pp=2,shard=2"}, "mesh='pp=2,shard=2': cannot be used with zbv"),
-        ({"replicas": 2, "shard_replicas": True}, "pipeline.shard_replicas=True: cannot be used with zbv"),
+        ({"mesh": "pp=2,shard=2"}, "mesh='pp=2,shard=2' cannot be used with zbv"),
+        ({"replicas": 2, "shard_replicas": True}, "pipeline.shard_replicas=True cannot be used with zbv"),
     ):
         args = arguments({"schedule": "zbv", **settings})
         ranks = Ranks(of_rank_0(4), args.layout(4))
@@ -250,7 +251,7 @@ def test_a_mesh_with_stages_finds_them() -> None:
 
 
 def test_a_schedule_class_decides_instead_of_the_name() -> None:
-    with pytest.raises(ConfigurationError, match="torch_compile=True: cannot be used with ScheduleZBVZero"):
+    with pytest.raises(ConfigurationError, match="torch_compile=True cannot be used with ScheduleZBVZero"):
         PipelineTrainer(
             arguments({"schedule": "gpipe", "torch_compile": True}),
             model_init=model,
@@ -278,7 +279,7 @@ def test_nested_groups_come_from_dicts() -> None:
 def test_an_unknown_nested_key_is_named() -> None:
     with pytest.raises(ConfigurationError, match=re.escape("pipeline.n_microbatch")) as error:
         arguments_from_dict(PipelineTrainingArguments, {"pipeline": {"n_microbatch": 2}})
-    assert "did you mean 'n_microbatches'?" in str(error.value)
+    assert "Did you mean 'n_microbatches'?" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +291,7 @@ def test_a_wrong_nested_type_is_refused(name: str, value: object) -> None:
 
 
 def test_arguments_of_another_trainer_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="is not for PipelineTrainer"):
+    with pytest.raises(ConfigurationError, match="is not the arguments class of PipelineTrainer"):
         PipelineTrainer(TrainingArguments(use_cpu=True), model_init=model)
 
 

@@ -86,9 +86,9 @@ def test_a_loop_of_ones_own_may_call_the_model(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     {
-        "temperature": "temperature=-1.0: must be 0 or more",
-        "tokens": "max_new_tokens=-1: must be 0 or more",
-        "prompt": "input_ids=(2, 0): must be [rows, positions], both 1 or more; give a prompt",
+        "temperature": "temperature=-1.0 must be 0 or more",
+        "tokens": "max_new_tokens=-1 must be 0 or more",
+        "prompt": "input_ids=(2, 0) must be [rows, positions], both 1 or more. Give a prompt",
     }.items(),
 )
 def test_refused(ranks: Any, name: str, words: str) -> None:

@@ -129,9 +129,9 @@ def test_a_batch_of_something_else_may_be_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "give one of sequence_length and batch"),
-        ({"sequence_length": 1}, "sequence_length=1: must be at least 2"),
-        ({"sequence_length": 8, "world_size": 1}, "world_size=1: is not a pipeline"),
+        ({}, "Give sequence_length or batch"),
+        ({"sequence_length": 1}, "sequence_length=1 must be at least 2"),
+        ({"sequence_length": 8, "world_size": 1}, "world_size=1 is too small for a pipeline"),
         ({"batch": {"input_ids": torch.zeros(2, 4)}}, "has no tensor 'labels'"),
         ({"sequence_length": 8, "world_size": 3}, "pipeline.replicas=2"),
     ],

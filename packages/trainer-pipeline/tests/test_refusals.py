@@ -11,7 +11,7 @@ REFUSED = {
     "model": ("model='Tiny'", "no rank holds the whole model", "give model_init"),
     "frozen rank": (
         "model_init='Tiny'",
-        "has no parameter to train in the stages (1,)",
+        "leaves nothing to train in the stages (1,)",
         "pipeline.layers_per_stage",
     ),
     "called alone": (
@@ -26,32 +26,32 @@ REFUSED = {
         "must add up to the 4 blocks of layers",
         "change it, or leave it out",
     ),
-    "no blocks": ("transformer_layers_path=None", "pipeline needs the blocks of the model", "Flat"),
-    "path": ("transformer_layers_path='layer'", "no module of that name", "layers"),
+    "no blocks": ("transformer_layers_path=None", "the blocks of the model, which pipeline needs", "Flat"),
+    "path": ("transformer_layers_path='layer'", "is not the name of a module in the model", "layers"),
     "settings of the rank": ("pipeline.n_microbatches", "rank 0 has 4, rank 1 has 8"),
     "schedule of the rank": ("pipeline.schedule", "rank 0 has 'gpipe', rank 1 has '1f1b'"),
     "layers of the rank": ("parameter layers.4.", "rank 0 has nothing of that name", "rank 1 has 'float32"),
     "values of the rank": (
         "model_init='embed.weight'",
-        "different values on ranks that both have it",
+        "different values on ranks that share it",
         "set the same seed everywhere",
     ),
     "too few stages": ("model_splitter=1", "where 2 were asked for", "from 0 to num_stages - 1"),
     "microbatches": (
         "pipeline.schedule='interleaved_1f1b'",
-        "cannot be carried out with pipeline.n_microbatches=7, 2 ranks and 2 stages on each",
+        "cannot be executed with pipeline.n_microbatches=7, 2 ranks and 2 stages on each",
         "multiple of the number of rounds",
     ),
     "microbatches of a factory": (
         "='ScheduleInterleaved1F1B'",
-        "cannot be carried out with pipeline.n_microbatches=7",
+        "cannot be executed with pipeline.n_microbatches=7",
     ),
 }
 IN_STEPS = {
     "two things": (
         0,
         "TypeError: a stage returned a tuple",
-        "every stage but the last one must return the hidden state, one tensor",
+        "every stage except the last one must return",
     ),
     "skipping": (
         0,
@@ -69,7 +69,7 @@ IN_STEPS = {
         1,
         "ConfigurationError: model_splitter='BlockSplitter'",
         "needs more than the hidden state that its first block is given",
-        "do it inside the blocks",
+        "Compute it inside the blocks",
     ),
 }
 

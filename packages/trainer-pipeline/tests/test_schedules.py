@@ -76,5 +76,8 @@ def test_a_class_of_ones_own_takes_several_stages() -> None:
 def test_what_this_torch_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(pipelining, "ScheduleDualPipeV")
     kind = type(SCHEDULES["dualpipe_v"])("dualpipe_v", "ScheduleDualPipeV")
-    with pytest.raises(ConfigurationError, match="has no ScheduleDualPipeV; choose another schedule"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"needs ScheduleDualPipeV, which torch .* does not have\. Choose another schedule",
+    ):
         _ = kind.factory

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from checkpoint_core.components import (
         Reshardable,
+        RNGState,
         SharingPattern,
         StateComponent,
         Stateful,
@@ -12,21 +13,15 @@ if TYPE_CHECKING:
         StaticStatefulProvider,
     )
     from checkpoint_core.config import CheckpointConfig
-    from checkpoint_core.directory.lease import (
-        DirectoryLease,
-        LeaseHeldError,
-        LeaseHolder,
-        find_lease_holder,
-    )
-    from checkpoint_core.directory.retention import BestCheckpoint
-    from checkpoint_core.directory.select import find_latest_checkpoint
+    from checkpoint_core.encoding import local_ranges
     from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError
-    from checkpoint_core.loading import LoadedCheckpoint, load_model_weights
+    from checkpoint_core.lease import DirectoryLease, LeaseHeldError, LeaseHolder, find_lease_holder
+    from checkpoint_core.loading import LoadedCheckpoint
     from checkpoint_core.manager import CheckpointManager
+    from checkpoint_core.model_directory import load_model_weights
+    from checkpoint_core.model_state import ModelState, OptimizerState
     from checkpoint_core.saving import Preprocessor
-    from checkpoint_core.state.optimizer_rng import OptimizerState, RNGState
-    from checkpoint_core.state.weights import ModelState
-    from checkpoint_core.storage.tensors import local_ranges
+    from checkpoint_core.selection import BestCheckpoint, find_latest_checkpoint
 
 __all__ = [
     "BestCheckpoint",
@@ -59,6 +54,7 @@ __all__ = [
 _NAMES = {
     "components": (
         "Reshardable",
+        "RNGState",
         "SharingPattern",
         "StateComponent",
         "Stateful",
@@ -66,16 +62,15 @@ _NAMES = {
         "StaticStatefulProvider",
     ),
     "config": ("CheckpointConfig",),
-    "directory.lease": ("DirectoryLease", "LeaseHeldError", "LeaseHolder", "find_lease_holder"),
-    "directory.retention": ("BestCheckpoint",),
-    "directory.select": ("find_latest_checkpoint",),
+    "encoding": ("local_ranges",),
     "errors": ("CheckpointError", "LeaseLostError", "LostRankError"),
-    "loading": ("LoadedCheckpoint", "load_model_weights"),
+    "lease": ("DirectoryLease", "LeaseHeldError", "LeaseHolder", "find_lease_holder"),
+    "loading": ("LoadedCheckpoint",),
     "manager": ("CheckpointManager",),
+    "model_directory": ("load_model_weights",),
+    "model_state": ("ModelState", "OptimizerState"),
     "saving": ("Preprocessor",),
-    "state.optimizer_rng": ("OptimizerState", "RNGState"),
-    "state.weights": ("ModelState",),
-    "storage.tensors": ("local_ranges",),
+    "selection": ("BestCheckpoint", "find_latest_checkpoint"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -9,9 +9,9 @@ from typing import TypedDict, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from checkpoint_core.encoding import EncodedState
 from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError, describe_error
-from checkpoint_core.state.encoding import EncodedState
-from checkpoint_core.storage.tensor_files import DTYPE_CODES, DTYPES
+from checkpoint_core.tensor_files import DTYPE_CODES, DTYPES
 from dist_env import ControlGroup, DistributedEnvInterface, RankFailedError, RankTimeoutError, barrier
 
 _CHUNK_BYTES = 64 * 1024 * 1024
@@ -77,10 +77,10 @@ class RankAgreement:
             if local_size != size or local_rank != rank % size or self.world_size % size:
                 self.close()
                 raise CheckpointError(
-                    "save_on_each_node=True needs nodes with equal numbers of consecutive ranks; rank "
-                    f"{rank} is local rank {local_rank} of {local_size}, rank 0 is local rank {local[0][0]} "
-                    f"of {size}, among {self.world_size} ranks. Use as many ranks on every node, or storage "
-                    "that all nodes share"
+                    "save_on_each_node=True needs nodes with equal numbers of consecutive ranks, but rank "
+                    f"{rank} is local rank {local_rank} of {local_size}, and rank 0 is local rank "
+                    f"{local[0][0]} of {size}, among {self.world_size} ranks. Use as many ranks on every "
+                    "node, or storage that all nodes share."
                 )
 
     @property
@@ -188,32 +188,34 @@ class RankAgreement:
         """
         return cast(_T, self.run(phase, action if self.is_leader else lambda: None)[self.leader])
 
-    def share(self, phase: str, encoded: EncodedState | None) -> EncodedState:
-        """Hand encoded state from rank 0 to every rank. Collective.
+    def share(self, phase: str, states: Sequence[EncodedState]) -> Sequence[EncodedState]:
+        """Hand encoded states from rank 0 to every rank. Collective.
 
         Args:
             phase: What is shared, for messages.
-            encoded: The state; only rank 0's is used.
+            states: The states; only rank 0's are used.
 
         Returns:
-            Rank 0's state, with CPU tensors.
+            Rank 0's states, with CPU tensors.
 
         Raises:
             CheckpointError: A rank failed or did not arrive within the timeout.
         """
-        if encoded is None:
-            encoded = EncodedState(None)
-        if self.world_size == 1:
-            return encoded
-        source = encoded
-        document = self.run_on_main(phase, lambda: source.document)
-        layout = self.run_on_main(phase, lambda: _layout(source.tensors))
-        tensors: dict[str, torch.Tensor] = {}
-        # A rank without memory for it would otherwise leave the others waiting in the broadcast.
-        self.run(phase, lambda: tensors.update(source.tensors if self.rank == 0 else _allocate(layout)))
-        for batch in _batches([tensors[name] for name in sorted(tensors)]):
+        outlines = self.run_on_main(
+            phase, lambda: [(each.document, _layout(each.tensors)) for each in states]
+        )
+        received: list[EncodedState] = []
+
+        def take() -> None:
+            empty = [EncodedState(document, _allocate(layout)) for document, layout in outlines if self.rank]
+            received.extend(empty if self.rank else states)
+
+        # Together: a rank without memory for it would otherwise leave the others waiting in the broadcast.
+        self.run(phase, take)
+        tensors = [each.tensors[name] for each in received for name in sorted(each.tensors)]
+        for batch in _batches(tensors):
             self._broadcast_batch(phase, batch)
-        return EncodedState(document, tensors)
+        return received
 
     def _broadcast_batch(self, phase: str, tensors: Sequence[torch.Tensor]) -> None:
         """Broadcast contiguous CPU tensors from rank 0 in one message; a message each takes a millisecond."""
@@ -280,14 +282,14 @@ class RankAgreement:
     def _opened(self, phase: str, failure: BaseException | None = None) -> ControlGroup:
         if self._group is None or self._broken:
             raise CheckpointError(
-                f"{phase}: the ranks can no longer agree ({self._broken or 'the manager was closed'}); "
-                "restart the job, it resumes from the last committed checkpoint"
+                f"{phase}: the ranks can no longer agree ({self._broken or 'the manager was closed'}). "
+                "Restart the job, which resumes from the last committed checkpoint."
             ) from failure
         if not dist.is_initialized() or dist.group.WORLD is not self._default:
             # Ranks of another group may be others, or have other numbers.
             raise CheckpointError(
                 f"{phase}: the process group that the manager was made in was destroyed. Close the manager "
-                "before the process group is destroyed"
+                "before the process group is destroyed."
             ) from failure
         return self._group
 
@@ -295,23 +297,23 @@ class RankAgreement:
         if isinstance(error, RankTimeoutError):
             reason = f"no answer within {self._timeout_seconds:g} s from {_named(error)}"
             advice = (
-                ". Look at the log of that rank; if it is only slow, raise CheckpointConfig.timeout_seconds"
+                ". Look at the log of that rank. If it is only slow, raise CheckpointConfig.timeout_seconds"
             )
         else:  # says itself what to do
             reason, advice = " ".join(str(error).split()).removeprefix(f"{phase}: ").removesuffix("."), ""
         self._broken = f"{phase}: {reason}"
-        return LostRankError(f"{phase}: {reason}{advice}")
+        return LostRankError(f"{phase}: {reason}{advice}.")
 
     def _torn(self, phase: str, error: BaseException) -> BaseException:
         """What to raise after Ctrl-C in a collective, or when the process group was destroyed meanwhile.
 
         From here on, messages of different steps would meet, so nothing more is agreed on.
         """
-        self._broken = f"{phase}: interrupted by {describe_error(error)}"
+        self._broken = f"{phase}: interrupted by {describe_error(error).removesuffix('.')}"
         if not isinstance(error, Exception):
             return error  # Ctrl-C stays Ctrl-C where it was pressed.
         reason = describe_error(error).removesuffix(".")
-        return CheckpointError(f"{phase}: {reason}. Close the manager before the process group is destroyed")
+        return CheckpointError(f"{phase}: {reason}. Close the manager before the process group is destroyed.")
 
 
 def _open(world_size: int, timeout_seconds: float) -> ControlGroup:
@@ -328,14 +330,14 @@ def _named(error: RankTimeoutError) -> str:
 def _check_default_group(rank: int, world_size: int) -> None:
     if not dist.is_available() or not dist.is_initialized():
         raise CheckpointError(
-            f"dist.world_size is {world_size}, but there is no process group; open the distributed "
-            "environment before making a CheckpointManager"
+            f"dist.world_size is {world_size}, but there is no process group. Open the distributed "
+            "environment before making a CheckpointManager."
         )
     actual = (dist.get_rank(), dist.get_world_size())
     if actual != (rank, world_size):
         raise CheckpointError(
-            f"dist says rank {rank} of {world_size}, the process group says rank {actual[0]} of {actual[1]}; "
-            "pass the environment that opened the group"
+            f"dist says rank {rank} of {world_size}, but the process group says rank {actual[0]} of "
+            f"{actual[1]}. Pass the environment that opened the group."
         )
 
 
@@ -347,7 +349,7 @@ def _summary(phase: str, failed: Mapping[int, _Report], world_size: int) -> str:
     for rank, report in failed.items():
         by_error.setdefault(report["error"], []).append(f"{rank} ({report['host']})")
     reasons = [f"rank {', '.join(ranks)}: {error}" for error, ranks in by_error.items()]
-    return f"{phase}: {'; '.join(reasons)}"
+    return f"{phase}: {' '.join(reasons)}"
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -47,20 +47,20 @@ class CheckpointConfig:
         """Check the values."""
         limit = self.save_total_limit
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-            raise CheckpointError(f"save_total_limit={limit!r} must be an integer of 1 or more, or None")
+            raise CheckpointError(f"save_total_limit={limit!r} must be an integer of 1 or more, or None.")
         if not isinstance(self.max_shard_size, int) or self.max_shard_size < 1:
             raise CheckpointError(
-                f"max_shard_size={self.max_shard_size!r} must be an integer of 1 byte or more"
+                f"max_shard_size={self.max_shard_size!r} must be an integer of 1 byte or more."
             )
         _check_best_settings(self.best_metric, self.greater_is_better, self.preserve_n_best)
         if self.on_replica_mismatch not in ("error", "warn"):
             raise CheckpointError(
-                f"on_replica_mismatch={self.on_replica_mismatch!r} must be 'error' or 'warn'"
+                f"on_replica_mismatch={self.on_replica_mismatch!r} must be 'error' or 'warn'."
             )
         timeout = self.timeout_seconds
         if not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST_TIMEOUT:
             raise CheckpointError(
-                f"timeout_seconds={timeout!r} must be a number above 0 and at most {_LONGEST_TIMEOUT:g}"
+                f"timeout_seconds={timeout!r} must be a number above 0 and at most {_LONGEST_TIMEOUT:g}."
             )
 
 
@@ -83,8 +83,9 @@ def lower_is_better(metric: str, greater_is_better: bool | None) -> bool:
     if any(word in metric.lower() for word in _LOWER_WINS):
         return True
     raise CheckpointError(
-        f"greater_is_better=None with best_metric={metric!r}: only a name with {' or '.join(_LOWER_WINS)} "
-        "tells which value wins (the lower); set greater_is_better to True or False"
+        f"greater_is_better=None leaves open which value of best_metric={metric!r} wins, because only a "
+        f"name with {' or '.join(_LOWER_WINS)} tells that (the lower). Set greater_is_better to True or "
+        "False."
     )
 
 
@@ -93,20 +94,20 @@ def _check_best_settings(
 ) -> None:
     """Check the settings of best tracking, each by itself and together."""
     if best_metric is not None and (not isinstance(best_metric, str) or not best_metric):
-        raise CheckpointError(f"best_metric={best_metric!r} must be the name of a metric, or None")
+        raise CheckpointError(f"best_metric={best_metric!r} must be the name of a metric, or None.")
     if greater_is_better is not None and not isinstance(greater_is_better, bool):
-        raise CheckpointError(f"greater_is_better={greater_is_better!r} must be True, False or None")
+        raise CheckpointError(f"greater_is_better={greater_is_better!r} must be True, False or None.")
     if not isinstance(preserve_n_best, int) or isinstance(preserve_n_best, bool) or preserve_n_best < 0:
-        raise CheckpointError(f"preserve_n_best={preserve_n_best!r} must be an integer of 0 or more")
+        raise CheckpointError(f"preserve_n_best={preserve_n_best!r} must be an integer of 0 or more.")
     if best_metric is not None:
         lower_is_better(best_metric, greater_is_better)
     elif preserve_n_best:
         raise CheckpointError(
-            f"preserve_n_best={preserve_n_best} needs a metric to rank by, but best_metric is None; set "
-            "best_metric to a name that the metrics of save_checkpoint() hold, such as 'eval_loss'"
+            f"preserve_n_best={preserve_n_best} needs a metric to rank by, but best_metric is None. Set "
+            "best_metric to a name that the metrics of save_checkpoint() hold, such as 'eval_loss'."
         )
     elif greater_is_better is not None:
         raise CheckpointError(
-            f"greater_is_better={greater_is_better} has no meaning while best_metric is None; set "
-            "best_metric, or leave greater_is_better out"
+            f"greater_is_better={greater_is_better} has no meaning while best_metric is None. Set "
+            "best_metric, or leave greater_is_better out."
         )

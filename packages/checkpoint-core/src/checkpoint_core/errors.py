@@ -37,10 +37,12 @@ def describe_error(error: BaseException) -> str:
         The message for a :class:`CheckpointError`.
     """
     if isinstance(error, CheckpointError):
-        return str(error)
-    if isinstance(error, OSError):
-        return _describe_os_error(error)
-    return f"{type(error).__name__}: {error}"
+        text = str(error)
+    elif isinstance(error, OSError):
+        text = _describe_os_error(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def free_bytes(directory: Path) -> int:

@@ -1,46 +1,298 @@
-"""One load, from the chosen checkpoint to restored components; or of weights alone into a model."""
+"""One load: components are matched with what is stored of them, then read, then restored."""
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict, cast
 
-from torch import nn
+import torch
 
 from checkpoint_core.agreement import RankAgreement
-from checkpoint_core.component_files import WEIGHTS_FORMAT
-from checkpoint_core.components import (
-    Assignment,
-    Plan,
-    SharingPattern,
-    Stateful,
-    is_reshardable,
-)
-from checkpoint_core.directory.manifest import (
-    MANIFEST_NAME,
-    ComponentPart,
-    ComponentRecord,
-    Manifest,
-    read_manifest,
-    wrong_content,
-)
-from checkpoint_core.directory.select import select_checkpoint
+from checkpoint_core.components import Assignment, Plan, SharingPattern, Stateful, is_reshardable
+from checkpoint_core.encoding import TAG, EncodedState, decode_state, local_part
 from checkpoint_core.errors import CheckpointError, describe_error
-from checkpoint_core.state.encoding import EncodedState, bundle, unbundle
-from checkpoint_core.state.restore import (
-    RestorePlan,
-    StoredState,
-    check_outline,
-    check_unclaimed,
-    decode,
-    plan_restore,
-    read_all,
-    weight_files,
+from checkpoint_core.files import read_json
+from checkpoint_core.manifest import STATE_FORMAT, WEIGHTS_FORMAT, ComponentPart, ComponentRecord, Manifest
+from checkpoint_core.model_state import (
+    ModelState,
+    OptimizerState,
+    check_tie,
 )
-from checkpoint_core.state.weights import ModelState
-from checkpoint_core.storage.files import checksum_file
+from checkpoint_core.selection import select_checkpoint
+from checkpoint_core.tensor_files import (
+    DTYPE_CODES,
+    DTYPES,
+    FORMAT_ENTRY,
+    FileLayout,
+    TensorFileReader,
+    TensorSpec,
+)
+
+Fills = Sequence[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """How one component takes up stored state."""
+
+    fills: Fills
+    """The stored tensors to read, and the memory to read them into."""
+    finish: Callable[[], None]
+    """Called once all are read."""
+    unclaimed: Sequence[str]
+    """Stored names that this rank has no use for."""
+
+
+class Outline(TypedDict):
+    """Stored state without the values of its tensors."""
+
+    specs: dict[str, tuple[str, list[int]]]
+    aliases: dict[str, str]
+    document: object
+
+
+class StoredState:
+    """The files of one component, or of the part of one rank, open for reading.
+
+    Args:
+        paths: The files.
+        storage_format: Their format.
+
+    Raises:
+        CheckpointError: The format is unknown or a file is damaged.
+        OSError: A file cannot be read.
+    """
+
+    def __init__(self, paths: Sequence[Path], storage_format: str) -> None:
+        if storage_format not in (WEIGHTS_FORMAT, STATE_FORMAT):
+            raise CheckpointError(
+                f"{paths[0]} is stored in the unknown format {storage_format!r}. Upgrade checkpoint-core."
+            )
+        self.document: object = None
+        self.specs: dict[str, TensorSpec] = {}
+        self.aliases: dict[str, str] = {}
+        self._readers: dict[str, TensorFileReader] = {}
+        self._open = ExitStack()
+        with ExitStack() as opening:
+            for path in paths:
+                if path.suffix == ".json":
+                    self.document = read_json(path)
+                else:
+                    self._add(opening.enter_context(TensorFileReader(path)), storage_format)
+            self._open = opening.pop_all()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.close()
+
+    def outline(self) -> Outline:
+        """What matching needs, in a form that travels as JSON."""
+        specs = {name: (DTYPE_CODES[spec.dtype], list(spec.shape)) for name, spec in self.specs.items()}
+        return Outline(specs=specs, aliases=self.aliases, document=self.document)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of headers and tensors that were read so far."""
+        return sum(reader.bytes_read for reader in set(self._readers.values()))
+
+    def fill(self, fills: Fills, threads: int) -> None:
+        """Read tensors.
+
+        Args:
+            fills: Stored names and the memory to read them into.
+            threads: How many threads read.
+        """
+        by_reader: dict[TensorFileReader, list[tuple[str, torch.Tensor]]] = {}
+        for name, target in fills:
+            by_reader.setdefault(self._readers[name], []).append((name, target))
+        for reader, some in by_reader.items():
+            reader.fill(some, threads)
+
+    def _add(self, reader: TensorFileReader, storage_format: str) -> None:
+        for name, place in reader.layout.places.items():
+            if name in self.specs:
+                raise CheckpointError(f"{reader.path} repeats tensor {name} of another file.")
+            self.specs[name] = place.spec
+            self._readers[name] = reader
+        if storage_format == WEIGHTS_FORMAT:
+            self.aliases |= _stored_aliases(reader.layout)
+
+
+def plan_restore(stateful: Stateful, stored: StoredState) -> RestorePlan:
+    """Match stored state with an object. Nothing of the object changes yet.
+
+    Args:
+        stateful: The component's object.
+        stored: The stored state.
+
+    Returns:
+        What to read, and how to finish.
+
+    Raises:
+        CheckpointError: The state does not fit the object; names what does not.
+    """
+    if isinstance(stateful, ModelState):
+        return _plan_weights(stateful, stored)
+    if isinstance(stateful, OptimizerState):
+        return _plan_optimizer(stateful, stored)
+    return _plan_state(stateful, stored.document, stored, lambda _, spec: _fresh(spec), [])
+
+
+def check_outline(stateful: Stateful, outline: Outline) -> None:
+    """Compare an object with stored state that another rank has open. Nothing changes.
+
+    Args:
+        stateful: The component's object.
+        outline: The stored state.
+
+    Raises:
+        CheckpointError: The state does not fit the object; names what does not.
+    """
+    if isinstance(stateful, ModelState):
+        stored = outline["specs"].items()
+        specs = {name: TensorSpec(DTYPES[code], tuple(shape)) for name, (code, shape) in stored}
+        check_unclaimed(stateful, stateful.match(specs, outline["aliases"]).unexpected)
+    elif isinstance(stateful, OptimizerState):
+        check_unclaimed(stateful, stateful.match(_optimizer_document(outline["document"])))
+
+
+def check_unclaimed(stateful: Stateful, names: Sequence[str]) -> None:
+    """Refuse stored weights, or optimizer state of parameters, that no object has taken.
+
+    Args:
+        stateful: The component's object.
+        names: Their names; may be empty.
+
+    Raises:
+        CheckpointError: There are any; names them.
+    """
+    if isinstance(stateful, (ModelState, OptimizerState)):
+        stateful.check_nothing_left(names)
+
+
+def read_all(stored: StoredState, threads: int) -> tuple[object, dict[str, torch.Tensor]]:
+    """Read a state without an object to receive it.
+
+    Args:
+        stored: The stored state.
+        threads: How many threads read.
+
+    Returns:
+        The document and the tensors by name, on the CPU. For weights the document tells which names share
+        a tensor.
+    """
+    tensors = {name: _fresh(spec) for name, spec in stored.specs.items()}
+    stored.fill(list(tensors.items()), threads)
+    if stored.document is not None:
+        return stored.document, tensors
+    names = {**{name: name for name in tensors}, **stored.aliases}
+    return {name: {TAG: "tensor", "name": stored_name} for name, stored_name in names.items()}, tensors
+
+
+def decode(document: object, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """A state from its document and tensors.
+
+    Raises:
+        CheckpointError: The document refers to a tensor that is not there, or is not a dict.
+    """
+
+    def find(name: str) -> torch.Tensor:
+        if name not in tensors:
+            raise CheckpointError(f"the state refers to tensor {name}, which its files do not hold.")
+        return tensors[name]
+
+    state = decode_state(document, find)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the stored state is a {type(state).__name__}, not a dict.")
+    return cast(dict[str, object], state)
+
+
+def _plan_weights(model: ModelState, stored: StoredState) -> RestorePlan:
+    match = model.match(stored.specs, stored.aliases)
+    live = model.tensors()
+    for name, other in match.repeated:
+        # Files of other programs may hold a tied weight twice; before anything changes, both are compared.
+        first, second = torch.empty_like(live[name]), torch.empty_like(live[name])
+        stored.fill([(match.sources[name], first), (other, second)], threads=1)
+        check_tie(name, local_part(first, name).data, other, local_part(second, name).data)
+    fills = [(source, live[name]) for name, source in match.sources.items()]
+    return RestorePlan(fills, lambda: None, match.unexpected)
+
+
+def _plan_optimizer(optimizer: OptimizerState, stored: StoredState) -> RestorePlan:
+    document = _optimizer_document(stored.document)
+    unclaimed = optimizer.match(document)
+    live = optimizer.by_name()
+    own = {
+        section: {name: node for name, node in document[section].items() if name in live}
+        for section in ("parameters", "state")
+    }
+    owner = {
+        stored_name: live[name]
+        for name, values in own["state"].items()
+        for stored_name in _tensor_names(values)
+    }
+
+    def target(name: str, spec: TensorSpec) -> torch.Tensor:
+        parameter = owner.get(name)
+        if parameter is None or not spec.shape or spec.shape != tuple(parameter.shape):
+            return _fresh(spec)
+        # State of the parameter's shape is placed as the parameter is: on its device, with its shards.
+        return torch.empty_like(parameter.detach(), dtype=spec.dtype)
+
+    return _plan_state(optimizer, own, stored, target, unclaimed)
+
+
+def _optimizer_document(document: object) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise CheckpointError("the stored optimizer state is not an object, so it is not an OptimizerState.")
+    return document
+
+
+def _plan_state(
+    stateful: Stateful,
+    document: object,
+    stored: StoredState,
+    target: Callable[[str, TensorSpec], torch.Tensor],
+    unclaimed: Sequence[str],
+) -> RestorePlan:
+    names = list(dict.fromkeys(_tensor_names(document)))
+    if lost := [name for name in names if name not in stored.specs]:
+        raise CheckpointError(f"the state refers to tensor {lost[0]}, which its files do not hold.")
+    tensors = {name: target(name, stored.specs[name]) for name in names}
+    # Now, so that a malformed document is found before anything changes; the values come in place later.
+    state = decode(document, tensors)
+
+    def finish() -> None:
+        stateful.load_state_dict(state)
+
+    return RestorePlan(list(tensors.items()), finish, unclaimed)
+
+
+def _tensor_names(document: object) -> Iterator[str]:
+    waiting = [document]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict) and node.get(TAG) == "tensor":
+            yield str(node.get("name"))
+        elif isinstance(node, (dict, list)):
+            waiting.extend(reversed(node.values() if isinstance(node, dict) else node))
+
+
+def _fresh(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype)
+
+
+def _stored_aliases(layout: FileLayout) -> dict[str, str]:
+    """Name of the stored tensor, by alias, as the metadata of a file of weights tells it."""
+    return {
+        alias: name
+        for alias, name in layout.metadata.items()
+        if alias != FORMAT_ENTRY and name in layout.places and alias not in layout.places
+    }
+
 
 _ONE_FOR_ALL = (SharingPattern.GLOBAL, SharingPattern.REPLICATED)
 _ONE_COPY = {SharingPattern.GLOBAL.value, SharingPattern.REPLICATED.value, SharingPattern.SHARDED.value}
@@ -91,7 +343,7 @@ def _plan_reads(
         return ReadPlan(_parts_of_all(record, manifest), reader)
     raise CheckpointError(
         f"component {record.key!r} was saved {record.pattern} by {manifest.world_size} ranks and cannot be "
-        f"loaded by {reader.world_size}; use {manifest.world_size} ranks, or {_fresh_start(record)}"
+        f"loaded by {reader.world_size}. Use {manifest.world_size} ranks, or {_fresh_start(record)}."
     )
 
 
@@ -112,16 +364,17 @@ def _parts_of_all(record: ComponentRecord, manifest: Manifest) -> tuple[Componen
         return tuple(sorted(record.parts, key=lambda part: part.writer))
     raise CheckpointError(
         f"component {record.key!r} was saved {record.pattern} by {manifest.world_size} ranks, and this node "
-        f"holds the files of {held} of them, but all are needed to distribute it anew; let every node hold "
+        f"holds the files of {held} of them, but all are needed to distribute it anew. Let every node hold "
         f"the files of all ranks, load it as {record.pattern} by {manifest.world_size} ranks, or "
-        f"{_fresh_start(record)}"
+        f"{_fresh_start(record)}."
     )
 
 
 def _other_pattern(record: ComponentRecord, assignment: Assignment) -> CheckpointError:
     wanted = assignment.component.sharing_pattern.value
     return CheckpointError(
-        f"component {record.key!r} was saved as {record.pattern}, not {wanted}; {_fresh_start(record)}"
+        f"component {record.key!r} was saved as {record.pattern}, not {wanted}. Declare it as "
+        f"{record.pattern}, or {_fresh_start(record)}."
     )
 
 
@@ -186,8 +439,9 @@ class _Restoring:
         self._manifest = manifest
         self._phase = f"loading {directory}"
         self._files = files
+        self._reader = Reader(ranks.rank, ranks.world_size)
+        self._reads: dict[str, ReadPlan] = {}
         self._stored: dict[str, list[StoredState]] = {}
-        self._readers: dict[str, Reader] = {}
         self._restores: dict[str, RestorePlan] = {}
 
     def run(self) -> LoadedCheckpoint:
@@ -221,7 +475,7 @@ class _Restoring:
             if assignment.component.required:
                 raise CheckpointError(
                     f"the required component {key!r} cannot be loaded: {reason}. Restore its files, load "
-                    "another checkpoint, or declare it with required=False to begin with fresh state"
+                    "another checkpoint, or declare it with required=False to begin with fresh state."
                 )
             _logger.warning("%s: %s; component %r keeps its fresh state", self._directory.name, reason, key)
             missing.append(key)
@@ -235,30 +489,21 @@ class _Restoring:
         present = [name for part in record.parts for name in part.files if (self._directory / name).is_file()]
         if not present:
             return f"{record.parts[0].files[0]} was deleted"
-        reader = Reader(self._ranks.rank, self._ranks.world_size)
-        parts = _plan_reads(record, assignment, self._manifest, reader).parts
-        deleted = [name for part in parts for name in part.files if not (self._directory / name).is_file()]
+        reads = self._reads[component.key] = _plan_reads(record, assignment, self._manifest, self._reader)
+        names = [name for part in reads.parts for name in part.files]
+        deleted = [name for name in names if not (self._directory / name).is_file()]
         return f"{', '.join(deleted)} was deleted" if deleted else None
 
     def _open(self, key: str) -> None:
-        assignment = self._plan.assignments.get(key)
-        record = self._manifest.component(key)
-        if assignment is None or record is None:
-            return
-        if self._plan.patterns[key] is SharingPattern.GLOBAL and self._ranks.rank != 0:
-            return
-        reader = Reader(self._ranks.rank, self._ranks.world_size)
-        reading = _plan_reads(record, assignment, self._manifest, reader)
-        stored = []
-        for part in reading.parts:
+        record, reads = self._manifest.component(key), self._reads.get(key)
+        if reads is None or record is None:
+            return  # It is not declared here, or rank 0 reads it.
+        stored = self._stored[key] = []
+        for part in reads.parts:
             stored.append(StoredState([self._directory / name for name in part.files], record.format))
             self._files.callback(stored[-1].close)
-        self._stored[key] = stored
-        stateful = assignment.component.stateful
-        if reading.reader is not None:
-            self._readers[key] = reading.reader
-        elif not self._is_shared(key):
-            self._restores[key] = plan_restore(stateful, stored[0])
+        if reads.reader is None and not self._is_shared(key):
+            self._restores[key] = plan_restore(self._plan.assignments[key].component.stateful, stored[0])
 
     def _is_shared(self, key: str) -> bool:
         """Whether rank 0 reads a component and hands it to the other ranks."""
@@ -280,8 +525,8 @@ class _Restoring:
             elif not is_reshardable(stateful):
                 raise CheckpointError(
                     f"{len(outlines)} ranks saved a state each, and a {type(stateful).__name__} has no "
-                    "load_resharded(states, rank=, world_size=) to make one of them, as rank 0 has; declare "
-                    "objects of one kind on all ranks"
+                    "load_resharded(states, rank=, world_size=) to make one of them, as rank 0 has. "
+                    "Declare objects of one kind on all ranks."
                 )
 
         self._ranks.run(what, check)
@@ -316,7 +561,8 @@ class _Restoring:
             if assignment is None:
                 return
             stateful = assignment.component.stateful
-            reader = self._readers.get(key, ONE_READER)
+            reads = self._reads.get(key)
+            reader = ONE_READER if reads is None else reads.reader or ONE_READER
             method = "load_state_dict" if len(stored) < 2 and reader == ONE_READER else "load_resharded"
             try:
                 if key in self._restores:
@@ -331,13 +577,13 @@ class _Restoring:
                 files = ", ".join(name for part in parts for name in part.files)
                 kind = type(stateful).__name__
                 raise CheckpointError(
-                    f"{kind}.{method}() failed ({describe_error(error)}); mend the object, or delete "
-                    f"{files} from the checkpoint to begin with fresh state for this component"
+                    f"{kind}.{method}() failed ({describe_error(error).removesuffix('.')}). Mend the object, "
+                    f"or delete {files} from the checkpoint to begin with fresh state for this component."
                 ) from error
 
         self._ranks.run(what, read)
         if self._is_shared(key):
-            stored = unbundle(self._ranks.share(what, bundle(stored)))
+            stored = list(self._ranks.share(what, stored))
         self._ranks.run(what, put_back)
 
 
@@ -347,50 +593,3 @@ def _take_up(stateful: Stateful, stored: Sequence[EncodedState], reader: Reader)
         stateful.load_state_dict(states[0])
     elif is_reshardable(stateful):
         stateful.load_resharded(states, rank=reader.rank, world_size=reader.world_size)
-
-
-def load_model_weights(
-    model: nn.Module,
-    directory: str | Path,
-    *,
-    verify_checksums: bool = True,
-    elsewhere: Container[str] = (),
-) -> None:
-    """Load the weights of a Hugging Face directory, or of a checkpoint, into a model.
-
-    Of parameters that are DTensors each rank reads only the bytes of its own part; there is no communication.
-
-    Args:
-        model: The model; its parameters keep their dtype and device.
-        directory: A directory with ``model.safetensors`` or an index and its shards.
-        verify_checksums: In a checkpoint, first read the weight files whole and compare their checksums.
-            Every rank does so for itself; for a large sharded model verify once and pass False. Other
-            directories have no checksums.
-        elsewhere: For a part of a model: names of weights that other ranks hold, which may be left over.
-
-    Raises:
-        CheckpointError: The weights are missing, damaged, or do not fit the model; or the dtype of a
-            parameter cannot hold its values, not even rounded.
-    """
-    try:
-        model_state = ModelState(model)
-        paths = weight_files(Path(directory))
-        if verify_checksums and (Path(directory) / MANIFEST_NAME).is_file():
-            _verify(Path(directory), paths)
-        stored = StoredState(paths, WEIGHTS_FORMAT)
-        try:
-            plan = plan_restore(model_state, stored)
-            check_unclaimed(model_state, [name for name in plan.unclaimed if name not in elsewhere])
-            stored.fill(plan.fills, threads=1)
-            plan.finish()
-        finally:
-            stored.close()
-    except OSError as error:
-        raise CheckpointError(f"loading weights from {directory}: {describe_error(error)}") from error
-
-
-def _verify(checkpoint: Path, paths: Sequence[Path]) -> None:
-    records = read_manifest(checkpoint).files
-    for path in paths:
-        if checksum_file(path) != records.get(path.name):
-            raise wrong_content(path)

@@ -13,17 +13,21 @@ from typing import Self, cast
 import torch
 
 from checkpoint_core.agreement import RankAgreement
-from checkpoint_core.components import StateComponent, StatefulProvider, StaticStatefulProvider, make_plan
+from checkpoint_core.background import BackgroundWorker, StagingBuffer
+from checkpoint_core.components import (
+    StateComponent,
+    StatefulProvider,
+    StaticStatefulProvider,
+    make_plan,
+    wrap_state,
+)
 from checkpoint_core.config import CheckpointConfig
-from checkpoint_core.directory.lease import DirectoryLease
-from checkpoint_core.directory.retention import BestCheckpoint, Retention, best_summary
 from checkpoint_core.errors import CheckpointError, describe_error
-from checkpoint_core.export import ModelExport
+from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.loading import LoadedCheckpoint, load
+from checkpoint_core.model_directory import ModelExport
 from checkpoint_core.saving import CheckpointSave, Preprocessor
-from checkpoint_core.staging import StagingBuffer
-from checkpoint_core.threads import BackgroundWorker
-from checkpoint_core.wrapping import wrap_state
+from checkpoint_core.selection import BestCheckpoint, Retention, best_summary
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
 _OPENING = "opening the checkpoint manager"
@@ -78,7 +82,7 @@ class CheckpointManager:
         opened = self._ranks.run(_OPENING, lambda: (uuid.uuid4().hex, _shared_settings(config)))
         _check_settings([settings for _, settings in opened])
         self._retention = Retention(config, opened[0][0])
-        self._staging = StagingBuffer()
+        self._staging = StagingBuffer() if config.async_save else None
         self._worker = BackgroundWorker()
 
     def __enter__(self) -> Self:
@@ -103,7 +107,7 @@ class CheckpointManager:
         finally:
             # Ctrl-C may end the waiting, not the save, which still needs both.
             if not self._worker.pending:
-                self._staging.release()
+                self._staging = None
                 self._ranks.close()
 
     def wait(self) -> None:
@@ -112,7 +116,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: On every rank: the save failed. Raised once, by the first call after it.
         """
-        self._worker.wait()
+        if self._config.async_save:
+            self._worker.wait()
 
     def save_checkpoint(
         self, step: int, *, metrics: Mapping[str, float] | None = None, path: str | Path | None = None
@@ -139,8 +144,21 @@ class CheckpointManager:
                 the same, before the error is raised.
         """
         with self._earlier_failure_last():
-            save = self._new_save("saving a checkpoint", step, metrics, None if path is None else Path(path))
-            save.capture(self._staging if self._config.async_save else None)
+            phase, target = "saving a checkpoint", None if path is None else Path(path)
+            if self._closed:
+                raise CheckpointError(f"{phase}: the manager was closed. Make a new CheckpointManager.")
+            save = CheckpointSave(
+                config=self._config,
+                ranks=self._ranks,
+                plan=make_plan(phase, self._ranks, self._provider, lambda: _describe_save(step, target)),
+                step=step,
+                path=target,
+                run_id=self._retention.run_id,
+                metrics=metrics,
+                preprocessor=self._preprocessor,
+                lease=self._lease,
+            )
+            save.capture(self._staging)
             if self._config.async_save:
                 self._worker.start(f"saving {save.final.name}", lambda: self._finish(save))
             else:
@@ -218,13 +236,12 @@ class CheckpointManager:
             phase = "saving the model"
             plan = make_plan(phase, self._ranks, self._provider, lambda: f"export to {target.name}")
             ModelExport(
-                self._ranks,
-                plan,
-                target,
+                config=self._config,
+                ranks=self._ranks,
+                plan=plan,
+                output_dir=target,
                 overwrite=overwrite_output_dir,
-                max_shard_size=self._config.max_shard_size,
                 preprocessor=self._preprocessor,
-                on_replica_mismatch=self._config.on_replica_mismatch,
                 lease=self._lease,
             ).run()
         return target
@@ -275,30 +292,11 @@ class CheckpointManager:
         if earlier is not None:
             raise earlier
 
-    def _new_save(
-        self, phase: str, step: int, metrics: Mapping[str, float] | None, path: Path | None = None
-    ) -> CheckpointSave:
-        if self._closed:
-            raise CheckpointError(f"{phase}: the manager was closed; make a new CheckpointManager")
-        plan = make_plan(phase, self._ranks, self._provider, lambda: _describe_save(step, path))
-        return CheckpointSave(
-            self._config,
-            self._ranks,
-            plan,
-            step=step,
-            path=path,
-            run_id=self._retention.run_id,
-            metrics=metrics,
-            preprocessor=self._preprocessor,
-            lease=self._lease,
-        )
-
     def _finish(self, save: CheckpointSave) -> None:
         save.commit()
-        if save.stands_apart:
-            return
-        phase = f"rotating after {save.final.name}"
-        self._ranks.run_on_leaders(phase, lambda: self._retention.apply(save.final, save.metrics))
+        if save.path is None:
+            phase = f"rotating after {save.final.name}"
+            self._ranks.run_on_leaders(phase, lambda: self._retention.apply(save.final, save.metrics))
 
     def _ranking(self) -> list[tuple[str, int, float]]:
         best = self._retention.best(max(1, self._config.preserve_n_best))
@@ -312,8 +310,9 @@ def _provider(
 ) -> StatefulProvider:
     if (state is None) == (provider is None):
         raise CheckpointError(
-            f"CheckpointManager got {'neither' if state is None else 'both'} of state and stateful_provider, "
-            'and needs one of them, such as {"model": model, "optimizer": optimizer}'
+            f"CheckpointManager got {'neither' if state is None else 'both'} of state and "
+            "stateful_provider, and needs one of them, such as "
+            f'{{"model": model, "optimizer": optimizer}}.'
         )
     if state is not None:
         return StaticStatefulProvider(wrap_state(state, world_size))
@@ -348,13 +347,13 @@ def _check_settings(by_rank: Sequence[Mapping[str, object]]) -> None:
         for name, value in settings.items():
             if value != by_rank[0][name]:
                 raise CheckpointError(
-                    f"{_OPENING}: {name} is {by_rank[0][name]!r} on rank 0 and {value!r} on rank {rank}; "
-                    "give all ranks the same CheckpointConfig"
+                    f"{_OPENING}: {name} is {by_rank[0][name]!r} on rank 0 and {value!r} on rank {rank}. "
+                    "Give all ranks the same CheckpointConfig."
                 )
 
 
 def _describe_save(step: int, path: Path | None) -> str:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CheckpointError(f"step={step!r} must be an integer of 0 or more")
+        raise CheckpointError(f"step={step!r} must be an integer of 0 or more.")
     # Nodes that save for themselves may name a directory differently.
     return f"save of step {step}" if path is None else f"save of step {step} to {path.name}"

@@ -1,27 +1,19 @@
-"""One save, from the declared components to the committed checkpoint."""
+"""One save: the state of each component is captured, divided into files, written and committed."""
 
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import torch
 
 from checkpoint_core.agreement import RankAgreement
-from checkpoint_core.component_files import (
-    CapturedState,
-    ComponentFiles,
-    Shares,
-    capture,
-    join_states,
-    own_state,
-    plan_files,
-)
-from checkpoint_core.components import Plan, SharingPattern
+from checkpoint_core.background import StagingBuffer
+from checkpoint_core.components import Plan, SharingPattern, Stateful
 from checkpoint_core.config import CheckpointConfig
-from checkpoint_core.directory.commit import (
+from checkpoint_core.directory import (
     check_new,
     check_other_runs,
     check_space,
@@ -32,9 +24,22 @@ from checkpoint_core.directory.commit import (
     discard,
     publish,
 )
-from checkpoint_core.directory.lease import DirectoryLease
-from checkpoint_core.directory.manifest import (
+from checkpoint_core.encoding import EncodedState, LocalPart, encode_state, join_path, local_part
+from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.files import (
+    FileRecord,
+    combine,
+    json_bytes,
+    range_share,
+    sync_directories,
+    sync_file,
+    write_bytes,
+)
+from checkpoint_core.lease import DirectoryLease
+from checkpoint_core.manifest import (
     MANIFEST_NAME,
+    STATE_FORMAT,
+    WEIGHTS_FORMAT,
     ComponentPart,
     ComponentRecord,
     Manifest,
@@ -42,21 +47,149 @@ from checkpoint_core.directory.manifest import (
     metrics_document,
     parse_metrics,
 )
-from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.model_state import ModelState, OptimizerState, config_bytes
 from checkpoint_core.replication import Replica, find_mismatches
-from checkpoint_core.staging import StagingBuffer
-from checkpoint_core.storage.files import (
-    FileRecord,
-    checksum_file,
-    combine,
-    json_bytes,
-    sync_directories,
-    sync_file,
-    write_bytes,
+from checkpoint_core.sharded import WholeState, join_states
+from checkpoint_core.tensor_files import (
+    MODEL_STEM,
+    FileLayout,
+    create_tensor_file,
+    plan_file,
+    plan_weights,
+    spec_of,
+    write_parts,
 )
+
+if TYPE_CHECKING:
+    pass
 
 _logger = logging.getLogger(__name__)
 METRICS_NAME = "eval_metrics.json"
+Shares = dict[str, tuple[int, int]]
+"""Size of a file and the share of one writer in its checksum, by file name."""
+
+
+def capture(stateful: Stateful, *, sharded: bool) -> EncodedState:
+    """Take the state out of a component.
+
+    Args:
+        stateful: The component's object. A :class:`ModelState` is stored as Hugging Face weights, anything
+            else as a JSON document with a tensor file where there are tensors.
+        sharded: Whether the ranks hold parts of one state, so that DTensors are in place.
+
+    Returns:
+        The state, whose tensors share memory with the live one.
+
+    Raises:
+        CheckpointError: The state holds something that cannot be stored; names the place.
+    """
+    state: object = stateful.state_dict()
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{type(stateful).__name__}.state_dict() returned a {type(state).__name__}, not a dict, which "
+            "could not be loaded again. Wrap it in a dict."
+        )
+    tensor_name = OptimizerState.tensor_name if isinstance(stateful, OptimizerState) else join_path
+    encoded = encode_state(state, tensor_name=tensor_name, sharded=sharded)
+    if not isinstance(stateful, ModelState):
+        return encoded
+    nodes = encoded.document.items() if isinstance(encoded.document, dict) else ()
+    shared = {str(key): str(node["name"]) for key, node in nodes if node["name"] != key}
+    tied = {**shared, **stateful.tied}
+    own = {name: tensor for name, tensor in encoded.tensors.items() if name not in tied}
+    # Parts of a model have different names on each rank, and no document is stored for weights.
+    return EncodedState(None if sharded else encoded.document, own, tied)
+
+
+def own_state(captured: EncodedState) -> WholeState:
+    """The state of a component of which one rank holds and writes everything."""
+    return WholeState(
+        specs={name: spec_of(tensor) for name, tensor in captured.tensors.items()},
+        document=captured.document,
+        tied=captured.tied,
+        parts={name: local_part(tensor, name) for name, tensor in captured.tensors.items()},
+    )
+
+
+@dataclass(frozen=True)
+class ComponentFiles:
+    """The files of one component."""
+
+    format: str
+    layouts: Mapping[str, FileLayout]
+    """The safetensors files, by name."""
+    documents: Mapping[str, bytes]
+    """Content of the other files that reading needs."""
+    companions: Mapping[str, bytes]
+    """Content of files for other programs, which reading does not need."""
+    tied: Mapping[str, str]
+    """Name of the stored tensor, by alias."""
+    parts: Mapping[str, LocalPart]
+    """What this rank writes, by tensor name."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the files that reading needs."""
+        return [*self.documents, *self.layouts]
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        texts = (*self.documents.values(), *self.companions.values())
+        return sum(len(text) for text in texts) + sum(layout.size for layout in self.layouts.values())
+
+    def create(self, directory: Path) -> Shares:
+        """Make the files, complete but for the tensors. Called by one rank.
+
+        Args:
+            directory: Where; none of the files may exist.
+
+        Returns:
+            What was written of each file.
+        """
+        shares: Shares = {}
+        for name, layout in self.layouts.items():
+            shares[name] = (layout.size, create_tensor_file(directory / name, layout))
+        for name, text in {**self.documents, **self.companions}.items():
+            shares[name] = (len(text), write_bytes(directory / name, text))
+        return shares
+
+    def write(self, directory: Path, threads: int) -> Shares:
+        """Write the tensors of this rank into the files, and sync them to the disk.
+
+        Args:
+            directory: Where the files are.
+            threads: How many threads write.
+
+        Returns:
+            What was written of each file.
+        """
+        return {
+            name: (layout.size, write_parts(directory / name, layout, self.parts, threads))
+            for name, layout in self.layouts.items()
+        }
+
+
+def plan_files(stateful: Stateful, stem: str, state: WholeState, max_shard_size: int) -> ComponentFiles:
+    """Divide a state into files.
+
+    Args:
+        stateful: The component's object.
+        stem: Beginning of the file names.
+        state: Its state, complete.
+        max_shard_size: Bytes of tensor data per file of weights.
+
+    Returns:
+        The files, the same on every rank but for the parts.
+    """
+    if not isinstance(stateful, ModelState):
+        layouts = {f"{stem}.safetensors": plan_file(state.specs, {})} if state.specs else {}
+        documents = {f"{stem}.json": json_bytes(state.document)}
+        return ComponentFiles(STATE_FORMAT, layouts, documents, {}, {}, state.parts)
+    layouts, companions = plan_weights(state.specs, stem, max_shard_size, state.tied)
+    if stem == MODEL_STEM and stateful.parts and (config := config_bytes(stateful.parts[0])) is not None:
+        companions["config.json"] = config
+    return ComponentFiles(WEIGHTS_FORMAT, layouts, {}, companions, state.tied, state.parts)
 
 
 class Preprocessor(Protocol):
@@ -67,57 +200,35 @@ class Preprocessor(Protocol):
         ...
 
 
-class _PartReport(TypedDict):
-    files: list[str]
-    format: str
-    tied: dict[str, str]
-
-
 class _RankReport(TypedDict):
     """What one rank wrote."""
 
-    components: dict[str, _PartReport]
-    files: dict[str, tuple[int, int]]
+    components: dict[str, tuple[list[str], str, dict[str, str]]]
+    """Files, format and tied names of each component whose files it made."""
+    files: Shares
 
 
+@dataclass(kw_only=True)
 class CheckpointSave:
-    """The save of one step: :meth:`capture` while the training waits, then :meth:`commit`, on any thread.
+    """The save of one step: :meth:`capture` while the training waits, then :meth:`commit`, on any thread."""
 
-    Args:
-        config: Where and how.
-        ranks: The ranks that save together.
-        plan: Who writes what.
-        step: The step.
-        path: A new directory of its own for it; None for the checkpoint of the step.
-        run_id: The id of this run.
-        metrics: Metrics to store; rank 0's are used.
-        preprocessor: Saved beside the weights.
-        lease: Which the leader must hold to write; None asks for none.
-    """
+    config: CheckpointConfig
+    ranks: RankAgreement
+    plan: Plan
+    step: int
+    path: Path | None
+    """A new directory of its own for it; None for the checkpoint of the step."""
+    run_id: str
+    metrics: Mapping[str, float] | None
+    """Metrics to store; those of rank 0, once captured."""
+    preprocessor: Preprocessor | None
+    lease: DirectoryLease | None
+    """Which the leader must hold to write; None asks for none."""
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        ranks: RankAgreement,
-        plan: Plan,
-        *,
-        step: int,
-        path: Path | None,
-        run_id: str,
-        metrics: Mapping[str, float] | None,
-        preprocessor: Preprocessor | None,
-        lease: DirectoryLease | None,
-    ) -> None:
-        self.metrics = metrics
-        self.stands_apart = path is not None
-        self.final = checkpoint_path(Path(config.output_dir), step) if path is None else path.absolute()
-        self._config = config
-        self._ranks = ranks
-        self._plan = plan
-        self._step = step
-        self._run_id = run_id
-        self._preprocessor = preprocessor
-        self._lease = lease
+    def __post_init__(self) -> None:
+        """Name the checkpoint."""
+        output_dir = Path(self.config.output_dir)
+        self.final = checkpoint_path(output_dir, self.step) if self.path is None else self.path.absolute()
         self._phase = f"saving {self.final.name}"
         self._save_id = ""
         self._staging: Path | None = None
@@ -133,13 +244,13 @@ class CheckpointSave:
         Raises:
             CheckpointError: On every rank, when any failed.
         """
-        captured: dict[str, CapturedState] = {}
-        metrics = self._ranks.run(self._phase, lambda: self._capture(captured))[0]
+        captured: dict[str, EncodedState] = {}
+        metrics = self.ranks.run(self._phase, lambda: self._capture(captured))[0]
         self.metrics = None if metrics is None else parse_metrics(metrics)
         self._check_replicas(captured)
         self._plan_files(captured)
         if staging is not None:
-            self._ranks.run(self._phase, lambda: self._stage(staging))
+            self.ranks.run(self._phase, lambda: self._stage(staging))
 
     def commit(self) -> Path:
         """Write what was captured and make it appear. Collective; called once, after :meth:`capture`.
@@ -150,7 +261,7 @@ class CheckpointSave:
         Raises:
             CheckpointError: On every rank, when any failed. Nothing is left behind then.
         """
-        ranks, phase = self._ranks, self._phase
+        ranks, phase = self.ranks, self._phase
         try:
             sizes = ranks.run(phase, lambda: (self._size(), uuid.uuid4().hex))
             self._save_id = sizes[0][1]
@@ -168,47 +279,49 @@ class CheckpointSave:
             raise
         return self.final
 
-    def _capture(self, captured: dict[str, CapturedState]) -> dict[str, object] | None:
-        for key, assignment in self._plan.assignments.items():
+    def _capture(self, captured: dict[str, EncodedState]) -> dict[str, object] | None:
+        for key, assignment in self.plan.assignments.items():
             pattern = assignment.component.sharing_pattern
-            if pattern is SharingPattern.GLOBAL and self._ranks.rank != 0:
+            if pattern is SharingPattern.GLOBAL and self.ranks.rank != 0:
                 continue
             # Every replica is asked, because taking the state may itself need all ranks.
             sharded = pattern is SharingPattern.SHARDED
             try:
-                captured[key] = capture(assignment.component.stateful, assignment.stem, sharded=sharded)
+                captured[key] = capture(assignment.component.stateful, sharded=sharded)
             except Exception as error:
                 raise CheckpointError(f"component {key!r}: {describe_error(error)}") from error
         return None if self.metrics is None else metrics_document(self.metrics)
 
-    def _check_replicas(self, captured: Mapping[str, CapturedState]) -> None:
+    def _check_replicas(self, captured: Mapping[str, EncodedState]) -> None:
         replicas = [
-            Replica(key, component.validation_level, assignment.holders, captured[key].encoded)
-            for key, assignment in self._plan.assignments.items()
+            Replica(key, component.validation_level, assignment.holders, captured[key])
+            for key, assignment in self.plan.assignments.items()
             if (component := assignment.component).validate_replication
             and component.validation_level != "none"
         ]
-        messages = find_mismatches(self._ranks, self._phase, replicas) if self._plan.validates else []
-        if messages and self._config.on_replica_mismatch == "error":
+        messages = find_mismatches(self.ranks, self._phase, replicas) if self.plan.validates else []
+        if messages and self.config.on_replica_mismatch == "error":
             raise CheckpointError(f"{self._phase}: {'; '.join(messages)}")
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             for message in messages:
                 _logger.warning("%s: %s", self._phase, message)
 
-    def _plan_files(self, captured: Mapping[str, CapturedState]) -> None:
-        sharded = {key: captured[key] for key in self._plan.sharded}
-        global_states = join_states(self._ranks, self._phase, sharded, self._config.on_replica_mismatch)
+    def _plan_files(self, captured: Mapping[str, EncodedState]) -> None:
+        sharded = {key: captured[key] for key in self.plan.sharded}
+        mismatch = self.config.on_replica_mismatch
+        joined = join_states(self.ranks, self._phase, sharded, mismatch) if sharded else {}
 
         def divide() -> None:
-            for key, assignment in self._plan.assignments.items():
-                if key in global_states or assignment.writer == self._ranks.rank:
-                    whole = global_states[key] if key in global_states else own_state(captured[key])
+            for key, assignment in self.plan.assignments.items():
+                if key in joined or self._makes(key):
+                    stateful, size = assignment.component.stateful, self.config.max_shard_size
                     try:
-                        self._files[key] = plan_files(whole, assignment.stem, self._config.max_shard_size)
+                        whole = joined[key] if key in joined else own_state(captured[key])
+                        self._files[key] = plan_files(stateful, assignment.stem, whole, size)
                     except CheckpointError as error:
                         raise CheckpointError(f"component {key!r}: {error}") from error
 
-        self._ranks.run(self._phase, divide)
+        self.ranks.run(self._phase, divide)
 
     def _stage(self, staging: StagingBuffer) -> None:
         live = {
@@ -221,7 +334,7 @@ class CheckpointSave:
 
     def _makes(self, key: str) -> bool:
         """Whether this rank makes the files of a component."""
-        return self._plan.assignments[key].writer == self._ranks.rank
+        return self.plan.assignments[key].writer == self.ranks.rank
 
     def _size(self) -> int:
         return sum(files.size for key, files in self._files.items() if self._makes(key))
@@ -229,47 +342,45 @@ class CheckpointSave:
     def _publish(self, staging: Path) -> None:
         # Once more: writing may have taken long, and another run may have taken the directory over meanwhile.
         self._check_lease()
-        publish(staging, self.final, self._step)
+        publish(staging, self.final, self.step)
 
     def _check_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
+        if self.lease is not None:
+            self.lease.check()
 
     def _begin(self, needed: int) -> str:
         self._check_lease()
-        if self.stands_apart:
-            check_new(self.final, Path(self._config.output_dir), self._step)
+        if self.path is not None:
+            check_new(self.final, Path(self.config.output_dir), self.step)
         else:
-            check_target(self.final, self._run_id)
-            check_other_runs(self.final.parent, self._step, self._run_id)
+            check_target(self.final, self.run_id)
+            check_other_runs(self.final.parent, self.step, self.run_id)
         clean_leftovers(self.final.parent)
         check_space(self.final.parent, needed)
-        self._staging = create_staging(self.final.parent, self._step)
+        self._staging = create_staging(self.final.parent, self.step)
         # First, so that a file of the preprocessor never replaces one of ours: ours are made with O_EXCL.
-        if self._preprocessor is not None:
-            for name, record in save_preprocessor(self._preprocessor, self._staging).items():
-                self._made[name] = _share(record)
-        for key in self._plan.sharded:
+        if self.preprocessor is not None:
+            self._made |= save_preprocessor(self.preprocessor, self._staging)
+        for key in self.plan.sharded:
             self._made |= self._files[key].create(self._staging)
         if self.metrics is not None:
-            content = json_bytes({**metrics_document(self.metrics), "global_step": self._step})
-            self._made[METRICS_NAME] = _share(write_bytes(self._staging / METRICS_NAME, content))
+            content = json_bytes({**metrics_document(self.metrics), "global_step": self.step})
+            self._made[METRICS_NAME] = (len(content), write_bytes(self._staging / METRICS_NAME, content))
         return self._staging.name
 
     def _write(self, staging: Path) -> _RankReport:
         if not staging.is_dir():
             raise CheckpointError(
-                f"this rank does not see {staging}, which rank {self._ranks.leader} made; output_dir must be "
-                "on storage that all ranks share, under the same path, or set save_on_each_node=True"
+                f"this rank does not see {staging}, which rank {self.ranks.leader} made. Put output_dir on "
+                "storage that all ranks share, under the same path, or set save_on_each_node=True."
             )
         report = _RankReport(components={}, files=dict(self._made))
         for key, files in self._files.items():
             if self._makes(key):
-                part = _PartReport(files=files.names, format=files.format, tied=dict(files.tied))
-                report["components"][key] = part
-                if key not in self._plan.sharded:
+                report["components"][key] = (files.names, files.format, dict(files.tied))
+                if key not in self.plan.sharded:
                     _add(report["files"], files.create(staging))
-            _add(report["files"], files.write(staging, self._ranks.threads))
+            _add(report["files"], files.write(staging, self.ranks.threads))
         return report
 
     def _write_manifest(self, staging: Path, reports: Sequence[_RankReport]) -> None:
@@ -278,34 +389,37 @@ class CheckpointSave:
         sync_directories(staging)
 
     def _manifest(self, reports: Sequence[_RankReport]) -> Manifest:
-        site = {rank: reports[rank] for rank in self._ranks.site}
+        site = {rank: reports[rank] for rank in self.ranks.site}
+        files: Shares = {}
+        for each in site.values():
+            _add(files, each["files"])
         components = []
         tied: dict[str, Mapping[str, str]] = {}
-        for key, pattern in self._plan.patterns.items():
+        for key, pattern in self.plan.patterns.items():
             written = {
                 rank: each["components"][key] for rank, each in site.items() if key in each["components"]
             }
             if not written:
                 continue  # A GLOBAL component of another node.
-            parts = [ComponentPart(writer=rank, files=part["files"]) for rank, part in written.items()]
-            kind = next(iter(written.values()))["format"]
-            components.append(ComponentRecord(key=key, pattern=pattern.value, format=kind, parts=parts))
-            if aliases := next((part["tied"] for part in written.values() if part["tied"]), None):
+            parts = [ComponentPart(rank, names) for rank, (names, _, _) in written.items()]
+            _, kind, _ = next(iter(written.values()))
+            components.append(ComponentRecord(key, pattern.value, kind, parts))
+            if aliases := next((aliases for _, _, aliases in written.values() if aliases), None):
                 tied[key] = aliases
         return Manifest(
-            step=self._step,
-            world_size=self._ranks.world_size,
-            run_id=self._run_id,
+            step=self.step,
+            world_size=self.ranks.world_size,
+            run_id=self.run_id,
             save_id=self._save_id,
             components=components,
-            files=_records(list(site.values())),
+            files={name: FileRecord(size, combine([share])) for name, (size, share) in sorted(files.items())},
             tied_weights=tied,
             metrics=self.metrics,
             versions=current_versions(),
         )
 
 
-def save_preprocessor(preprocessor: Preprocessor, directory: Path) -> dict[str, FileRecord]:
+def save_preprocessor(preprocessor: Preprocessor, directory: Path) -> Shares:
     """Let a tokenizer or processor write its files.
 
     Args:
@@ -324,32 +438,23 @@ def save_preprocessor(preprocessor: Preprocessor, directory: Path) -> dict[str, 
         preprocessor.save_pretrained(str(directory))
     except Exception as error:
         raise CheckpointError(f"the preprocessor {kind} cannot be saved: {describe_error(error)}") from error
-    records = {}
+    shares: Shares = {}
     for path in sorted(set(directory.rglob("*")) - before):
         name = path.relative_to(directory).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()) or "\\" in name:
             raise CheckpointError(
-                f"the preprocessor {kind} made {name!r}; a checkpoint holds plain files and directories, no "
-                "links, under names without a backslash. Let save_pretrained() write a file of another name"
+                f"the preprocessor {kind} made {name!r}, but a checkpoint holds plain files and "
+                "directories, no links, under names without a backslash. Let save_pretrained() write a "
+                "file of another name."
             )
         if path.is_file():
             sync_file(path)
-            records[name] = checksum_file(path)
-    return records
-
-
-def _share(record: FileRecord) -> tuple[int, int]:
-    return record.size, int(record.checksum, 16)
+            size = path.stat().st_size
+            shares[name] = (size, range_share(path, 0, size, size))
+    return shares
 
 
 def _add(shares: Shares, more: Shares) -> None:
     """Take further shares into a table; those of one file add up."""
     for name, (size, share) in more.items():
         shares[name] = (size, shares[name][1] ^ share if name in shares else share)
-
-
-def _records(reports: Sequence[_RankReport]) -> dict[str, FileRecord]:
-    total: Shares = {}
-    for report in reports:
-        _add(total, {name: (size, share) for name, (size, share) in report["files"].items()})
-    return {name: FileRecord(size, combine([share])) for name, (size, share) in sorted(total.items())}

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint_core.threads import BackgroundWorker
+from checkpoint_core.background import BackgroundWorker
 
 LINES = 20
 LINE_SECONDS = 0.02

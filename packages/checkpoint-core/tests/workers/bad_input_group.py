@@ -23,7 +23,7 @@ from checkpoint_core import (
     StateComponent,
     Stateful,
 )
-from checkpoint_core.directory.manifest import verify_checkpoint
+from checkpoint_core.manifest import verify_checkpoint
 from dist_env import StaticDistributedEnvironment
 
 TIMEOUT = 60.0

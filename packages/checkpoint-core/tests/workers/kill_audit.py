@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from checkpoint_core import CheckpointError, find_latest_checkpoint
-from checkpoint_core.directory.commit import (
+from checkpoint_core.directory import (
     DELETED,
     REPLACED,
     STAGING,
@@ -19,8 +19,8 @@ from checkpoint_core.directory.commit import (
     checkpoint_directories,
     find_leftovers,
 )
-from checkpoint_core.directory.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
-from checkpoint_core.state.restore import StoredState, decode, read_all
+from checkpoint_core.loading import StoredState, decode, read_all
+from checkpoint_core.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
 
 COMPONENTS = ["model", "shared", "main", "own", "stage"]
 

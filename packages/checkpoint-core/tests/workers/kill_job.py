@@ -27,7 +27,7 @@ from checkpoint_core import (
     SharingPattern,
     StateComponent,
 )
-from checkpoint_core.directory.commit import checkpoint_directories
+from checkpoint_core.directory import checkpoint_directories
 from dist_env import StaticDistributedEnvironment
 
 SAVE_TOTAL_LIMIT = 3

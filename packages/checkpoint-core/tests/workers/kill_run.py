@@ -15,7 +15,7 @@ from pathlib import Path
 from kill_audit import Directory, Outcome, Save, phase_of
 from kill_job import MODES, REFUSED_EXIT, SAVE_TOTAL_LIMIT, Life, run_rank
 
-from checkpoint_core.directory.commit import DELETED, REPLACED
+from checkpoint_core.directory import DELETED, REPLACED
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 5.0

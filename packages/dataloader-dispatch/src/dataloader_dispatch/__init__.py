@@ -78,8 +78,15 @@ __all__ = [
 _NAMES = {
     "batches": ("masked_dummy",),
     "dispatch.dispatcher": ("DataloaderDispatcher",),
-    "document_stream": ("DocumentStream", "StreamLoader"),
-    "documents": ("DocumentSource", "TokenDocuments", "data_fingerprint"),
+    "document_stream": (
+        "DocumentStream",
+        "StreamLoader",
+    ),
+    "documents": (
+        "DocumentSource",
+        "TokenDocuments",
+        "data_fingerprint",
+    ),
     "errors": ("DataError",),
     "loader": (
         "ResumableDataLoader",
@@ -96,10 +103,16 @@ _NAMES = {
         "passes_for_shares",
         "split_documents",
     ),
-    "rows": ("ignored_like", "is_ignored"),
+    "rows": (
+        "ignored_like",
+        "is_ignored",
+    ),
     "settings": ("RowSpan",),
     "sources.columns": ("ColumnDocuments",),
-    "sources.files": ("FileDocuments", "SkippedFile"),
+    "sources.files": (
+        "FileDocuments",
+        "SkippedFile",
+    ),
     "sources.open_documents": ("open_documents",),
     "sources.token_binary": ("TokenBinary",),
     "synchronized.evaluation": (

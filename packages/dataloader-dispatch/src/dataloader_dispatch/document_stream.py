@@ -272,7 +272,7 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         if self.drop_last:
             held = f"fewer than sequence_length={self.sequence_length} tokens, and drop_last leaves them out"
         if position.owner.world_size * position.owner.workers == 1:
-            raise DataError(f"no row can be made: the {len(self.source)} documents hold {held}")
+            raise DataError(f"no row can be made: the {len(self.source)} documents hold {held}.")
         logger.warning("%s has no row: its shards of the documents hold %s", position.owner, held)
 
     def _deliver(self, position: StreamPosition, iteration: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -363,7 +363,7 @@ class ChunkedRows(IterableDataset[Chunk]):
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
         if worker is None:
-            raise RuntimeError("ChunkedRows is for the worker processes of a loader")
+            raise RuntimeError("ChunkedRows is for the worker processes of a loader.")
         position = self._stream.position.part_of(worker.id, worker.num_workers)
         self._stream.encoder.left_out = 0  # what this process counted before it copied itself
         sent = 0
@@ -500,8 +500,8 @@ class StreamLoader:
         self.pin_memory = pin_memory
         if not isinstance(dataset, DocumentStream):
             raise TypeError(
-                f"StreamLoader: dataset is a {type(dataset).__name__}, it must be a DocumentStream; "
-                "build_loader loads other datasets"
+                f"dataset is a {type(dataset).__name__}, but StreamLoader needs a DocumentStream. Use "
+                "build_loader for other datasets."
             )
         check_workers(num_workers, prefetch_factor)
         if num_workers:

@@ -78,12 +78,12 @@ class TokenDocuments:
 
     def __init__(self, documents: Sequence[Sequence[int] | torch.Tensor]) -> None:
         if len(documents) == 0:
-            raise DataError("TokenDocuments: the list of documents is empty; give at least one document")
+            raise DataError("TokenDocuments: the list of documents is empty. Give at least one document.")
         for index, document in enumerate(documents):
             if getattr(document, "ndim", 1) != 1:
                 raise DataError(
-                    f"TokenDocuments: document {index} has {getattr(document, 'ndim', 0)} dimensions; "
-                    "token ids of one document are one-dimensional"
+                    f"TokenDocuments: document {index} has {getattr(document, 'ndim', 0)} dimensions, but "
+                    "token ids of one document are one-dimensional."
                 )
         self._documents = documents
 
@@ -143,7 +143,7 @@ def locate(starts: Sequence[int], index: int, what: str = "source") -> tuple[int
         IndexError: There is no such document.
     """
     if not 0 <= index < starts[-1]:
-        raise IndexError(f"document {index} is outside a {what} of {starts[-1]} documents")
+        raise IndexError(f"document {index} is outside a {what} of {starts[-1]} documents.")
     # Parts without documents repeat a start; the last of equal starts is the part that has some.
     number = bisect_right(starts, index) - 1
     return number, index - starts[number]
@@ -153,10 +153,10 @@ def token_tensor(tokens: Sequence[int] | torch.Tensor, name: str) -> torch.Tenso
     """Token ids as an int64 tensor of shape [n]; `DataError` names ``name`` when they are not token ids."""
     if not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0 or isinstance(tokens, Mapping):
         entries = f" with the entries {sorted(map(str, tokens))}" if isinstance(tokens, Mapping) else ""
-        hint = "; return its input_ids" if "input_ids" in entries else ""
+        hint = " Return its input_ids." if "input_ids" in entries else ""
         raise DataError(
             f"{name} does not hold token ids: expected a one-dimensional sequence of integers, got a "
-            f"{type(tokens).__name__}{entries}{hint}"
+            f"{type(tokens).__name__}{entries}.{hint}"
         )
     if len(tokens) == 0:
         return torch.empty(0, dtype=torch.int64)
@@ -168,7 +168,7 @@ def token_tensor(tokens: Sequence[int] | torch.Tensor, name: str) -> torch.Tenso
         values = np.ascontiguousarray(tokens) if isinstance(tokens, np.ndarray) else tokens
         tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name} does not hold token ids: {error}") from error
+        raise DataError(f"{name} does not hold token ids: {error}.") from error
     if (
         tensor.ndim != 1
         or tensor.dtype.is_floating_point
@@ -177,11 +177,11 @@ def token_tensor(tokens: Sequence[int] | torch.Tensor, name: str) -> torch.Tenso
     ):
         raise DataError(
             f"{name} does not hold token ids: expected a one-dimensional sequence of integers, got shape "
-            f"{list(tensor.shape)} and dtype {tensor.dtype}"
+            f"{list(tensor.shape)} and dtype {tensor.dtype}."
         )
     tensor = tensor.to(device="cpu", dtype=torch.int64)
     if int(tensor.amin()) < 0:
-        raise DataError(f"{name} holds the token id {int(tensor.amin())}; token ids are not negative")
+        raise DataError(f"{name} holds the token id {int(tensor.amin())}, but token ids are not negative.")
     return tensor
 
 
@@ -216,7 +216,7 @@ def text_unit_of(encode: Encode, unit: TextUnit | None) -> TextUnit:
     """
     if unit is not None:
         if unit not in get_args(TextUnit):
-            raise DataError(f"text_unit={unit!r} is unknown; choose one of {get_args(TextUnit)}, or None")
+            raise DataError(f"text_unit={unit!r} is unknown. Choose one of {get_args(TextUnit)}, or None.")
         return unit
     if encode is str.encode:
         return "character"
@@ -471,13 +471,13 @@ class DocumentEncoder:
         document = self.source[index]
         if not isinstance(document, str):
             if self.encode is not None:
-                raise DataError(f"{name} holds token ids, to which encode does not apply; leave encode out")
+                raise DataError(f"{name} holds token ids, to which encode does not apply. Leave encode out.")
             yield 0, token_tensor(document, name)
         elif not document:
             # What sources give for a document that they leave out, whatever the others are.
             yield 0, token_tensor((), name)
         elif self.encode is None:
-            raise DataError(f"{name} is text and encode is None; pass the tokenizer's encode function")
+            raise DataError(f"{name} is text and encode is None. Pass the tokenizer's encode function.")
         elif self._pieces.fit(document, f"{name}{self._where(index)}"):
             yield from self._pieces(document, start)
         else:

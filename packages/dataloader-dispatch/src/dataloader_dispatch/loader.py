@@ -14,14 +14,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 from dataloader_dispatch.document_stream import DocumentStream
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.order import ShuffledIndex
-from dataloader_dispatch.settings import (
-    below,
-    check_epoch,
-    check_workers,
-    position_state,
-    positive_batch_size,
-    saved_counts,
-)
+from dataloader_dispatch.rows import position_state, saved_counts
+from dataloader_dispatch.settings import below, check_epoch, check_workers, positive_batch_size
 from dist_env import get_logger, tie_loader_workers
 
 Item_co = TypeVar("Item_co", covariant=True)
@@ -313,8 +307,8 @@ def build_loader(
     check_workers(num_workers, prefetch_factor)
     if isinstance(dataset, DocumentStream):
         raise DataError(
-            "build_loader does not load a DocumentStream, whose rows a position of its own orders; use "
-            f"StreamLoader(dataset, {batch_size}, num_workers={num_workers})"
+            "build_loader does not load a DocumentStream, whose rows a position of its own orders. Use "
+            f"StreamLoader(dataset, {batch_size}, num_workers={num_workers})."
         )
     options: dict[str, object] = {
         "batch_size": batch_size,
@@ -330,7 +324,7 @@ def build_loader(
         return tie_loader_workers(ResumableDataLoader(dataset, sampler, **options))
     if shuffle:
         raise DataError(
-            "shuffle=True needs random access, which an iterable dataset has not; shuffle inside it"
+            "shuffle=True needs random access, which an iterable dataset has not. Shuffle inside it."
         )
     with warnings.catch_warnings():
         _ignore_torchdata_warning()
@@ -340,23 +334,23 @@ def build_loader(
 def _generator(seed: int) -> torch.Generator:
     """Random numbers of a loader's own: making an iterator draws one, also just to resume."""
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; give an integer")
+        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}. Give an integer.")
     return torch.Generator().manual_seed(seed % 2**63)
 
 
 def _sampler(dataset: object, batch_size: int, drop_last: bool, shuffle: bool, seed: int) -> EpochSampler:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"dataset is a {type(dataset).__name__} without length and index; give a map-style dataset, or "
-            "derive it from torch.utils.data.IterableDataset"
+            f"dataset is a {type(dataset).__name__} without length and index. Give a map-style dataset, or "
+            "derive it from torch.utils.data.IterableDataset."
         )
     length = len(dataset)
     if length == 0:
-        raise DataError("dataset is empty; give at least one item")
+        raise DataError("dataset is empty. Give at least one item.")
     if drop_last and length < batch_size:
         raise DataError(
-            f"drop_last=True leaves nothing of a dataset of {length} items with batch_size={batch_size}; "
-            "set it to False or make the batch smaller"
+            f"drop_last=True leaves nothing of a dataset of {length} items with batch_size={batch_size}. "
+            "Set it to False or make the batch smaller."
         )
     return EpochSampler(length, shuffle, seed)
 
@@ -401,8 +395,8 @@ def sync_dataset_state_from_dataloader(loader: object) -> bool:
     else:
         raise DataError(
             f"the dataset is a {type(dataset).__name__}, of which {len(states)} workers hold states, and it "
-            "has no load_resharded(states, rank=, world_size=) to make one of them; add it, or set "
-            "num_workers=1"
+            "has no load_resharded(states, rank=, world_size=) to make one of them. Add it, or set "
+            "num_workers=1."
         )
     return True
 
@@ -458,7 +452,7 @@ def _worker_states(state: Mapping[str, Any]) -> list[Mapping[str, object]]:
         return []
     if state["_steps_since_snapshot"]:
         raise DataError(
-            "the loader took its last snapshot of the workers some batches ago; set snapshot_every_n_steps=1"
+            "the loader took its last snapshot of the workers some batches ago. Set snapshot_every_n_steps=1."
         )
     workers = state["_snapshot"]["_worker_snapshots"].values()
     held = [worker.get("dataset_state") for worker in workers]

@@ -85,11 +85,11 @@ class ShuffledIndex(Sequence[int]):
     def __init__(self, n: int, seed: int, epoch: int = 0) -> None:
         for name, value in (("n", n), ("seed", seed), ("epoch", epoch)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"ShuffledIndex: {name} must be an int, not {value!r}")
+                raise TypeError(f"ShuffledIndex: {name} must be an int, not {value!r}.")
         if not 0 <= n <= MAX_LENGTH:
-            raise DataError(f"ShuffledIndex: n={n} is out of range; it must lie in 0..2**48")
+            raise DataError(f"ShuffledIndex: n={n} must be from 0 to 2**48.")
         if epoch < 0:
-            raise DataError(f"ShuffledIndex: epoch={epoch} is out of range; epochs count from 0")
+            raise DataError(f"ShuffledIndex: epoch={epoch} must be 0 or more, because epochs count from 0.")
         self._n = n
         self.seed = seed
         self.epoch = epoch
@@ -117,7 +117,7 @@ class ShuffledIndex(Sequence[int]):
         number = operator.index(index)  # numpy's integers would overflow on the way
         position = number + self._n if number < 0 else number
         if not 0 <= position < self._n:
-            raise IndexError(f"position {number} is outside an order of {self._n} items")
+            raise IndexError(f"position {number} is outside an order of {self._n} items.")
         return self._follow(position)
 
     def __iter__(self) -> Iterator[int]:
@@ -140,7 +140,7 @@ class ShuffledIndex(Sequence[int]):
             IndexError: The positions are not inside the order.
         """
         if not 0 <= start <= stop <= self._n:
-            raise IndexError(f"positions {start} to {stop} are not inside an order of {self._n} items")
+            raise IndexError(f"positions {start} to {stop} are not inside an order of {self._n} items.")
         return torch.from_numpy(self._items(range(start, stop)))
 
     def __reduce__(self) -> tuple[type[ShuffledIndex], tuple[int, int, int]]:
@@ -311,14 +311,12 @@ def split_documents(
         DataError: ``held_out`` is out of range, or there are fewer than two documents.
     """
     if not 0.0 < held_out < 1.0:
-        raise DataError(
-            f"held_out={held_out!r} is out of range; it is a share between 0 and 1, both excluded"
-        )
+        raise DataError(f"held_out={held_out!r} must be a share between 0 and 1, both excluded.")
     total = len(source)
     if total < 2:
         raise DataError(
-            f"cannot hold out a share of {total} document(s): both parts need one; give at least two "
-            "documents, or hold out nothing"
+            f"cannot hold out a share of {total} document(s), because both parts need one. Give at least "
+            "two documents, or hold out nothing."
         )
     count = min(max(round(total * held_out), 1), total - 1)
     return DocumentSubset(source, seed, count, total), DocumentSubset(source, seed, 0, count)
@@ -440,7 +438,7 @@ def mix_documents(sources: Mapping[str, DocumentSource], passes: Mapping[str, fl
     counts = {name: _per_epoch(name, len(source), float(passes[name])) for name, source in sources.items()}
     if sum(counts.values()) > MAX_LENGTH:
         raise DataError(
-            f"passes={dict(passes)} make an epoch of more than 2**48 documents; give smaller ones"
+            f"passes={dict(passes)} make an epoch of more than 2**48 documents. Give smaller ones."
         )
     return MixedDocuments(sources, counts)
 
@@ -502,20 +500,20 @@ def _is_positive(weight: object) -> bool:
 
 def _check_names(sources: Mapping[str, DocumentSource], weights: Mapping[str, float], setting: str) -> None:
     if not sources:
-        raise DataError("sources is empty; give at least one source")
+        raise DataError("sources is empty. Give at least one source.")
     if set(sources) != set(weights):
         raise DataError(
-            f"{setting} names {sorted(weights)}, sources names {sorted(sources)}; name the same in both"
+            f"{setting} names {sorted(weights)}, but sources names {sorted(sources)}. Name the same in both."
         )
     for name, source in sources.items():
         weight = weights[name]
         if not _is_positive(weight):
             raise DataError(
-                f"{setting}[{name!r}]={weight!r} is out of range; it must be a positive number. A source "
-                "that is not to be read is left out of sources"
+                f"{setting}[{name!r}]={weight!r} must be a positive number. Leave a source that is not to "
+                "be read out of sources."
             )
         if len(source) == 0:
-            raise DataError(f"source {name!r} has no documents; leave it out")
+            raise DataError(f"source {name!r} has no documents. Leave it out.")
 
 
 @runtime_checkable

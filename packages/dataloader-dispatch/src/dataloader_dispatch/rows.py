@@ -11,7 +11,58 @@ import torch
 
 from dataloader_dispatch.documents import Piece
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.settings import check_epoch, is_count, position_state, saved_counts
+from dataloader_dispatch.settings import check_epoch, is_count
+
+VERSION = 4
+_READABLE = (3, 4)
+"""Version 3 has places of three numbers and another fingerprint of encoders; see `DocumentStream`."""
+
+
+def position_state(counts: Mapping[str, object], identity: Mapping[str, object]) -> dict[str, object]:
+    """A position to save, of plain numbers and strings, and the data and settings it has a meaning for."""
+    return {"version": VERSION, **counts, **identity}
+
+
+def saved_counts(
+    state: Mapping[str, object], names: tuple[str, ...], identity: Mapping[str, object]
+) -> list[int]:
+    """The named counts of a saved position, after checking that it belongs to the data at hand.
+
+    Raises:
+        DataError: The state is of another version, other data or other settings, or not a state at all.
+    """
+    if not isinstance(state, Mapping):
+        raise DataError(
+            f"data position: expected what state_dict() returned, got a {type(state).__name__}. The state "
+            "is damaged, or a list of states is needed."
+        )
+    version = state.get("version")
+    if not any(_same(version, readable) for readable in _READABLE):
+        raise DataError(
+            f"data position: version {version!r} cannot be read, because this release reads {_READABLE}."
+        )
+    for name, ours in identity.items():
+        theirs = state.get(name)
+        if name not in state or not _same(theirs, ours):
+            raise DataError(
+                f"data position: it was saved with {name}={theirs!r}, but the data at hand have "
+                f"{name}={ours!r}, and a position has a meaning only for the same data and settings. "
+                "Restore them, or start the data from the beginning by not loading the position."
+            )
+    return [_count(state, name) for name in names]
+
+
+def _same(theirs: object, ours: object) -> bool:
+    # The types first: a tensor has no single truth value.
+    return type(theirs) is type(ours) and theirs == ours
+
+
+def _count(state: Mapping[str, object], name: str) -> int:
+    value = state.get(name)
+    if not is_count(value):
+        raise DataError(f"data position: {name}={value!r} is not a count, so the state is damaged.")
+    return int(str(value))
+
 
 IGNORED_LABEL = -100
 """The label that losses leave out: ``ignore_index`` of `torch.nn.functional.cross_entropy`."""
@@ -72,9 +123,9 @@ def is_ignored(labels: torch.Tensor) -> torch.Tensor:
 def cannot_mask(what: str) -> DataError:
     """The error for what cannot be made a part of a batch that counts for nothing."""
     return DataError(
-        f"uneven='pad' replaces missing batches by masked dummies, and cannot mask {what}; give mappings "
-        f"with 'labels' of a signed integer type (masked with {IGNORED_LABEL}), as of labels.long(), or "
-        "of a floating type (masked with nan), or a make_dummy function of your own, or choose uneven='stop'"
+        f"uneven='pad' replaces missing batches by masked dummies, and cannot mask {what}. Give mappings "
+        f"with 'labels' of a signed integer type (masked with {IGNORED_LABEL}), as of labels.long(), or of "
+        "a floating type (masked with nan), or a make_dummy function of your own, or choose uneven='stop'."
     )
 
 
@@ -170,12 +221,14 @@ def read_cursor(
     epoch, *owner = saved_counts(state, ("epoch", *Owner._fields), identity)
     saved = state.get("places")
     if not isinstance(saved, list) or len(saved) != shards:
-        raise DataError(f"data position: places={saved!r} are not those of {shards} shards; it is damaged")
+        raise DataError(
+            f"data position: places={saved!r} are not those of {shards} shards, so the state is damaged."
+        )
     rank, world_size, worker, workers = owner
     if not (rank < world_size and worker < workers):
         raise DataError(
             f"data position: rank={rank} of world_size={world_size}, worker={worker} of workers={workers} "
-            "cannot be; the state is damaged"
+            "cannot be, so the state is damaged."
         )
     places = [_place(entry, number, shards, documents) for number, entry in enumerate(saved)]
     return Cursor(epoch, places), Owner(*owner)
@@ -202,8 +255,8 @@ def merge_cursors(
     if len(set(held)) < len(held) or not set(needed) <= set(held):
         whose = "; ".join(str(owner) for _, owner in parts)
         raise DataError(
-            f"data positions: those given ({whose}) do not cover each of the {shards} shards once; give "
-            "those of all ranks of the run that saved them, and of no other"
+            f"data positions: those given ({whose}) do not cover each of the {shards} shards once. Give "
+            "those of all ranks of the run that saved them, and of no other."
         )
     epoch = min(cursor.epoch for cursor, _ in parts)
     merged = Cursor.start(epoch, shards)
@@ -211,9 +264,9 @@ def merge_cursors(
         ahead = cursor.epoch > epoch
         if ahead and not (cursor.epoch == epoch + 1 and cursor.at_start(numbers)):
             raise DataError(
-                f"data positions: {owner} was in epoch {cursor.epoch} while others were in epoch {epoch}; "
-                "ranks that advance together never are. Use SynchronizedDataLoader, and save on all ranks at "
-                "once"
+                f"data positions: {owner} was in epoch {cursor.epoch} while others were in epoch {epoch}, "
+                "but ranks that advance together never are. Use SynchronizedDataLoader, and save on all "
+                "ranks at once."
             )
         for shard in numbers:
             merged.places[shard] = end_of(shard, shards, documents) if ahead else cursor.places[shard]
@@ -229,7 +282,8 @@ def _place(entry: object, number: int, shards: int, documents: int) -> Place:
         if inside and place.before <= place.token and bool(place.start) == bool(place.before):
             return place
     raise DataError(
-        f"data position: {entry!r} is no place of shard {number} among {documents} documents; it is damaged"
+        f"data position: {entry!r} is no place of shard {number} among {documents} documents, so the state "
+        "is damaged."
     )
 
 
@@ -307,7 +361,7 @@ class StreamPacker:
             yield piece
         if at.token > seen:
             raise DataError(
-                f"data position: token={at.token} is beyond the {seen} tokens of document {number}; was the "
+                f"data position: token={at.token} is beyond the {seen} tokens of document {number}. Was the "
                 "position saved with another tokenizer or other data?"
             )
 
@@ -497,9 +551,10 @@ class StreamPosition:
         cursor, owner = self._read(state)
         if not set(self.own_streams) <= set(owner.streams(self._shards)):
             raise DataError(
-                f"data position: it was saved by {owner}, this is {self.owner}, and it says nothing of the "
-                "shards of this one. Collect the states of all ranks that saved (all_gather_object, say) and "
-                "give them to load_resharded(states, rank=..., world_size=...)"
+                f"data position: it was saved by {owner}, but this is {self.owner}, and it says nothing of "
+                "the shards of this one. Collect the states of all ranks that saved (with "
+                "all_gather_object, for example) and give them to load_resharded(states, rank=..., "
+                "world_size=...)."
             )
         self.move(cursor)
 
@@ -513,12 +568,12 @@ class StreamPosition:
         if (rank, world_size) != (self.owner.rank, self.owner.world_size):
             raise DataError(
                 f"load_resharded(rank={rank}, world_size={world_size}) contradicts the stream, which was "
-                f"made for rank {self.owner.rank} of {self.owner.world_size}"
+                f"made for rank {self.owner.rank} of {self.owner.world_size}."
             )
         if not isinstance(states, list | tuple):
             raise DataError(
-                f"data positions: expected a list of what state_dict() returned on each rank, got a "
-                f"{type(states).__name__}"
+                "data positions: expected a list of what state_dict() returned on each rank, got a "
+                f"{type(states).__name__}."
             )
         parts = [self._read(state) for state in states]
         self.move(merge_cursors(parts, self.own_streams, self._shards, self._documents))
@@ -535,6 +590,6 @@ class StreamPosition:
     def _check(self, iteration: int) -> None:
         if iteration != self._iteration:
             raise RuntimeError(
-                "this iterator of a DocumentStream is out of date: a newer one was made, or the position was "
-                "set; use the newest iterator"
+                "this iterator of a DocumentStream is out of date: a newer one was made, or the position "
+                "was set. Use the newest iterator."
             )

@@ -1,4 +1,4 @@
-"""Rules for the settings of streams and loaders, and for saved positions."""
+"""Rules for the settings of streams and loaders."""
 
 from __future__ import annotations
 
@@ -7,83 +7,26 @@ from dataclasses import dataclass
 
 from dataloader_dispatch.errors import DataError
 
-VERSION = 4
-_READABLE = (3, 4)
-"""Version 3 has places of three numbers and another fingerprint of encoders; see `DocumentStream`."""
 _USUAL_STREAMS = 64
 _DOCUMENTS_A_STREAM = 16
-
-
-def position_state(counts: Mapping[str, object], identity: Mapping[str, object]) -> dict[str, object]:
-    """A position to save: numbers and strings, as JSON has them, of the same size wherever it is.
-
-    Args:
-        counts: The position.
-        identity: The data and settings it has a meaning for, by the names that messages use.
-    """
-    return {"version": VERSION, **counts, **identity}
-
-
-def saved_counts(
-    state: Mapping[str, object], names: tuple[str, ...], identity: Mapping[str, object]
-) -> list[int]:
-    """The counts of a saved position, after checking that it belongs to ``identity``.
-
-    Args:
-        state: What `position_state` returned, in this process or an earlier one.
-        names: The counts to read.
-        identity: That of the data at hand.
-
-    Raises:
-        DataError: The state is of another version, other data or other settings, or not a state at all.
-    """
-    if not isinstance(state, Mapping):
-        raise DataError(
-            f"data position: expected what state_dict() returned, got a {type(state).__name__}; the state is "
-            "damaged, or a list of states is needed"
-        )
-    version = state.get("version")
-    if not any(_same(version, readable) for readable in _READABLE):
-        raise DataError(f"data position: version {version!r} cannot be read; this release reads {_READABLE}")
-    for name, ours in identity.items():
-        theirs = state.get(name)
-        if name not in state or not _same(theirs, ours):
-            raise DataError(
-                f"data position: it was saved with {name}={theirs!r}, the data at hand have {name}={ours!r}; "
-                "a position has a meaning only for the same data and settings. Restore them, or start the "
-                "data from the beginning by not loading the position"
-            )
-    return [_count(state, name) for name in names]
 
 
 def below(count: int, limit: int, name: str) -> int:
     """``count`` if it is below ``limit``, else `DataError`."""
     if count >= limit:
-        raise DataError(f"data position: {name}={count} is not among {limit}; the state is damaged")
+        raise DataError(f"data position: {name}={count} is not among {limit}, so the state is damaged.")
     return count
 
 
 def check_epoch(epoch: int) -> None:
     """Refuse what is not a number of an epoch, with `DataError`."""
     if not is_count(epoch):
-        raise DataError(f"epoch={epoch!r} is out of range; it must be an integer, and epochs count from 0")
+        raise DataError(f"epoch={epoch!r} must be an integer of 0 or more, because epochs count from 0.")
 
 
 def is_count(value: object) -> bool:
     """Whether this is a non-negative int."""
     return type(value) is int and value >= 0
-
-
-def _same(theirs: object, ours: object) -> bool:
-    # The types first: a tensor has no single truth value.
-    return type(theirs) is type(ours) and theirs == ours
-
-
-def _count(state: Mapping[str, object], name: str) -> int:
-    value = state.get(name)
-    if not is_count(value):
-        raise DataError(f"data position: {name}={value!r} is not a count; the state is damaged")
-    return int(str(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +55,8 @@ class RowSpan:
         counts = all(is_count(value) for value in (self.epoch, self.start, self.stop))
         if not counts or not self.start < self.stop:
             raise DataError(
-                f"{self} is not a span of rows: all three are integers, epoch and start count from 0, and "
-                "stop is greater than start"
+                f"{self} is not a span of rows. All three must be integers, epoch and start count from 0, "
+                "and stop is greater than start."
             )
 
     def holds(self, epoch: int, number: int) -> bool:
@@ -129,7 +72,7 @@ def checked_spans(skip: Sequence[RowSpan]) -> tuple[RowSpan, ...]:
     """
     if not isinstance(skip, list | tuple) or not all(isinstance(span, RowSpan) for span in skip):
         raise DataError(
-            f"skip={skip!r} must be a list of RowSpan, such as [RowSpan(epoch=0, start=8, stop=16)]"
+            f"skip={skip!r} must be a list of RowSpan, such as [RowSpan(epoch=0, start=8, stop=16)]."
         )
     return tuple(skip)
 
@@ -142,11 +85,11 @@ def check_settings(sequence_length: int, eos_token_id: int | None, pad_token_id:
         TypeError: ``seed`` is not an integer.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed={seed!r} must be an int")
+        raise TypeError(f"seed={seed!r} must be an int.")
     if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 2:
         raise DataError(
-            f"sequence_length={sequence_length!r} is out of range; it must be an integer of at least 2, "
-            "one token to predict the other from"
+            f"sequence_length={sequence_length!r} must be an integer of at least 2, one token to predict "
+            "the other from."
         )
     if eos_token_id is not None:
         _check_token("eos_token_id", eos_token_id)
@@ -161,18 +104,18 @@ def check_source(source: object) -> None:
     """
     if isinstance(source, str | bytes):
         raise DataError(
-            f"source={source!r:.60} is one text, and would be read letter by letter; give a list of texts, "
-            "or open_documents(path) for files"
+            f"source={source!r:.60} is one text, and would be read letter by letter. Give a list of texts, "
+            "or open_documents(path) for files."
         )
     if isinstance(source, Mapping) and len(source) and 0 not in source:
         raise DataError(
             f"source is a {type(source).__name__} with the keys {sorted(map(str, source))[:9]}, such as one "
-            "of splits; give one of them, as in source['train']"
+            "of splits. Give one of them, as in source['train']."
         )
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
         raise DataError(
-            f"source is a {type(source).__name__}, without a length or without numbered documents; give a "
-            "list of documents, or anything else that has both"
+            f"source is a {type(source).__name__}, without a length or without numbered documents. Give a "
+            "list of documents, or anything else that has both."
         )
 
 
@@ -184,8 +127,8 @@ def check_encode(encode: object) -> None:
     """
     if encode is not None and not callable(encode):
         raise DataError(
-            f"encode={encode!r:.60} is not a function; pass one from text to token ids, such as "
-            "tokenizer.encode, or None for documents that are token ids"
+            f"encode={encode!r:.60} is not a function. Pass one from text to token ids, such as "
+            "tokenizer.encode, or None for documents that are token ids."
         )
 
 
@@ -202,25 +145,22 @@ def logical_streams(shards: int | None, documents: int, rank: int, world_size: i
         DataError: A number is out of range, there is no document, or a rank would have no shard.
     """
     if documents == 0:
-        raise DataError("source has no documents; give at least one")
+        raise DataError("source has no documents. Give at least one.")
     if not (is_count(rank) and is_count(world_size) and rank < world_size):
         raise DataError(
-            f"rank={rank!r} is out of range; it must be an integer of at least 0 and below "
-            f"world_size={world_size!r}"
+            f"rank={rank!r} must be an integer of at least 0 and below world_size={world_size!r}."
         )
     if documents < world_size:
         raise DataError(
-            f"{documents} document(s) cannot be divided among {world_size} ranks; give more documents, or "
-            "let fewer ranks read (DataloaderDispatcher reads on one rank for all)"
+            f"{documents} document(s) cannot be divided among {world_size} ranks. Give more documents, or "
+            "let fewer ranks read (DataloaderDispatcher reads on one rank for all)."
         )
     if shards is None:
         shards = min(_USUAL_STREAMS, max(1, documents // _DOCUMENTS_A_STREAM))
     elif isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
-        raise DataError(f"shards={shards!r} is out of range; it must be an integer of at least 1")
+        raise DataError(f"shards={shards!r} must be an integer of at least 1.")
     if shards > documents:
-        raise DataError(
-            f"shards={shards} is out of range; there are {documents} documents, and each shard needs one"
-        )
+        raise DataError(f"shards={shards} must be at most {documents}, because each shard needs a document.")
     check_takers(shards, world_size, 1)
     return shards
 
@@ -235,8 +175,8 @@ def check_takers(shards: int, world_size: int, workers: int) -> None:
     if shards < takers:
         who = f"{world_size} rank(s)" + (f" of {workers} workers each" if workers > 1 else "")
         raise DataError(
-            f"shards={shards} cannot be divided among {who}; set shards to a multiple of {takers}, and at "
-            "most to the number of documents"
+            f"shards={shards} cannot be divided among {who}. Set shards to a multiple of {takers}, and at "
+            "most to the number of documents."
         )
 
 
@@ -247,28 +187,25 @@ def check_workers(num_workers: int, prefetch_factor: int | None) -> None:
         DataError: Names the setting.
     """
     if not is_count(num_workers):
-        raise DataError(f"num_workers={num_workers!r} is out of range; it must be an integer of at least 0")
+        raise DataError(f"num_workers={num_workers!r} must be an integer of at least 0.")
     if prefetch_factor is None:
         return
     if not is_count(prefetch_factor) or prefetch_factor == 0:
-        raise DataError(
-            f"prefetch_factor={prefetch_factor!r} is out of range; it must be an integer of at least 1, "
-            "or None"
-        )
+        raise DataError(f"prefetch_factor={prefetch_factor!r} must be an integer of at least 1, or None.")
     if num_workers == 0:
         raise DataError(
-            f"prefetch_factor={prefetch_factor} has no effect with num_workers=0; leave it out or "
-            "set num_workers"
+            f"prefetch_factor={prefetch_factor} has no effect with num_workers=0. Leave it out or set "
+            "num_workers."
         )
 
 
 def _check_token(name: str, token: int) -> None:
     if not is_count(token) or token >= 2**63:
-        raise DataError(f"{name}={token!r} is out of range; token ids are int64 integers and not negative")
+        raise DataError(f"{name}={token!r} must be an int64 integer that is not negative, as token ids are.")
 
 
 def positive_batch_size(batch_size: int) -> int:
     """``batch_size`` if it is a positive integer, else `DataError`."""
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise DataError(f"batch_size={batch_size!r} is out of range; it must be an integer of at least 1")
+        raise DataError(f"batch_size={batch_size!r} must be an integer of at least 1.")
     return batch_size

@@ -132,11 +132,11 @@ def test_tokenizers_that_cannot_be_loaded(
     (tmp_path / "empty").mkdir()
     assert tokenize(corpus, tmp_path / "out", tmp_path / "empty") == 2
     assert (
-        "cannot be loaded; there is none in that directory, or its files are damaged"
+        "cannot be loaded: there is none in that directory, or its files are damaged"
         in capsys.readouterr().err
     )
     assert tokenize(corpus, tmp_path / "out", corpus) == 2
-    assert "is a file; name the directory" in capsys.readouterr().err
+    assert "is a file. Name the directory" in capsys.readouterr().err
     damaged = save_tokenizer(tmp_path / "damaged")
     (damaged / "tokenizer.json").write_text("{")
     assert tokenize(corpus, tmp_path / "out", damaged) == 2

@@ -13,16 +13,16 @@ from dispatch_loaders import RANK, open_group, tell
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataloader_dispatch import DataloaderDispatcher, SynchronizedDataLoader
-from dataloader_dispatch.connection import Connection
-from dataloader_dispatch.dispatch.dispatcher import Facts, check_same_on_all_ranks
-from dataloader_dispatch.dispatch.message import (
+from dataloader_dispatch.connection import (
     DATA_TAG,
     FIRST_CAPACITY,
+    Connection,
     Kind,
     MessageHeader,
     Record,
     aligned,
 )
+from dataloader_dispatch.dispatch.dispatcher import Facts, check_same_on_all_ranks
 from dist_env import ControlGroup, encode_value
 
 open_group()

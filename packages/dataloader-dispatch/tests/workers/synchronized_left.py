@@ -163,7 +163,7 @@ def closed_early() -> Any:
         yield item(0)
         yield item(1)
         if RANK == 1:
-            time.sleep(8)
+            time.sleep(16)
         yield item(2)
 
     loader = SynchronizedDataLoader(generate(), "cpu", uneven="stop")  # type: ignore[arg-type]

@@ -239,7 +239,7 @@ def _raise_unfit(sizes: Sequence[int], ranks: Sequence[int], own: TypeError | No
     for size, rank in zip(sizes, ranks, strict=True):
         if size == _UNFIT:
             raise TypeError(
-                f"the object of rank {rank} cannot be sent to other ranks; its own error says why"
+                f"the object of rank {rank} cannot be sent to other ranks. Its own error says why."
             )
         if size <= 0:
             raise _unreadable(rank, f"it is said to have {size} bytes")
@@ -248,7 +248,7 @@ def _raise_unfit(sizes: Sequence[int], ranks: Sequence[int], own: TypeError | No
 def _unreadable(rank: int, reason: object) -> RankFailedError:
     return RankFailedError(
         f"exchanging objects: rank {rank} sent a message that cannot be read: {reason}. Run the same "
-        "releases on all ranks, import the same modules, and let nobody else reach their network",
+        "releases on all ranks, import the same modules, and let nobody else reach their network.",
         rank,
     )
 

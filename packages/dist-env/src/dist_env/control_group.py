@@ -88,11 +88,11 @@ class ControlGroup:
     ) -> None:
         if not (timeout_seconds > 0 and math.isfinite(timeout_seconds)):
             raise DistributedEnvironmentError(
-                f"timeout_seconds={timeout_seconds!r} is out of range; it must be positive and finite"
+                f"timeout_seconds={timeout_seconds!r} must be a positive, finite number, such as 60."
             )
         self.ranks = tuple(ranks)
         if not self.ranks:
-            raise DistributedEnvironmentError("ranks is empty; name the global ranks that take part")
+            raise DistributedEnvironmentError("ranks is empty. Name the global ranks that take part.")
         self._is_torn = False
         self.timeout_seconds = timeout_seconds
         self.process_group: dist.ProcessGroup | None = None
@@ -196,7 +196,7 @@ class ControlGroup:
     def lost(self, doing: str, index: int, reason: object) -> RankFailedError:
         """The error for one rank that is known to be lost."""
         return RankFailedError(
-            f"{doing}: {self.name(index)} is lost: {one_line(reason)}. Look at the log of that rank",
+            f"{doing}: {self.name(index)} is lost: {one_line(reason)}. Look at the log of that rank.",
             self.ranks[index],
         )
 
@@ -204,7 +204,7 @@ class ControlGroup:
         """The error for a message of one rank that cannot be read."""
         return RankFailedError(
             f"{doing}: {self.name(index)} sent a message that cannot be read: {one_line(reason)}. Run the "
-            "same releases on all ranks, import the same modules, and let nobody else reach their network",
+            "same releases on all ranks, import the same modules, and let nobody else reach their network.",
             self.ranks[index],
         )
 
@@ -222,20 +222,20 @@ class ControlGroup:
         except dist.DistNetworkError:
             return RankFailedError(
                 f"{doing}: a connection broke, and so did that to the store of the job: the process that "
-                f"holds it (rank 0, or the launcher) has ended: {one_line(reason)}",
+                f"holds it (rank 0, or the launcher) has ended: {one_line(reason)}.",
                 None,
             )
         if missing:
             named = ", ".join(self.name(index) for index in missing)
             return RankFailedError(
                 f"{doing}: a connection broke, and within {seconds:g} s no answer came from {named}: "
-                f"{one_line(reason)}. Look at the log of that rank",
+                f"{one_line(reason)}. Look at the log of that rank.",
                 self.ranks[missing[0]],
             )
         return RankFailedError(
             f"{doing}: an exchange failed, though every rank is alive: {one_line(reason)}. If it timed out, "
-            f"a rank was only late, and more than timeout_seconds={self.timeout_seconds:g} helps; if not, "
-            "look at the network between the hosts",
+            f"a rank was only late, and more than timeout_seconds={self.timeout_seconds:g} helps. If not, "
+            "look at the network between the hosts.",
             None,
         )
 
@@ -253,12 +253,12 @@ class ControlGroup:
     def _connect(self, doing: str) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise DistributedEnvironmentError(
-                f"{self.size} ranks need a process group, and there is none; call "
-                "torch.distributed.init_process_group, or open a dist_env.DistributedEnvironment, first"
+                f"{self.size} ranks need a process group, and there is none. Call "
+                "torch.distributed.init_process_group, or open a dist_env.DistributedEnvironment, first."
             )
         if dist.get_rank() not in self.ranks:
             raise DistributedEnvironmentError(
-                f"rank {dist.get_rank()} is not one of the ranks that take part: {self.ranks}"
+                f"rank {dist.get_rank()} is not one of the ranks that take part: {self.ranks}."
             )
         self.index = self.ranks.index(dist.get_rank())
         self._hosts = ["unknown host"] * self.size
@@ -267,15 +267,15 @@ class ControlGroup:
         except RankTimeoutError as error:
             named = ", ".join(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
             raise RankFailedError(
-                f"{doing}: within timeout_seconds={self.timeout_seconds:g} no answer came from {named}. Look "
-                "at the log of that rank",
+                f"{doing}: within timeout_seconds={self.timeout_seconds:g} no answer came from {named}. "
+                "Look at the log of that rank.",
                 min(error.missing, default=None),
             ) from error
         except RankFailedError as error:
             raise RankFailedError(f"{doing}: {error}", error.rank) from error
         except dist.DistError as error:
             raise RankFailedError(
-                f"{doing}: the store of the job is gone: {one_line(error)}", None
+                f"{doing}: the store of the job is gone: {one_line(error)}.", None
             ) from error
         timeout = timedelta(seconds=self.timeout_seconds)
         try:
@@ -303,7 +303,7 @@ class ControlGroup:
 
     def _connected(self) -> dist.ProcessGroup:
         if self.process_group is None:
-            raise RuntimeError("the control group was closed; make a new one")
+            raise RuntimeError("the control group was closed. Make a new one.")
         return self.process_group
 
     def _gather_bytes(self, doing: str, message: bytes, size: int) -> list[bytes]:

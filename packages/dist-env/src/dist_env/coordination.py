@@ -108,7 +108,9 @@ class Coordinator:
         note = json.loads(self.store.get("failure"))
         if note["rank"] == self.record.rank:
             return None
-        return RankFailedError(f"rank {note['rank']} on {note['host']} failed: {note['error']}", note["rank"])
+        return RankFailedError(
+            f"rank {note['rank']} on {note['host']} failed: {note['error']}.", note["rank"]
+        )
 
     def raise_if_failed(self) -> None:
         """Raise if another rank has noted a failure.
@@ -192,7 +194,7 @@ class Coordinator:
                 self.store.delete_key(f"{key}/readers")
         if note["error"] is not None:
             raise RankFailedError(
-                f"rank {note['rank']} on {note['host']} failed while others waited for it: {note['error']}",
+                f"rank {note['rank']} on {note['host']} failed while others waited for it: {note['error']}.",
                 note["rank"],
             )
 
@@ -305,8 +307,8 @@ def coordinator_of(env: DistributedEnvInterface) -> Coordinator:
 def no_process_group(env: DistributedEnvInterface) -> DistributedEnvironmentError:
     """The error of several ranks that nothing connects."""
     return DistributedEnvironmentError(
-        f"WORLD_SIZE={env.world_size} needs a process group, and there is none: "
-        "open a DistributedEnvironment first (`with DistributedEnvironment() as env:`)."
+        f"WORLD_SIZE={env.world_size} needs a process group, and there is none. Open a "
+        "DistributedEnvironment first (`with DistributedEnvironment() as env:`)."
     )
 
 

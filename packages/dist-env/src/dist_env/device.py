@@ -57,7 +57,7 @@ def _mapped_index(device_map: DeviceMap, rank: int) -> int:
         index = device_map[rank]
     except (KeyError, IndexError):
         raise DistributedEnvironmentError(
-            f"device_map has no entry for global rank {rank}: give one accelerator index for each rank."
+            f"device_map has no entry for global rank {rank}. Give one accelerator index for each rank."
         ) from None
     if isinstance(index, bool) or not isinstance(index, int):
         raise DistributedEnvironmentError(f"device_map[{rank}]={index!r} is not an integer device index.")
@@ -87,8 +87,8 @@ def check_visible(index: int, count: int, *, kind: str, rank: int, mapped: bool)
             f"which are 0..{count - 1}{shown}."
         )
     raise DistributedEnvironmentError(
-        f"LOCAL_RANK={index} is beyond the visible {kind} devices, which are 0..{count - 1}{shown}: start at "
-        f"most {count} processes on this host, make more devices visible, give a device_map, or pass "
+        f"LOCAL_RANK={index} is beyond the visible {kind} devices, which are 0..{count - 1}{shown}. Start "
+        f"at most {count} processes on this host, make more devices visible, give a device_map, or pass "
         "no_accelerator=True."
     )
 
@@ -122,7 +122,7 @@ def choose_backend(device: torch.device, backend: str | None) -> str | None:
     if not dist.is_available():
         if backend is not None:
             raise DistributedEnvironmentError(
-                f"backend={backend!r} cannot be used: this build of torch lacks torch.distributed."
+                f"backend={backend!r} cannot be used, because this build of torch lacks torch.distributed."
             )
         return None
     if backend is None:
@@ -132,8 +132,8 @@ def choose_backend(device: torch.device, backend: str | None) -> str | None:
         _check_backend(backend, kind, name)
     if device.type not in served:
         raise DistributedEnvironmentError(
-            f"backend={backend!r} names no backend for the device {device.type} of this rank; "
-            f"add {device.type}:{dist.get_default_backend_for_device(device)}."
+            f"backend={backend!r} names no backend for the device {device.type} of this rank. Add "
+            f"{device.type}:{dist.get_default_backend_for_device(device)}."
         )
     return backend
 
@@ -141,13 +141,14 @@ def choose_backend(device: torch.device, backend: str | None) -> str | None:
 def _check_backend(backend: str, kind: str, name: str) -> None:
     if name in dist.Backend.backend_list and kind not in dist.Backend.backend_capability.get(name, [kind]):
         raise DistributedEnvironmentError(
-            f"backend={backend!r}: {name} cannot serve the device {kind}; "
-            f"use {dist.get_default_backend_for_device(kind)}, or leave backend out."
+            f"backend={backend!r} names {name}, which cannot serve the device {kind}. Use "
+            f"{dist.get_default_backend_for_device(kind)}, or leave backend out."
         )
     known = [b for b in dist.Backend.backend_list if b != "undefined" and dist.is_backend_available(b)]
     if name not in known:
         raise DistributedEnvironmentError(
-            f"backend={backend!r}: this build of torch has no backend {name!r}; it has {', '.join(known)}."
+            f"backend={backend!r} names {name!r}, which this build of torch does not have. Use one of "
+            f"{', '.join(known)}."
         )
 
 

@@ -211,8 +211,8 @@ def _parse_stall(text: str | None) -> tuple[int, str] | None:
     rank, colon, phase = text.partition(":")
     if not colon or not rank.isdecimal() or phase not in PHASES:
         raise DistributedEnvironmentError(
-            f"{STALL_VARIABLE}={text!r} is not RANK:PHASE with a phase of {', '.join(PHASES)}: "
-            "correct it or unset it."
+            f"{STALL_VARIABLE}={text!r} is not RANK:PHASE with a phase of {', '.join(PHASES)}. Correct it "
+            "or unset it."
         )
     return int(rank), phase
 

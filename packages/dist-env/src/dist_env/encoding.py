@@ -74,7 +74,7 @@ def encode_value(
     try:
         encoder.write(value)
     except _UnfitError as unfit:
-        raise TypeError(f"{name}{''.join(reversed(unfit.path))} {unfit.why}") from None
+        raise TypeError(f"{name}{''.join(reversed(unfit.path))} {unfit.why}.") from None
     return b"".join(encoder.out)
 
 
@@ -464,7 +464,7 @@ class _Decoder:
         if kind is None or kind._fields != fields:
             raise ValueError(
                 f"the named tuple {module[:80]}.{name[:80]} with the fields {fields!r:.200} is not known "
-                "here; import its module on every rank, or send a dict"
+                "here. Import its module on every rank, or send a dict"
             )
         # No code of the class runs, whichever class a stranger names.
         return tuple.__new__(kind, items)

@@ -102,8 +102,8 @@ class DistributedEnvironment:
                 raise DistributedEnvironmentError(f"{name}={seconds!r} is not a positive number of seconds.")
         if self.world_size > 1 and not dist.is_available():
             raise DistributedEnvironmentError(
-                f"WORLD_SIZE={self.world_size} needs torch.distributed, which this build of torch lacks: "
-                "install a build that has it, or start one process."
+                f"WORLD_SIZE={self.world_size} needs torch.distributed, which this build of torch lacks. "
+                "Install a build that has it, or start one process."
             )
         self.hostname = socket.gethostname()
         self.master_port = self._variables.master_port
@@ -182,7 +182,7 @@ class DistributedEnvironment:
             RuntimeError: The environment is open already.
         """
         if self.is_open:
-            raise RuntimeError(f"{self!r} is open already; close it first, or make another one.")
+            raise RuntimeError(f"{self!r} is open already. Close it first, or make another one.")
         self._opened_by = os.getpid()
         self._speaker_before = set_speaker(self.rank, self.world_size, self.log_level)
         atexit.register(self._close_at_exit)
@@ -247,7 +247,7 @@ class DistributedEnvironment:
         if place != (self.rank, self.world_size):
             raise DistributedEnvironmentError(
                 f"RANK={self.rank}, WORLD_SIZE={self.world_size} contradict the process group that exists "
-                f"already (rank {place[0]} of {place[1]}): set both to the group's values, or unset them."
+                f"already (rank {place[0]} of {place[1]}). Set both to the group's values, or unset them."
             )
         self.backend = dist.get_backend()
         logger.warning(

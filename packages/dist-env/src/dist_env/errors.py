@@ -39,8 +39,8 @@ class RankFailedError(RuntimeError):
 
 
 def one_line(reason: object) -> str:
-    """A reason without line breaks, at most 500 characters of it; of an error with its type."""
-    text = " ".join(str(reason).split())[:500]
+    """A reason without line breaks and full stop, at most 500 characters of it; of an error with its type."""
+    text = " ".join(str(reason).split())[:500].removesuffix(".")
     if not isinstance(reason, BaseException):
         return text
     return f"{type(reason).__name__}: {text}" if text else type(reason).__name__

@@ -92,8 +92,8 @@ class _Caller:
             if record.world_size != self._records[0].world_size:
                 raise DistributedEnvironmentError(
                     f"WORLD_SIZE={record.world_size} of rank {record.rank} on {record.host} contradicts "
-                    f"WORLD_SIZE={self._records[0].world_size} of rank 0 on {self._records[0].host}: "
-                    "set the same value on every rank."
+                    f"WORLD_SIZE={self._records[0].world_size} of rank 0 on {self._records[0].host}. Set "
+                    "the same value on every rank."
                 )
             if twin is not None:
                 raise _claimed_twice(twin, record)
@@ -131,7 +131,7 @@ def _answer(root: Store, record: RankRecord, timeout: float, deadline: float) ->
         if root.check([f"refused/{record.token}"]):
             reason = root.get(f"refused/{record.token}").decode()
             root.delete_key(f"refused/{record.token}")
-            raise RankFailedError(f"rank 0 refused the job: {reason}", 0)
+            raise RankFailedError(f"rank 0 refused the job: {reason}.", 0)
         if time.monotonic() >= deadline:
             raise late_joiners(record, _absent(open_rolls.get(latest), record.world_size), timeout)
         time.sleep(_POLL_SECONDS)
@@ -165,7 +165,7 @@ def check_agreement(records: Mapping[int, RankRecord]) -> None:
         ordered = sorted(backends.items(), key=lambda item: item[1])
         shown = ", ".join(f"{name} on rank {rank}" for name, rank in ordered)
         raise DistributedEnvironmentError(
-            f"backend differs between ranks ({shown}): use the same on every rank."
+            f"backend differs between ranks ({shown}). Use the same on every rank."
         )
     users: dict[str, int] = {}
     for rank, record in sorted(records.items()):
@@ -175,7 +175,7 @@ def check_agreement(records: Mapping[int, RankRecord]) -> None:
         if other != rank:
             raise DistributedEnvironmentError(
                 f"ranks {other} and {rank} on {record.host} both use {record.device}, which nccl does not "
-                "allow: set LOCAL_RANK (or device_map) so that each rank has its own device."
+                "allow. Set LOCAL_RANK (or device_map) so that each rank has its own device."
             )
 
 
@@ -191,6 +191,6 @@ def late_joiners(record: RankRecord, missing: Sequence[int], timeout: float) -> 
 
 def _claimed_twice(one: RankRecord, other: RankRecord) -> DistributedEnvironmentError:
     return DistributedEnvironmentError(
-        f"RANK={one.rank} is claimed twice, by process {one.pid} on {one.host} and by process {other.pid} on "
-        f"{other.host}: give each process its own RANK."
+        f"RANK={one.rank} is claimed twice, by process {one.pid} on {one.host} and by process {other.pid} "
+        f"on {other.host}. Give each process its own RANK."
     )

@@ -115,7 +115,7 @@ class Heartbeat:
             RuntimeError: It was started before.
         """
         if self._thread is not None:
-            raise RuntimeError("this Heartbeat was started before; make a new one.")
+            raise RuntimeError("this Heartbeat was started before. Make a new one.")
         self._place = _Place(0, "start", 0, threading.get_ident(), time.monotonic())
         self._thread = threading.Thread(target=self._publish_forever, name="heartbeat", daemon=True)
         self._thread.start()

@@ -142,13 +142,13 @@ def fake_job(
         return
     if not dist.is_available():
         raise DistributedEnvironmentError(
-            f"world_size={world_size} ranks need torch.distributed, which this build of torch lacks: install "
-            "a build that has it."
+            f"world_size={world_size} needs torch.distributed, which this build of torch lacks. Install a "
+            "build that has it."
         )
     if dist.is_initialized():
         raise DistributedEnvironmentError(
-            f"world_size={world_size} ranks cannot be faked beside the process group that exists: "
-            "call fake_job before it is made, or in another process."
+            f"world_size={world_size} cannot be faked beside the process group that exists. Call fake_job "
+            "before it is made, or in another process."
         )
     # The first one registers the backend; torch keeps it among its tools for tests.
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
@@ -185,17 +185,17 @@ def check_ranks(rank: int, local_rank: int, world_size: int, local_world_size: i
     for name, value in values.items():
         least = 1 if name.endswith("SIZE") else 0
         if value < least:
-            raise DistributedEnvironmentError(f"{name}={value} is out of range: it must be {least} or more.")
+            raise DistributedEnvironmentError(f"{name}={value} must be {least} or more.")
     for part, whole in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if values[part] >= values[whole]:
             raise DistributedEnvironmentError(
-                f"{part}={values[part]} contradicts {whole}={values[whole]}: "
-                f"{part} must be less than {whole}; set both, or start the job with torchrun."
+                f"{part}={values[part]} contradicts {whole}={values[whole]}, because {part} must be less "
+                f"than {whole}. Set both, or start the job with torchrun."
             )
     if local_world_size > world_size:
         raise DistributedEnvironmentError(
-            f"LOCAL_WORLD_SIZE={local_world_size} contradicts WORLD_SIZE={world_size}: a host cannot run "
-            "more processes than the job has; set both, or start the job with torchrun."
+            f"LOCAL_WORLD_SIZE={local_world_size} contradicts WORLD_SIZE={world_size}, because a host "
+            "cannot run more processes than the job has. Set both, or start the job with torchrun."
         )
 
 

@@ -289,7 +289,7 @@ def _read(text: str) -> tuple[dict[str, int], str | None]:
             )
         elif auto:
             raise DistributedEnvironmentError(
-                f"{auto} and {name} are both auto. Only one size can be filled in: give the other one."
+                f"{auto} and {name} are both auto. Only one size can be filled in. Give the other one."
             )
         else:
             auto = name

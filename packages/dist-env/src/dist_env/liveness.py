@@ -88,7 +88,7 @@ def naming_lost_ranks(
             raise RankFailedError(f"{what}: {verdict.text.removesuffix('.')}.", verdict.rank) from error
         raise RankFailedError(
             f"{what}: a collective failed, though every rank answers: {one_line(error)}. If it timed out, a "
-            "rank was only late, and a longer timeout helps; if not, look at the network between the hosts.",
+            "rank was only late, and a longer timeout helps. If not, look at the network between the hosts.",
             None,
         ) from error
 

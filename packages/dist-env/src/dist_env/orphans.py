@@ -66,7 +66,7 @@ def die_with_parent_command(command: Sequence[str]) -> list[str]:
     if not is_main_thread():
         raise RuntimeError(
             "die_with_parent_command was called outside the main thread, and the kernel would kill the "
-            "command when this thread ends; start the command from the main thread."
+            "command when this thread ends. Start the command from the main thread."
         )
     # Isolated, and without site-packages: nothing is imported that takes time, or is not ours.
     return [sys.executable, "-I", "-S", os.path.realpath(__file__), str(os.getpid()), *command]

@@ -108,13 +108,13 @@ def _listen(variables: Variables, address: Address, may_choose: bool) -> socket.
     if refusal.errno == errno.EADDRNOTAVAIL:
         raise DistributedEnvironmentError(
             f"MASTER_ADDR={variables.master_addr} is not an address of this host ({socket.gethostname()}), "
-            "where rank 0 runs: set the address of the host of rank 0."
+            "where rank 0 runs. Set the address of the host of rank 0."
         )
     tried = str(ports[0]) if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
     raise DistributedEnvironmentError(
         f"MASTER_PORT={tried} cannot be used on {variables.master_addr} "
-        f"({os.strerror(refusal.errno or 0)}): set MASTER_PORT to a free port on every rank, "
-        "or start the job with torchrun --standalone."
+        f"({os.strerror(refusal.errno or 0)}). Set MASTER_PORT to a free port on every rank, or start the "
+        "job with torchrun --standalone."
     )
 
 
@@ -132,8 +132,8 @@ def _host(variables: Variables, listener: socket.socket, timeout: float) -> Rend
         store = _host_store(variables.master_addr, port, timeout, listener.detach())
     except dist.DistError:
         raise DistributedEnvironmentError(
-            f"MASTER_ADDR={variables.master_addr} does not lead back to this host "
-            f"({socket.gethostname()}), where rank 0 runs: set the address of the host of rank 0."
+            f"MASTER_ADDR={variables.master_addr} does not lead back to this host ({socket.gethostname()}), "
+            "where rank 0 runs. Set the address of the host of rank 0."
         ) from None
     store.set("dist_env/mark", _mark(variables))
     return Rendezvous(store, port, hosts_store=True, held_by_rank_0=True)
@@ -153,8 +153,8 @@ def _connect(variables: Variables, port: int, timeout: float) -> Store:
         return _connect_store(variables.master_addr, port, timeout, _HANDSHAKE_SECONDS)
     except ConnectionError:
         raise DistributedEnvironmentError(
-            f"MASTER_PORT={port} on {variables.master_addr} is held by another program: it does not answer "
-            "like the store of rank 0; set MASTER_PORT to a free port on every rank."
+            f"MASTER_PORT={port} on {variables.master_addr} is held by another program, which does not "
+            "answer like the store of rank 0. Set MASTER_PORT to a free port on every rank."
         ) from None
 
 
@@ -210,8 +210,8 @@ def _resolve(address: str, port: int) -> list[Address]:
         pairs = [(entry[0], str(entry[4][0])) for entry in found]
         return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)
     raise DistributedEnvironmentError(
-        f"MASTER_ADDR={address} cannot be resolved to an address on {socket.gethostname()}: "
-        "set the name or address of the host of rank 0."
+        f"MASTER_ADDR={address} cannot be resolved to an address on {socket.gethostname()}. Set the name or "
+        "address of the host of rank 0."
     )
 
 
@@ -231,8 +231,8 @@ def _unreachable(variables: Variables, port: int, timeout: float) -> RankTimeout
         where = f"ports {_CANDIDATE_PORTS[0]} to {_CANDIDATE_PORTS[-1]}, as MASTER_PORT is not set"
     return RankTimeoutError(
         f"rank {variables.rank} on {socket.gethostname()} did not reach rank 0 within "
-        f"init_timeout={timeout:g} s ({where}): check that rank 0 runs, "
-        "and that its host and port can be reached from here.",
+        f"init_timeout={timeout:g} s ({where}). Check that rank 0 runs, and that its host and port can be "
+        "reached from here.",
         {0: variables.master_addr},
     )
 

@@ -163,7 +163,8 @@ class Link:
         if (its_number, its_count) != (number, count):
             raise RuntimeError(
                 f"{self._name} is at its exchange {its_number}, of {its_count} numbers, while this rank is "
-                f"at its exchange {number}, of {count}: the ranks do not do the same thing"
+                f"at its exchange {number}, of {count}, so the ranks do not do the same thing. Let every "
+                "rank call the same things in the same order."
             )
         return struct.unpack(f"<{count}d", self._read(8 * count))
 

@@ -89,7 +89,7 @@ def resolve_variables(
         overruled.append(f"master_addr={master_addr} gives way to the variable MASTER_ADDR={address}")
     _check_address(address)
     if port is not None and not 1 <= port <= 65535:
-        raise DistributedEnvironmentError(f"MASTER_PORT={port} is out of range: a port is 1 to 65535.")
+        raise DistributedEnvironmentError(f"MASTER_PORT={port} must be a port, 1 to 65535.")
     filled = _complete(ranks, local_only=_is_loopback_name(address))
     check_ranks(*filled)
     return Variables(
@@ -111,7 +111,7 @@ def _read_integer(environ: Mapping[str, str], name: str) -> int | None:
         return None
     if not re.fullmatch(r"-?[0-9]{1,18}", text.strip()):
         raise DistributedEnvironmentError(
-            f"{name}={text!r} is not an integer: set a number, or unset {name}."
+            f"{name}={text!r} is not an integer. Set a number, or unset {name}."
         )
     return int(text)
 
@@ -123,14 +123,14 @@ def _complete(ranks: Mapping[str, int | None], *, local_only: bool) -> tuple[int
         size = 1
         if ranks["RANK"]:
             raise DistributedEnvironmentError(
-                f"RANK={ranks['RANK']} is set but WORLD_SIZE is not: "
-                "set both, or start the job with torchrun."
+                f"RANK={ranks['RANK']} is set but WORLD_SIZE is not. Set both, or start the job with "
+                "torchrun."
             )
     rank = ranks["RANK"]
     if rank is None:
         if size > 1:
             raise DistributedEnvironmentError(
-                f"WORLD_SIZE={size} is set but RANK is not: set RANK to 0..{size - 1}, a different one for "
+                f"WORLD_SIZE={size} is set but RANK is not. Set RANK to 0..{size - 1}, a different one for "
                 "each process, or start the job with torchrun."
             )
         rank = 0
@@ -141,13 +141,13 @@ def _complete(ranks: Mapping[str, int | None], *, local_only: bool) -> tuple[int
         local_rank = rank if local_rank is None else local_rank
     if local_rank is not None and local_size is None and size > 1:
         raise DistributedEnvironmentError(
-            f"LOCAL_RANK={local_rank} is set but LOCAL_WORLD_SIZE is not: "
-            "set it to the number of processes on this host."
+            f"LOCAL_RANK={local_rank} is set but LOCAL_WORLD_SIZE is not. Set it to the number of processes "
+            "on this host."
         )
     if local_rank is None and local_size is not None and local_size > 1:
         raise DistributedEnvironmentError(
-            f"LOCAL_WORLD_SIZE={local_size} is set but LOCAL_RANK is not: "
-            f"set LOCAL_RANK to 0..{local_size - 1}, a different one for each process of this host."
+            f"LOCAL_WORLD_SIZE={local_size} is set but LOCAL_RANK is not. Set LOCAL_RANK to "
+            f"0..{local_size - 1}, a different one for each process of this host."
         )
     return rank, local_rank or 0, size, 1 if local_size is None else local_size
 
@@ -155,11 +155,11 @@ def _complete(ranks: Mapping[str, int | None], *, local_only: bool) -> tuple[int
 def _check_address(address: str) -> None:
     if not address.strip() or re.search(r"\s|/", address):
         raise DistributedEnvironmentError(
-            f"MASTER_ADDR={address!r} is not a host: set the name or address of the host of rank 0."
+            f"MASTER_ADDR={address!r} is not a host. Set the name or address of the host of rank 0."
         )
     if ":" in address and not _is_address(address):
         raise DistributedEnvironmentError(
-            f"MASTER_ADDR={address!r} is not a host: a port belongs into MASTER_PORT."
+            f"MASTER_ADDR={address!r} is not a host. Put the port into MASTER_PORT."
         )
 
 

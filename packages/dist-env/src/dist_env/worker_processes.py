@@ -54,7 +54,7 @@ def die_with_parent_context(method: str | None = None) -> context.BaseContext:
     method = method or multiprocessing.get_start_method(allow_none=True)
     method = method or multiprocessing.get_all_start_methods()[0]
     if method not in _CONTEXTS:
-        raise ValueError(f"method={method!r} is not a start method here; choose {' or '.join(_CONTEXTS)}.")
+        raise ValueError(f"method={method!r} is not a start method here. Choose {' or '.join(_CONTEXTS)}.")
     return _CONTEXTS[method]
 
 

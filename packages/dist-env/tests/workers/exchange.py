@@ -28,6 +28,8 @@ from dist_env import (
     main_process_first,
 )
 
+NOTES = Path(os.environ["NOTES"])
+FOLDER = NOTES.parent
 notes: dict[str, object] = {}
 logger = get_logger("worker")
 TIMES: list[float] = []
@@ -96,7 +98,7 @@ def receive_hostile(env: DistributedEnvironment, size: int, data: bytes) -> str:
 
 
 def take_turns(env: DistributedEnvironment) -> None:
-    order = Path(os.environ["NOTES"]).with_name("order.txt")
+    order = FOLDER / "order.txt"
     with main_process_first(env, timeout=20) as first:
         if first:
             time.sleep(0.3)
@@ -114,9 +116,10 @@ def take_turns(env: DistributedEnvironment) -> None:
     try:
         with main_process_first(env, timeout=0.5):
             if env.rank == 0:
-                time.sleep(1.0)
+                wait_for_files("late-1", "late-2", "late-3")
     except RankTimeoutError as error:
         notes["first_late"] = str(error)
+        FOLDER.joinpath(f"late-{env.rank}").touch()
 
 
 def speak(env: DistributedEnvironment) -> None:
@@ -141,11 +144,11 @@ def share_a_group(env: DistributedEnvironment) -> None:
 def stall(env: DistributedEnvironment) -> None:
     """Rank 2 is late with its data, and rank 0 says so; then the job continues."""
     reports: list[StallReport] = []
-    with Heartbeat(env, stall_timeout=2.0, interval=0.2, on_stall=reports.append) as heart:
+    with Heartbeat(env, stall_timeout=3.0, interval=0.2, on_stall=reports.append) as heart:
         for step in range(3):
             heart.beat(step, "data")
             if step == 1 and env.rank == 2:
-                time.sleep(3.0)
+                time.sleep(5.0)
             heart.beat(step, "all_reduce")
             dist.all_reduce(torch.ones(1))
         # The watchdog gets a moment to see that the job continues.
@@ -157,7 +160,7 @@ def stall(env: DistributedEnvironment) -> None:
 def die(env: DistributedEnvironment) -> None:
     """Rank 3 is killed; a barrier and the heartbeat name it."""
     reports: list[StallReport] = []
-    heart = Heartbeat(env, stall_timeout=5.0, interval=0.2, on_stall=reports.append).start()
+    heart = Heartbeat(env, stall_timeout=6.0, interval=0.2, on_stall=reports.append).start()
     heart.beat(7, "save")
     barrier(env, timeout=20)
     if env.rank == 3:
@@ -166,7 +169,7 @@ def die(env: DistributedEnvironment) -> None:
         write()
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        barrier(env, timeout=7.0, tag="after the save")
+        barrier(env, timeout=10.0, tag="after the save")
     except RankTimeoutError as error:
         notes["barrier"] = [str(error), {str(rank): host for rank, host in error.missing.items()}]
     if env.rank == 0:
@@ -179,8 +182,8 @@ def lose_the_store(env: DistributedEnvironment) -> None:
     """Rank 0 holds the store and vanishes; who comes to a barrier after that is told."""
     write()
     if env.rank == 0:
-        # The others have passed their last barrier; they need a moment to note it.
-        time.sleep(1.0)
+        # The others have passed their last barrier, and noted it.
+        wait_for_files("notes-1.json", "notes-2.json")
         os._exit(0)
     try:
         barrier(env, timeout=20)
@@ -191,7 +194,14 @@ def lose_the_store(env: DistributedEnvironment) -> None:
 
 
 def write() -> None:
-    Path(os.environ["NOTES"]).write_text(json.dumps(notes))
+    NOTES.write_text(json.dumps(notes))
+
+
+def wait_for_files(*names: str) -> None:
+    """Wait until the other ranks have left these files."""
+    end = time.monotonic() + 60
+    while not all(FOLDER.joinpath(name).exists() for name in names) and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def main() -> None:

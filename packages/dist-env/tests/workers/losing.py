@@ -151,8 +151,12 @@ def frozen() -> None:
             kill_after_this_process(pids[0])
         try:
             with naming_lost_ranks(env, "step 5", seconds=1.0):
-                if env.rank == 0:
+                if env.rank == 1:
+                    NOTES.with_name("watched").touch()
+                else:
                     # The thread of the liveness check is there by then, on both ranks.
+                    while not NOTES.with_name("watched").exists():
+                        time.sleep(0.02)
                     time.sleep(1.0)
                     os.kill(os.getpid(), signal.SIGSTOP)
                 notes["froze"] = time.time()

@@ -63,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=formatter_class, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
+        self.exit(2, f"{self.prog}: {message}. See --help.\n")
 
 
 class _Version(argparse.Action):
@@ -138,14 +138,16 @@ def _of_architecture(records: list[Accelerator], wanted: str) -> list[Accelerato
 
     if not any(wanted.casefold() in terms(record) for record in accelerators()):
         names = ", ".join(dict.fromkeys(record.architecture for record in accelerators()))
-        raise ValueError(f"--arch {wanted!r} is not in the table; use one of {names}, a chip or a capability")
+        raise ValueError(
+            f"--arch {wanted!r} is not in the table. Use one of {names}, a chip or a capability."
+        )
     return [record for record in records if wanted.casefold() in terms(record)]
 
 
 def _show(options: argparse.Namespace) -> int:
     record, reason = match(options.name, options.units)
     if record is None:
-        raise ValueError(f"no record for {options.name!r}: {reason}{_suggestion(options.name)}")
+        raise ValueError(f"no record for {options.name!r}: {reason}.{_suggestion(options.name)}")
     print(json.dumps(_record_dict(record), indent=2) if options.json else "\n".join(_record_lines(record)))
     return 0
 
@@ -155,12 +157,12 @@ def _suggestion(name: str) -> str:
 
     wanted = normalise(name)
     if wanted in load_table().by_name:
-        return "; give the full name of one, or --units"
+        return " Give the full name of one, or --units."
     names = {normalise(record.name): record.name for record in accelerators()}
     words = set(wanted.split())
     close = [known for known in names if words and words <= set(known.replace("-", " ").split())]
     close = close or difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
-    return f"; similar names: {', '.join(names[known] for known in close[:5])}" if close else ""
+    return f" Similar names: {', '.join(names[known] for known in close[:5])}." if close else ""
 
 
 def _detect(options: argparse.Namespace) -> int:

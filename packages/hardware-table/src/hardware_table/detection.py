@@ -104,7 +104,9 @@ def _valid(index: int | None, count: int, current: Callable[[], int]) -> int:
     if index is None:
         return current()
     if isinstance(index, bool) or not isinstance(index, int):
-        raise TypeError(f"device index {index!r} must be an integer from 0 to {count - 1}")
+        raise TypeError(f"device index {index!r} must be an integer from 0 to {count - 1}.")
     if not 0 <= index < count:
-        raise ValueError(f"device index {index} does not exist: {count} visible, use 0 to {count - 1}")
+        raise ValueError(
+            f"device index {index} does not exist, because {count} are visible. Use 0 to {count - 1}."
+        )
     return index

@@ -85,15 +85,15 @@ def parse_flops(value: float | str, setting: str) -> float:
         TypeError: If the value is neither a number nor text.
         ValueError: If it does not spell a finite number above zero.
     """
-    rule = "give the dense peak of one device in FLOP/s, such as 165.2e12"
+    rule = "Give the dense peak of one device in FLOP/s, such as 165.2e12."
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(f"{setting}={value!r} is not a number; {rule}")
+        raise TypeError(f"{setting}={value!r} is not a number. {rule}")
     try:
         flops = float(value)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"{setting}={value!r} is not a number; {rule}") from error
+        raise ValueError(f"{setting}={value!r} is not a number. {rule}") from error
     if not math.isfinite(flops) or flops <= 0:
-        raise ValueError(f"{setting}={value!r} must be finite and above 0; {rule}")
+        raise ValueError(f"{setting}={value!r} must be finite and above 0. {rule}")
     return flops
 
 
@@ -108,7 +108,7 @@ def read_text(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise HardwareFileError(f"{path} cannot be read: {error}; correct or delete the file") from error
+        raise HardwareFileError(f"{path} cannot be read: {error}. Correct or delete the file.") from error
 
 
 def load_overrides(path: Path) -> Overrides:
@@ -143,7 +143,7 @@ def record_detected(path: Path, device: DetectedDevice) -> None:
         TimeoutError: If another process holds the lock for more than `LOCK_SECONDS`.
     """
     if sys.platform == "win32":
-        raise OSError(errno.ENOTSUP, "writing the file under a lock needs Linux or macOS")
+        raise OSError(errno.ENOTSUP, "writing the file under a lock needs Linux or macOS.")
     path = path.resolve()  # a link stays a link
     old = read_text(path)
     if old is not None and _with_device(old, path, device) == old:
@@ -173,7 +173,7 @@ def parse_overrides(text: str, path: Path) -> Overrides:
                 key = f"{where} > {dtype}"
                 entry = (normalise(device), _dtype(dtype, value_node, path, key))
                 if entry in overrides:
-                    raise _error(path, value_node, key, "is given twice; keep one")
+                    raise _error(path, value_node, key, "is given twice. Keep one")
                 overrides[entry] = _flops(value_node, path, key)
     return overrides
 
@@ -188,7 +188,7 @@ def compose(text: str, path: Path) -> yaml.Node | None:
         detail = " ".join(str(error).split())
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
             detail = f"line {error.problem_mark.line + 1}: {error.problem}"
-        raise HardwareFileError(f"{path} is not valid YAML: {detail}; correct or delete the file") from error
+        raise HardwareFileError(f"{path} is not valid YAML: {detail}. Correct or delete the file.") from error
     return node
 
 
@@ -205,7 +205,7 @@ def _entries(node: yaml.Node | None, path: Path, key: str, level: int) -> Iterat
             raise _error(path, key_node, key or "the file", "has a key that is not plain text")
         if key_node.value in seen:
             raise _error(
-                path, key_node, " > ".join(filter(None, (key, key_node.value))), "is given twice; keep one"
+                path, key_node, " > ".join(filter(None, (key, key_node.value))), "is given twice. Keep one"
             )
         seen.add(key_node.value)
         yield key_node.value, value_node
@@ -230,7 +230,7 @@ def _flops(node: yaml.Node, path: Path, key: str) -> float:
 
 
 def _error(path: Path, node: yaml.Node, key: str, problem: str) -> HardwareFileError:
-    return HardwareFileError(f"{path}, line {node.start_mark.line + 1}: {key}: {problem}")
+    return HardwareFileError(f"{path}, line {node.start_mark.line + 1}: {key}: {problem.removesuffix('.')}.")
 
 
 def _with_device(text: str, path: Path, device: DetectedDevice) -> str:
@@ -269,7 +269,7 @@ def _require_same_overrides(text: str, path: Path, overrides: Overrides) -> None
         same = False
     if not same:
         raise OSError(
-            errno.EINVAL, "this layout has no room for a section; write its keys on lines of their own"
+            errno.EINVAL, "this layout has no room for a section. Write its keys on lines of their own."
         )
 
 

@@ -98,13 +98,17 @@ def match(device_name: str, units: int | None = None) -> Match:
 
 def _check(device_name: str, units: int | None) -> None:
     if not isinstance(device_name, str):
-        raise TypeError(f"device_name={device_name!r} must be text, as torch names the device")
+        raise TypeError(f"device_name={device_name!r} must be text, as torch names the device.")
     if units is None:
         return
     if isinstance(units, bool) or not isinstance(units, int):
-        raise TypeError(f"units={units!r} must be an integer: the compute units that the device reports")
+        raise TypeError(
+            f"units={units!r} must be an integer, the number of compute units that the device reports."
+        )
     if units < 1:
-        raise ValueError(f"units={units} must be at least 1: the compute units that the device reports")
+        raise ValueError(
+            f"units={units} must be at least 1, the number of compute units that the device reports."
+        )
 
 
 def _choose(found: tuple[Accelerator, ...], name: str, units: int | None) -> Match:

@@ -38,11 +38,11 @@ def canonical_dtype(dtype: str) -> str:
         ValueError: If the name is not known.
     """
     if not isinstance(dtype, str):
-        raise TypeError(f"dtype={dtype!r} must be text such as 'bf16'; for a torch dtype pass str(dtype)")
+        raise TypeError(f"dtype={dtype!r} must be text such as 'bf16'. For a torch dtype pass str(dtype).")
     name = dtype.strip().casefold().removeprefix("torch.")
     name = _SYNONYMS.get(name, name)
     if name not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype={dtype!r} is not known. Use one of {', '.join(DTYPES)}.")
     return name
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .arguments import PretrainArguments
     from .model.config import LlamaConfig, preset, preset_names
-    from .model.interchange import load_pretrained, save_pretrained
-    from .model.llama import KVCache, Llama, generate
+    from .model.llama import KVCache, Llama, generate, load_pretrained, save_pretrained
     from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -32,8 +31,8 @@ _MODULES = {
     "KVCache": "model.llama",
     "LlamaConfig": "model.config",
     "generate": "model.llama",
-    "load_pretrained": "model.interchange",
-    "save_pretrained": "model.interchange",
+    "load_pretrained": "model.llama",
+    "save_pretrained": "model.llama",
     "Llama": "model.llama",
     "PretrainArguments": "arguments",
     "preset": "model.config",

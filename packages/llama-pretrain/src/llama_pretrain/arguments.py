@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from trainer_core import ConfigurationError, TrainingArguments, suggest
-from trainer_ddp import DDPTrainingArguments
-from trainer_fsdp2 import FSDP2TrainingArguments
-from trainer_pipeline import PipelineTrainingArguments
 
-from .exit_codes import PROG
+# The groups of settings are names in the annotations of the __init__ that the class inherits the fields for.
+from trainer_ddp import (
+    CompressionArguments,  # noqa: F401
+    DDPArguments,  # noqa: F401
+    DDPTrainingArguments,
+    DiLoCoArguments,  # noqa: F401
+    PostLocalSGDArguments,  # noqa: F401
+)
+from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments  # noqa: F401
+from trainer_pipeline import PipelineArguments, PipelineTrainingArguments  # noqa: F401
+
+from .console import PROG
 from .mesh import check_mesh, parse_mesh
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
@@ -37,6 +45,16 @@ WITHOUT_EFFECT = (
 )
 
 
+_DATA = "the position in the data has no meaning otherwise, and documents would repeat or be left out"
+UNCHANGEABLE: Mapping[str, str] = {
+    **TrainingArguments.unchangeable,
+    **dict.fromkeys(("data", "text_column", "tokenizer", "sequence_length", "shards"), _DATA),
+    **dict.fromkeys(("model", "vocab_size"), "the saved weights have its shape"),
+    "held_out": "documents that were trained on would be evaluated on",
+}
+"""Settings of which a run that continues keeps what they stand for, and why."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2TrainingArguments):
     """Settings of one pretraining run: those of all trainers, with other defaults, and the application's own.
@@ -46,6 +64,8 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     The defaults train a byte-level model on the text of the Python standard library, in less than three
     minutes on two CPU cores.
     """
+
+    unchangeable: ClassVar[Mapping[str, str]] = UNCHANGEABLE
 
     model: str = "tiny"
     """A preset (tiny, 160m, 1b, 7b, 13b, 34b, 70b) or a directory with a config.json."""
@@ -83,7 +103,6 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     seed: int = 1
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 16
-    num_train_epochs: float = -1
     max_steps: int = 800
     logging_steps: int = 20
     logging_first_step: bool = True
@@ -114,21 +133,24 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
                 "undecodable", self.undecodable, "must be error, skip or replace", "choose one of these"
             )
         if self.shards is not None and self.shards < 1:
-            raise ConfigurationError("shards", self.shards, "must be at least 1", "use 1 or more")
+            raise ConfigurationError("shards", self.shards, "must be at least 1", "set it to 1 or more")
         if self.seed < 0:
             raise ConfigurationError(
-                "seed", self.seed, "must be 0 or more, because a run must be repeatable", "choose a seed"
+                "seed",
+                self.seed,
+                "must be 0 or more, because a run must be repeatable",
+                "choose a seed, such as 42",
             )
         if self.sequence_length < 2:
             raise ConfigurationError(
                 "sequence_length",
                 self.sequence_length,
                 "must be at least 2, to predict a token from one",
-                "raise it",
+                "set it to 2 or more",
             )
         if not 0 <= self.held_out < 1:
             raise ConfigurationError(
-                "held_out", self.held_out, "must be from 0 to below 1", "use a share such as 0.05"
+                "held_out", self.held_out, "must be at least 0 and below 1", "use a share such as 0.05"
             )
         if self.sample_tokens < 0:
             raise ConfigurationError(
@@ -180,7 +202,10 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
             self.check_stages()
             if self.fsdp2.replicas != 1:
                 raise ConfigurationError(
-                    "fsdp2.replicas", self.fsdp2.replicas, "has no effect in a pipeline", "set dp in mesh"
+                    "fsdp2.replicas",
+                    self.fsdp2.replicas,
+                    "has no effect in a pipeline",
+                    "set dp in mesh, such as mesh='pp=2,dp=2'",
                 )
 
     def _check_unused(self) -> None:
@@ -190,7 +215,7 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
                 raise ConfigurationError(
                     name,
                     getattr(self, name),
-                    "has no effect: this application makes its own loader and never overwrites files",
+                    "has no effect, because llama-pretrain makes its own loader and never overwrites files",
                     "leave it out",
                 )
 
@@ -221,14 +246,14 @@ def check_processes(name: str, mesh: str, world_size: int) -> None:
         raise ConfigurationError(
             "mesh",
             mesh,
-            f"is of {parse_mesh(mesh).world_size} processes, and {world_size} were started",
-            "start as many, or change the mesh",
+            f"needs {parse_mesh(mesh).world_size} processes, but {world_size} were started",
+            f"start {parse_mesh(mesh).world_size}, or change the mesh",
         )
     if name == "single" and world_size > 1:
         raise ConfigurationError(
             "trainer",
             name,
-            f"is one process, and {world_size} were started",
+            f"runs in one process, but {world_size} were started",
             f"use `{PROG} train` for one, or `{launch_command(world_size, 'ddp')}` to share the work",
         )
 

@@ -1,4 +1,4 @@
-"""The command line: `llama-pretrain [train|recipes|plan|eval|generate|export|import|report|bench]`."""
+"""The command line: `llama-pretrain [train|recipes|plan|eval|generate|export|import|report|watch|bench]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NoReturn
 
-from .exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG, exit_code_of, is_of_another_rank
+from .console import EXIT_INTERRUPTED, EXIT_USER_ERROR, PROG, exit_code_of, is_of_another_rank
 from .launch import has_launched, is_launched, is_reporting, launch, leave_exit_code, report_end
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ usage: {PROG} [train] [options]     train a Llama, or continue with a run that w
        {PROG} export DIRECTORY      write a trained model for transformers
        {PROG} import HF DIRECTORY   take over a Hugging Face Llama
        {PROG} report [options]      show a run on one HTML page
+       {PROG} watch [RUN ...]       show runs while they train, on a page of this machine
        {PROG} bench [options]       time this trainer beside others
 
 Without a word it trains: a byte-level model on the text of the Python standard library, in less than
@@ -109,8 +110,8 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         from trainer_core import suggest
 
-        hint = f"{suggest(name, COMMANDS, otherwise='')} Commands: {', '.join(COMMANDS)}".strip()
-        print(f"{PROG}: error: unknown command {name!r}; {hint}", file=sys.stderr)
+        hint = f"{suggest(name, COMMANDS, otherwise='')} The commands are {', '.join(COMMANDS)}.".strip()
+        print(f"{PROG}: error: unknown command {name!r}. {hint}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
         done = COMMANDS[name](words)
@@ -251,7 +252,7 @@ def refuse_several_processes(command: str) -> None:
         raise ConfigurationError(
             "WORLD_SIZE",
             processes,
-            f"{command} is one process, and {processes} were started",
+            f"is more than one process, and {command} runs in one",
             f"use `{PROG} {command}` without a launcher",
         )
 
@@ -300,6 +301,14 @@ _SIMPLE = (
         "Show a run on one page that needs nothing else.",
         "ReportArguments",
         ".commands.run_report.write_report",
+    ),
+    _Command(
+        "watch",
+        "Show runs while they train, on a page that this command serves.",
+        "WatchArguments",
+        ".commands.watch.watch",
+        ("runs",),
+        anywhere=True,
     ),
     _Command(
         "bench",

@@ -13,7 +13,7 @@ from trainer_core import ConfigurationError, suggest
 from .cli import COMMANDS, parser_of
 from .commands.arguments import CompletionArguments
 from .config_files import recipe_names
-from .exit_codes import PROG
+from .console import PROG
 
 _PATHS = (
     "config",
@@ -26,6 +26,7 @@ _PATHS = (
     "source",
     "json",
     "page",
+    "runs",
 )
 """Settings that are paths."""
 _PLACES = {
@@ -52,7 +53,7 @@ def complete(args: CompletionArguments) -> None:
     """
     shell = args.shell or Path(os.environ.get("SHELL", "")).name
     if shell not in _PLACES:
-        hint = suggest(shell, _PLACES, otherwise=f"name one: {PROG} completion bash")
+        hint = suggest(shell, _PLACES, otherwise=f"name one, as in `{PROG} completion bash`")
         raise ConfigurationError("shell", shell, "must be bash or zsh", hint)
     script = completion_script(shell)
     if args.show:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer_core import ConfigurationError, load_config_file, suggest
 
-from .exit_codes import PROG
+from .console import PROG
 
 _RECIPES, _SUFFIX = files("llama_pretrain") / "recipes", ".yaml"
 
@@ -61,7 +61,7 @@ def _file(name: str) -> Traversable:
 
 
 def _suggestion(name: str) -> str:
-    return f"{suggest(name, recipe_names(), otherwise='')} `{PROG} recipes` lists them".strip()
+    return f"{suggest(name, recipe_names(), otherwise='')} `{PROG} recipes` lists them.".strip()
 
 
 def _order(name: str) -> tuple[int, int, str]:

@@ -16,11 +16,10 @@ from trainer_fsdp2 import FSDP2Trainer
 from trainer_pipeline import PipelineTrainer
 
 from .arguments import PretrainArguments
+from .console import LOGS_NAME
 from .data import evaluation_loader, open_data, split_data, training_loader
 from .model.config import CONFIG_FILE, LlamaConfig, preset
-from .model.interchange import has_weights
-from .model.llama import Llama
-from .run_directory import LOGS_NAME
+from .model.llama import Llama, has_weights
 from .tokenizer import Tokenizer, load_tokenizer
 
 TRAINERS: Mapping[str, type[Trainer]] = {
@@ -146,7 +145,7 @@ def _vocabulary(args: PretrainArguments, tokenizer: Tokenizer) -> int:
             "vocab_size",
             args.vocab_size,
             f"is less than the {tokenizer.vocab_size} ids of the tokenizer {args.tokenizer!r}",
-            "raise it, or leave it out",
+            "raise it to at least that number, or leave it out",
         )
     return args.vocab_size
 
@@ -163,7 +162,8 @@ def _checked_vocabulary(config: LlamaConfig, args: PretrainArguments, tokenizer:
         raise ConfigurationError(
             "tokenizer",
             args.tokenizer,
-            f"has {tokenizer.vocab_size} ids, the model in {args.model} has vocab_size={config.vocab_size}",
+            f"has {tokenizer.vocab_size} ids, but the model in {args.model} has "
+            f"vocab_size={config.vocab_size}",
             "use the tokenizer that belongs to the model",
         )
     return replace(
@@ -179,7 +179,7 @@ def _check_positions(setting: str, value: int, positions: int, config: LlamaConf
         raise ConfigurationError(
             setting,
             value,
-            f"needs {positions} positions, the model has max_position_embeddings="
-            f"{config.max_position_embeddings}",
+            f"needs {positions} positions, but the model has "
+            f"max_position_embeddings={config.max_position_embeddings}",
             f"lower {setting}, or choose a model with more positions",
         )

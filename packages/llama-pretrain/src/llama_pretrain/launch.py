@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar, Literal
 
-from .exit_codes import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER_ERROR, PROG
+from .console import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER_ERROR, PROG
 
 EXIT_CODES_VARIABLE = "LLAMA_PRETRAIN_EXIT_CODES"
 """Names a folder in which each rank leaves its exit code, for a script whose launcher does not tell it:
@@ -297,12 +297,12 @@ class _Job:
         causes = [report for report in reports if report.kind == "cause"]
         code = self._ranks[first].returncode
         if code < 0:
-            print(f"{PROG}: error: rank {first} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+            print(f"{PROG}: error: rank {first} was ended by {signal.Signals(-code).name}.", file=sys.stderr)
         elif causes and (self._asked_to_end or reports[-1].kind == "consequence"):
             print(f"{PROG}: error: [rank {causes[0].rank}] {causes[0].text}", file=sys.stderr)
         elif not causes and reports:
-            said = "see what it printed above"
-            print(f"{PROG}: error: rank {first} ended with exit code {code}; {said}", file=sys.stderr)
+            said = "See what it printed above."
+            print(f"{PROG}: error: rank {first} ended with exit code {code}. {said}", file=sys.stderr)
 
 
 def _has_failed(code: int | None) -> bool:

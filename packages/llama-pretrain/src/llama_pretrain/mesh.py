@@ -28,7 +28,7 @@ def parse_mesh(text: str) -> ParallelLayout:
     try:
         layout = ParallelLayout.parse(text)
     except DistributedEnvironmentError as error:
-        raise ConfigurationError("mesh", text, str(error), "change mesh") from error
+        raise ConfigurationError("mesh", text, f"cannot be used: {error}", "change the mesh") from error
     for name in ("context", "tensor", "expert"):
         if getattr(layout, name) > 1:
             raise ConfigurationError(
@@ -61,7 +61,7 @@ def check_mesh(text: str, trainer: str) -> None:
     """
     if text and trainer != (follows := trainer_for(parse_mesh(text))):
         raise ConfigurationError(
-            "trainer", trainer, f"contradicts mesh={text!r}", f"make it {follows!r}, or leave out mesh"
+            "trainer", trainer, f"contradicts mesh={text!r}", f"set trainer={follows!r}, or leave out mesh"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -27,17 +27,15 @@ from trainer_core import (
 )
 
 from .arguments import GROUP_NAMES, PretrainArguments
-from .exit_codes import PROG
+from .console import CONFIG_NAME, LOGS_NAME, PROG, SESSIONS_NAME
 from .mesh import names_said_by_mesh
 from .settings import follow_mesh
-
-SESSIONS_NAME = "sessions.json"
 
 
 def describe_session(args: PretrainArguments, env: DistributedEnvInterface) -> dict[str, object]:
     """Return what this start of a run is made with, as plain JSON values."""
     return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": now_text(),
         "trainer": args.trainer,
         "mesh": args.mesh,
         "processes": env.world_size,
@@ -48,6 +46,11 @@ def describe_session(args: PretrainArguments, env: DistributedEnvInterface) -> d
         "torch": torch.__version__,
         PROG: version(PROG),
     }
+
+
+def now_text() -> str:
+    """The time, as `sessions.json` has it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def read_sessions(directory: Path) -> list[Mapping[str, object]]:
@@ -74,24 +77,13 @@ def _device_name(device: torch.device) -> str:
     return f"{device.type} ({platform.processor() or platform.machine()})"
 
 
-CONFIG_NAME = "config.yaml"
 IDENTITY_NAME = "run.json"
-LOGS_NAME = "trainer_logs.json"
 CURVE_NAME = "loss_curve.png"
 
-# The optimizer's own settings travel in its checkpoint, so another value would have no effect after a resume.
-_SETTINGS_OF_A_RUN = (
-    "seed",
-    "sequence_length",
-    "held_out",
-    "shards",
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-)
-_NOT_WORTH_SAYING = ("output_dir", "logging_dir", "resume_from_checkpoint", *_SETTINGS_OF_A_RUN)
+_OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+"""Settings that a run keeps, unless `allow_changes` names them."""
+_SETTINGS_OF_A_RUN = ("seed", "sequence_length", "held_out", "shards", *_OF_THE_OPTIMIZER)
+_NOT_WORTH_SAYING = ("output_dir", "logging_dir", "resume_from_checkpoint", "allow_changes")
 
 
 class RunDirectory:
@@ -160,12 +152,26 @@ class RunDirectory:
             move_aside(self.path, [*checkpoints_in(self.path), *own, self.log_file(args)])
             # A later start with these settings continues with this run.
             args = replace(args, resume_from_checkpoint=True, overwrite_output_dir=False)
+        # What was allowed has happened: a later start that says nothing keeps the new values.
+        args = replace(args, allow_changes=())
         if session is not None:
             sessions = [*read_sessions(self.path), session] if self._has_checkpoint() else [session]
             _write(self.path / SESSIONS_NAME, json.dumps(sessions, indent=2) + "\n")
         _write(self.path / IDENTITY_NAME, json.dumps(_identity(args, subject), indent=2) + "\n")
         _write(self.path / CONFIG_NAME, yaml.safe_dump(asdict(args), sort_keys=False))
         return changes
+
+    def note_session(self, **facts: object) -> None:
+        """Add facts to the last start in `sessions.json`: where training began, and how it ended.
+
+        Args:
+            **facts: `first_step` once training begins; `ended`, `last_step` and `outcome` at the end. The
+                outcome is "done", "error: ..." or what stopped it.
+        """
+        sessions = read_sessions(self.path)
+        if sessions:
+            sessions[-1] = {**sessions[-1], **facts}
+            _write(self.path / SESSIONS_NAME, json.dumps(sessions, indent=2) + "\n")
 
     def holds_run(self) -> bool:
         """Whether a run was begun here, so that `arguments` can read its settings."""
@@ -181,7 +187,7 @@ class RunDirectory:
             raise ConfigurationError(
                 "output_dir",
                 str(self.path),
-                "holds no run",
+                "contains no run",
                 "name the output directory of a run",
             )
         _, settings = follow_mesh({}, load_config_file(self.path / CONFIG_NAME))
@@ -193,7 +199,7 @@ class RunDirectory:
         Raises:
             ConfigurationError: If they are not.
         """
-        self._refuse_other_identity(_identity(args, subject))
+        self._refuse_other_identity(_identity(args, subject), args.allow_changes)
 
     def log_file(self, args: PretrainArguments) -> Path:
         """Where the log entries of the run are, also if its directory was moved."""
@@ -201,10 +207,14 @@ class RunDirectory:
 
     def held_out_losses(self, args: PretrainArguments) -> dict[int, float]:
         """Return the losses of all evaluations in the log, by step."""
+        return self.logged(args, "eval_loss")
+
+    def logged(self, args: PretrainArguments, key: str) -> dict[int, float]:
+        """Return the values of a key in the log, by step."""
         path = self.log_file(args)
         entries = load_logs(path) if path.is_file() else []
-        found = ((entry.get("global_step"), entry.get("eval_loss")) for entry in entries)
-        return {int(step): loss for step, loss in found if isinstance(step, int) and isinstance(loss, float)}
+        found = ((entry.get("global_step"), entry.get(key)) for entry in entries)
+        return {step: value for step, value in found if isinstance(step, int) and isinstance(value, float)}
 
     def draw_curve(self, args: PretrainArguments) -> Path | None:
         """Draw the loss curve; None when the log holds no loss yet."""
@@ -235,11 +245,11 @@ class RunDirectory:
             raise ConfigurationError(
                 "output_dir",
                 str(self.path),
-                f"holds files that are not a run of llama-pretrain (such as {foreign[0]!r})",
+                f"contains files that are not a run of llama-pretrain (such as {foreign[0]!r})",
                 "choose another --output-dir, or move them away",
             )
 
-    def _refuse_other_identity(self, identity: Mapping[str, object]) -> None:
+    def _refuse_other_identity(self, identity: Mapping[str, object], allowed: Sequence[str]) -> None:
         path = self.path / IDENTITY_NAME
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
@@ -252,15 +262,18 @@ class RunDirectory:
             ) from error
         if not isinstance(before, dict):
             before = {}
-        for name in sorted({*before, *identity}):
+        names = sorted({*before, *identity} - {*allowed})
+        changed = [name for name in names if before.get(name) != identity.get(name)]
+        changed.sort(key=lambda name: name in _OF_THE_OPTIMIZER)
+        for name in changed:
             old, new = before.get(name), identity.get(name)
-            if old != new:
-                raise ConfigurationError(
-                    name,
-                    _shorter(new, old),
-                    f"the run in {self.path} was begun with {_shorter(old, new)!r}",
-                    "choose another --output-dir, or go back to that value",
-                )
+            may = f", or allow it with --allow-changes {','.join([*allowed, *changed])}"
+            raise ConfigurationError(
+                name,
+                _shorter(new, old),
+                f"differs from the run in {self.path}, which was begun with {_shorter(old, new)!r}",
+                f"choose another --output-dir, or go back to that value{may * (name in _OF_THE_OPTIMIZER)}",
+            )
 
     def _refuse_fresh_start(self, args: PretrainArguments) -> None:
         """A run that starts anew beside old checkpoints would later continue from the wrong ones."""
@@ -268,17 +281,18 @@ class RunDirectory:
             raise ConfigurationError(
                 "resume_from_checkpoint",
                 False,
-                f"means a fresh start, but {self.path} holds checkpoints",
+                f"asks for a fresh start, but {self.path} contains checkpoints",
                 f"choose another --output-dir, or add --fresh, which moves that run to {PREVIOUS}<time>/",
             )
 
     def _changes(self, args: PretrainArguments) -> dict[str, tuple[object, object]]:
         if not (self.path / CONFIG_NAME).is_file():
             return {}
-        now = settings_by_name(asdict(args))
+        now = _with_epochs(settings_by_name(asdict(args)))
         # Settings that did not exist at the last start were at their defaults.
-        before = settings_by_name(asdict(PretrainArguments())) | settings_by_name(
-            load_config_file(self.path / CONFIG_NAME)
+        before = _with_epochs(
+            settings_by_name(asdict(PretrainArguments()))
+            | settings_by_name(load_config_file(self.path / CONFIG_NAME))
         )
         unsaid = {*_NOT_WORTH_SAYING, *names_said_by_mesh(before, now)}
         return {
@@ -322,6 +336,12 @@ def settings_by_name(settings: Mapping[str, object]) -> dict[str, object]:
     groups = {name: value for name, value in plain.items() if name in GROUP_NAMES and isinstance(value, dict)}
     inner = {f"{name}.{key}": item for name, group in groups.items() for key, item in group.items()}
     return {name: value for name, value in plain.items() if name not in groups} | inner
+
+
+def _with_epochs(settings: Mapping[str, object]) -> dict[str, object]:
+    """The same with none for epochs without limit, which were -1 in files of an earlier version."""
+    epochs = settings.get("num_train_epochs")
+    return {**settings, "num_train_epochs": None if epochs == -1 else epochs}
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, Union, cast, get_args, get_origin, g
 
 from trainer_core import ConfigurationError, arguments_from_dict, field_docs, suggest
 
-from .exit_codes import PROG
+from .console import PROG
 from .mesh import MOVED, parse_mesh, said_before, trainer_for
 
 if TYPE_CHECKING:
@@ -36,15 +36,18 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "held_out",
         "seed",
     ),
-    "where": ("output_dir", "logging_dir", "resume_from_checkpoint"),
+    "where": ("output_dir", "logging_dir", "resume_from_checkpoint", "allow_changes"),
     "how long, how much at once": (
         "max_steps",
         "num_train_epochs",
+        "epoch_train_steps",
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "per_device_eval_batch_size",
     ),
     "optimizer": (
+        "optim",
+        "optim_kwargs",
         "learning_rate",
         "lr_scheduler_type",
         "lr_scheduler_kwargs",
@@ -54,11 +57,13 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "adam_beta2",
         "adam_epsilon",
         "max_grad_norm",
+        "ema_decay",
     ),
     "when to log, evaluate and save": (
         "logging_strategy",
         "logging_steps",
         "logging_first_step",
+        "report_to",
         "eval_strategy",
         "eval_steps",
         "max_eval_steps",
@@ -149,7 +154,7 @@ def resolve(given: Mapping[str, object]) -> PretrainArguments:
             raise ConfigurationError(
                 "fresh",
                 True,
-                f"excludes resume_from_checkpoint={options['resume_from_checkpoint']!r}",
+                f"cannot be combined with resume_from_checkpoint={options['resume_from_checkpoint']!r}",
                 "leave one of them out",
             )
         options |= {"resume_from_checkpoint": False, "overwrite_output_dir": True}
@@ -169,7 +174,9 @@ def _in_tables(settings: Mapping[str, object], cls: type, prefix: str = "") -> d
     tables: dict[str, object] = {}
     for key, value in settings.items():
         if not isinstance(key, str):
-            raise ConfigurationError(f"{prefix}{key}", value, "is not the name of a setting", "write a name")
+            raise ConfigurationError(
+                f"{prefix}{key}", value, "is not the name of a setting", "write a name, such as max_steps"
+            )
         name, _, inner = key.replace("-", "_").partition(".")
         group = groups.get(name)
         if not isinstance(group, type) or not (inner or isinstance(value, Mapping)):
@@ -229,7 +236,10 @@ def follow_mesh(
             value = _value(settings, name)
             if value not in (None, follows, MOVED.get(name)):
                 raise ConfigurationError(
-                    name, value, f"contradicts mesh={text!r}, which makes it {follows!r}", "leave one out"
+                    name,
+                    value,
+                    f"contradicts mesh={text!r}, which makes it {follows!r}",
+                    "leave one of them out",
                 )
     return {**_without(options, moved), "trainer": trainer}, _without(from_file, moved)
 
@@ -272,13 +282,14 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].split("=")[0]
             options = [option for option in self._option_string_actions if option.startswith("--")]
-            hint = suggest(word, options, otherwise=f"{self.prog} --help lists the options")
-            self.error(f"unknown argument {unknown[0]!r}; {hint}")
+            hint = suggest(word, options, otherwise=f"`{self.prog} --help` lists the options.")
+            self.error(f"unknown argument {unknown[0]!r}. {hint}")
         return vars(given)
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with code 2."""
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        stop = "" if message.endswith((".", "?")) else "."
+        print(f"{self.prog}: error: {message}{stop}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -309,7 +320,7 @@ def add_field_options(
     hints, docs = get_type_hints(cls), field_docs(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in positional:
-        _add_positional(parser, fields[name], docs[name])
+        _add_positional(parser, fields[name], hints[name], docs[name])
     named = {*positional, *leave_out, *(name for names in groups.values() for name in names)}
     rest = [name for name in fields if name not in named]
     for title, names in {**groups, "other settings" if groups else "settings": rest}.items():
@@ -322,11 +333,12 @@ def add_field_options(
             _add_nested_options(parser, name, hints[name], docs.get(name, ""), _default(fields[name]), second)
 
 
-def _add_positional(parser: Parser, field: dataclasses.Field[object], doc: str) -> None:
+def _add_positional(parser: Parser, field: dataclasses.Field[object], hint: object, doc: str) -> None:
     default = _default(field)
     optional = default is not dataclasses.MISSING
     text = f"{doc} [{_shown(default)}]" if optional else doc
-    parser.add_argument(field.name, nargs="?" if optional else None, help=text.replace("%", "%%"))
+    count = "*" if get_origin(hint) is tuple else "?" if optional else None
+    parser.add_argument(field.name, nargs=count, help=text.replace("%", "%%"))
 
 
 def _add_nested_options(
@@ -415,7 +427,7 @@ def _read_as(kind: object, text: str) -> object:
     if get_origin(kind) is tuple:
         return _read_list(get_args(kind)[0], text)
     if kind not in (int, float):
-        raise TypeError(f"no option can be made for the type {kind!r}")
+        raise TypeError(f"no option can be made for the type {kind!r}.")
     try:
         return int(text) if kind is int else float(text)
     except ValueError:

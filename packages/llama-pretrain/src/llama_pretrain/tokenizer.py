@@ -163,7 +163,7 @@ class ByteTokenizer:
             raise ConfigurationError(
                 "tokenizer",
                 str(directory),
-                f"holds no {BYTE_TOKENIZER_FILE}",
+                f"contains no {BYTE_TOKENIZER_FILE}",
                 "name a directory that has one",
             )
         return cls()
@@ -191,7 +191,7 @@ class HuggingFaceTokenizer:
                 "tokenizer",
                 str(directory),
                 "needs transformers, which is not installed",
-                "pip install 'llama-pretrain[hf]', or use --tokenizer byte",
+                "install it with `pip install 'llama-pretrain[hf]'`, or use --tokenizer byte",
             ) from error
         if not Path(directory).is_dir():
             raise ConfigurationError(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
 from torch import nn
 
-from checkpoint_core import CheckpointError, LostRankError, find_latest_checkpoint
+from checkpoint_core import CheckpointError, LeaseLostError, LostRankError, find_latest_checkpoint
 from dataloader_dispatch import DocumentSource
 from dist_env import (
     DistributedEnvInterface,
@@ -20,15 +21,14 @@ from dist_env import (
     broadcast_object,
     main_process_first,
 )
-from trainer_core import Trainer
+from trainer_core import ConfigurationError, Trainer, TrainerState
 
 from .arguments import PretrainArguments, check_processes, launch_command
-from .exit_codes import BrokenRunError
+from .console import CONFIG_NAME, PROG, BrokenRunError, printable, text_plot, wrapped
 from .experiment import Experiment, build_trainer, prepare
 from .launch import report_ownership
 from .model.llama import Llama, generate
-from .output import printable
-from .run_directory import CONFIG_NAME, RunDirectory, describe_session, refuse_if_in_use
+from .run_directory import RunDirectory, describe_session, now_text, refuse_if_in_use
 from .tokenizer import Tokenizer, unit_of
 
 SAMPLE_TEMPERATURE = 0.8
@@ -70,7 +70,9 @@ def train(args: PretrainArguments) -> int:
         trainer.ranks.check_same(experiment.subject)
         with trainer.owns_output_dir():
             report_ownership()
-            return _train_on(env, trainer, experiment, directory, changes, started)
+            begun = _Begun(directory if env.rank == 0 else None)
+            with begun.noting_the_end(trainer):
+                return _train_on(env, trainer, experiment, directory, changes, begun, started)
 
 
 def _train_on(
@@ -79,6 +81,7 @@ def _train_on(
     experiment: Experiment,
     directory: RunDirectory,
     changes: Mapping[str, tuple[object, object]],
+    begun: _Begun,
     started: float,
 ) -> int:
     args, speaks = experiment.args, env.rank == 0
@@ -90,7 +93,6 @@ def _train_on(
     with main_process_first(env) as goes_first:
         if goes_first:
             directory.begin(args, experiment.subject, describe_session(args, env))
-    begun = _Begun()
     trainer.add_callback(begun)
     try:
         output = trainer.train()
@@ -118,12 +120,45 @@ def _train_on(
 
 
 class _Begun:
-    """Knows whether the first step was begun: a callback."""
+    """Knows whether the first step was begun, and notes where, and how the run ended: a callback.
 
-    happened = False
+    Args:
+        directory: Whose history it is noted in; None on all ranks but one.
+    """
 
-    def on_train_begin(self, *_: object, **__: object) -> None:
+    def __init__(self, directory: RunDirectory | None) -> None:
+        self.happened = False
+        self._directory = directory
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         self.happened = True
+        if self._directory is not None:
+            self._directory.note_session(first_step=state.global_step)
+
+    @contextmanager
+    def noting_the_end(self, trainer: Trainer) -> Iterator[None]:
+        """A context in which the run trains; it notes nothing of a run that another one has taken over."""
+        try:
+            yield
+        except LeaseLostError:
+            raise
+        except BaseException as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            self._note(
+                trainer, "stopped at once" if isinstance(error, KeyboardInterrupt) else f"error: {text}"
+            )
+            raise
+        cause = trainer.stop_cause
+        self._note(trainer, "done" if cause is None else f"stopped by {cause.name}")
+
+    def _note(self, trainer: Trainer, outcome: str) -> None:
+        if self._directory is not None and self.happened:
+            facts = {"ended": now_text(), "last_step": trainer.state.global_step, "outcome": outcome}
+            try:
+                self._directory.note_session(**facts)
+            except (OSError, ConfigurationError) as error:
+                # A full disk may be what ends the run, and must not take the place of what ended it.
+                print(f"{PROG}: the end of the run could not be noted: {error}", file=sys.stderr)
 
 
 def _lacks_evaluation(
@@ -190,18 +225,23 @@ def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:
 def say_nothing_was_left(step: int) -> None:
     """Say that the run had reached its end before this start."""
     print(
-        f"nothing left to train: the run has reached step {step}; a larger --max-steps continues", flush=True
+        f"the run had reached its end, step {step}: a larger --max-steps continues, --fresh begins anew",
+        flush=True,
     )
 
 
 def show_result(
     directory: RunDirectory, args: PretrainArguments, sample: str, tokenizer: Tokenizer, seconds: float
 ) -> None:
-    """Print a sample of generated text, draw the loss curve, and say where everything lies."""
+    """Print a sample of generated text and the loss curve, and say where everything lies and what to try."""
     if sample:
-        print(f"\nsample, temperature {SAMPLE_TEMPERATURE}:\n")
-        print(_indented(printable(sample)))
+        print(f"\nsample, temperature {SAMPLE_TEMPERATURE}; the prompt is {args.prompt!r}:\n")
+        print(_marked(wrapped(printable(sample)), printable(args.prompt)))
     losses = directory.held_out_losses(args)
+    plot = text_plot(list(directory.logged(args, "loss").items()), list(losses.items()))
+    if plot:
+        print(f"\nloss by step: * training{', o held out' * bool(losses)}\n")
+        print("\n".join(f"    {line}" for line in plot))
     minutes, rest = divmod(round(seconds), 60)
     print(f"\ndone in {minutes} min {rest} s")
     if losses:
@@ -214,8 +254,13 @@ def show_result(
         print(f"  loss curve      {curve}")
     print(f"  log             {directory.log_file(args)}")
     print(f"  settings        {directory.path / CONFIG_NAME}")
-    where = "" if args.output_dir == "runs/default" else f" --output-dir {args.output_dir}"
-    print(f"try it            llama-pretrain generate {shlex.quote(args.prompt)}{where}", flush=True)
+    where = "" if args.output_dir == "runs/default" else f" --output-dir {shlex.quote(args.output_dir)}"
+    config, longer = shlex.quote(str(directory.path / CONFIG_NAME)), 2 * max(args.max_steps, 1)
+    print("\nnext")
+    generate_it = f"{PROG} generate {shlex.quote(args.prompt)}{where}"
+    print(f"  use it          {generate_it}; {PROG} export exported{where}")
+    print(f"  train longer    {PROG} train --config {config} --max-steps {longer}")
+    print(f"  look closer     {PROG} report{where}; {PROG} plan --config {config}", flush=True)
 
 
 def write_sample(
@@ -254,5 +299,8 @@ def _uncompiled(args: PretrainArguments) -> AbstractContextManager[object]:
     return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
 
 
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
+def _marked(text: str, prompt: str) -> str:
+    """The text with its prompt in bold, where it goes to a terminal."""
+    if not sys.stdout.isatty() or prompt not in text:
+        return text
+    return text.replace(prompt, f"\x1b[1m{prompt}\x1b[0m", 1)

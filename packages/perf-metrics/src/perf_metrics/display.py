@@ -79,8 +79,8 @@ def check_format(fmt: Format) -> None:
         format(1 if fmt[-1:] in _INTEGER_TYPES else 1.0, fmt)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f'fmt={fmt!r} is not a format for numbers ({error}); use a Python format spec such as ".3f", '
-            '"si", "gib" or a callable'
+            f'fmt={fmt!r} is not a format for numbers ({error}). Use a Python format spec such as ".3f", '
+            '"si", "gib" or a callable.'
         ) from None
 
 
@@ -88,7 +88,7 @@ def check_reduce(reduce: Reduce) -> None:
     """Raise ValueError unless `reduce` is a reduction that `format_value` knows."""
     if reduce is not None and not callable(reduce) and reduce not in (*_REDUCTIONS, "all"):
         raise ValueError(
-            f'reduce={reduce!r}: must be one of {", ".join(_REDUCTIONS)}, "all", None or a callable'
+            f'reduce={reduce!r} must be one of {", ".join(_REDUCTIONS)}, "all", None or a callable.'
         )
 
 
@@ -148,7 +148,7 @@ class ColumnSpec:
 
     def __post_init__(self) -> None:
         if isinstance(self.width, bool) or not isinstance(self.width, int) or self.width < 1:
-            raise ValueError(f"width={self.width!r}: must be a positive number of characters")
+            raise ValueError(f"width={self.width!r} must be a positive number of characters.")
         check_format(self.fmt)
         check_reduce(self.reduce)
 
@@ -216,7 +216,7 @@ def merge_columns(
     for name, override in (overrides or {}).items():
         if override is None:
             if merged.pop(name, None) is None:
-                raise ValueError(f"column {name!r} is None, but no such column exists{_hint(name, merged)}")
+                raise ValueError(f"column {name!r} is None, but no such column exists.{_hint(name, merged)}")
         elif isinstance(override, ColumnSpec):
             merged[name] = override
         else:
@@ -228,7 +228,7 @@ def _lay_over(name: str, default: ColumnSpec, override: ColumnOverride) -> Colum
     fields = {field.name: None for field in dataclasses.fields(ColumnSpec)}
     for field in override:
         if field not in fields:
-            raise ValueError(f"column {name!r} has no field {field!r}{_hint(field, fields)}")
+            raise ValueError(f"column {name!r} has no field {field!r}.{_hint(field, fields)}")
     try:
         return dataclasses.replace(default, **override)
     except ValueError as error:
@@ -237,7 +237,7 @@ def _lay_over(name: str, default: ColumnSpec, override: ColumnOverride) -> Colum
 
 def _hint(word: str, known: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+    return f" Did you mean {close[0]!r}?" if close else f" Known are {', '.join(known)}."
 
 
 class ProgressTable:

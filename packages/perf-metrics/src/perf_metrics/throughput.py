@@ -101,7 +101,7 @@ class ThroughputMeter:
     def _phase(self, name: str, *, excluded: bool) -> AbstractContextManager[None]:
         if self._kinds.setdefault(name, excluded) != excluded:
             before, now = ("excluded", "measured") if not excluded else ("measured", "excluded")
-            raise ValueError(f"phase {name!r} was {before} before and cannot be {now} too; use another name")
+            raise ValueError(f"phase {name!r} was {before} before and cannot be {now} too. Use another name.")
         return _Phase(self, name, excluded)
 
     def _enter(self, phase: _Phase) -> None:
@@ -171,8 +171,8 @@ def exclude_compilation(meter: ThroughputMeter) -> Iterator[None]:
         from torch._dynamo.callback import callback_handler
     except ImportError as error:
         raise RuntimeError(
-            "exclude_compilation needs torch._dynamo.callback, which this torch does not have; "
-            "leave the first window out of your figures instead"
+            "exclude_compilation needs torch._dynamo.callback, which this torch does not have. Leave the "
+            "first window out of your figures instead."
         ) from error
     compiling = _Compiling(meter)
     callback_handler.register_start_callback(compiling.begin)

@@ -69,7 +69,7 @@ def _check_shares(shares: Mapping[str, float]) -> None:
     numbers = [share for share in shares.values() if isinstance(share, int | float)]
     wrong = len(numbers) < len(shares) or any(not share >= 0 for share in numbers)
     if wrong or not math.isclose(sum(numbers), 1.0):
-        raise ValueError(f"shares={dict(shares)!r}: must be 0 or more each, and 1 together")
+        raise ValueError(f"shares={dict(shares)!r} must be 0 or more each, and 1 together.")
 
 
 def sum_peaks(peaks: Iterable[float | None]) -> float | None:
@@ -112,6 +112,6 @@ def check_peak(setting: str, value: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value < math.inf:
         raise ValueError(
-            f"{setting}={value!r}: must be a positive number of FLOP/s, such as 989e12; "
-            "use None when the peak is unknown"
+            f"{setting}={value!r} must be a positive number of FLOP/s, such as 989e12. Use None when the "
+            "peak is unknown."
         )

@@ -78,4 +78,4 @@ def test_a_file_that_no_parser_reads_is_named(
     path = tmp_path / "config.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert main(["flops", "--hf-config", str(path), "--seq", "8"]) == 2
-    assert f"--hf-config={path}: not a JSON file" in capsys.readouterr().err
+    assert f"--hf-config={path} is not a JSON file" in capsys.readouterr().err

@@ -67,14 +67,14 @@ def test_summary_as_table_and_as_json(log: Path, tmp_path: Path, capsys: Capture
     [
         (
             ["plot", "{log}", "--panels", "los"],
-            "perf-metrics: panels: 'los' is neither .* did you mean 'loss'",
+            "perf-metrics: panels: 'los' is neither .* Did you mean 'loss'",
         ),
         (["plot", "{log}", "--panels", "mfu"], "perf-metrics: nothing to plot in panel 'mfu'"),
-        (["plot", "{log}", "-o", "a.jpg"], "perf-metrics: output='a.jpg': the suffix must be"),
+        (["plot", "{log}", "-o", "a.jpg"], "perf-metrics: output='a.jpg' must end in"),
         (["plot", "{log}", "--labels", "a,b"], "perf-metrics: labels has 2 names for 1 log files"),
         (["plot", "nowhere"], "perf-metrics: .*No such file or directory: 'nowhere'"),
-        (["summary", "{log}/.."], "perf-metrics: .*: no trainer_logs.json in this directory"),
-        (["summary", "{log}", __file__], "perf-metrics: .*test_main.py: not a log file"),
+        (["summary", "{log}/.."], "perf-metrics: .* has no trainer_logs.json"),
+        (["summary", "{log}", __file__], "perf-metrics: .*test_main.py is not a log file"),
     ],
 )
 def test_bad_input_is_one_line(log: Path, capsys: Captured, words: list[str], message: str) -> None:
@@ -104,7 +104,7 @@ def test_bad_usage_is_one_line(words: list[str], capsys: Captured) -> None:
     assert exit_info.value.code == 2
     message = capsys.readouterr().err
     assert message.startswith("perf-metrics")
-    assert message.endswith("; see --help\n")
+    assert message.endswith(". See --help.\n")
     assert message.count("\n") == 1
 
 

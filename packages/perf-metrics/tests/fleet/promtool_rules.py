@@ -43,7 +43,7 @@ class RuleTest:
         host: str = "node1",
         **labels: str,
     ) -> None:
-        """Add what dcgm-exporter shows of a GPU; without `mhz` it shows no clock."""
+        """Add what dcgm-exporter shows of a GPU. without `mhz` it shows no clock."""
         device = {"gpu": str(index), "UUID": f"GPU-{host}-{index}", "modelName": H100, "Hostname": host}
         told = {**device, **({} if job is None else {"hpc_job": job}), **labels}
         for name in names:

@@ -145,7 +145,7 @@ def test_columns_of_a_table_are_named(dashboard) -> None:
 
 
 def test_labels_that_are_none_are_named() -> None:
-    with pytest.raises(ValueError, match="job_label='hpc-job': not the name of a label"):
+    with pytest.raises(ValueError, match="job_label='hpc-job' is not the name of a label"):
         grafana_dashboard(job_label="hpc-job")
 
 

@@ -56,7 +56,7 @@ def test_labels_and_clocks_are_those_that_were_asked_for(tmp_path: Path) -> None
 def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prometheus.yml").write_text("mine\n")
     assert main(["fleet-files", str(tmp_path)]) == 2
-    assert "prometheus.yml is there with another content; give another folder" in capsys.readouterr().err
+    assert "prometheus.yml is there with another content. Give another folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["prometheus.yml"]
     assert (tmp_path / "prometheus.yml").read_text() == "mine\n"
 
@@ -69,11 +69,11 @@ def test_writing_the_same_again_is_no_conflict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--job-label", "hpc-job"], "perf-metrics: job_label='hpc-job': not the name of a label"),
-        (["--cluster-label", "hpc_job"], "perf-metrics: cluster_label='hpc_job': is the job_label too"),
-        (["--tensor-mhz", "1830"], "perf-metrics: tensor_mhz='1830': must be NAME=MHZ"),
-        (["--tensor-mhz", "A=fast"], "perf-metrics: tensor_mhz='A=fast': must be NAME=MHZ"),
-        (["--tensor-mhz", "A=-1"], "perf-metrics: tensor_mhz=-1.0: must be a positive number of MHz"),
+        (["--job-label", "hpc-job"], "perf-metrics: job_label='hpc-job' is not the name of a label"),
+        (["--cluster-label", "hpc_job"], "perf-metrics: cluster_label='hpc_job' is the job_label too"),
+        (["--tensor-mhz", "1830"], "perf-metrics: tensor_mhz='1830' must be NAME=MHZ"),
+        (["--tensor-mhz", "A=fast"], "perf-metrics: tensor_mhz='A=fast' must be NAME=MHZ"),
+        (["--tensor-mhz", "A=-1"], "perf-metrics: tensor_mhz=-1.0 must be a positive number of MHz"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

@@ -17,9 +17,11 @@ from .planted import FALLEN
 from .synthetic_plan import SCRAPE_S
 from .synthetic_truth import Figures, JobTruth, Truth
 
+pytestmark = pytest.mark.xdist_group("fleet")
+
 Report = dict[str, Any]
 SAME = 1e-9
-"""Relative. A query with the scrape interval as its step sees each sample once, whatever the offset of the
+"""Relative. A query with The scrape interval as its step sees each sample once, whatever the offset of the
 host, as its windows of 30 s touch and do not overlap; Prometheus gives back the very double that was written.
 So only the order of a sum can differ."""
 LATE = 0.03

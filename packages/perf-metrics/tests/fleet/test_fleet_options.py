@@ -15,6 +15,8 @@ from perf_metrics.commands.main import main
 
 from .fleet_command import ServedFleet
 
+pytestmark = pytest.mark.xdist_group("fleet")
+
 FLEET = ["fleet", "--prometheus", "http://127.0.0.1:9"]
 DAY = ["--start", "2026-01-01", "--end", "2026-01-02"]
 
@@ -22,17 +24,17 @@ DAY = ["--start", "2026-01-01", "--end", "2026-01-02"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--start", "20260101"], "start='20260101': is not in this century"),
-        (["--start", "1767225600000"], "start='1767225600000': is not in this century"),
+        (["--start", "20260101"], "start='20260101' is not in this century"),
+        (["--start", "1767225600000"], "start='1767225600000' is not in this century"),
         (["--start", "99999999999999d"], "is not in this century"),
-        (["--start", "yesterday"], "start='yesterday': must be ISO 8601"),
+        (["--start", "yesterday"], "start='yesterday' must be ISO 8601"),
         ([*DAY, "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
         ([*DAY, "--json", "/tmp"], "/tmp: must be a file"),
         ([*DAY, "--json", "-"], "-: must be a file"),
-        ([*DAY, "--json", "/tmp/x", "--html", "/tmp/x"], "is given for --json and --html"),
+        ([*DAY, "--json", "/tmp/x", "--html", "/tmp/x"], "is given for both --json and --html"),
         ([*DAY, "--patience", "nan"], "patience_s=nan"),
         ([*DAY, "--tensor-mhz", "1830", "--tensor-mhz", "A=1000"], "one clock for all devices, or NAME=MHZ"),
-        ([*DAY, "--outlier-points", "0"], "points=0.0: must be 0 to 100"),
+        ([*DAY, "--outlier-points", "0"], "points=0.0 must be 0 to 100"),
     ],
 )
 def test_is_told_in_one_line_before_the_server_is_asked(

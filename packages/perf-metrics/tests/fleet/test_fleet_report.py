@@ -155,7 +155,7 @@ def test_the_rule_for_outliers(mfu: float, ofu: float, is_one: bool) -> None:
 
 
 def test_a_rule_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"points=0: must be 0 to 100"):
+    with pytest.raises(ValueError, match=r"points=0 must be 0 to 100"):
         OutlierRule(points=0)
-    with pytest.raises(ValueError, match="ratio=1: must be above 1"):
+    with pytest.raises(ValueError, match="ratio=1 must be above 1"):
         OutlierRule(ratio=1)

@@ -13,6 +13,8 @@ from .fleet_command import ServedFleet, report_of, run
 from .outage_relay import OutageRelay
 from .prometheus_server import PrometheusServer
 
+pytestmark = pytest.mark.xdist_group("fleet")
+
 
 @pytest.fixture(scope="module")
 def undisturbed(small_fleet: ServedFleet, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def test_a_name_that_is_used_again_is_another_job() -> None:
     longer = FleetSamples(start=0, end=86400, step_s=30, tensor_mhz=1000, run_gap_s=7200)
     requeued(longer, (0.40, 0.20), wait_s=3700)
     assert [job.figures.job for job in fleet_report(longer).jobs] == ["job"]
-    with pytest.raises(ValueError, match="run_gap_s=0: must be a positive number of seconds"):
+    with pytest.raises(ValueError, match="run_gap_s=0 must be a positive number of seconds"):
         FleetSamples(start=0, end=60, step_s=30, run_gap_s=0)
 
 

@@ -124,9 +124,9 @@ def test_patience_ends_in_an_error_that_says_there_is_no_report(server: Server, 
         ({"status": "success", "data": {"resultType": "matrix", "result": None}}, 200, "as Prometheus does"),
         ({"status": "error", "error": None}, 400, "refuses the query 'up': it says no more"),
         ({"status": "error", "error": "parse error: x"}, 400, "refuses the query 'up': parse error: x"),
-        (b"<html>Not here</html>", 404, "status 404 and no JSON: is it a Prometheus server"),
-        (b"<html>Welcome</html>", 200, "status 200 and no JSON: is it a Prometheus server"),
-        (b"no", 401, "status 401: give --bearer-token-file"),
+        (b"<html>Not here</html>", 404, "status 404 and no JSON .* Is it a Prometheus server"),
+        (b"<html>Welcome</html>", 200, "status 200 and no JSON .* Is it a Prometheus server"),
+        (b"no", 401, "status 401. Give --bearer-token-file"),
         ({"status": "success", "data": {"resultType": "vector", "result": []}}, 200, "as Prometheus does"),
         ([], 200, "as Prometheus does"),
     ],
@@ -159,7 +159,7 @@ def test_what_is_too_large_for_a_server_is_told_apart(
 
 def test_a_redirect_is_told_and_not_followed(server: Server, api: PrometheusAPI) -> None:
     server.answer(b"", 302)
-    with pytest.raises(PrometheusError, match="redirects to another address: give the address that answers"):
+    with pytest.raises(PrometheusError, match="redirects to another address: Give the address that answers"):
         api.query_range("up", 0, 60, 30)
 
 
@@ -191,11 +191,11 @@ def test_an_answer_too_large_for_the_server_is_asked_for_in_parts() -> None:
 
 
 def test_settings_are_checked_before_the_server_is_asked(server: Server, api: PrometheusAPI) -> None:
-    with pytest.raises(ValueError, match="the end must be after the start"):
+    with pytest.raises(ValueError, match="must be before end="):
         collect_fleet(api, 60, 0)
-    with pytest.raises(ValueError, match="step_s=0: must be 1 to 3600"):
+    with pytest.raises(ValueError, match="step_s=0 must be 1 to 3600"):
         collect_fleet(api, 0, 60, step_s=0)
-    with pytest.raises(ValueError, match="job_label='hpc-job': not the name of a label"):
+    with pytest.raises(ValueError, match="job_label='hpc-job' is not the name of a label"):
         collect_fleet(api, 0, 60, job_labels=["hpc-job"])
     for wrong in ("localhost:9090", "http://", "http://host:abc", "http://[::1"):
         with pytest.raises(ValueError, match=r"prometheus=.*(must be|is not an) a"):

@@ -279,14 +279,14 @@ def test_the_file_says_what_the_rules_are() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"job_label": "hpc-job"}, "job_label='hpc-job': not the name of a label"),
-        ({"job_label": "UUID"}, "job_label='UUID': this label tells the device"),
-        ({"cluster_label": ""}, "cluster_label='': not the name of a label"),
-        ({"cluster_label": "hpc_job"}, "cluster_label='hpc_job': is the job_label too"),
-        ({"interval_s": 0}, "interval_s=0: must be a whole number of seconds, 1 to 30"),
-        ({"interval_s": 60}, "interval_s=60: must be"),
-        ({"interval_s": 7.5}, "interval_s=7.5: must be"),
-        ({"tensor_mhz": {"X": 0}}, "tensor_mhz=0: must be a positive number of MHz"),
+        ({"job_label": "hpc-job"}, "job_label='hpc-job' is not the name of a label"),
+        ({"job_label": "UUID"}, "job_label='UUID' is the label that tells the device"),
+        ({"cluster_label": ""}, "cluster_label='' is not the name of a label"),
+        ({"cluster_label": "hpc_job"}, "cluster_label='hpc_job' is the job_label too"),
+        ({"interval_s": 0}, "interval_s=0 must be a whole number of seconds, 1 to 30"),
+        ({"interval_s": 60}, "interval_s=60 must be"),
+        ({"interval_s": 7.5}, "interval_s=7.5 must be"),
+        ({"tensor_mhz": {"X": 0}}, "tensor_mhz=0 must be a positive number of MHz"),
     ],
 )
 def test_settings_that_make_no_rules_are_named(settings: dict, message: str) -> None:

@@ -210,7 +210,7 @@ def test_a_model_may_answer_for_itself() -> None:
     with pytest.raises(FlopsUnknownError, match="cannot be halved"):
         flops_per_token_breakdown(model, 10, causal="half")
     model.answer = -1.0
-    with pytest.raises(ValueError, match=r"returned -1\.0: must be a positive number"):
+    with pytest.raises(ValueError, match=r"returned -1\.0: must return a positive number"):
         model_flops_per_token(model, 10)
 
 
@@ -293,7 +293,7 @@ def test_bad_input() -> None:
     model = Llama(tiny_config())
     with pytest.raises(ValueError, match="sequence_length=0"):
         model_flops_per_token(model, 0)
-    with pytest.raises(ValueError, match='causal=\'quarter\': must be "full", "half" or "dense"'):
+    with pytest.raises(ValueError, match='causal=\'quarter\' must be "full", "half" or "dense"'):
         model_flops_per_token(model, 8, causal="quarter")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="n_layers=-1"):
         palm_flops_per_token(1e9, -1, 128, 1024)

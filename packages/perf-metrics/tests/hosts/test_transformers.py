@@ -245,7 +245,7 @@ def test_there_is_a_handler_for_each_event_of_the_trainer(make: Callable[[], obj
 
 
 def test_flops_per_token_is_a_positive_number() -> None:
-    with pytest.raises(ValueError, match=r"flops_per_token=0: must be a positive number"):
+    with pytest.raises(ValueError, match=r"flops_per_token=0 must be a positive number"):
         IntervalCounts(0)
 
 

@@ -68,12 +68,12 @@ def test_a_torn_line_in_the_middle_is_told(tmp_path: Path, caplog: pytest.LogCap
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"other: not a log file: expected a JSON array"):
+    with pytest.raises(ValueError, match=r"other is not a log file, which is a JSON array"):
         load_logs(path)
 
 
 def test_a_directory_without_a_log(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no trainer_logs.json in this directory"):
+    with pytest.raises(FileNotFoundError, match=r"has no trainer_logs.json"):
         load_logs(tmp_path)
 
 

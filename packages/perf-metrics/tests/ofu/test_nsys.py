@@ -97,8 +97,8 @@ def test_a_gpu_without_the_metric_is_named(tmp_path: Path) -> None:
     readings = read_nsys(path)
     assert len(readings.samples) == 1
     assert readings.notes == (
-        f"GPU 1: no metric {NSYS_TENSOR!r}; profile with nsys profile --gpu-metrics-devices=all and "
-        "nsys export --type sqlite",
+        f"GPU 1: no metric {NSYS_TENSOR!r}; Profile with `nsys profile --gpu-metrics-devices=all` and "
+        "`nsys export --type sqlite`",
     )
 
 
@@ -114,7 +114,7 @@ def test_values_of_another_unit_are_left_out(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_such_export(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no such file"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         read_nsys(tmp_path / "none.sqlite")
     report = tmp_path / "a.nsys-rep"
     report.write_bytes(b"not a database" * 100)
@@ -124,7 +124,7 @@ def test_files_that_are_no_such_export(tmp_path: Path) -> None:
     with closing(sqlite3.connect(empty)) as database:
         database.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
     with pytest.raises(
-        ValueError, match="no table GPU_METRICS and TARGET_INFO_GPU_METRICS; profile with nsys"
+        ValueError, match=r"no table GPU_METRICS and TARGET_INFO_GPU_METRICS\. Profile with `nsys"
     ):
         read_nsys(empty)
 

@@ -74,19 +74,23 @@ def test_counters_that_begin_anew_are_not_counted_backwards() -> None:
 
 def test_slow_forbidden_old_and_unknown_devices_do_not_stop_the_others(fake_nvml) -> None:
     script = (
-        "gpus 6\ndelay 1 nvmlGpmSampleGet 2500\nfail 2 nvmlGpmSampleGet 4 -1\ngpm 3 0\n"
+        "gpus 6\ndelay 1 nvmlGpmSampleGet 30000\nfail 2 nvmlGpmSampleGet 4 -1\ngpm 3 0\n"
         "name 4 NVIDIA X9000\nfail 5 nvmlGpmSampleGet 10 1\n"
     )
     program = START + (
-        "with OFUSampler(interval_s=0.2) as s:\n time.sleep(1.2)\n window = s.window()\n"
-        "print(json.dumps(tell(window)))"
+        "with OFUSampler(interval_s=0.2) as s:\n"
+        " good, *_, passing = s._threads\n"
+        " end = time.monotonic() + 20\n"
+        " while time.monotonic() < end and not (good.sums.samples > 2 and passing._problem):\n"
+        "  time.sleep(0.01)\n"
+        " window = s.window()\nprint(json.dumps(tell(window)))"
     )
     window = fake_nvml.run(program, script)
     good, slow, forbidden, old, unknown, passing = window["devices"]
     assert (good["ofu"], good["reason"]) == (0.5, None)
     assert good["samples"] >= 3
     assert slow["ofu"] is None
-    assert re.fullmatch(r"unavailable: no answer from the driver for [12]\.\d s", slow["reason"])
+    assert re.fullmatch(r"unavailable: no answer from the driver for \d+\.\d s", slow["reason"])
     assert forbidden["reason"] == "unavailable: nvmlGpmSampleGet: Insufficient Permissions"
     assert (
         old["reason"] == "unavailable: no tensor activity: the device has no GPM, which needs Hopper or newer"
@@ -98,6 +102,8 @@ def test_slow_forbidden_old_and_unknown_devices_do_not_stop_the_others(fake_nvml
     assert (passing["ofu"], passing["reason"], passing["problem"]) == (0.5, None, "nvmlGpmSampleGet: Timeout")
     assert window["ofu"] is None  # not the mean of those that answered
     assert [reason[:2] for reason in window["reasons"]] == ["1:", "2:", "3:", "4:"]
+    # Where the driver answers, what was allocated for any of them is freed.
+    fake_nvml.run(program, script.replace("30000", "0"))
     assert fake_nvml.report["allocated"] == fake_nvml.report["freed"] == 10
 
 
@@ -177,9 +183,9 @@ def test_the_interval_has_bounds(interval: float) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(TypeError, match=r"^devices='GPU-1': must be a list"):
+    with pytest.raises(TypeError, match=r"^devices='GPU-1' must be a list"):
         OFUSampler("GPU-1")
-    with pytest.raises(ValueError, match=r"^tensor_mhz=0: must be a positive number"):
+    with pytest.raises(ValueError, match=r"^tensor_mhz=0 must be a positive number"):
         OFUSampler(tensor_mhz=0)
 
 

@@ -158,7 +158,7 @@ def test_command_for_other_devices_and_formats(capsys: pytest.CaptureFixture[str
     ("options", "message"),
     [
         (["0", "1", "1"], "M=0"),
-        (["1", "1", "1", "--kernel", "nvjet_tst_TNN"], "its tile is not known"),
+        (["1", "1", "1", "--kernel", "nvjet_tst_TNN"], "has no known tile"),
         (["1", "1", "1", "--dtype", "bf61"], "bf61"),
         (["1", "1", "1", "--dtype", "bf61", "--device", "nothing"], "bf61"),
     ],

@@ -247,7 +247,7 @@ def test_shapes_as_torch_records_them(tmp_path: Path) -> None:
         torch.nn.functional.linear(torch.ones(2, 3, 8), torch.ones(10, 8), bias)
     path = tmp_path / "trace.json"
     profiler.export_chrome_trace(str(path))
-    with pytest.raises(TraceFileError, match=r"no kernels of a GPU; .*ProfilerActivity.CUDA"):
+    with pytest.raises(TraceFileError, match=r"no kernels of a GPU. .*ProfilerActivity.CUDA"):
         trace_overhead(path)
     recorded = json.loads(path.read_text())
     wanted = {

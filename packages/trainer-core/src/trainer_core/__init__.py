@@ -26,11 +26,16 @@ if TYPE_CHECKING:
         WandbCallback,
         dump_on_oom,
     )
-    from .checkpoint.output_dir import PREVIOUS, checkpoints_in, move_aside
-    from .data.batch import Batch, labels_of, to_device
-    from .data.loaders import EvalMetric
-    from .distributed.clipping import clip_grad_norm_, own_part
-    from .distributed.executor import EagerExecutor, Executor, ForwardOutput, GradSync
+    from .checkpointing import PREVIOUS, checkpoints_in, move_aside
+    from .data.loaders import Batch, EvalMetric, PaddingCollator, labels_of, to_device
+    from .distributed.executor import (
+        EagerExecutor,
+        Executor,
+        ForwardOutput,
+        GradSync,
+        clip_grad_norm_,
+        own_part,
+    )
     from .distributed.ranks import BatchPlacement, Ranks
     from .distributed.transforms import (
         BuiltModel,
@@ -42,7 +47,6 @@ if TYPE_CHECKING:
     )
     from .dry_run import DryRun, no_dry_run
     from .errors import ConfigurationError, DataError, suggest
-    from .events import EVENTS
     from .generation import Sampling, generators_of_rank_0, logits_of_one_rank, share_generators
     from .inputs import TrainerOptions
     from .loss import (
@@ -94,7 +98,7 @@ if TYPE_CHECKING:
         prepare_qat,
     )
     from .precision.autocast import autocast
-    from .state import StopCause, TrainerControl, TrainerState, TrainOutput
+    from .state import EVENTS, StopCause, TrainerControl, TrainerState, TrainOutput
     from .trainer import Trainer
     from .update import NonFiniteGradientError
 
@@ -139,6 +143,7 @@ __all__ = [
     "Multiopt",
     "NonFiniteGradientError",
     "OutputMeanLoss",
+    "PaddingCollator",
     "Plan",
     "ProfilerCallback",
     "RankMemory",
@@ -226,7 +231,10 @@ _NAMES = {
         "MinimalTrainingArguments",
         "TrainingArguments",
     ),
-    "arguments.config": ("arguments_from_dict", "field_docs"),
+    "arguments.config": (
+        "arguments_from_dict",
+        "field_docs",
+    ),
     "arguments.files": ("load_config_file",),
     "callbacks": (
         "DivergenceDetector",
@@ -234,8 +242,8 @@ _NAMES = {
         "ExternalControl",
         "GradientStatistics",
         "InfoCallback",
-        "MemorySnapshotCallback",
         "MLflowCallback",
+        "MemorySnapshotCallback",
         "ProfilerCallback",
         "TensorBoardCallback",
         "TextSamples",
@@ -243,12 +251,30 @@ _NAMES = {
         "WandbCallback",
         "dump_on_oom",
     ),
-    "checkpoint.output_dir": ("PREVIOUS", "checkpoints_in", "move_aside"),
-    "data.batch": ("Batch", "labels_of", "to_device"),
-    "data.loaders": ("EvalMetric",),
-    "distributed.clipping": ("clip_grad_norm_", "own_part"),
-    "distributed.executor": ("EagerExecutor", "Executor", "ForwardOutput", "GradSync"),
-    "distributed.ranks": ("BatchPlacement", "Ranks"),
+    "checkpointing": (
+        "PREVIOUS",
+        "checkpoints_in",
+        "move_aside",
+    ),
+    "data.loaders": (
+        "Batch",
+        "EvalMetric",
+        "PaddingCollator",
+        "labels_of",
+        "to_device",
+    ),
+    "distributed.executor": (
+        "EagerExecutor",
+        "Executor",
+        "ForwardOutput",
+        "GradSync",
+        "clip_grad_norm_",
+        "own_part",
+    ),
+    "distributed.ranks": (
+        "BatchPlacement",
+        "Ranks",
+    ),
     "distributed.transforms": (
         "BuiltModel",
         "ModelTransform",
@@ -257,10 +283,21 @@ _NAMES = {
         "copy_weights_of_rank_0",
         "saved_buffers",
     ),
-    "dry_run": ("DryRun", "no_dry_run"),
-    "errors": ("ConfigurationError", "DataError", "suggest"),
-    "events": ("EVENTS",),
-    "generation": ("Sampling", "generators_of_rank_0", "logits_of_one_rank", "share_generators"),
+    "dry_run": (
+        "DryRun",
+        "no_dry_run",
+    ),
+    "errors": (
+        "ConfigurationError",
+        "DataError",
+        "suggest",
+    ),
+    "generation": (
+        "Sampling",
+        "generators_of_rank_0",
+        "logits_of_one_rank",
+        "share_generators",
+    ),
     "inputs": ("TrainerOptions",),
     "loss": (
         "CausalLMLoss",
@@ -279,13 +316,15 @@ _NAMES = {
         "loss_of",
         "predict",
     ),
-    "metrics.comm_bytes": ("Collective", "CommBytes"),
+    "metrics.comm_bytes": (
+        "Collective",
+        "CommBytes",
+    ),
     "metrics.memory": ("RankMemory",),
     "model": (
         "InitialValues",
         "ModelInit",
         "ModelSource",
-        "use_sum_reduction",
         "checkpoint_activations",
         "compile_model",
         "construct_without_weights",
@@ -297,10 +336,18 @@ _NAMES = {
         "move_buffers",
         "ordinary_tensors",
         "prepare_model",
+        "use_sum_reduction",
     ),
-    "optimization": ("Multiopt", "build_optimizer"),
+    "optimization": (
+        "Multiopt",
+        "build_optimizer",
+    ),
     "periodic": ("EXIT_RESUMABLE",),
-    "planning": ("Plan", "margin_of", "plan"),
+    "planning": (
+        "Plan",
+        "margin_of",
+        "plan",
+    ),
     "precision": (
         "FP8_RECIPES",
         "QAT_RECIPES",
@@ -311,7 +358,13 @@ _NAMES = {
         "prepare_qat",
     ),
     "precision.autocast": ("autocast",),
-    "state": ("StopCause", "TrainerControl", "TrainerState", "TrainOutput"),
+    "state": (
+        "EVENTS",
+        "StopCause",
+        "TrainOutput",
+        "TrainerControl",
+        "TrainerState",
+    ),
     "trainer": ("Trainer",),
     "update": ("NonFiniteGradientError",),
 }
@@ -324,7 +377,7 @@ if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a 
         from importlib import import_module
 
         if name not in _MODULES:
-            replaced = f"; use {_REPLACED[name]} (see the changelog)" if name in _REPLACED else ""
+            replaced = f". Use {_REPLACED[name]} (see the changelog)." if name in _REPLACED else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{replaced}")
         value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         globals()[name] = value

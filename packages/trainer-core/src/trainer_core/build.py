@@ -14,32 +14,29 @@ from dist_env import ParallelLayout, get_logger
 from perf_metrics import ThroughputMeter
 
 from .arguments import TrainingArguments
-from .checkpoint.checkpointing import build_manager
-from .checkpoint.hyperparameters import Hyperparameters
-from .checkpoint.output_dir import OutputLease
-from .checkpoint.run_state import CallbackStates, RunComponents, RunProgress, ScheduleState
+from .checkpointing import OutputLease, build_manager
 from .data.loaders import EvaluationSets, evaluation_sets, train_loader
 from .distributed.build import build_model, compile_built, make_loss
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel, ModelTransform
-from .events import CallbackHandler
 from .inputs import TrainerInputs
 from .loss import TokenLoss
-from .metrics.log_window import MetricAccumulator
-from .metrics.throughput import FlopsAccount, RunSpeed
+from .metrics.log_window import FlopsAccount, MetricAccumulator, RunSpeed
 from .model import RecompileCounter
 from .optimization import (
     NamedParameters,
     OptimizerInBackward,
+    average_weights,
     build_optimizer,
     build_schedule,
     is_callback,
     optimizer_table,
 )
-from .periodic import set_length
+from .periodic import say_length, set_length
 from .precision import build_scaler
 from .run import GarbagePolicy, Run
-from .state import TrainerState
+from .run_state import CallbackStates, Hyperparameters, RunComponents, RunProgress, ScheduleState
+from .state import CallbackHandler, TrainerState
 from .update import build_update
 
 
@@ -95,11 +92,13 @@ def assemble(
     """
     loader, evaluation = _loaders(args, ranks, placement, parts)
     set_length(state, args, loader)
+    say_length(state, args)
     follow = resumes or parts.initial_weights is not None
     built, loss = build_model_and_loss(args, ranks, transforms, parts, skip_init=follow)
     optimizer, scheduler = None, None
     if loader is not None:
         optimizer = build_optimizer_of(args, built, parts)
+        average_weights(args, built, optimizer)
         scheduler = build_scheduler(args, optimizer, state, parts)
         if scheduler is not None and is_callback(scheduler):
             events.add(scheduler)
@@ -116,7 +115,7 @@ def assemble(
     log_window = MetricAccumulator(ranks, state, meter, speed, flops, traffic=built.traffic, halts=halts)
     schedule = None if scheduler is None else ScheduleState(scheduler)
     options = None if optimizer is None else Hyperparameters(optimizer)
-    progress = RunProgress(args, state, log_window, speed.samples_per_step, options=options)
+    progress = RunProgress(args, state, log_window, speed, options=options)
     components = RunComponents(
         built,
         placement,
@@ -196,6 +195,7 @@ def build_optimizer_of(args: TrainingArguments, built: BuiltModel, parts: Traine
             groups=parts.optimizer_groups,
             factory=parts.optimizer,
             among=None if args.fuse_optim_with_backward else among,
+            whole_model=built.meta_model,
         )
 
     optimizer = OptimizerInBackward(named, build) if args.fuse_optim_with_backward else build(named)
@@ -211,7 +211,7 @@ def build_scheduler(
     """The learning-rate schedule, if there is to be one; the state knows how long the run is."""
     if parts.scheduler is not None:
         return parts.scheduler(optimizer)
-    if not args.lr_scheduler_type:
+    if not args.lr_scheduler_type or args.optim == "schedule_free_adamw":
         return None
     return build_schedule(args, optimizer, state.max_steps)
 

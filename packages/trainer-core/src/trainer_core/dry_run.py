@@ -15,15 +15,15 @@ from dist_env import StaticDistributedEnvironment
 
 from .arguments import TrainingArguments
 from .build import build_model_and_loss, build_optimizer_of, build_scheduler, samples_per_step
-from .data.batch import Batch, Window, next_window, row_length
-from .data.loaders import train_loader
-from .distributed.clipping import own_part
+from .data.loaders import Batch, Window, next_window, row_length, train_loader
+from .distributed.executor import own_part
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel, ModelTransform
 from .errors import ConfigurationError, DataError
 from .inputs import TrainerInputs
 from .loss import TokenLoss
 from .metrics.comm_bytes import Collective, CollectiveWatch
+from .metrics.log_window import FlopsAccount
 from .metrics.memory import (
     ACTIVATIONS,
     GATHERED,
@@ -33,8 +33,8 @@ from .metrics.memory import (
     RankMemory,
     attention_of_gpus,
 )
-from .metrics.throughput import FlopsAccount
 from .model import fake_tensors, ordinary_tensors, run_settings
+from .optimization import average_weights
 from .periodic import set_length
 from .state import fresh_state
 from .update import Update, build_update
@@ -121,6 +121,7 @@ def dry_run(
         with _needs_no_values("model", source, "be built"):
             built, loss = build_model_and_loss(args, ranks, transforms, parts, skip_init=False)
         optimizer = build_optimizer_of(args, built, parts)
+        average_weights(args, built, optimizer)
         scheduler = build_scheduler(args, optimizer, state, parts)
         own = map(own_part, [*built.model.parameters(), *built.model.buffers()])
         live = LiveBytes(own, keeps_sends=built.keeps_sends)
@@ -213,7 +214,7 @@ def _first_window(loader: object, args: TrainingArguments, loss: TokenLoss) -> W
     batches = iter(cast(Iterable[Batch], loader))
     window = next_window(batches, args.gradient_accumulation_steps, loss)
     if window is None:
-        raise DataError("the training data gave no batch; give more data")
+        raise DataError("the training data gave no batch. Give more data.")
     return window
 
 
@@ -261,7 +262,8 @@ def _held(built: BuiltModel, optimizer: Optimizer) -> dict[str, list[Tensor]]:
     return {
         "weights": list(built.model.parameters()),
         "gradients": [each.grad for each in built.parameters if each.grad is not None],
-        "optimizer": [value for value in states if isinstance(value, Tensor)],
+        "optimizer": [value for value in states if isinstance(value, Tensor)]
+        + ([] if built.average is None else built.average.extra()),
     }
 
 

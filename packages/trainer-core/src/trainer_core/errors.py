@@ -10,21 +10,34 @@ from typing import NamedTuple
 
 
 class ConfigurationError(ValueError):
-    """A setting that cannot be used, with the rule it breaks and the way out.
+    """A setting that cannot be used, with the rule it breaks and the way out, as whole sentences.
+
+    "max_steps=0 must be at least 1. Set it to 1 or more."
 
     Args:
         setting: Name of the setting, with dots for nested ones.
         value: What it was set to.
-        rule: The rule that it breaks, in words.
-        fix: What to do about it.
+        rule: What is said of the setting: "must be at least 1".
+        fix: What to do about it, beginning in lower case: "set it to 1 or more".
     """
 
     def __init__(self, setting: str, value: object, rule: str, fix: str) -> None:
-        super().__init__(f"{setting}={value!r}: {rule}; {fix}")
+        super().__init__(f"{setting}={value!r} {stopped(rule)} {_sentence(fix)}")
         self.setting = setting
         self.value = value
         self.rule = rule
         self.fix = fix
+
+
+def _sentence(text: str) -> str:
+    """A text with its full stop, and with a capital unless it begins with a name or with code."""
+    first = text.split(" ", 1)[0].rstrip(",:;.?")
+    return stopped(text[0].upper() + text[1:] if first.isalpha() and first.islower() else text)
+
+
+def stopped(text: str) -> str:
+    """A text with the full stop that it may lack."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 class DataError(ValueError):
@@ -67,11 +80,12 @@ def unused_settings(args: object, dependents: Iterable[Dependent]) -> list[str]:
         dependents: Settings whose condition is not met.
 
     Returns:
-        A line for each.
+        Two sentences for each.
     """
     defaults = {field.name: field.default for field in fields(args)}  # type: ignore[arg-type]
     return [
-        f"{name}={getattr(args, name)!r} has no effect {condition}; {fix}, or leave {name} out"
+        f"{name}={getattr(args, name)!r} has no effect {condition}. "
+        + _sentence(f"{fix}, or leave {name} out")
         for name, condition, fix in dependents
         if getattr(args, name) != defaults[name]
     ]
@@ -104,13 +118,10 @@ _SHORT_NAMES: Mapping[str, str] = {
     "resume": "resume_from_checkpoint",
 }
 """What people and other trainers call a setting, and what it is called here."""
-_TRACKERS = (
-    "trackers are callbacks here: pass WandbCallback(), TensorBoardCallback() or MLflowCallback() to Trainer"
-)
 
 
 def suggest(
-    name: str, known: Iterable[str], *, otherwise: str = "see the list of settings for what exists"
+    name: str, known: Iterable[str], *, otherwise: str = "See the list of settings for what exists."
 ) -> str:
     """Say which known name a mistyped one most likely means.
 
@@ -122,16 +133,14 @@ def suggest(
         otherwise: What to say where none is near.
 
     Returns:
-        A hint such as "did you mean 'max_steps'?".
+        A sentence such as "Did you mean 'max_steps'?".
     """
     plain = {each.lstrip("-").replace("-", "_"): each for each in known}
     short = name.lstrip("-").replace("-", "_")
-    if short.lower() == "report_to" and short not in plain:
-        return _TRACKERS
     near = plain.get(_SHORT_NAMES.get(short.lower(), ""))
     if near is None:
         close = get_close_matches(short, plain, n=1, cutoff=0.66)
         if not close:
             return otherwise
         near = plain[close[0]]
-    return f"did you mean {near}?" if near.startswith("--") else f"did you mean {near!r}?"
+    return f"Did you mean {near}?" if near.startswith("--") else f"Did you mean {near!r}?"

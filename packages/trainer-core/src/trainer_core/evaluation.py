@@ -11,8 +11,7 @@ from torch import Tensor
 
 from dataloader_dispatch import end_workers
 
-from .data.batch import Batch, labels_of, with_targets
-from .data.loaders import prefix_of
+from .data.loaders import Batch, labels_of, prefix_of, with_targets
 from .errors import DataError
 from .model.run_settings import inference_mode_guard
 from .run import Run
@@ -94,5 +93,5 @@ def _nothing_to_score(run: Run, batches: int, name: str) -> str:
         f"(per_device_eval_batch_size={args.per_device_eval_batch_size}, "
         f"dataloader_drop_last={args.dataloader_drop_last} (training only), "
         f"max_eval_steps={args.max_eval_steps}, world size {run.ranks.env.world_size}"
-        f"{settings}); give more evaluation data, or smaller batches"
+        f"{settings}). Give more evaluation data, or smaller batches."
     )

@@ -89,8 +89,8 @@ def _logits(output: object) -> Tensor:
         raise ConfigurationError(
             "model",
             type(output).__name__,
-            "returns no logits that the ranks could write the same text from",
-            "return a tensor, or something that has one as `logits`",
+            "returns no logits, which every rank needs to write the same text",
+            "return a tensor, or an object with the attribute logits",
         )
     return output
 
@@ -130,7 +130,7 @@ class Sampling:
             )
         if not 0 < self.repetition_penalty < float("inf"):
             raise ConfigurationError(
-                "repetition_penalty", self.repetition_penalty, "must be above 0", "use 1 for none"
+                "repetition_penalty", self.repetition_penalty, "must be above 0", "use 1 for no penalty"
             )
 
     def choose(

@@ -28,14 +28,24 @@ from .distributed.transforms import ModelTransform
 from .errors import ConfigurationError
 from .loss import FusedLossFactory, TokenLoss, check_loss, check_takes_targets
 from .model import ModelInit, ModelSource, RecomputeFn, check_recompute_fn
-from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
+from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory, schedule_free_class
+from .state import callback_name
 
-_OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_OF_OPTIMIZER = (
+    "optim",
+    "optim_kwargs",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
 _OF_SCHEDULE = ("warmup_steps", "lr_scheduler_type", "lr_scheduler_kwargs")
 
 RUN_COMPONENTS = (
     "trainer",
     "model",
+    "training_weights",
     "optimizer",
     "scheduler",
     "grad_scaler",
@@ -103,10 +113,14 @@ def model_source(model: nn.Module | None, model_init: ModelInit | None) -> Model
         ConfigurationError: If both or none were.
     """
     if model is not None and model_init is not None:
-        raise ConfigurationError("model_init", model_init, "was given beside model", "give one of the two")
+        raise ConfigurationError(
+            "model_init", model_init, "cannot be given together with model", "give only one of the two"
+        )
     source = model if model is not None else model_init
     if source is None:
-        raise ConfigurationError("model", None, "is missing, and so is model_init", "give one of the two")
+        raise ConfigurationError(
+            "model", None, "is missing, and model_init is missing too", "give one of the two"
+        )
     return source
 
 
@@ -124,8 +138,8 @@ def optimizer_factory_of(
         raise ConfigurationError(
             "optimizer_cls_and_kwargs",
             cls_and_kwargs,
-            "was given beside optimizer_factory",
-            "give one of them",
+            "cannot be given together with optimizer_factory",
+            "give only one of them",
         )
     cls, options = cls_and_kwargs
     return partial(_make_optimizer, cls, dict(options))
@@ -154,14 +168,14 @@ def check_inputs(args: TrainingArguments, parts: TrainerInputs, layout: Parallel
         raise ConfigurationError(
             "eval_metrics",
             sorted(parts.eval_metrics),
-            "need logits, and a fused loss never makes them",
+            "needs logits, which a fused loss never computes",
             "leave one of them out",
         )
     if args.fuse_optim_with_backward and _several_factories(parts.optimizer_groups):
         raise ConfigurationError(
             "fuse_optim_with_backward",
             True,
-            "works with one optimizer, and optimizer_groups make several",
+            "works with one optimizer, but optimizer_groups make several",
             "leave the factories out of optimizer_groups",
         )
     for number, component in enumerate(parts.state_components):
@@ -174,9 +188,43 @@ def check_inputs(args: TrainingArguments, parts: TrainerInputs, layout: Parallel
                 "give it a key of its own",
             )
     if parts.optimizer is not None:
-        _refuse_beside(args, _OF_ADAMW, "an optimizer of your own")
+        _refuse_beside(args, _OF_OPTIMIZER, "an optimizer of your own")
+    elif args.optim == "schedule_free_adamw":
+        schedule_free_class()
+        if parts.scheduler is not None:
+            raise ConfigurationError(
+                "lr_scheduler_factory",
+                parts.scheduler,
+                f"changes the learning rate, and optim={args.optim!r} averages weights instead of that",
+                "leave it out, and use warmup_steps for the warm-up",
+            )
     if parts.scheduler is not None:
         _refuse_beside(args, _OF_SCHEDULE, "lr_scheduler_factory")
+
+
+def check_begins_anew(parts: TrainerInputs, callbacks: Iterable[object]) -> None:
+    """Refuse to train anew with what another run has left its state in.
+
+    Raises:
+        ConfigurationError: Naming the first such thing.
+    """
+    used = {
+        "model was given instead of model_init": isinstance(parts.model, nn.Module),
+        "train_dataset is a loader that keeps its position": hasattr(parts.train_data, "load_state_dict"),
+        "state_components were given": bool(parts.state_components),
+        **{
+            f"the callback {callback_name(each)} keeps a state": hasattr(each, "load_state_dict")
+            for each in callbacks
+        },
+    }
+    for reason, holds in used.items():
+        if holds:
+            raise ConfigurationError(
+                "fresh",
+                True,
+                f"cannot begin anew in a trainer that has trained, because {reason}",
+                "make a new Trainer, with all its parts made anew, and call its train(fresh=True)",
+            )
 
 
 def _refuse_beside(args: TrainingArguments, names: Sequence[str], what: str) -> None:
@@ -188,7 +236,7 @@ def _refuse_beside(args: TrainingArguments, names: Sequence[str], what: str) -> 
             raise ConfigurationError(
                 field.name,
                 value,
-                f"has no effect beside {what}",
+                f"has no effect together with {what}",
                 f"pass it to the optimizer instead and remove {field.name}",
             )
 
@@ -257,7 +305,10 @@ def check_device(args: TrainingArguments, env: DistributedEnvInterface) -> None:
     if not same:
         setting, value = ("use_cpu", True) if args.use_cpu else ("device", args.device)
         raise ConfigurationError(
-            setting, value, f"contradicts the environment, which is on {env.device}", "set both to the same"
+            setting,
+            value,
+            f"contradicts the environment, which is on {env.device}",
+            "set both to the same device",
         )
 
 
@@ -267,7 +318,7 @@ def _known_device(name: str) -> torch.device:
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
         raise ConfigurationError(
-            "device", name, f"is not a device: {reason}", "use cpu or cuda:0, say"
+            "device", name, f"is not a device: {reason}", "use 'cpu' or 'cuda:0', for example"
         ) from error
 
 

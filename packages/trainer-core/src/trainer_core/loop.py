@@ -12,8 +12,7 @@ from dataloader_dispatch import end_workers, set_loader_epoch
 from dist_env import gather_objects, get_logger
 
 from .callbacks import InfoCallback
-from .data.batch import Batch, Window, next_window
-from .data.loaders import epoch_of, is_torchdata, keeps_position, leave_epoch
+from .data.loaders import Batch, Window, epoch_of, is_torchdata, keeps_position, leave_epoch, next_window
 from .errors import DataError
 from .loss import loss_denominator
 from .periodic import Actions, StopRequests
@@ -34,7 +33,7 @@ class TrainingLoop:
 
     def __init__(self, run: Run, actions: Actions, stops: StopRequests) -> None:
         if run.optimizer is None or run.update is None:
-            raise ValueError("this run has no optimizer; it was prepared without training data")
+            raise ValueError("this run has no optimizer, because it was prepared without training data.")
         self.run = run
         self.optimizer = run.optimizer
         self.update = run.update
@@ -70,12 +69,17 @@ class TrainingLoop:
         self._sync_control()
         if self._epoch_is_complete():
             self._close_epoch()  # the checkpoint is of the last step of an epoch
+        self._say_if_nothing_is_left()
         while not self._run_is_over():
             self._train_epoch()
         self.actions.after_run()
         self._sync_control()
-        metrics = run.speed.summary(run.state)
+        metrics = run.progress.final_metrics()
+        history = run.state.log_history
+        if history and "train_runtime" in history[-1] and history[-1]["global_step"] == run.state.global_step:
+            history.pop()  # of the call before, which has ended at the same step
         self.actions.log({**metrics, "peak_flops": run.flops.peak()})
+        run.built.end()
         self.actions.restore_best()
         if run.args.tracks_best:
             logger.info("%s", run.manager.best_summary())
@@ -168,6 +172,7 @@ class TrainingLoop:
         run.state.global_step += 1
         run.built.after_step(run.state.global_step)
         run.update_epoch()
+        self._note_a_long_epoch()
         events.fire("on_step_end")
         if run.speed.starts_after(run.state):
             run.log_window.flush()
@@ -194,7 +199,7 @@ class TrainingLoop:
         run, state = self.run, self.run.state
         if run.steps_in_epoch == 0 and not run.events.control.should_epoch_stop:
             if self._saw_empty_epoch:
-                raise DataError("the training data gave no batch in a whole epoch; give more data")
+                raise DataError("the training data gave no batch in a whole epoch. Give more data.")
             self._saw_empty_epoch = True
             return
         self._saw_empty_epoch = False
@@ -224,10 +229,21 @@ class TrainingLoop:
         run = self.run
         promised = run.state.epoch_train_steps
         if promised and run.steps_in_epoch < promised and not run.events.control.should_epoch_stop:
+            limited = run.args.epoch_limit is not None
             logger.warning(
-                "the training data ended after %d optimizer steps, and its length promised %d; "
-                "the run ends after its epochs, not at the step count shown",
+                "the training data ended after %d optimizer steps, and %s promised %d%s",
                 run.steps_in_epoch,
+                "its length" if run.args.epoch_train_steps is None else "epoch_train_steps",
+                promised,
+                "; the run ends after its epochs, not at the step count shown" if limited else "",
+            )
+
+    def _note_a_long_epoch(self) -> None:
+        promised = self.run.args.epoch_train_steps
+        if promised is not None and self.run.steps_in_epoch == promised + 1:
+            logger.warning(
+                "the training data continue after the %d optimizer steps of an epoch that epoch_train_steps "
+                "promised; the epochs shown are wrong, and the run ends at the step count shown",
                 promised,
             )
 
@@ -235,7 +251,21 @@ class TrainingLoop:
         state = self.run.state
         if self.run.events.control.ends_run or 0 <= state.max_steps <= state.global_step:
             return True
-        return 0 <= state.num_train_epochs <= state.raw_epoch
+        limit = self.run.args.epoch_limit
+        return limit is not None and limit <= state.raw_epoch
+
+    def _say_if_nothing_is_left(self) -> None:
+        """Say so where the same script, or a cell of a notebook, is run again after the end of the run."""
+        run, state = self.run, self.run.state
+        if state.global_step == 0 or run.events.control.ends_run or not self._run_is_over():
+            return
+        length = f" of {state.max_steps}" if state.max_steps >= 0 else f", epoch {state.epoch:g}"
+        logger.info(
+            "nothing left to train: step %d%s. A larger max_steps or num_train_epochs continues the run; "
+            "for a new one call train(fresh=True) or choose another output_dir",
+            state.global_step,
+            length,
+        )
 
     def _sync_control(self) -> None:
         """Make what one rank asks for, or was asked by a signal, the wish of all ranks."""

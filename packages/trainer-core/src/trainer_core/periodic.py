@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from dist_env import get_logger
 
 from .arguments import MinimalTrainingArguments
-from .checkpoint.checkpointing import load_best, note_best
+from .checkpointing import load_best, note_best
 from .data.loaders import EvaluationSets, prefix_of
 from .errors import ConfigurationError, DataError
 from .evaluation import evaluate
@@ -72,7 +72,7 @@ def total_steps(args: MinimalTrainingArguments, per_epoch: int | None) -> int:
     """Optimizer steps at which the run ends, as far as that is known beforehand.
 
     Args:
-        args: `max_steps` and `num_train_epochs`; the smaller limit wins.
+        args: `max_steps` and `epoch_limit`; the smaller limit wins.
         per_epoch: Optimizer steps per epoch, or None when the loader cannot tell.
 
     Returns:
@@ -81,29 +81,76 @@ def total_steps(args: MinimalTrainingArguments, per_epoch: int | None) -> int:
     Raises:
         ConfigurationError: For a fraction of an epoch of unknown length.
     """
-    by_epochs = -1
-    if args.num_train_epochs >= 0:
-        if per_epoch is not None:
-            by_epochs = math.floor(per_epoch * args.num_train_epochs + 1e-9)
-        elif args.num_train_epochs != int(args.num_train_epochs):
-            raise ConfigurationError(
-                "num_train_epochs",
-                args.num_train_epochs,
-                "is a fraction of an epoch, and this data cannot tell how long an epoch is",
-                "set a whole number of epochs, or max_steps and num_train_epochs=-1",
-            )
-    limits = [limit for limit in (by_epochs, args.max_steps) if limit >= 0]
+    limits = [limit for limit in (steps_of_epochs(args, per_epoch), args.max_steps) if limit >= 0]
     return min(limits, default=-1)
 
 
+def steps_of_epochs(args: MinimalTrainingArguments, per_epoch: int | None) -> int:
+    """Optimizer steps of the epochs that limit the run; -1 where none do, or their length is not known.
+
+    Raises:
+        ConfigurationError: For a fraction of an epoch of unknown length.
+    """
+    epochs = args.epoch_limit
+    if epochs is None:
+        return -1
+    if per_epoch is not None:
+        return math.floor(per_epoch * epochs + 1e-9)
+    if epochs != int(epochs):
+        raise ConfigurationError(
+            "num_train_epochs",
+            args.num_train_epochs,
+            "is a fraction of an epoch, but this data cannot tell how long an epoch is",
+            "set epoch_train_steps to the optimizer steps of an epoch, or max_steps instead of "
+            "num_train_epochs, or a whole number of epochs",
+        )
+    return -1
+
+
 def set_length(state: TrainerState, args: MinimalTrainingArguments, loader: object | None) -> None:
-    """Write into the state where the run ends and how long an epoch is, as far as known."""
+    """Write into the state where the run ends and how long an epoch is, as far as known.
+
+    Raises:
+        ConfigurationError: If `epoch_train_steps` contradicts the data, or there is a fraction of an epoch of
+            unknown length.
+        DataError: If an epoch has no step.
+    """
     if loader is None:
         return
-    state.epoch_train_steps = updates_per_epoch(loader, args.gradient_accumulation_steps)
-    if state.epoch_train_steps == 0 and args.num_train_epochs and args.max_steps:
-        raise DataError("the training loader has the length 0; give it data, or leave drop_last out")
+    length = updates_per_epoch(loader, args.gradient_accumulation_steps)
+    if length is not None and args.epoch_train_steps not in (None, length):
+        raise ConfigurationError(
+            "epoch_train_steps",
+            args.epoch_train_steps,
+            f"is for data without a length, but an epoch of this data has {length} optimizer steps",
+            "leave it out",
+        )
+    state.epoch_train_steps = args.epoch_train_steps if length is None else length
+    if state.epoch_train_steps == 0 and args.epoch_limit != 0 and args.max_steps:
+        raise DataError("the training loader has the length 0. Give it data, or leave drop_last out.")
     state.max_steps = total_steps(args, state.epoch_train_steps)
+    if state.epoch_train_steps and state.max_steps >= 0:
+        state.num_train_epochs = state.max_steps / state.epoch_train_steps
+
+
+def say_length(state: TrainerState, args: MinimalTrainingArguments) -> None:
+    """Say which of two limits ends the run, and warn of a warm-up that the run does not get through."""
+    if args.max_steps >= 0 and args.epoch_limit is not None:
+        by_epochs = steps_of_epochs(args, state.epoch_train_steps)
+        logger.info(
+            "max_steps=%d and num_train_epochs=%g%s are both set: the run ends at the first of them%s",
+            args.max_steps,
+            args.epoch_limit,
+            f" ({by_epochs} steps)" if by_epochs >= 0 else "",
+            f", after {state.max_steps} steps" if by_epochs >= 0 else "",
+        )
+    if 0 < state.max_steps <= args.warmup_steps:
+        logger.warning(
+            "warmup_steps=%d is not shorter than the run of %d steps, which ends before the learning rate "
+            "reaches learning_rate; lower warmup_steps",
+            args.warmup_steps,
+            state.max_steps,
+        )
 
 
 EXIT_RESUMABLE = 75
@@ -253,7 +300,9 @@ class Actions:
     def log(self, record: dict[str, object]) -> None:
         """Put an entry into the history and show it to the callbacks."""
         state = self.run.state
-        state.log_history.append({"global_step": state.global_step, **plain_record(record)})
+        # Both names: `step` is that of the Hugging Face Trainer.
+        position = {"global_step": state.global_step, "step": state.global_step}
+        state.log_history.append({**position, **plain_record(record)})
         if self.run.lease.may_log():
             self.run.events.fire("on_log", logs=record)
 
@@ -379,7 +428,7 @@ class Actions:
         if not run.events.control.should_abort_without_save:
             left_out = 0 if run.args.fuse_optim_with_backward else run.state.global_step - int(first) + 1
             self._write_log_entry(nonfinite_step=report.first_step, skipped_steps=left_out)
-            logger.error("%s; the run stops without another checkpoint (nonfinite_policy='stop')", message)
+            logger.error("%s The run stops without another checkpoint (nonfinite_policy='stop').", message)
             run.events.stop(
                 StopCause("nonfinite_policy", f"gradient of step {report.first_step}", aborted=True)
             )

@@ -186,7 +186,7 @@ def plan(
         >>> print(plan(args, model_init=Model, world_size=8, sequence_length=4096))  # doctest: +SKIP
     """
     if world_size < 1:
-        raise ConfigurationError("world_size", world_size, "must be at least 1", "raise it")
+        raise ConfigurationError("world_size", world_size, "must be at least 1", "set it to 1 or more")
     rows = _Rows(planned_batch(args.per_device_train_batch_size, sequence_length, batch))
     planned = args.for_planning(len(rows.batch["labels"]))
     found: list[DryRun] = []
@@ -290,16 +290,18 @@ def planned_batch(
         raise ConfigurationError(
             "sequence_length",
             sequence_length,
-            "is needed to know the activations, unless a batch is given",
-            "give one of sequence_length and batch",
+            "is needed to compute the activations, unless a batch is given",
+            "give sequence_length or batch",
         )
     if batch is None:
         if sequence_length is None or sequence_length < 2:
-            raise ConfigurationError("sequence_length", sequence_length, "must be at least 2", "raise it")
+            raise ConfigurationError(
+                "sequence_length", sequence_length, "must be at least 2", "set it to 2 or more"
+            )
         ids = torch.zeros((rows, sequence_length), dtype=torch.int64)
         return {"input_ids": ids, "labels": ids.clone()}
     if not isinstance(batch.get("labels"), Tensor):
-        raise ConfigurationError("batch", sorted(batch), "has no tensor 'labels'", "give it, of any values")
+        raise ConfigurationError("batch", sorted(batch), "has no tensor 'labels'", "add it, with any values")
     return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in batch.items()}
 
 

@@ -18,21 +18,18 @@ from perf_metrics import ThroughputMeter, exclude_compilation
 
 from .arguments import TrainingArguments
 from .callbacks import dump_on_oom
-from .checkpoint.output_dir import OutputLease
-from .checkpoint.run_state import RunProgress, ScheduleState
 from .data.loaders import EvalMetric, EvaluationSets, epoch_of, epoch_progress_of
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel
-from .events import CallbackHandler
 from .loss import TokenLoss
-from .metrics.log_window import MetricAccumulator
-from .metrics.throughput import FlopsAccount, RunSpeed
+from .metrics.log_window import FlopsAccount, MetricAccumulator, RunSpeed
 from .model import RecompileCounter, run_settings
-from .state import TrainerState
+from .run_state import RunProgress, ScheduleState
+from .state import CallbackHandler, TrainerState
 from .update import Update
 
 if TYPE_CHECKING:
-    from .arguments import TrainingArguments
+    from .checkpointing import OutputLease
 
 _GROWTH = 0.05
 """Share of the device's memory by which reserved memory must grow again before the cache is emptied again."""
@@ -184,7 +181,7 @@ class Run:
         state, epoch = self.state, epoch_of(self.loader)
         state.epoch = float(state.raw_epoch)
         if state.epoch_train_steps:
-            state.epoch += self.steps_in_epoch / state.epoch_train_steps
+            state.epoch += min(1.0, self.steps_in_epoch / state.epoch_train_steps)
         elif epoch is not None and epoch >= state.raw_epoch:
             # A loader whose epoch was left early learns of the next one only when that begins.
             state.epoch = epoch + epoch_progress_of(self.loader)

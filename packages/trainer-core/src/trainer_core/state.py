@@ -1,7 +1,8 @@
-"""What a run is at this moment, and what callbacks may ask of it."""
+"""What a run is at this moment, what callbacks may ask of it, and how their handlers are called."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ class TrainerState:
     max_steps: int
     """Optimizer steps at which the run ends; -1 while that is unknown."""
     num_train_epochs: float
+    """Epochs at which the run ends, by whichever limit; -1 while that is unknown."""
     max_eval_steps: int
     save_steps: int = 0
     epoch: float = 0.0
@@ -48,6 +50,11 @@ class TrainerState:
     """Positions that counted in the loss."""
     total_flos: float = 0.0
     """Model FLOPs, forward and backward."""
+    train_loss_sum: float | None = 0.0
+    """Loss of the whole run, summed over what counted in applied steps; None if an old checkpoint lacks
+    it."""
+    train_loss_count: float = 0.0
+    """What counted in it."""
     log_history: list[dict[str, object]] = field(default_factory=list)
     """Every log entry of the run, those of earlier sessions included."""
     best_metric: float | None = None
@@ -114,9 +121,135 @@ def fresh_state(args: TrainingArguments, env: DistributedEnvInterface) -> Traine
         save_steps=args.save_steps,
         train_batch_size=args.per_device_train_batch_size,
         max_steps=args.max_steps,
-        num_train_epochs=args.num_train_epochs,
+        num_train_epochs=-1 if args.epoch_limit is None else args.epoch_limit,
         max_eval_steps=args.max_eval_steps,
         num_processes=env.world_size,
         is_local_process_zero=env.local_rank == 0,
         is_world_process_zero=env.rank == 0,
     )
+
+
+EVENTS = (
+    "on_init_end",
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_step_begin",
+    "on_step_end",
+    "on_forward_backward_begin",
+    "on_forward_backward_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_train_metrics",
+    "on_log_step",
+    "on_log",
+    "on_prediction_step",
+    "on_evaluate",
+    "on_save",
+)
+"""Every event. A callback is any object; it has a method for each event it wants."""
+Handler = Callable[..., TrainerControl | None]
+
+
+class CallbackHandler:
+    """Fires events at callbacks in the order in which they were added.
+
+    Args:
+        callbacks: Objects, or classes that are instantiated without arguments.
+        args: The run's arguments, handed to every handler.
+        state: The run's state, handed to every handler.
+    """
+
+    def __init__(self, callbacks: Iterable[object], args: object, state: TrainerState) -> None:
+        self.callbacks: list[object] = []
+        self.args = args
+        self.state = state
+        self.control = TrainerControl()
+        self.stop_cause: StopCause | None = None
+        self.shared: Mapping[str, object] = {}
+        """Keywords that every handler gets: model, optimizer and so on."""
+        self._handlers: dict[str, list[tuple[str, Handler]]] = {}
+        for callback in callbacks:
+            self.add(callback)
+
+    def begin_run(self) -> None:
+        """Forget what was asked for, and by whom, before."""
+        self.control = TrainerControl()
+        self.stop_cause = None
+
+    def add(self, callback: object) -> object:
+        """Add a callback, or an instance of a callback class.
+
+        Returns:
+            The object added.
+        """
+        instance = callback() if isinstance(callback, type) else callback
+        self.callbacks.append(instance)
+        self._handlers.clear()
+        return instance
+
+    def pop(self, callback: object) -> object | None:
+        """Take out a callback by identity, or the first one of exactly that class.
+
+        Returns:
+            The object taken out; None if there was none.
+        """
+        for position, held in enumerate(self.callbacks):
+            if held is callback or type(held) is callback:
+                self._handlers.clear()
+                return self.callbacks.pop(position)
+        return None
+
+    def fire(self, event: str, **extra: object) -> TrainerControl:
+        """Call every handler of an event.
+
+        A handler may change the control it is given or return another one, whose raised flags are added.
+        An error in a handler goes on up, with a note that names callback and event.
+
+        Returns:
+            The control after all handlers have run.
+        """
+        for name, handler in self._handlers_of(event):
+            stopped, aborted = self.control.should_training_stop, self.control.should_abort_without_save
+            try:
+                returned = handler(self.args, self.state, self.control, **self.shared, **extra)
+            except Exception as error:
+                error.add_note(f"raised by the callback {name} in {event}, step {self.state.global_step}")
+                raise
+            if isinstance(returned, TrainerControl) and returned is not self.control:
+                self.control.merge(returned)
+            if self.control.should_abort_without_save and not aborted:
+                self.stop_cause = StopCause(name, event, aborted=True)
+            elif self.control.should_training_stop and not stopped and self.stop_cause is None:
+                self.stop_cause = StopCause(name, event, aborted=False)
+        return self.control
+
+    def listens(self, event: str) -> bool:
+        """Whether any callback has a handler for an event."""
+        return bool(self._handlers_of(event))
+
+    def stop(self, cause: StopCause) -> None:
+        """Ask for the end of the run from outside the callbacks; the first cause is kept."""
+        self.control.should_training_stop = True
+        self.control.should_abort_without_save |= cause.aborted
+        if self.stop_cause is None or (cause.aborted and not self.stop_cause.aborted):
+            self.stop_cause = cause
+
+    def _handlers_of(self, event: str) -> list[tuple[str, Handler]]:
+        found = self._handlers.get(event)
+        if found is None:
+            found = self._handlers[event] = list(self._find_handlers(event))
+        return found
+
+    def _find_handlers(self, event: str) -> Iterable[tuple[str, Handler]]:
+        for callback in self.callbacks:
+            handler = getattr(callback, event, None)
+            # Callbacks that suit other trainers too have handlers that are there to do nothing.
+            if callable(handler) and not getattr(handler, "does_nothing", False):
+                yield callback_name(callback), handler
+
+
+def callback_name(callback: object) -> str:
+    """What messages and checkpoints call a callback: its `name`, or else its class."""
+    return str(getattr(callback, "name", type(callback).__name__))

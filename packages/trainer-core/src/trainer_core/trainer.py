@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,22 +17,32 @@ from dist_env import DistributedEnvInterface, get_logger
 from perf_metrics import DefaultMetrics, ProgressCallback
 
 from .arguments import TrainingArguments
+from .arguments.choices import trackers_of
 from .arguments.config import arguments_from_dict, plain_arguments
 from .arguments.training import warn_unused_settings
 from .build import assemble, seed_everything
 from .callbacks import InfoCallback
-from .checkpoint.checkpointing import checkpoint_to_resume, load, load_best, make_room, resume
-from .checkpoint.output_dir import OutputLease
+from .callbacks.trackers import refuse_second_tracker, trackers_by_name
+from .checkpointing import (
+    OutputLease,
+    checkpoint_to_resume,
+    has_adapters,
+    load,
+    load_best,
+    make_room,
+    resume,
+    save_adapters,
+)
 from .data.loaders import Collator, EvalMetric, check_data, evaluation_sets, loaders_of, names_of_sets
 from .distributed.build import layout_of, transforms_for
 from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, check_several
 from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
 from .errors import ConfigurationError, DataError
-from .events import CallbackHandler
 from .inputs import (
     OptimizerClass,
     TrainerInputs,
+    check_begins_anew,
     check_device,
     check_inputs,
     environment_of,
@@ -45,7 +56,7 @@ from .model.run_settings import inference_mode_guard
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .periodic import EXIT_RESUMABLE, Actions, StopRequests
 from .run import Run, training_switches
-from .state import StopCause, TrainerControl, TrainOutput, fresh_state
+from .state import CallbackHandler, StopCause, TrainerControl, TrainOutput, fresh_state
 
 logger = get_logger(__name__)
 
@@ -71,7 +82,8 @@ class Trainer:
             `eval_one_loss`, `eval_two_loss` and so on.
         data_collator: Turns a list of examples into a batch dict; torch's default otherwise.
         processing_class: Tokenizer or similar; its `save_pretrained` is called beside saved weights.
-        callbacks: Replaces the default callbacks (`Trainer.default_callbacks`).
+        callbacks: Replaces the default callbacks (`Trainer.default_callbacks`). The trackers that
+            `args.report_to` names come behind them.
         compute_loss_func: A sum-and-count loss, such as `ClassificationLoss()`, `RegressionLoss()` or
             `MeanLoss(function, count)`; cross-entropy of the next token otherwise.
         fused_loss_factory: Called with the model's output layer; gives a loss of hidden states that never
@@ -132,7 +144,7 @@ class Trainer:
                 "parallel",
                 parallel,
                 "is not a list of transforms",
-                "write parallel=[...], also for a single one",
+                "write parallel=[...], even for a single transform",
             )
         given = [*self.preset(), *parallel]
         layout = layout_of(self.args, given, env)
@@ -167,7 +179,9 @@ class Trainer:
         if callbacks is None:
             callbacks = self.default_callbacks()
         self._events = CallbackHandler(callbacks, self.args, self.state)
+        self._add_trackers()
         self._lease = OutputLease(self.args, self.ranks)
+        self._run_args = self.args
         self._prepared: Run | None = None
         self._resumed = False
         self._has_room = False
@@ -185,22 +199,34 @@ class Trainer:
         """Throughput, MFU and HFU, then the facts of the run, then the progress table."""
         return [DefaultMetrics(), InfoCallback(), ProgressCallback()]
 
-    def train(self) -> TrainOutput:
+    def train(self, *, fresh: bool = False) -> TrainOutput:
         """Train to the end of the run, from the newest checkpoint if the arguments say so.
+
+        A run that has reached its end says so, and returns the metrics that it ended with, as far as they are
+        known.
 
         SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and `max_train_seconds` finish the step, save and return;
         `stop_cause` tells who ended the run early, and `exit_code` what to exit with.
+
+        Args:
+            fresh: Begin a new run, as with `resume_from_checkpoint=False` and `overwrite_output_dir=True`:
+                what an earlier one has left in the output directory moves to `previous-<time>/` there. The
+                same on all ranks.
 
         Returns:
             The step reached and the final metrics.
 
         Raises:
-            ConfigurationError: If another run owns the output directory, or has gone on there meanwhile.
+            ConfigurationError: If another run owns the output directory, or has gone on there meanwhile; or
+                if this trainer has trained, and was given something that cannot begin anew.
             DataError: If there is no training data, or an epoch of it is empty.
             NonFiniteGradientError: If a gradient is not finite and `nonfinite_policy` is "raise".
         """
         if self._parts.train_data is None:
-            raise DataError("train() needs train_dataset; give one to the Trainer")
+            raise DataError("train() needs a train_dataset. Give one to the Trainer.")
+        self.ranks.check_same({"fresh of train()": fresh})
+        if fresh:
+            self._start_over()
         self._events.begin_run()
         # Signals are heeded from here on: a checkpoint may take long to load. Also while ranks look for one
         # that is lost: a launcher, which has noticed as well, asks the others to end.
@@ -237,11 +263,11 @@ class Trainer:
         if eval_dataset is not None:
             data = evaluation_sets(eval_dataset, self.args, self.ranks, self.placement, self._parts.collator)
         if data is None:
-            raise DataError("evaluate() needs an eval_dataset; give one here or to the Trainer")
+            raise DataError("evaluate() needs an eval_dataset. Give one here or to the Trainer.")
         with run_settings(self.args, self.ranks.device, training=False):
             metrics = Actions(run).evaluate(data)
         if metrics is None:
-            raise RuntimeError("an evaluation that nobody can stop was stopped")
+            raise RuntimeError("an evaluation that nobody can stop was stopped.")
         return metrics
 
     def dry_run(self, *, passes: bool = True, memory_only: bool = False) -> DryRun:
@@ -264,7 +290,7 @@ class Trainer:
             DataError: If there is no training data.
         """
         if self._parts.train_data is None:
-            raise DataError("dry_run() needs train_dataset; give one to the Trainer")
+            raise DataError("dry_run() needs a train_dataset. Give one to the Trainer.")
         return dry_run(
             self.args,
             self.ranks,
@@ -274,13 +300,30 @@ class Trainer:
             memory_only=memory_only,
         )
 
-    def save_model(self, output_dir: str | None = None) -> None:
-        """Write weights, config and processing class as a Hugging Face directory."""
-        directory = output_dir or self.args.output_dir
+    def save_model(self, output_dir: str | None = None, *, averaged: bool = True) -> None:
+        """Write weights, config and processing class as a Hugging Face directory; all ranks call it together.
+
+        Of a model with adapters of `peft` it writes these alone, as `PeftModel.from_pretrained` reads them.
+
+        Args:
+            output_dir: The directory; that of the run otherwise.
+            averaged: Where an average of the weights is kept, whether to write that, and not the weights that
+                training continues from.
+
+        Raises:
+            checkpoint_core.CheckpointError: On every rank, if weights are there already and
+                `overwrite_output_dir` is off, or writing failed.
+            ConfigurationError: If that is so of adapters, or they cannot be gathered.
+        """
+        directory, overwrite = output_dir or self.args.output_dir, self.args.overwrite_output_dir
         with self.ranks.lost_rank_errors("saving the model"):
-            manager = self._prepare().manager
-            with self.synced_weights():
-                manager.save_model(directory, overwrite_output_dir=self.args.overwrite_output_dir)
+            run = self._prepare()
+            average = None if averaged else run.built.average
+            with self.synced_weights(), nullcontext() if average is None else average.in_training():
+                if has_adapters(run.built.model):
+                    save_adapters(run, Path(directory), self.processing_class, overwrite=overwrite)
+                else:
+                    run.manager.save_model(directory, overwrite_output_dir=overwrite)
 
     def save_checkpoint(self, path: str | Path | None = None) -> Path:
         """Save everything that a run needs to continue; all ranks call it together.
@@ -331,7 +374,12 @@ class Trainer:
             return load_best(self._prepare())
 
     def add_callback(self, callback: object) -> None:
-        """Add a callback, or an instance of a callback class."""
+        """Add a callback, or an instance of a callback class.
+
+        Raises:
+            ConfigurationError: If it is a tracker that `args.report_to` names too.
+        """
+        refuse_second_tracker(callback, self.args.report_to)
         self._events.add(callback)
 
     def pop_callback(self, callback: object) -> object | None:
@@ -368,8 +416,8 @@ class Trainer:
     def synced_weights(self) -> AbstractContextManager[None]:
         """A context in which the model is the one that would be saved or scored; all ranks enter it together.
 
-        It is another one than each rank trains only where ranks train models of their own, or have buffers of
-        their own such as running means.
+        It is another one than each rank trains only where an average of the weights is kept, or ranks train
+        models of their own, or have buffers of their own such as running means.
         """
         return self._prepare().built.synced_weights(optimizer=False)
 
@@ -463,15 +511,31 @@ class Trainer:
         arguments = plain_arguments(args)
         ranks.check_same({name: value for name, value in arguments.items() if name not in _OF_ONE_RANK})
 
+    def _add_trackers(self) -> None:
+        """Add those that the arguments name, if every rank has their libraries; collective."""
+        names = trackers_of(self.args.report_to)
+        if not names:
+            return
+        for callback in self._events.callbacks:
+            refuse_second_tracker(callback, names)
+        trackers, missing = [], None
+        try:
+            trackers = trackers_by_name(names)
+        except ConfigurationError as error:
+            missing = error
+        self.ranks.fail_together(missing, f"report to {', '.join(names)}")
+        for tracker in trackers:
+            self._events.add(tracker)
+
     def _prepare(self) -> Run:
         """Build everything at the first call; later calls return what was built."""
         if self._prepared is None:
             seed_everything(self.args.seed)
             # One answer for all: the file system may show one rank what another does not see yet.
-            resumes = self.ranks.any([checkpoint_to_resume(self.args) is not None])[0]
+            resumes = self.ranks.any([checkpoint_to_resume(self._run_args) is not None])[0]
             devices = self.ranks, self.transforms, self.placement
             run = self._prepared = assemble(
-                self.args,
+                self._run_args,
                 *devices,
                 self.state,
                 self._events,
@@ -486,6 +550,26 @@ class Trainer:
                 self._begin_with(run, self._parts.initial_weights)
             self._events.fire("on_init_end")
         return self._prepared
+
+    def _start_over(self) -> None:
+        """Let the next run begin anew, and be built anew if this trainer holds the state of another one.
+
+        Raises:
+            ConfigurationError: If something that was given cannot begin anew.
+        """
+        # Not in `self.args`, by which `save_model` would replace weights from then on.
+        self._run_args = replace(self.args, resume_from_checkpoint=False, overwrite_output_dir=True)
+        run = self._prepared
+        if run is None:
+            return
+        if not run.has_trained and run.loaded is None:
+            run.args = self._run_args
+            return
+        check_begins_anew(self._parts, [each for each in self._events.callbacks if each is not run.scheduler])
+        if run.scheduler is not None:
+            self._events.pop(run.scheduler)
+        vars(self.state).update(vars(fresh_state(self.args, self.ranks.env)))
+        self._prepared, self._resumed, self._has_room = None, False, False
 
     def _resume(self, run: Run) -> None:
         if not self._resumed:

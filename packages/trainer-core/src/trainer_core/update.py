@@ -12,9 +12,10 @@ from torch.optim import SGD, Optimizer
 from dist_env import get_logger
 
 from .arguments import TrainingArguments
-from .distributed.clipping import own_part
+from .distributed.executor import own_part
 from .distributed.transforms import BuiltModel
 from .loss import loss_denominator
+from .model import is_fake
 from .optimization import OptimizerFacade, OptimizerInBackward
 from .precision import LossScaler
 
@@ -42,8 +43,8 @@ class NonFiniteReport:
         """What to tell the user of a step that stopped or failed the run."""
         kept = "it was applied" if updated else "neither it nor any later one was applied"
         return (
-            f"the gradient norm of step {self.first_step} is not finite, and {kept}; look for a learning "
-            "rate that is too high or bad data, or set nonfinite_policy='skip' to leave such steps out"
+            f"the gradient norm of step {self.first_step} is not finite, and {kept}. Look for a learning "
+            "rate that is too high or bad data, or set nonfinite_policy='skip' to leave such steps out."
         )
 
 
@@ -111,8 +112,8 @@ class NonFiniteGuard:
         if self._gates:
             self.optimizer.found_inf = self._flag  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif self._in_backward or not self._flag.item():
-            self.optimizer.step()
+        elif self._in_backward or is_fake() or not self._flag.item():
+            self.optimizer.step()  # a dry run has no flag to read
 
     def check(self, global_step: int) -> NonFiniteReport:
         """Look at the device, once: at log, evaluation and save, before anything is written.
@@ -245,8 +246,9 @@ class ScaledUpdate:
         report = NonFiniteReport(True, global_step - self._scaler.skipped_in_a_row + 1, 0)
         if self._policy == "skip":
             raise NonFiniteGradientError(
-                f"the {self._scaler.skipped_in_a_row} steps from {report.first_step} on were skipped: the "
-                "gradient is not finite at any loss scale; look for too high a learning rate, or bad data"
+                f"the {self._scaler.skipped_in_a_row} steps from {report.first_step} on were skipped, "
+                "because the gradient is not finite at any loss scale. Look for too high a learning rate, "
+                "or bad data."
             )
         return report
 

@@ -102,10 +102,10 @@ def test_it_ends_a_run_and_only_evaluations_of_the_run_count(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"patience": 0}, "patience=0: must be 1 or more"),
-        ({"min_delta": -1.0}, "min_delta=-1.0: must be 0 or more"),
+        ({"patience": 0}, "patience=0 must be 1 or more"),
+        ({"min_delta": -1.0}, "min_delta=-1.0 must be 0 or more"),
         ({"min_delta": math.nan}, "min_delta=nan"),
-        ({"metric": "eval_accuracy"}, "greater_is_better=None: has no default"),
+        ({"metric": "eval_accuracy"}, "greater_is_better=None has no default"),
     ],
 )
 def test_bad_settings(settings: dict[str, object], message: str) -> None:

@@ -129,7 +129,7 @@ def test_it_looks_only_as_often_as_it_was_told(
 
 
 def test_a_directory_is_refused(arguments: Arguments, state: State, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is a directory; give the path of a file in it"):
+    with pytest.raises(ConfigurationError, match=r"is a directory\. Give the path of a file in it"):
         ExternalControl(tmp_path).on_train_begin(arguments(), state(), TrainerControl())
 
 

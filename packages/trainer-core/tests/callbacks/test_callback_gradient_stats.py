@@ -162,9 +162,9 @@ def test_nothing_reaches_the_host_in_a_step(
 
 
 def test_bad_settings(arguments: Arguments, state: State) -> None:
-    with pytest.raises(ConfigurationError, match="every=0: must be 1 or more"):
+    with pytest.raises(ConfigurationError, match="every=0 must be 1 or more"):
         GradientStatistics(every=0)
-    with pytest.raises(ConfigurationError, match="choose of grad, grad_zeros, param, update"):
+    with pytest.raises(ConfigurationError, match="Choose from grad, grad_zeros, param, update"):
         GradientStatistics(statistics=["norm"])
-    with pytest.raises(ConfigurationError, match="logging_strategy='epoch' does not tell ahead"):
+    with pytest.raises(ConfigurationError, match="logging_strategy='epoch' does not tell in advance"):
         GradientStatistics().on_train_begin(arguments(logging_strategy="epoch"), state(), TrainerControl())

@@ -29,7 +29,6 @@ def test_the_block_says_what_runs_and_the_line_why_it_ended(
     settings = {
         "gradient_accumulation_steps": 2,
         "max_steps": 6,
-        "num_train_epochs": -1,
         "save_strategy": "steps",
         "mixed_precision": "bf16",
     }
@@ -38,7 +37,7 @@ def test_the_block_says_what_runs_and_the_line_why_it_ended(
     # Embedding 23 x 16, mixing layer 16 x 16 + 16, head 16 x 23 + 23: float32.
     assert "TinyModel, 1,031 parameters, 1,031 trainable, 4.027 KiB" in first
     assert "8 examples = 4 per device x 2 accumulated x 1 data-parallel" in first
-    assert "6 steps, epochs without limit" in first
+    assert "6 steps, 2 epochs of 3 steps" in first
     assert "weights float32; matrix products bf16" in first
     assert "logging_steps=1" in first
     assert "learning_rate=0.01" in first

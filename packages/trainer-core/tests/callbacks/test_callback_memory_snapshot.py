@@ -55,9 +55,9 @@ def test_other_errors_pass_untouched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"first_step": 0}, "first_step=0: must be 1 or more"),
-        ({"first_step": 5, "last_step": 4}, "last_step=4: lies before first_step=5"),
-        ({"max_entries": 0}, "max_entries=0: must be 1 or more"),
+        ({"first_step": 0}, "first_step=0 must be 1 or more"),
+        ({"first_step": 5, "last_step": 4}, "last_step=4 is before first_step=5"),
+        ({"max_entries": 0}, "max_entries=0 must be 1 or more"),
     ],
 )
 def test_bad_settings(settings: dict[str, int], message: str) -> None:

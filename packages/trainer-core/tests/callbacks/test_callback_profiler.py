@@ -54,5 +54,5 @@ def test_a_run_that_ends_before_the_cycle_writes_nothing(
 
 @pytest.mark.parametrize("setting", ["wait", "warmup", "active", "repeat", "skip_first", "top"])
 def test_bad_settings(setting: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{setting}=-1: must be [01] or more"):
+    with pytest.raises(ConfigurationError, match=f"{setting}=-1 must be [01] or more"):
         ProfilerCallback(**{setting: -1})

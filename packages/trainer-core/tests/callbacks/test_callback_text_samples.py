@@ -177,14 +177,14 @@ def test_other_ranks_generate_and_write_nothing(arguments: Arguments, state: Sta
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prompts": "ab"}, "prompts='ab': must be a list"),
-        ({"prompts": []}, r"prompts=\[\]: must be a list with a prompt"),
-        ({"prompts": ["a"], "every": 0}, "every=0: must be 'eval' or steps"),
+        ({"prompts": "ab"}, "prompts='ab' must be a list"),
+        ({"prompts": []}, r"prompts=\[\] must be a list with at least one prompt"),
+        ({"prompts": ["a"], "every": 0}, "every=0 must be 'eval', or a number of steps"),
         ({"prompts": ["a"], "every": "epoch"}, "every='epoch'"),
-        ({"prompts": ["a"], "max_new_tokens": 0}, "max_new_tokens=0: must be 1 or more"),
+        ({"prompts": ["a"], "max_new_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
         (
             {"prompts": ["a"], "generate": sample_letters, "options": {"top_k": 1}},
-            "have no effect on generate",
+            "has no effect with a generate function",
         ),
     ],
 )
@@ -196,5 +196,5 @@ def test_bad_settings(settings: dict[str, object], message: str) -> None:
 def test_a_model_or_tokenizer_that_cannot_is_named(arguments: Arguments, state: State) -> None:
     with pytest.raises(ConfigurationError, match=r"Linear has no generate\(\)"):
         TextSamples(["a"]).on_train_begin(arguments(), state(), TrainerControl(), model=nn.Linear(1, 1))
-    with pytest.raises(ConfigurationError, match="processing_class=None: is not a tokenizer"):
+    with pytest.raises(ConfigurationError, match="processing_class=None cannot encode prompts"):
         TextSamples(["a"]).on_train_begin(arguments(), state(), TrainerControl(), model=Alphabet())

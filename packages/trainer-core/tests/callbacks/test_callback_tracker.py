@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from trainer_core import ConfigurationError, Trainer, TrainerControl, TrainerState, TrainingArguments
-from trainer_core.callbacks import Tracker
+from trainer_core.arguments.choices import TRACKERS, trackers_of
+from trainer_core.callbacks import MLflowCallback, TensorBoardCallback, Tracker, WandbCallback
 from trainer_core.callbacks.tracker import Opening
 
 Arguments = Callable[..., TrainingArguments]
@@ -229,3 +231,63 @@ def test_a_missing_library_is_named_with_its_extra() -> None:
 
     with pytest.raises(ConfigurationError, match=r"pip install 'trainer-core\[no_such_tracker\]'"):
         Missing()
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ("none", ()),
+        ((), ()),
+        ("wandb", ("wandb",)),
+        (" wandb, tensorboard,wandb", ("wandb", "tensorboard")),
+        (["mlflow", "wandb"], ("mlflow", "wandb")),
+    ],
+)
+def test_report_to_is_a_text_or_a_list(arguments: Arguments, given: object, names: tuple[str, ...]) -> None:
+    assert trackers_of(arguments(report_to=given).report_to) == names
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("tensorbord", "must be of mlflow, tensorboard, wandb, or none. Did you mean 'tensorboard'"),
+        (["wandb", "comet"], "report_to='comet' .*A tracker of your own is a callback"),
+        ("wandb,none", "report_to='wandb,none' names trackers, and none"),
+        (3, "report_to=3 must be str"),
+    ],
+)
+def test_a_wrong_report_to_is_refused(arguments: Arguments, given: object, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        arguments(report_to=given)
+
+
+def test_report_to_names_every_tracker_there_is() -> None:
+    kinds = {kind.name: kind for kind in (MLflowCallback, TensorBoardCallback, WandbCallback)}
+    assert tuple(sorted(kinds)) == TRACKERS
+    assert all(name == kind.library for name, kind in kinds.items())
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_built(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it was not there
+    rule = r"report_to='wandb' needs the library wandb, .*pip install 'trainer-core\[wandb\]'"
+    with pytest.raises(ConfigurationError, match=rule):
+        make_trainer(report_to="wandb")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_and_its_name_together_are_refused(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(TensorBoardCallback):
+        library = "json"
+
+        def __init__(self) -> None:
+            super().__init__("mine")
+
+    rule = "report_to='tensorboard' adds a TensorBoardCallback, and Mine is among the callbacks"
+    for callback in (Mine, Mine()):
+        with pytest.raises(ConfigurationError, match=rule):
+            make_trainer(report_to=["tensorboard"], callbacks=[callback])
+    make_trainer(report_to="none", callbacks=[Mine]).add_callback(LinesTracker())

@@ -12,7 +12,7 @@ import pytest
 from warm_start import WarmStart
 
 WORKERS = Path(__file__).parent / "workers"
-SECONDS = 120.0
+SECONDS = 300.0
 
 Launch = Callable[[str, int], list[dict[str, Any]]]
 

@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_env import fake_job
 from trainer_core import ConfigurationError
-from trainer_core.distributed.clipping import clip_grad_norm_
+from trainer_core.distributed.executor import clip_grad_norm_
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 class Operators(TorchDispatchMode):

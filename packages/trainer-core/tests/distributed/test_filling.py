@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 STRIDED = {
     "full sharding": [],
     "hybrid": [],

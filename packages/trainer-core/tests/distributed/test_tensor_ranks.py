@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 
 @pytest.fixture(scope="module")
 def ranks(launch: Callable[[str, int], list[dict[str, Any]]]) -> list[dict[str, Any]]:

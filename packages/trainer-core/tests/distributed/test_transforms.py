@@ -196,7 +196,7 @@ def test_transforms_that_do_not_fit_are_refused(tmp_path: Path, axes: list[str],
 
 
 def test_a_class_in_place_of_a_transform_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"parallel='Noting': is a class.*parallel=\[Noting\(\)\]"):
+    with pytest.raises(ConfigurationError, match=r"parallel='Noting' is a class.*parallel=\[Noting\(\)\]"):
         trainer_of(arguments(tmp_path, mesh="dp=1"), parallel=[Noting])
 
 
@@ -204,7 +204,7 @@ def test_a_class_in_place_of_a_transform_is_refused(tmp_path: Path) -> None:
     ("mesh", "ranks", "rule"),
     [
         ("dp=2", 1, r"mesh='dp=2'.*needs exactly 2 ranks, but there are 1"),
-        ("cp=2", 2, r"dimension context, and nothing that is installed uses it; give a transform"),
+        ("cp=2", 2, r"dimension context, which no given or installed transform uses. Give a transform"),
         ("shard=3", 4, r"mesh='shard=3'.*a multiple of 3 ranks, but there are 4"),
         ("tensors=2", 2, r"mesh='tensors=2'.*Did you mean tensor"),
         ("dp=0", 1, r"mesh='dp=0'.*not a possible size"),
@@ -219,10 +219,12 @@ def test_a_mesh_that_cannot_be_is_refused(tmp_path: Path, mesh: str, ranks: int,
 def test_several_ranks_need_something_to_do(tmp_path: Path) -> None:
     env = StaticDistributedEnvironment(world_size=2, local_world_size=2)
     with pytest.raises(
-        ConfigurationError, match=r"world_size=2.*mesh or parallel says what the ranks are for"
+        ConfigurationError, match=r"world_size=2 needs a mesh or parallel, which say what the ranks are for"
     ):
         trainer_of(arguments(tmp_path), distributed_env=env)
-    with pytest.raises(ConfigurationError, match=r"world_size=2: Trainer runs on one device"):
+    with pytest.raises(
+        ConfigurationError, match=r"world_size=2 is more than a Trainer for one device can use"
+    ):
         trainer_of(TrainingArguments(output_dir=str(tmp_path)), distributed_env=env)
 
 
@@ -231,7 +233,7 @@ def test_steps_in_the_backward_pass_need_one_rank(tmp_path: Path, mesh: str) -> 
     env = StaticDistributedEnvironment(world_size=2, local_world_size=2)
     args = arguments(tmp_path, mesh=mesh, fuse_optim_with_backward=True, max_grad_norm=None)
     given = [Other("tensor")] if mesh == "tp=2" else []
-    with pytest.raises(ConfigurationError, match=r"before the ranks of the layout .* added up"):
+    with pytest.raises(ConfigurationError, match=r"summed over the ranks of the layout"):
         trainer_of(args, parallel=given, distributed_env=env)
 
 
@@ -251,7 +253,7 @@ def test_ranks_with_equal_batches_are_handed_them(tmp_path: Path) -> None:
 
 def test_names_of_an_earlier_version_name_their_replacement() -> None:
     for name in ("Parallelism", "SingleDevice", "DataParallel", "Scored", "DATA_PARALLEL"):
-        with pytest.raises(AttributeError, match=rf"no attribute '{name}'; use .* \(see the changelog\)"):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'\. Use .* \(see the changelog\)"):
             getattr(trainer_core, name)
     with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
         _ = trainer_core.nothing  # type: ignore[attr-defined]
@@ -279,7 +281,7 @@ def test_state_under_a_key_that_is_taken_is_refused(tmp_path: Path, keys: list[s
 
 def test_transforms_are_a_list_also_a_single_one(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"parallel=.*is not a list of transforms; write parallel=\[\.\.\.\]"
+        ConfigurationError, match=r"parallel=.*is not a list of transforms. Write parallel=\[\.\.\.\]"
     ):
         trainer_of(arguments(tmp_path), parallel=ReplicateGradients())
 

@@ -111,7 +111,7 @@ def test_own_switch_of_the_model_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.gradient_checkpointing_enable()
-    with pytest.raises(ConfigurationError, match="switch of its own, gradient_checkpointing"):
+    with pytest.raises(ConfigurationError, match="model's own switch, gradient_checkpointing"):
         checkpoint_activations(model, TrainingArguments(activation_checkpointing="full"))
 
 

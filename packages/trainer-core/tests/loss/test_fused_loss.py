@@ -87,7 +87,7 @@ def test_the_head_computes_in_the_dtype_of_autocast(tiny_lm, batch, step, dtype)
 
 def test_torch_is_refused_where_it_would_round_the_sum_or_is_too_old(tiny_lm, batch, step) -> None:
     model = tiny_lm()
-    rule = "adds the loss up in bfloat16" if torch_has_it() else "came with 2.13"
+    rule = "adds the loss up in bfloat16" if torch_has_it() else "of torch 2.13 or later"
     with pytest.raises(ConfigurationError, match=rule):
         step(FusedLinearCrossEntropy(model.head, backend="torch"), model, batch, dtype=torch.bfloat16)
 
@@ -142,7 +142,7 @@ def test_logits_that_are_changed_afterwards_are_refused(tiny_lm, batch, step, na
 
 def test_logits_in_another_shape_of_the_same_memory_are_refused(tiny_lm, batch, step) -> None:
     model = tiny_lm(after=lambda logits: logits.unsqueeze(0))
-    with pytest.raises(ConfigurationError, match="not what its output head returns"):
+    with pytest.raises(ConfigurationError, match="does not return the logits of its output head as they are"):
         step(FusedLinearCrossEntropy(model.head), model, batch)
     model.after = lambda logits: logits.view_as(logits)
     fused = FusedLinearCrossEntropy(model.head)
@@ -172,7 +172,7 @@ class Scaled(nn.Linear):
 
 
 def test_a_head_that_is_no_plain_linear_layer_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"must be an nn\.Linear"):
+    with pytest.raises(ConfigurationError, match=r"is not an nn\.Linear"):
         FusedLinearCrossEntropy(nn.Sequential(nn.Linear(2, 3)))
     with pytest.raises(ConfigurationError, match=r"Scaled.*computes something of its own"):
         FusedLinearCrossEntropy(Scaled(2, 3))

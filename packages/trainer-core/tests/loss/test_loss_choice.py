@@ -36,7 +36,7 @@ def test_the_loss_of_the_user_goes_first(tiny_lm, settings) -> None:
 @pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "fused_loss"])
 def test_settings_without_effect_beside_a_loss_of_the_user_are_refused(settings, name: str) -> None:
     value = "auto" if name == "fused_loss" else 0.1
-    with pytest.raises(ConfigurationError, match=f"^{name}=.*has no effect beside compute_loss_func"):
+    with pytest.raises(ConfigurationError, match=f"^{name}=.*has no effect together with compute_loss_func"):
         check_loss(settings(**{name: value}), CausalLMLoss())
 
 
@@ -58,13 +58,13 @@ def test_an_unknown_backend_is_refused() -> None:
 @pytest.mark.parametrize(("backend", "module"), [("liger", "liger_kernel"), ("cut", "cut_cross_entropy")])
 def test_kernel_libraries_say_what_they_miss(backend: str, module: str) -> None:
     installed = all(importlib.util.find_spec(name) is not None for name in (module, "triton"))
-    rule = "need a GPU; the output head is on cpu" if installed else "not installed; pip install"
+    rule = "need a GPU, but the output head is on cpu" if installed else "not installed; pip install"
     with pytest.raises(ConfigurationError, match=rule):
         FusedLinearCrossEntropy(nn.Linear(2, 3), backend=backend)
 
 
 def test_what_torch_does_not_know_is_refused() -> None:
-    rule = "does not know label_smoothing and z_loss" if torch_has_it() else "came with 2.13"
+    rule = "does not know label_smoothing and z_loss" if torch_has_it() else "of torch 2.13 or later"
     with pytest.raises(ConfigurationError, match=rule):
         FusedLinearCrossEntropy(nn.Linear(2, 3), backend="torch", label_smoothing=0.1, z_loss=0.1)
 
@@ -111,10 +111,10 @@ def test_a_factory_is_given_the_head_and_its_loss_the_hidden_states(tiny_lm, set
 
 def test_a_factory_excludes_settings_and_another_loss(tiny_lm, settings) -> None:
     with pytest.raises(
-        ConfigurationError, match="fused_loss='auto': has no effect beside fused_loss_factory"
+        ConfigurationError, match="fused_loss='auto' has no effect together with fused_loss_factory"
     ):
         check_loss(settings(fused_loss="auto"), None, SumOfSquares)
-    with pytest.raises(ConfigurationError, match="given beside compute_loss_func"):
+    with pytest.raises(ConfigurationError, match="given together with compute_loss_func"):
         check_loss(settings(), CausalLMLoss(), SumOfSquares)
     with pytest.raises(ConfigurationError, match="sum and tells"):
         loss_of(settings(), tiny_lm(), None, lambda head: nn.functional.cross_entropy)

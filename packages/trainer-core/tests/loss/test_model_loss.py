@@ -106,7 +106,7 @@ def test_a_loss_with_a_further_term_is_refused(tiny_lm, batch, step) -> None:
 
 def test_models_without_labels_or_loss_are_refused(tiny_lm, batch, step) -> None:
     own = ModelLoss(count=count_next_tokens)
-    with pytest.raises(ConfigurationError, match="no argument labels"):
+    with pytest.raises(ConfigurationError, match="needs the argument labels"):
         step(own, tiny_lm(), batch)
     silent = tiny_lm()
     silent.forward = lambda input_ids, labels: {"logits": 0}

@@ -165,7 +165,7 @@ LOGITS, IDS = torch.randn(2, 5, 7), torch.zeros(2, 5, dtype=torch.int64)
         (CausalLMLoss(), LOGITS[..., None], IDS, "logits are float32"),
         (CausalLMLoss(), LOGITS, IDS.bool(), "labels are bool"),
         (FusedLinearCrossEntropy(nn.Linear(7, 9)), LOGITS[0], IDS[0], "labels are int64"),
-        (ClassificationLoss(), LOGITS, IDS[0], "logits of the shape of the labels"),
+        (ClassificationLoss(), LOGITS, IDS[0], "logits with the shape of the labels"),
         (ClassificationLoss(), LOGITS.movedim(-1, 1), IDS, "set class_dim"),
         (ClassificationLoss(class_dim=3), LOGITS, IDS, "set class_dim"),
         (ClassificationLoss(), LOGITS[..., :1], IDS, "two classes or more"),

@@ -118,7 +118,7 @@ def test_memory_budget_is_kept_and_zero_is_a_budget(
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({"torch_compile_backend": "inductr"}, "did you mean 'inductor'"),
+        ({"torch_compile_backend": "inductr"}, "Did you mean 'inductor'"),
         (
             {"torch_compile_backend": "aot_eager", "torch_compile_mode": "max-autotune"},
             "is a mode of inductor",

@@ -75,7 +75,7 @@ def test_errors_of_the_model_pass_and_leave_nothing_behind() -> None:
     assert [parameter.untyped_storage().nbytes() for parameter in made] == [6400, 160, 6400, 160]
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     assert all(torch.isfinite(layer.weight).all() for layer in layers)
-    with pytest.raises(ConfigurationError, match=r"model_init='dict': must return a torch\.nn\.Module"):
+    with pytest.raises(ConfigurationError, match=r"model_init='dict' must return a torch\.nn\.Module"):
         construct_deferred(dict)  # type: ignore[arg-type]
 
 

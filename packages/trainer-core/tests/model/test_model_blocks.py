@@ -52,8 +52,8 @@ def test_a_block_that_is_used_twice_is_found_once() -> None:
 @pytest.mark.parametrize(
     ("path", "rule", "nearest"),
     [
-        ("body.layer", "no module of that name", "body.layers"),
-        ("body.layers.0.weight", "no module of that name", "body.layers"),
+        ("body.layer", "is not the name of a module", "body.layers"),
+        ("body.layers.0.weight", "is not the name of a module", "body.layers"),
         ("body.layers.0.0", "is a Linear", "body.layers"),
     ],
 )
@@ -72,7 +72,7 @@ def test_a_container_without_modules_is_refused() -> None:
 
 
 def test_model_without_blocks_names_the_setting_that_asked() -> None:
-    with pytest.raises(ConfigurationError, match=r"torch_compile_scope needs the blocks .* Linear has no"):
+    with pytest.raises(ConfigurationError, match=r"which torch_compile_scope needs, and Linear has no"):
         find_blocks(nn.Linear(2, 2), None, needed_by="torch_compile_scope")
 
 

@@ -122,7 +122,7 @@ def test_tied_weights_with_activation_checkpointing(net, loss_of, factory, reent
     models = checkpointed(), checkpointed()
     expected = train(models[0], *ordinary(factory, models[0]), loss_of, 6)
     if reentrant:
-        with pytest.raises(ConfigurationError, match=r"linear\.weight got its gradient twice in one step"):
+        with pytest.raises(ConfigurationError, match=r"linear\.weight got a second one"):
             train(models[1], *in_backward(factory, models[1]), loss_of, 1)
         return
     fused = train(models[1], *in_backward(factory, models[1]), loss_of, 6)
@@ -134,7 +134,7 @@ def test_second_backward_is_refused_and_can_be_dropped(net, loss_of, factory):
     model = net()
     optimizer, _ = in_backward(factory, model)
     loss_of(model, 0).backward()
-    with pytest.raises(ConfigurationError, match="got its gradient twice"):
+    with pytest.raises(ConfigurationError, match="got a second one"):
         loss_of(model, 1).backward()
     optimizer.zero_grad()
     loss_of(model, 1).backward()

@@ -143,7 +143,7 @@ def test_unknown_length(schedule, name):
     if name in WITHOUT_TOTAL:
         schedule(name, options, optimizer=sgd(RATE), total=-1)
         return
-    with pytest.raises(ConfigurationError, match=r"lr_scheduler_type=.*where the run ends.*set max_steps"):
+    with pytest.raises(ConfigurationError, match=r"lr_scheduler_type=.*where the run ends.*Set max_steps"):
         schedule(name, options, optimizer=sgd(RATE), total=-1)
 
 
@@ -158,17 +158,17 @@ def test_stable_steps_stand_in_for_the_length(schedule):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("cosin", {}, "is not a known schedule; did you mean 'cosine'"),
-        ("linear", {"num_cycles": 1}, r"lr_scheduler_kwargs\.num_cycles=1: is not an option of 'linear'"),
-        ("cosine", {"num_cycle": 1}, "did you mean 'num_cycles'"),
+        ("cosin", {}, "is not a known schedule. Did you mean 'cosine'"),
+        ("linear", {"num_cycles": 1}, r"lr_scheduler_kwargs\.num_cycles=1 is not an option of 'linear'"),
+        ("cosine", {"num_cycle": 1}, "Did you mean 'num_cycles'"),
         ("cosine", {"num_cycles": 0}, "without the ends"),
         ("cosine", {"num_cycles": True}, "must be a number"),
         ("cosine_with_restarts", {"num_cycles": 0.5}, "whole number of at least 1"),
         ("polynomial", {"power": -1.0}, "must be a number from 0"),
         ("inverse_sqrt", {"timescale": 0}, "whole number of at least 1"),
         ("cosine_with_min_lr", {"min_lr_rate": 1.5}, "from 0 to 1"),
-        ("cosine_with_min_lr", {"min_lr_rate": 0.1, "min_lr": 0.1}, "take one of them out"),
-        ("warmup_stable_decay", {}, "needs num_decay_steps"),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1, "min_lr": 0.1}, "Leave one of them out"),
+        ("warmup_stable_decay", {}, "lacks num_decay_steps"),
         ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "square"}, "must be one of 'linear'"),
         ("reduce_lr_on_plateau", {"factor": 1.0}, "between 0 and 1, without the ends"),
         ("reduce_lr_on_plateau", {"mode": "least"}, "must be one of 'min', 'max'"),
@@ -183,8 +183,8 @@ def test_bad_options_are_named(name, options, message):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("polynomial", {"lr_end": 0.2}, "lr_end=0.2: must be below the learning rate 0.1"),
-        ("cosine_with_min_lr", {"min_lr": 0.2}, "min_lr=0.2: is above the learning rate 0.1"),
+        ("polynomial", {"lr_end": 0.2}, "lr_end=0.2 must be below the learning rate 0.1"),
+        ("cosine_with_min_lr", {"min_lr": 0.2}, "min_lr=0.2 is above the learning rate 0.1"),
         ("warmup_stable_decay", {"num_decay_steps": 17}, r"warm-up \(4\).*do not fit into 20 steps"),
     ],
 )

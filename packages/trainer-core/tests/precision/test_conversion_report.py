@@ -80,7 +80,7 @@ def test_patterns_match_layers_and_what_holds_them(pattern: str) -> None:
 
 
 def test_pattern_without_a_match_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"fp8_exclude='blocks\.0\.upp'.*near: blocks\.0\.up"):
+    with pytest.raises(ConfigurationError, match=r"fp8_exclude='blocks\.0\.upp'.*names: blocks\.0\.up"):
         choose_layers(Model(), lambda name, layer: None, ["blocks.0.upp"])
 
 

@@ -49,7 +49,7 @@ def test_scaler_only_for_fp16(settings: MakeSettings, regression: Any) -> None:
 
 def test_float16_weights_are_refused(settings: MakeSettings, regression: Any) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"mixed_precision='fp16': needs weights in float32.*0\.weight"
+        ConfigurationError, match=r"mixed_precision='fp16' needs weights in float32.*0\.weight"
     ):
         build_scaler(settings(mixed_precision="fp16"), regression.model.half(), CPU)
 
@@ -119,9 +119,9 @@ def test_optimizers_one_by_one_are_refused(regression: Any) -> None:
     scaler = LossScaler("cpu")
     scaler.scale(regression.loss()).backward()
     scaler.unscale_(optimizers[0])
-    with pytest.raises(RuntimeError, match="unite several optimizers"):
+    with pytest.raises(RuntimeError, match="Unite several optimizers"):
         scaler.unscale_(optimizers[1])
-    with pytest.raises(RuntimeError, match="unite several optimizers"):
+    with pytest.raises(RuntimeError, match="Unite several optimizers"):
         scaler.step(optimizers[1])
 
 

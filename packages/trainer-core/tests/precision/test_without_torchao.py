@@ -41,7 +41,7 @@ def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_torchao_is_said(
     settings: MakeSettings, convert: Callable[..., object], name: str, recipe: str
 ) -> None:
-    message = rf"{name}='{recipe}': needs torchao.*pip install 'trainer-core\[quant\]'"
+    message = rf"{name}='{recipe}' needs torchao.*pip install 'trainer-core\[quant\]'"
     with pytest.raises(ConfigurationError, match=message):
         convert(nn.Sequential(nn.Linear(32, 32)), settings(**{name: recipe}), CPU)
 
@@ -64,6 +64,7 @@ def test_both_recipes_are_refused(settings: MakeSettings) -> None:
     check_exclusive(args)
     object.__setattr__(args, "qat_recipe", "int8-weight-only")  # the arguments refuse this themselves
     with pytest.raises(
-        ConfigurationError, match=r"fp8_recipe='rowwise': excludes qat_recipe='int8-weight-only'"
+        ConfigurationError,
+        match=r"fp8_recipe='rowwise' cannot be combined with qat_recipe='int8-weight-only'",
     ):
         check_exclusive(args)

@@ -134,14 +134,14 @@ def test_compiled_model_trains(lab: Any) -> None:
 
 def test_unknown_recipe_is_refused(lab: Any) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"qat_recipe='int3'.*choose of int8-dynamic-act-int4-weight"
+        ConfigurationError, match=r"qat_recipe='int3'.*Choose one of int8-dynamic-act-int4-weight"
     ):
         convert_qat(lab.model(), "int3")
 
 
 def test_nothing_to_prepare_is_refused(lab: Any) -> None:
     model = nn.Sequential(nn.Linear(40, 40))
-    message = r"no linear layer can be prepared \(1 input size 40 is not a multiple of the group size 32\)"
+    message = r"cannot prepare any linear layer \(1 input size 40 is not a multiple of the group size 32\)"
     with pytest.raises(ConfigurationError, match=message):
         prepare_qat(model, lab.settings(qat_recipe="int4-weight-only"), lab.cpu)
 
@@ -169,7 +169,9 @@ def test_conversion_needs_the_recipe_of_the_training(lab: Any) -> None:
         convert_qat(model, "int8-weight-only")
     prepare_qat(model, lab.settings(qat_recipe="int8-weight-only"), lab.cpu)
     for other in set(QAT_RECIPES) - {"int8-weight-only"}:
-        with pytest.raises(ConfigurationError, match=r"'layers\.0\.q_proj' was trained for another recipe"):
+        with pytest.raises(
+            ConfigurationError, match=r"is not the recipe that layer 'layers\.0\.q_proj' was trained with"
+        ):
             convert_qat(model, other)
 
 

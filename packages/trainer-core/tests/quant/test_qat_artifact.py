@@ -119,7 +119,7 @@ def test_what_is_no_artifact_is_refused(lab: Any, trained: Trained, tmp_path: Pa
     cases = {
         "describes no quantized model": broken("bare", lambda path: (path / "quantization.json").unlink()),
         "JSONDecodeError": broken("text", lambda path: (path / "quantization.json").write_text("{")),
-        "has format 2, and this version reads 1": broken("format", described(format=2)),
+        "has format 2, but this version reads 1": broken("format", described(format=2)),
         "does not fit the TinyLlama: 'gone'": broken("tie", described(tied={"lm_head.weight": "gone"})),
         "Missing key": broken("untied", described(tied={})),
         "cannot be read: FileNotFoundError": broken(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer_core import Trainer
+from trainer_core import ConfigurationError, Trainer
 from trainer_core.callbacks import TensorBoardCallback
 
 
@@ -85,3 +85,12 @@ def test_a_second_run_has_a_folder_of_its_own(make_trainer: Callable[..., Traine
     assert len(folders) == 2
     for folder in folders:
         assert [event.step for event in read(folder).Scalars("train/loss")] == [1, 2]
+
+
+def test_report_to_is_enough(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    trainer = make_trainer(max_steps=2, report_to="tensorboard")
+    with pytest.raises(ConfigurationError, match="report_to='tensorboard' adds a TensorBoardCallback"):
+        trainer.add_callback(TensorBoardCallback())
+    trainer.train()
+    (folder,) = (tmp_path / "run" / "tensorboard").iterdir()
+    assert [event.step for event in read(folder).Scalars("train/loss")] == [1, 2]

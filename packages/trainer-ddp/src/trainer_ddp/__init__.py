@@ -36,7 +36,7 @@ if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a 
         from importlib import import_module
 
         if name not in _MODULES:
-            replaced = "; use Replicate, as Trainer(args, parallel=[Replicate()])" * (
+            replaced = ". Use Replicate, as Trainer(args, parallel=[Replicate()])." * (
                 name == "DDPParallelism"
             )
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{replaced}")

@@ -161,7 +161,7 @@ def check_beside(args: TrainingArguments, modes: Modes) -> None:
         raise ConfigurationError(
             "fuse_optim_with_backward",
             True,
-            "steps each parameter before its gradient was averaged over the ranks",
+            "steps each parameter before its gradient is averaged over the ranks",
             "leave it out",
         )
     for name, condition in _unused(modes):
@@ -207,10 +207,13 @@ def _check_ranges(modes: Modes) -> None:
     }
     for name, (value, low) in lowest.items():
         if value is not None and not (isinstance(value, int | float) and value >= low):
-            raise ConfigurationError(name, value, f"must be at least {low}", "raise it")
+            raise ConfigurationError(name, value, f"must be at least {low}", f"set it to {low} or more")
     if not modes.diloco.outer_momentum < 1:
         raise ConfigurationError(
-            "diloco.outer_momentum", modes.diloco.outer_momentum, "must be below 1", "lower it"
+            "diloco.outer_momentum",
+            modes.diloco.outer_momentum,
+            "must be below 1",
+            "choose a lower value, such as 0.9",
         )
     if modes.compression.method not in _METHODS:
         choices = ", ".join(map(repr, _METHODS))
@@ -225,14 +228,14 @@ def _check_wrapper(args: TrainingArguments, modes: Modes) -> None:
         raise ConfigurationError(
             f"ddp.{rewrites[0]}",
             True,
-            f"replaces what the model returns, and fused_loss={args.fused_loss!r} needs it as it is",
+            f"replaces what the model returns, which fused_loss={args.fused_loss!r} needs as it is",
             "leave one of them out",
         )
     if len(rewrites) > 1:
         raise ConfigurationError(
             "ddp.find_unused_parameters",
             True,
-            "looks anew in each step for what ddp.static_graph promises to be always the same",
+            "looks in each step for what ddp.static_graph promises to be always the same",
             "leave one of them out",
         )
 
@@ -242,39 +245,53 @@ def _check_modes(args: TrainingArguments, modes: Modes) -> None:
         raise ConfigurationError(
             "compression.method",
             "powerSGD",
-            "adds what one gradient leaves out to the next, and mixed_precision='fp16' scales each anew",
-            "use bf16, or another method",
+            "adds what is lost of one gradient to the next, but mixed_precision='fp16' scales each step anew",
+            "set mixed_precision='bf16', or choose another method",
         )
     sgd, diloco = modes.post_local_sgd, modes.diloco
     if sgd.enabled and diloco.enabled:
         raise ConfigurationError(
-            "diloco.enabled", True, "excludes post_local_sgd.enabled: each has its own step", "choose one"
+            "diloco.enabled",
+            True,
+            "cannot be combined with post_local_sgd.enabled, because each has a step of its own",
+            "enable only one of them",
         )
     for name in ("start_step", "period"):
         if sgd.enabled and getattr(sgd, name) is None:
             raise ConfigurationError(
-                f"post_local_sgd.{name}", None, "must be set with post_local_sgd.enabled", "give a number"
+                f"post_local_sgd.{name}",
+                None,
+                "must be set with post_local_sgd.enabled",
+                "give a number, such as 100",
             )
     mode = "post_local_sgd" if sgd.enabled else "diloco" if diloco.enabled else None
     if mode and modes.compression.method != "no":
         raise ConfigurationError(
             "compression.method",
             modes.compression.method,
-            f"makes gradients smaller, and with {mode}.enabled they do not travel",
+            f"makes gradients smaller, but with {mode}.enabled they are not sent",
             "leave one of them out",
         )
     if mode and args.mixed_precision == "fp16":
         raise ConfigurationError(
             "mixed_precision",
             "fp16",
-            f"skips steps that overflow on a rank, and with {mode}.enabled the others would continue",
-            "use bf16",
+            f"skips steps that overflow on a rank, but with {mode}.enabled the other ranks would continue",
+            "set mixed_precision='bf16'",
+        )
+    averaging = "ema_decay" if args.ema_decay is not None else "optim"
+    if mode and (args.ema_decay is not None or args.optim == "schedule_free_adamw"):
+        raise ConfigurationError(
+            averaging,
+            getattr(args, averaging),
+            f"averages the weights of all ranks, and with {mode}.enabled each rank has weights of its own",
+            "leave one of them out",
         )
     if mode and modes.ddp.static_graph:
         raise ConfigurationError(
             "ddp.static_graph",
             True,
-            f"promises that gradients are reduced in every step, and with {mode}.enabled they are not",
+            f"promises that gradients are reduced in every step, but with {mode}.enabled they are not",
             "leave one of them out",
         )
 

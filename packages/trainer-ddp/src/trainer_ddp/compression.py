@@ -121,7 +121,7 @@ class RoundedGradients(GradientCompression):
             raise ConfigurationError(
                 "compression.method",
                 method,
-                "makes nothing smaller: no trainable parameter has more than 16 bits",
+                "makes nothing smaller, because no trainable parameter has more than 16 bits",
                 "leave it out",
             )
         _check_backend(method, self._dtype, trainable[0].device, process_group)
@@ -150,7 +150,8 @@ def _check_backend(
         raise ConfigurationError(
             "compression.method",
             method,
-            f"the backend {backend} could not sum {dtype} on {device.type} in a trial: {error}",
+            f"cannot be used with the backend {backend}, which could not sum {dtype} on {device.type} in a "
+            f"trial: {error}",
             "choose another method, or a backend that can",
         ) from error
 
@@ -283,8 +284,8 @@ class PowerSGD(GradientCompression):
             raise ConfigurationError(
                 "compression.method",
                 settings.method,
-                f"makes nothing smaller: with matrix_rank={settings.matrix_rank} no tensor of the model "
-                f"shrinks to 1/{settings.min_compression_rate:g} (min_compression_rate)",
+                f"makes nothing smaller, because with matrix_rank={settings.matrix_rank} no tensor of the "
+                f"model shrinks to 1/{settings.min_compression_rate:g} (min_compression_rate)",
                 "lower one of them, or leave it out",
             )
         self._feedback = ErrorFeedback(model, self._shapes)
@@ -299,7 +300,7 @@ class PowerSGD(GradientCompression):
         """
         strange = [name for name, parameter in ddp.module.named_parameters() if parameter not in self._names]
         if strange:
-            raise ValueError(f"the compression was built for a model without the parameter {strange[0]!r}")
+            raise ValueError(f"the compression was built for a model without the parameter {strange[0]!r}.")
         super().register(ddp)
 
     def begin(self, step: int) -> None:
@@ -426,6 +427,6 @@ def _check_dense(method: str, model: nn.Module) -> None:
             raise ConfigurationError(
                 "compression.method",
                 method,
-                f"needs dense gradients, and the embedding {name!r} gives sparse ones",
-                f"give {name!r} sparse=False, or leave compression out",
+                f"needs dense gradients, but the embedding {name!r} gives sparse ones",
+                f"set sparse=False on {name!r}, or leave compression out",
             )

@@ -171,8 +171,8 @@ class ErrorFeedback:
             found = None if parameter is None else tuple(parameter.shape)
             if parameter is None or not parameter.dim() or error.numel() != parameter.numel():
                 raise ValueError(
-                    f"compression state of {name!r} has shape {tuple(error.shape)}, and the parameter of "
-                    f"that name has {found}: it was saved with another model; load that one"
+                    f"compression state of {name!r} has shape {tuple(error.shape)}, but the parameter of "
+                    f"that name has {found}, so it was saved with another model. Load that one."
                 )
 
 

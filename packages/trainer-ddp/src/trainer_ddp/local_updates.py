@@ -207,7 +207,10 @@ def _phases(settings: PostLocalSGDArguments | DiLoCoArguments) -> tuple[int, int
     for name in ("start_step", "period"):
         if getattr(settings, name) is None:
             raise ConfigurationError(
-                f"post_local_sgd.{name}", None, "must be set with post_local_sgd.enabled", "give a number"
+                f"post_local_sgd.{name}",
+                None,
+                "must be set with post_local_sgd.enabled",
+                "give a number, such as 100",
             )
     return settings.start_step or 0, settings.period or 1
 

@@ -163,7 +163,7 @@ def check_names(what: str, given: Mapping[str, Tensor], wanted: Mapping[str, Ten
         if here != there:
             raise CheckpointError(
                 f"{what} in the checkpoint does not fit the model: {name} is {there} in the checkpoint and "
-                f"{here} in the model; build the model as when the checkpoint was saved"
+                f"{here} in the model. Build the model as when the checkpoint was saved."
             )
 
 

@@ -98,7 +98,7 @@ class Replicate(ReplicateGradients):
                     raise ConfigurationError(
                         f"{name}.{each.name}",
                         getattr(settings, each.name),
-                        f"needs a whole model on each rank, and the layout is {ranks.layout}",
+                        f"needs a whole model on each rank, but the layout is {ranks.layout}",
                         "leave it out, or give all ranks to the dimension dp",
                     )
 
@@ -154,7 +154,10 @@ class DDPTrainer(Trainer):
         args = self.args
         if not isinstance(args, DDPTrainingArguments):
             raise ConfigurationError(
-                "args", type(args).__name__, "is not for DDPTrainer", "make a DDPTrainingArguments"
+                "args",
+                type(args).__name__,
+                "is not the arguments class of DDPTrainer",
+                "pass a DDPTrainingArguments",
             )
         modes = {"post_local_sgd": args.post_local_sgd, "diloco": args.diloco}
         return [Replicate(args.ddp, compression=args.compression, **modes)]  # type: ignore[arg-type]
@@ -276,6 +279,13 @@ class _Replicas(StepHooks):
         settings = modes.post_local_sgd if modes.post_local_sgd.enabled else modes.diloco
         if not settings.enabled or optimizer is None:
             return None
+        if self._built.average is not None:
+            raise ConfigurationError(
+                "optimizer",
+                type(optimizer).__name__,
+                "averages weights, and with post_local_sgd or diloco each rank has weights of its own",
+                "use another optimizer, or leave the local steps out",
+            )
         return LocalUpdates(
             settings,
             model=self._built.model,

@@ -93,9 +93,9 @@ class GradientWatch:
         raise ConfigurationError(
             "ddp.find_unused_parameters",
             False,
-            f"the loss of this step's last microbatch does not depend on {shown}, and the other ranks wait "
-            "for the gradients",
-            "set it to true, or freeze these parameters with requires_grad_(False)",
+            "needs a gradient for every parameter, but the loss of this step's last microbatch does not "
+            f"depend on {shown}, and the other ranks wait for the gradients",
+            "set it to True, or freeze these parameters with requires_grad_(False)",
         )
 
     def _has_arrived(self, parameter: nn.Parameter) -> bool:

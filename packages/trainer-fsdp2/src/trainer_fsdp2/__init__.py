@@ -46,7 +46,7 @@ if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a 
         from importlib import import_module
 
         if name not in _MODULES:
-            replaced = f"; use {_REPLACED[name]}" if name in _REPLACED else ""
+            replaced = f". Use {_REPLACED[name]}." if name in _REPLACED else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{replaced}")
         module, own_name = _MODULES[name]
         value: object = getattr(import_module(module, __name__), own_name)

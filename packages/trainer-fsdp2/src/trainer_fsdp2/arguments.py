@@ -67,7 +67,10 @@ class FSDP2TrainingArguments(DataParallelArguments):
         check_beside(self, self.fsdp2)
         if self.mesh and self.fsdp2.replicas != 1:
             raise ConfigurationError(
-                "fsdp2.replicas", self.fsdp2.replicas, "is said by mesh", "leave out fsdp2.replicas"
+                "fsdp2.replicas",
+                self.fsdp2.replicas,
+                "cannot be given together with mesh, which has the dimension dp for it",
+                "leave out fsdp2.replicas",
             )
 
     def layout(self, world_size: int) -> ParallelLayout | None:
@@ -88,7 +91,7 @@ class FSDP2TrainingArguments(DataParallelArguments):
                 "fsdp2.replicas",
                 replicas,
                 f"must divide the world size, {world_size}",
-                "each copy of the model is shared by world size / replicas ranks",
+                "choose a divisor, because world size / replicas ranks share each copy of the model",
             )
         if replicas == world_size > 1:
             raise ConfigurationError(
@@ -135,40 +138,52 @@ def _check_values(fsdp2: FSDP2Arguments) -> None:
         value = getattr(fsdp2, name)
         if value not in (None, *_DTYPES):
             raise ConfigurationError(
-                f"fsdp2.{name}", value, "must be one of float32, bfloat16", "choose one of these"
+                f"fsdp2.{name}", value, "must be 'float32' or 'bfloat16'", "choose one of these"
             )
     if fsdp2.replicas < 1:
-        raise ConfigurationError("fsdp2.replicas", fsdp2.replicas, "must be at least 1", "raise it")
+        raise ConfigurationError(
+            "fsdp2.replicas", fsdp2.replicas, "must be at least 1", "set it to 1 or more"
+        )
     if fsdp2.prefetch_depth is not None and fsdp2.prefetch_depth < 1:
         raise ConfigurationError(
-            "fsdp2.prefetch_depth", fsdp2.prefetch_depth, "must be at least 1", "raise it, or leave it out"
+            "fsdp2.prefetch_depth",
+            fsdp2.prefetch_depth,
+            "must be at least 1",
+            "set it to 1 or more, or leave it out",
         )
     reshard = fsdp2.reshard_after_forward
     if not isinstance(reshard, bool) and reshard < 2:
         raise ConfigurationError(
-            "fsdp2.reshard_after_forward", reshard, "must be true, false or at least 2 ranks", "use true"
+            "fsdp2.reshard_after_forward",
+            reshard,
+            "must be True, False or a number of ranks of at least 2",
+            "set it to True, for example",
         )
     if fsdp2.layer_classes is not None and not fsdp2.layer_classes:
-        raise ConfigurationError("fsdp2.layer_classes", (), "names no class", "leave it out")
+        raise ConfigurationError(
+            "fsdp2.layer_classes", (), "names no class", "name one, such as ('Block',), or leave it out"
+        )
 
 
 def _check_types(fsdp2: FSDP2Arguments) -> None:
     """Refuse values of other types, which a call from Python may give."""
     if not isinstance(fsdp2.replicas, int) or isinstance(fsdp2.replicas, bool):
-        raise ConfigurationError("fsdp2.replicas", fsdp2.replicas, "must be a whole number", "give one")
+        raise ConfigurationError(
+            "fsdp2.replicas", fsdp2.replicas, "must be a whole number", "give one, such as 2"
+        )
     if not isinstance(fsdp2.reshard_after_forward, int):
         raise ConfigurationError(
             "fsdp2.reshard_after_forward",
             fsdp2.reshard_after_forward,
-            "must be true, false or a number of ranks",
-            "use true",
+            "must be True, False or a number of ranks",
+            "set it to True, for example",
         )
     if fsdp2.layer_classes is not None and not isinstance(fsdp2.layer_classes, tuple):
         raise ConfigurationError(
             "fsdp2.layer_classes",
             fsdp2.layer_classes,
             "must be a tuple of names",
-            "put it into one: ('Block',)",
+            "write it as ('Block',), for example",
         )
 
 
@@ -183,7 +198,7 @@ def check_beside(args: TrainingArguments, fsdp2: FSDP2Arguments) -> None:
         raise ConfigurationError(
             "fuse_optim_with_backward",
             True,
-            "steps each parameter before its gradient was added up over the ranks",
+            "steps each parameter before its gradient is summed over the ranks",
             "leave it out",
         )
     for setting, value in (
@@ -195,14 +210,14 @@ def check_beside(args: TrainingArguments, fsdp2: FSDP2Arguments) -> None:
             raise ConfigurationError(
                 setting,
                 value,
-                "leaves the range of float16 in gradients that no loss scale protects",
+                "exceeds the range of float16 with gradients that no loss scale protects",
                 "use mixed_precision='fp16', which scales the loss, or bfloat16",
             )
     if fsdp2.fp8_all_gather and args.fp8_recipe != "tensorwise":
         raise ConfigurationError(
             "fsdp2.fp8_all_gather",
             True,
-            f"needs fp8_recipe='tensorwise', whose scales fit any shard, and it is {args.fp8_recipe!r}",
+            f"needs fp8_recipe='tensorwise', whose scales fit any shard, but it is {args.fp8_recipe!r}",
             "set fp8_recipe='tensorwise', or leave it out",
         )
     if (
@@ -213,8 +228,8 @@ def check_beside(args: TrainingArguments, fsdp2: FSDP2Arguments) -> None:
         raise ConfigurationError(
             "torch_compile_full_graph",
             True,
-            "excludes torch_compile_scope='model' where layers are sharded by themselves: their weights are "
-            "gathered between compiled pieces",
+            "cannot be used with torch_compile_scope='model' where layers are sharded by themselves, "
+            "because their weights are gathered between compiled pieces",
             "set torch_compile_scope='blocks', or leave torch_compile_full_graph out",
         )
     if fsdp2.reduce_each_microbatch and args.gradient_accumulation_steps == 1:

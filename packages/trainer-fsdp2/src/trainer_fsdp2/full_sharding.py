@@ -292,14 +292,17 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
         raise ConfigurationError(
             "world_size",
             ranks.env.world_size,
-            "fsdp2 needs a process group, also of one rank, and there is none",
-            "open a dist_env.DistributedEnvironment first and give it as distributed_env",
+            "needs a process group, even for a single rank, but there is none",
+            "open a dist_env.DistributedEnvironment first and pass it as distributed_env",
         )
     if ranks.layout.replicate == 1:
         return ranks.meshes.fsdp
     if ranks.layout.context > 1:
         raise ConfigurationError(
-            "mesh", str(ranks.layout), "replicates weights that context shards, too", "leave out dp or cp"
+            "mesh",
+            str(ranks.layout),
+            "replicates weights that the dimension context shards too",
+            "leave out dp or cp",
         )
     return ranks.meshes.mesh["replicate", "shard"]
 
@@ -319,7 +322,8 @@ def resharding(setting: bool | int, shards: int) -> bool | int:
             "fsdp2.reshard_after_forward",
             setting,
             f"must divide the {shards} ranks that share one copy of the model",
-            f"use one of {', '.join(str(n) for n in range(2, shards) if shards % n == 0) or 'true, false'}",
+            "use one of "
+            f"{', '.join(str(n) for n in range(2, shards) if shards % n == 0) or 'True and False'}",
         )
     return setting
 
@@ -361,7 +365,8 @@ def _refuse_shared_between_stages(stages: Sequence[nn.Module]) -> None:
                 raise ConfigurationError(
                     "mesh",
                     "shard",
-                    f"two stages of one rank have a weight in common ({name}), and each stage gathers and "
-                    "drops its weights by itself",
-                    "choose a schedule that has first and last stage on different ranks, such as 1f1b",
+                    "shards stages by themselves, but two stages of one rank have a weight in common "
+                    f"({name})",
+                    "choose a schedule that has the first and the last stage on different ranks, such as "
+                    "1f1b",
                 )

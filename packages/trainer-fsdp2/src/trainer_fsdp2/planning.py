@@ -223,10 +223,12 @@ def _check(world_size: int, gpu_memory: float, gpus_per_node: int) -> None:
     numbers = {"world_size": world_size, "gpu_memory": gpu_memory, "gpus_per_node": gpus_per_node}
     for name, value in numbers.items():
         if value <= 0:
-            raise ConfigurationError(name, value, "must be above 0", "raise it")
+            raise ConfigurationError(name, value, "must be above 0", "set it to a positive number")
     if world_size > gpus_per_node and world_size % gpus_per_node:
         rule = f"is not a multiple of the {gpus_per_node} GPUs of a node"
-        raise ConfigurationError("world_size", world_size, rule, "use whole nodes")
+        raise ConfigurationError(
+            "world_size", world_size, rule, "use whole nodes, such as a multiple of gpus_per_node"
+        )
 
 
 class _Recomputed(NamedTuple):

@@ -33,6 +33,9 @@ class FSDP2Trainer(Trainer):
         """
         if not isinstance(self.args, FSDP2TrainingArguments):
             raise ConfigurationError(
-                "args", type(self.args).__name__, "is not for FSDP2Trainer", "make a FSDP2TrainingArguments"
+                "args",
+                type(self.args).__name__,
+                "is not the arguments class of FSDP2Trainer",
+                "pass an FSDP2TrainingArguments",
             )
         return [FullyShard(self.args.fsdp2)]

@@ -48,7 +48,8 @@ def _of_classes(model: nn.Module, names: Sequence[str]) -> list[Unit]:
             raise ConfigurationError(
                 "fsdp2.layer_classes",
                 name,
-                f"no part of the model that is called has that class; there are {', '.join(sorted(known))}",
+                "is not the class of a part of the model that is called. Those are "
+                f"{', '.join(sorted(known))}",
                 suggest(name, known),
             )
     # Deepest first, as fully_shard wants it: a unit inside another takes its parameters out of it.
@@ -78,7 +79,9 @@ def refuse_unshardable(model: nn.Module) -> None:
             (not parameter.is_contiguous(), "is not contiguous", "make it with .contiguous()"),
         ):
             if applies:
-                raise ConfigurationError("model", name, f"cannot be sharded: the parameter {rule}", fix)
+                raise ConfigurationError(
+                    "model", name, f"cannot be sharded, because the parameter {rule}", fix
+                )
 
 
 def refuse_mixed_dtypes(units: Sequence[Unit], model: nn.Module) -> None:
@@ -99,9 +102,9 @@ def refuse_mixed_dtypes(units: Sequence[Unit], model: nn.Module) -> None:
                 raise ConfigurationError(
                     "model",
                     unit,
-                    f"is sharded as one, and has trained parameters of several dtypes: {first[0]} is "
+                    f"is sharded as one unit, but has trained parameters of several dtypes: {first[0]} is "
                     f"{first[1].dtype}, {name} is {parameter.dtype}",
-                    "train one dtype, freeze the others, or make them units of fsdp2.layer_classes",
+                    "train in one dtype, freeze the others, or make them units of fsdp2.layer_classes",
                 )
 
 
@@ -126,7 +129,8 @@ def refuse_shared_between(units: Sequence[Unit], model: nn.Module) -> None:
                 raise ConfigurationError(
                     "fsdp2.shard_transformer_layers",
                     True,
-                    f"{other} and {name} are one parameter, and {other_unit or unit} is sharded by itself",
+                    f"cannot be applied, because {other} and {name} are one parameter and "
+                    f"{other_unit or unit} is sharded by itself",
                     "leave that module out of fsdp2.layer_classes or transformer_layers_path, or set "
                     "fsdp2.shard_transformer_layers=False",
                 )

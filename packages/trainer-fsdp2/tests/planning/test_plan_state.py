@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Optimizer
+from warm_start import WarmStart
 
 from dist_env import ParallelLayout
 from trainer_core import ConfigurationError
@@ -26,23 +25,27 @@ Settings = Callable[..., FSDP2TrainingArguments]
 Model = Callable[..., nn.Module]
 
 
-def _start(rank: int, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, str(WORKERS / "state_of_ranks.py"), str(rank), "2", str(folder)]
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKERS)}
-    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has measured and planned."""
     folder = tmp_path_factory.mktemp("ranks")
-    processes = [_start(rank, folder) for rank in range(2)]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKERS)}
+    warm = WarmStart(["trainer_fsdp2", "torch._dynamo", "torch.profiler"], environ)
+    errors = [folder / f"err-{rank}" for rank in range(2)]
     try:
-        told = [process.communicate(timeout=300)[1] for process in processes]
+        processes = [
+            warm.start(
+                [str(WORKERS / "state_of_ranks.py"), str(rank), "2", str(folder)],
+                environ,
+                folder / f"out-{rank}",
+                errors[rank],
+            )
+            for rank in range(2)
+        ]
+        codes = [process.wait(300) for process in processes]
     finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(told)
+        warm.close()
+    assert codes == [0, 0], "".join(path.read_text() for path in errors)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -71,7 +71,7 @@ def test_one_process_goes_on_from_their_checkpoint(directory: Path, worker: Modu
 
 
 def test_other_recipes_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="fp8_all_gather=True: needs fp8_recipe='tensorwise'"):
+    with pytest.raises(ConfigurationError, match="fp8_all_gather=True needs fp8_recipe='tensorwise'"):
         FSDP2TrainingArguments(
             output_dir="x", fp8_recipe="rowwise", fsdp2=FSDP2Arguments(fp8_all_gather=True)
         )

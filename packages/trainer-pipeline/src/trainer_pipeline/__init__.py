@@ -45,8 +45,8 @@ if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a 
         if name not in _MODULES:
             if name == "PipelineParallelism":
                 raise AttributeError(
-                    "trainer_pipeline.PipelineParallelism was removed: use "
-                    "Trainer(args, parallel=[PipelineStages()]), which combines with other transforms"
+                    "trainer_pipeline.PipelineParallelism was removed. Use Trainer(args, "
+                    "parallel=[PipelineStages()]), which combines with other transforms."
                 )
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module, own_name = _MODULES[name]

@@ -66,8 +66,9 @@ class PipelineTrainingArguments(DataParallelArguments):
                 raise ConfigurationError(
                     f"pipeline.{name}",
                     getattr(pipeline, name),
-                    f"was given beside mesh={self.mesh!r}, which says it too",
-                    f"leave pipeline.{name} out, and set mesh to 'pp=2,dp=2' or 'pp=2,shard=2', say",
+                    f"cannot be given together with mesh={self.mesh!r}, which determines it",
+                    f"leave pipeline.{name} out, and set mesh='pp=2,dp=2' or mesh='pp=2,shard=2', for "
+                    "example",
                 )
 
     def layout(self, world_size: int) -> ParallelLayout | None:
@@ -113,27 +114,41 @@ def check_settings(pipeline: PipelineArguments) -> None:
         if value is None and name == "stages_per_rank":
             continue
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigurationError(f"pipeline.{name}", value, "must be a whole number", "give one")
+            raise ConfigurationError(
+                f"pipeline.{name}", value, "must be a whole number", "give one, such as 2"
+            )
         if value < 1:
-            raise ConfigurationError(f"pipeline.{name}", value, "must be at least 1", "raise it")
+            raise ConfigurationError(f"pipeline.{name}", value, "must be at least 1", "set it to 1 or more")
     if pipeline.balance not in BALANCES:
         raise ConfigurationError(
-            "pipeline.balance", pipeline.balance, f"must be one of {', '.join(BALANCES)}", "choose one"
+            "pipeline.balance",
+            pipeline.balance,
+            f"must be one of {', '.join(BALANCES)}",
+            "choose one of these",
         )
     if pipeline.shard_replicas and pipeline.replicas == 1:
         raise ConfigurationError(
-            "pipeline.shard_replicas", True, "has no effect with pipeline.replicas=1", "raise replicas"
+            "pipeline.shard_replicas",
+            True,
+            "has no effect with pipeline.replicas=1",
+            "set pipeline.replicas=2, for example, or leave it out",
         )
     layers = pipeline.layers_per_stage
     if layers is None:
         return
     if not isinstance(layers, tuple) or not layers:
         raise ConfigurationError(
-            "pipeline.layers_per_stage", layers, "must be a tuple of numbers of layers", "such as (4, 4)"
+            "pipeline.layers_per_stage",
+            layers,
+            "must be a tuple of numbers of layers",
+            "write (4, 4), for example",
         )
     if any(not isinstance(count, int) or count < 1 for count in layers):
         raise ConfigurationError(
-            "pipeline.layers_per_stage", layers, "must have at least one layer for each stage", "raise it"
+            "pipeline.layers_per_stage",
+            layers,
+            "must have at least one layer for each stage",
+            "give each stage 1 layer or more, such as (4, 4)",
         )
 
 
@@ -147,7 +162,7 @@ def check_combinations(args: TrainingArguments) -> None:
         raise ConfigurationError(
             "fuse_optim_with_backward",
             True,
-            "steps each parameter with every microbatch, and a pipeline has several in each step",
+            "steps each parameter after every microbatch, but a pipeline has several in each step",
             "leave it out",
         )
     if args.mixed_precision == "fp16" or args.default_dtype == "float16":
@@ -155,15 +170,16 @@ def check_combinations(args: TrainingArguments) -> None:
         raise ConfigurationError(
             setting,
             getattr(args, setting),
-            "needs a loss scale that all stages decide on together, which torch does not have",
-            "use bf16",
+            "needs a loss scale that all stages share, which torch does not have",
+            "use bfloat16",
         )
     if isinstance(args, DataParallelArguments) and not (args.dispatch_batches and args.dispatches_evaluation):
         setting = "dispatch_eval_batches" if args.dispatch_batches else "dispatch_batches"
         raise ConfigurationError(
             setting,
             False,
-            "every stage works on the same batch, which one rank reads for all",
+            "lets every rank read its own batches, but all stages work on the same batch, which one rank "
+            "reads for them",
             f"leave {setting} at its default",
         )
 
@@ -179,8 +195,8 @@ def check_schedule(
     if not kind.splits_backward:
         return
     why = (
-        f"cannot be used with {kind.name}, which computes the gradients of inputs and of weights apart: "
-        "torch takes its graph of single operators to pieces for that"
+        f"cannot be used with {kind.name}, which computes the gradients of inputs and of weights apart and "
+        "takes torch's graph to pieces for that"
     )
     instead = "leave it out, or use interleaved_1f1b"
     if layout.shard > 1:
@@ -188,16 +204,16 @@ def check_schedule(
         raise ConfigurationError(
             setting,
             True if pipeline.shard_replicas else str(layout),
-            f"{why}, which leaves out what gathers and drops weights",
+            f"{why}. That leaves out what gathers and drops weights",
             instead,
         )
     if args.torch_compile:
-        raise ConfigurationError("torch_compile", True, f"{why}, and compiled code is one piece", instead)
+        raise ConfigurationError("torch_compile", True, f"{why}, but compiled code is one piece", instead)
     if args.recomputation != "no":
         raise ConfigurationError(
             "activation_checkpointing",
             args.recomputation,
-            f"{why}, and a recomputed block is freed after the first half",
+            f"{why}, but a recomputed block is freed after the first half",
             instead,
         )
 
@@ -217,11 +233,17 @@ def stage_layout(pipeline: PipelineArguments, kind: ScheduleKind, ranks: int) ->
     stages = pipeline.stages_per_rank or default
     if stages > 1 and not kind.several_stages:
         raise ConfigurationError(
-            "pipeline.stages_per_rank", stages, f"{kind.name} has one stage on each rank", "leave it out"
+            "pipeline.stages_per_rank",
+            stages,
+            f"must be 1 with {kind.name}, which has one stage on each rank",
+            "leave it out",
         )
     if kind.layout == "v" and stages != 2:
         raise ConfigurationError(
-            "pipeline.stages_per_rank", stages, f"{kind.name} has two stages on each rank", "leave it out"
+            "pipeline.stages_per_rank",
+            stages,
+            f"must be 2 with {kind.name}, which has two stages on each rank",
+            "leave it out",
         )
     layout = StageLayout(ranks, stages, kind.layout)
     layers = pipeline.layers_per_stage
@@ -230,13 +252,13 @@ def stage_layout(pipeline: PipelineArguments, kind: ScheduleKind, ranks: int) ->
             "pipeline.layers_per_stage",
             layers,
             f"must have one number for each of the {layout.num_stages} stages",
-            f"there are {layout.ranks} ranks with {stages} stages each",
+            f"give {layout.num_stages} numbers, for {layout.ranks} ranks with {stages} stages each",
         )
     if kind.needs_stages and pipeline.n_microbatches < layout.num_stages:
         raise ConfigurationError(
             "pipeline.n_microbatches",
             pipeline.n_microbatches,
-            f"{kind.name} needs at least as many as there are stages, {layout.num_stages}",
+            f"must be at least {layout.num_stages} with {kind.name}, the number of stages",
             "raise it, or use gpipe or interleaved_1f1b",
         )
     return layout

@@ -70,7 +70,7 @@ class BlockRow:
             raise ConfigurationError(
                 "model",
                 type(model).__name__,
-                "is spread over the ranks of a pipeline, and was called on one of them",
+                "is spread over the ranks of a pipeline, but was called on one of them",
                 "call it on all ranks, inside `with trainer.generating():`",
             )
 
@@ -126,8 +126,8 @@ class Entry(StandIn):
             raise ConfigurationError(
                 "model_init",
                 type(self.block).__name__,
-                "is recomputed by the model's own forward (torch.utils.checkpoint?), past what hands hidden "
-                "states on",
+                "is recomputed by the model's own forward (with torch.utils.checkpoint?), which skips what "
+                "hands on hidden states",
                 "set activation_checkpointing instead",
             )
         args, kwargs = with_hidden(self.block, self.hidden, args, kwargs)
@@ -153,7 +153,7 @@ def hidden_in(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, obj
         raise ConfigurationError(
             "model_splitter",
             type(block).__name__,
-            "is not given the hidden state as its first argument, so that stages cannot hand it on",
+            "does not get the hidden state as its first argument, so stages cannot hand it on",
             "give a model_splitter that makes the stages of this model",
         )
     return found

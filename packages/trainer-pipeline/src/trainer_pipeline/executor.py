@@ -278,7 +278,7 @@ class PipelineExecutor:
             raise ConfigurationError(
                 SETTING,
                 self._kind.name,
-                f"cannot be carried out with pipeline.n_microbatches={count}, {layout.ranks} ranks and "
+                f"cannot be executed with pipeline.n_microbatches={count}, {layout.ranks} ranks and "
                 f"{layout.stages_per_rank} stages on each: {error}",
                 "change one of them",
             ) from error
@@ -333,8 +333,9 @@ def _check_known(hidden: Tensor | None, output: Tensor) -> None:
     raise ConfigurationError(
         "model_splitter",
         "BlockSplitter",
-        "does not fit this model: a later stage needs more than the hidden state that its first block is "
-        "given, such as a sum that the model keeps beside its blocks, or a position bias from weights",
-        "do it inside the blocks, from buffers or weights of their own, or give a model_splitter; if one "
-        "process has no finite loss in its first step either, the model is at fault",
+        "does not fit this model, because a later stage needs more than the hidden state that its first "
+        "block is given, such as a sum that the model keeps beside its blocks, or a position bias from "
+        "weights",
+        "compute it inside the blocks, from buffers or weights of their own, or give a model_splitter. If "
+        "one process has no finite loss in its first step either, the model is at fault",
     )

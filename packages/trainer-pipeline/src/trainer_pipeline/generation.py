@@ -51,10 +51,13 @@ def write_on(
     """
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ConfigurationError(
-            "input_ids", tuple(input_ids.shape), "must be [rows, positions], both 1 or more", "give a prompt"
+            "input_ids",
+            tuple(input_ids.shape),
+            "must be [rows, positions], both 1 or more",
+            "give a prompt of at least one token",
         )
     if max_new_tokens < 0:
-        raise ConfigurationError("max_new_tokens", max_new_tokens, "must be 0 or more", "raise it")
+        raise ConfigurationError("max_new_tokens", max_new_tokens, "must be 0 or more", "set it to 0 or more")
     step = _step(model, input_ids, max_new_tokens) if use_cache else _recomputed(model)
     text, new = input_ids, input_ids
     ended = torch.zeros(len(text), dtype=torch.bool, device=text.device)
@@ -166,7 +169,9 @@ class Here(StandIn):
 def _first(output: object) -> Tensor:
     found = output[0] if isinstance(output, Sequence) and output else None
     if not isinstance(found, Tensor):
-        raise TypeError(f"a block returned a {type(output).__name__}, in which the hidden state is not first")
+        raise TypeError(
+            f"a block returned a {type(output).__name__}, in which the hidden state is not first."
+        )
     return found
 
 

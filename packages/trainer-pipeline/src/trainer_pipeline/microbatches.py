@@ -41,7 +41,10 @@ def cut(batch: Batch, count: int) -> list[Microbatch]:
     """
     labels = labels_of(batch)
     if not labels.ndim:
-        raise DataError("the labels of a batch are a single number; a pipeline cuts batches along their rows")
+        raise DataError(
+            "the labels of a batch are a single number, but a pipeline cuts batches along their rows. Give "
+            "labels of shape [rows, ...]."
+        )
     rows = labels.shape[0]
     missing = -rows % count
     cuts: dict[str, tuple[Tensor, ...]] = {}
@@ -74,8 +77,8 @@ def _filled(value: Tensor, missing: int, *, is_labels: bool) -> Tensor:
     # Refused also where nothing is missing: another batch of the run may not come out even.
     if is_labels and not value.dtype.is_signed:
         raise DataError(
-            f"labels of {value.dtype} cannot hold -100 for rows that only fill up a batch; convert "
-            "them by labels.long() or labels.float() in the dataset or the data_collator"
+            f"labels of {value.dtype} cannot hold -100 for rows that only fill up a batch. Convert them by "
+            "labels.long() or labels.float() in the dataset or the data_collator."
         )
     if not missing:
         return value
@@ -86,7 +89,7 @@ def _filled(value: Tensor, missing: int, *, is_labels: bool) -> Tensor:
 def _labels_out_of(piece: dict[str, object]) -> Tensor:
     labels = piece.pop("labels")
     if not isinstance(labels, Tensor):
-        raise TypeError("labels are a tensor: that was checked before")
+        raise TypeError("labels are a tensor: that was checked before.")
     return labels
 
 

@@ -55,9 +55,9 @@ def plan(
         >>> print(plan(model_init, args, world_size=8, sequence_length=4096))  # doctest: +SKIP
     """
     if world_size < 2:
-        raise ConfigurationError("world_size", world_size, "is not a pipeline", "give at least 2")
+        raise ConfigurationError("world_size", world_size, "is too small for a pipeline", "give at least 2")
     if (layout := args.layout(world_size)) is not None and layout.pipeline == 1:
-        raise ConfigurationError("mesh", args.mesh, "has no stages", "give it pp=2, say")
+        raise ConfigurationError("mesh", args.mesh, "has no stages", "give it some, such as mesh='pp=2'")
     return trainer_core.plan(
         args,
         model_init=model_init,

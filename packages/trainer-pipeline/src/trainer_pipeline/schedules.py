@@ -87,7 +87,7 @@ class ScheduleKind:
             raise ConfigurationError(
                 SETTING,
                 self.name,
-                f"torch {torch.__version__} has no {self.class_name}",
+                f"needs {self.class_name}, which torch {torch.__version__} does not have",
                 "choose another schedule, or a newer torch",
             )
         return made

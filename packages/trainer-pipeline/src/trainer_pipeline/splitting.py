@@ -72,7 +72,7 @@ class BlockSplitter:
             raise ConfigurationError(
                 "num_stages",
                 num_stages,
-                f"are more than the {len(row.blocks)} blocks of {path}",
+                f"is more than the {len(row.blocks)} blocks of {path}",
                 "use fewer ranks, a smaller pipeline.stages_per_rank, or a deeper model",
             )
         seen = MetaRun(model, path)
@@ -106,7 +106,7 @@ class BlockSplitter:
                 "pipeline.layers_per_stage",
                 self.layers_per_stage,
                 f"must add up to the {len(row.blocks)} blocks of {row.path}",
-                "change it, or leave it out",
+                "change it, or leave it out to divide them evenly",
             )
         ends = [sum(self.layers_per_stage[: number + 1]) for number in range(stages)]
         return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]

@@ -158,7 +158,7 @@ def checked_hidden(output: object) -> Tensor:
     """
     if not isinstance(output, Tensor):
         raise TypeError(
-            f"a stage returned a {type(output).__name__}; every stage but the last one must return the "
-            "hidden state, one tensor"
+            f"a stage returned a {type(output).__name__}, but every stage except the last one must return "
+            "the hidden state, one tensor."
         )
     return output.contiguous()

@@ -66,8 +66,8 @@ class PipelineTrainer(Trainer):
             raise ConfigurationError(
                 "args",
                 type(self.args).__name__,
-                "is not for PipelineTrainer",
-                "make a PipelineTrainingArguments",
+                "is not the arguments class of PipelineTrainer",
+                "pass a PipelineTrainingArguments",
             )
         return [PipelineStages(self.args.pipeline, splitter=self._splitter, schedule=self._schedule)]
 

@@ -94,7 +94,7 @@ class PipelineStages(ModelTransform):
             raise ConfigurationError(
                 "pipeline.replicas",
                 settings.replicas,
-                f"is not what the layout {layout} has",
+                f"contradicts the layout {layout}",
                 "leave it out, and set mesh",
             )
         check_schedule(args, settings, kind, layout)
@@ -116,7 +116,7 @@ class PipelineStages(ModelTransform):
             raise ConfigurationError(
                 "model",
                 type(built.model).__name__,
-                "was built as a whole, and in a pipeline no rank holds the whole model",
+                "was built as a whole, but in a pipeline no rank holds the whole model",
                 "give model_init, a function that builds it",
             )
 
@@ -288,7 +288,7 @@ def _check_stages(model: nn.Module, stages: Sequence[nn.Module], layout: StageLa
         raise ConfigurationError(
             "model_splitter",
             len(stages),
-            f"stages were made where {layout.num_stages} were asked for",
+            f"is the number of stages that it made, but {layout.num_stages} were asked for",
             "make one for each number from 0 to num_stages - 1",
         )
     by_stage = [names_held(model, [stage]) for stage in stages]
@@ -317,7 +317,8 @@ def _refuse_frozen_ranks(model: nn.Module, holders: Mapping[str, Sequence[int]],
         raise ConfigurationError(
             "model_init",
             type(model).__name__,
-            f"has no parameter to train in the stages {layout.stages_of(idle[0])}, so that their rank has "
+            f"leaves nothing to train in the stages {layout.stages_of(idle[0])}, so that their rank has "
             "nothing to do for the optimizer",
-            "cut it in another way (pipeline.layers_per_stage), use fewer ranks, or unfreeze a part of them",
+            "cut the model in another way (pipeline.layers_per_stage), use fewer ranks, or unfreeze some "
+            "of their parameters",
         )

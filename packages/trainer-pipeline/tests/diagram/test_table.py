@@ -91,14 +91,14 @@ def test_a_class_or_a_partial_of_one_stands_for_its_name() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "stages", "message"),
     [
-        ("1f1b", 4, 3, None, r"'1f1b'.* 3 microbatches on 4 ranks with 1 stage each .*change the microb"),
+        ("1f1b", 4, 3, None, r"'1f1b'.* 3 microbatches on 4 ranks with 1 stage each .*Change the microb"),
         ("interleaved_1f1b", 2, 5, 2, r"'interleaved_1f1b'.* 5 microbatches on 2 ranks .*rounds \(2\)"),
         ("dualpipe_v", 2, 3, None, r"'dualpipe_v'.* 3 microbatches .*at least as many"),
         ("zbv", 2, 4, 3, r"'zbv'.* with 3 stages each .*exactly 2 stages"),
         ("gpipe", 2, 4, 2, r"stages_per_rank=2: the schedule gpipe has one stage"),
-        ("gpipe", 0, 4, None, r"ranks=0: it must be at least 1"),
-        ("gpipe", 2, 0, None, r"microbatches=0: it must be at least 1"),
-        ("zbv", 2, 4, 0, r"stages_per_rank=0: it must be at least 1"),
+        ("gpipe", 0, 4, None, r"ranks=0 must be at least 1"),
+        ("gpipe", 2, 0, None, r"microbatches=0 must be at least 1"),
+        ("zbv", 2, 4, 0, r"stages_per_rank=0 must be at least 1"),
         ("zb_v", 2, 4, None, r"'zb_v'.*must be one of gpipe, 1f1b"),
     ],
 )
@@ -125,7 +125,7 @@ class Backwards(ScheduleInterleaved1F1B):
 
 
 def test_a_schedule_that_cannot_be_drawn_says_why() -> None:
-    with pytest.raises(ConfigurationError, match=r"'Untold'.*pipeline_order has the ranks \[\]"):
+    with pytest.raises(ConfigurationError, match=r"'Untold'.*pipeline_order for the ranks \[\]"):
         simulate(Untold, 2, 4)
     with pytest.raises(ConfigurationError, match=r"'Backwards'.*wait for one another: rank 0 for Action"):
         simulate(Backwards, 2, 4)

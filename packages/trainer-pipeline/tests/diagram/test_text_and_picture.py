@@ -82,9 +82,9 @@ def test_measured_is_drawn_below_on_the_same_axis(tmp_path: Path) -> None:
 
 def test_measured_must_be_of_this_schedule(tmp_path: Path) -> None:
     output = tmp_path / "both.svg"
-    with pytest.raises(ConfigurationError, match=r"measured.microbatches=3: the schedule is drawn for 4"):
+    with pytest.raises(ConfigurationError, match=r"measured.microbatches=3 differs from the 4 for which"):
         draw_schedule("1f1b", 2, 4, output, measured=measured_1f1b())
-    with pytest.raises(ConfigurationError, match=r"measured.ranks=2: the schedule is drawn for 3"):
+    with pytest.raises(ConfigurationError, match=r"measured.ranks=2 differs from the 3 for which"):
         draw_schedule("1f1b", 3, 3, output, measured=measured_1f1b())
     with pytest.raises(ConfigurationError, match=r"both.pdf.*\.png or \.svg"):
         draw_schedule("1f1b", 2, 3, tmp_path / "both.pdf")

@@ -135,7 +135,7 @@ def test_a_measured_timeline_may_begin_at_any_time() -> None:
         ([], "at least one bar"),
         ([[(0, "F", 0, 2.0, 1.0)]], "ends before it begins"),
         ([[], [(1, "F", 0, 0.0, 1.0)]], "none of rank 0"),
-        ([[(0, "X", 0, 0.0, 1.0)]], "kind='X': must be one of F, B, I, W"),
+        ([[(0, "X", 0, 0.0, 1.0)]], "kind='X' must be one of F, B, I, W"),
     ],
 )
 def test_bad_measurements(work: list[list[tuple[int, str, int, float, float]]], message: str) -> None:

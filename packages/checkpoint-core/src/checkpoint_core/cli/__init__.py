@@ -66,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _one_line(error: CheckpointError | OSError) -> str:
     if isinstance(error, PermissionError):
-        text = f"{error.filename}: permission denied; run the command as a user who may use that path"
+        text = f"{error.filename}: permission denied. Run the command as a user who may use that path."
     else:
         text = describe_error(error)
-    from checkpoint_core.cli.console import printable
+    from checkpoint_core.cli.checkpoints import printable
 
     return printable(" ".join(text.split()))
 
@@ -78,23 +78,23 @@ def _run(arguments: argparse.Namespace) -> int:
     # Each command is imported when it is called, so that help and usage errors come at once.
     match arguments.command:
         case "ls":
-            from checkpoint_core.cli.ls_verify import list_checkpoints
+            from checkpoint_core.cli.checkpoints import list_checkpoints
 
             return list_checkpoints(arguments.directory)
         case "show":
-            from checkpoint_core.cli.show import show_checkpoint
+            from checkpoint_core.cli.contents import show_checkpoint
 
-            return show_checkpoint(arguments.checkpoint, as_json=arguments.json)
+            return show_checkpoint(arguments.checkpoint)
         case "verify":
-            from checkpoint_core.cli.ls_verify import verify
+            from checkpoint_core.cli.checkpoints import verify
 
             return verify(arguments.path)
         case "diff":
-            from checkpoint_core.cli.diff import diff
+            from checkpoint_core.cli.contents import diff
 
             return diff(arguments.a, arguments.b)
         case "export":
-            from checkpoint_core.cli.export import export
+            from checkpoint_core.cli.contents import export
 
             return export(
                 arguments.checkpoint,
@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 overwrite=arguments.overwrite,
             )
         case _:
-            from checkpoint_core.cli.prune import BestRule, prune
+            from checkpoint_core.cli.checkpoints import BestRule, prune
 
             return prune(
                 arguments.directory,
@@ -208,10 +208,9 @@ def _add_show(commands: "_Commands[argparse.ArgumentParser]") -> None:
         "Show what is in a checkpoint.\n\n"
         "Step, versions, metrics, components, and every tensor with dtype, shape and bytes. Only the\n"
         "manifest and the headers of the tensor files are read.",
-        "show runs/small/checkpoint-300 --json",
+        "show runs/small/checkpoint-300",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="one checkpoint-<step> directory")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
 
 
 def _add_verify(commands: "_Commands[argparse.ArgumentParser]") -> None:

@@ -111,7 +111,7 @@ def read_plan(path: Path) -> Plan | None:
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is damaged ({error}); begin anew with --overwrite") from error
+        raise DataError(f"{path} is damaged ({error}). Begin anew with --overwrite.") from error
 
 
 def source_files(ranges: Sequence[FileRange]) -> tuple[SourceFile, ...]:
@@ -228,12 +228,12 @@ class Output:
         if not self.path.exists() or is_token_directory(self.path):
             return
         if not self.path.is_dir():
-            raise DataError(f"OUT {self.path} is not a directory; name one, as the last of the paths")
+            raise DataError(f"OUT {self.path} is not a directory. Name one, as the last of the paths.")
         others = sorted(path.name for path in self.path.iterdir() if path.name != UNFINISHED)
         if others:
             raise DataError(
-                f"OUT {self.path} holds something else, {others[0]!r} for one; name a directory that is new, "
-                "empty, or was written by this command (--overwrite replaces nothing else)"
+                f"OUT {self.path} holds something else, {others[0]!r} for one. Name a directory that is "
+                "new, empty, or was written by this command (--overwrite replaces nothing else)."
             )
 
     @contextmanager
@@ -251,7 +251,7 @@ class Output:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise DataError(
-                    f"another tokenize command is writing {self.path}; wait for its end, or name another OUT"
+                    f"another tokenize command is writing {self.path}. Wait for its end, or name another OUT."
                 ) from error
             yield
         finally:
@@ -272,8 +272,8 @@ class Output:
             return Standing.NEW
         if differences := self._differences(plan):
             raise DataError(
-                f"OUT {self.path} was begun otherwise: {'; '.join(differences)}; repeat the command as it "
-                "was, name another OUT, or begin anew with --overwrite"
+                f"OUT {self.path} was begun otherwise: {'; '.join(differences)}. Repeat the command as it "
+                "was, name another OUT, or begin anew with --overwrite."
             )
         return Standing.FINISHED if finished else Standing.UNFINISHED
 

@@ -96,8 +96,8 @@ class HuggingFaceEncoder:
         if around := self.encode([""])[0].tolist():
             raise DataError(
                 f"the tokenizer {name!r} puts the token ids {around} around every text even with "
-                "add_special_tokens=False; documents are stored without separators: turn this off in "
-                "the tokenizer's files"
+                "add_special_tokens=False, but documents are stored without separators. Turn this off in "
+                "the tokenizer's files."
             )
 
     def encode(self, texts: Sequence[str]) -> list[Integers]:
@@ -151,13 +151,13 @@ def _load(name: str, offline: bool) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise DataError(
-            f"tokenizer {name!r}: Hugging Face tokenizers need transformers, which is not installed: "
-            "pip install 'dataloader-dispatch[hf]'; or use --tokenizer bytes"
+            f"tokenizer {name!r} needs transformers, as all Hugging Face tokenizers do, which is not "
+            "installed. Install it with `pip install 'dataloader-dispatch[hf]'`, or use --tokenizer bytes."
         ) from error
     local = not is_remote(name)
     place = str(Path(name).expanduser()) if local else name
     if local and not Path(place).is_dir():
-        raise DataError(f"tokenizer {name!r} is a file; name the directory that holds the tokenizer's files")
+        raise DataError(f"tokenizer {name!r} is a file. Name the directory that holds the tokenizer's files.")
     try:
         # False, not None: with code beside the tokenizer transformers would ask whether to run it.
         return AutoTokenizer.from_pretrained(
@@ -166,7 +166,7 @@ def _load(name: str, offline: bool) -> Any:
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         where = "in that directory" if local else "on the Hugging Face Hub or in its cache, nor a directory"
         raise DataError(
-            f"tokenizer {name!r} cannot be loaded; there is none {where}, or its files are damaged: {error}"
+            f"tokenizer {name!r} cannot be loaded: there is none {where}, or its files are damaged ({error})."
         ) from error
 
 
@@ -200,7 +200,7 @@ class Job:
         """
         encoder = load_encoder(self.tokenizer, offline=True)
         if encoder.fingerprint != self.tokenizer_fingerprint:
-            raise DataError(f"the tokenizer {self.tokenizer!r} was changed while it was in use; run again")
+            raise DataError(f"the tokenizer {self.tokenizer!r} was changed while it was in use. Run again.")
         return encoder
 
 
@@ -275,7 +275,9 @@ def _batches(source: FileDocuments, chunk: Chunk) -> Iterator[list[str]]:
     for index in range(*chunk):
         text = source[index]
         if not isinstance(text, str):
-            raise DataError(f"{source.where(index)} holds token ids, not text; there is nothing to tokenize")
+            raise DataError(
+                f"{source.where(index)} holds token ids, not text, so there is nothing to tokenize."
+            )
         if texts and len(text) >= documents.PIECE:
             yield texts
             texts, characters = [], 0
@@ -321,14 +323,14 @@ class _Worker:
         self.process.join(_JOIN_SECONDS)
         code = self.process.exitcode
         how = f"ended with exit code {code}"
-        advice = "what it printed above may tell why"
+        advice = "What it printed above may tell why."
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-            advice = "if memory was short, use fewer --workers"
+            advice = "If memory was short, use fewer --workers."
         part = "" if self.part is None else f" while it made {part_name(self.part)}"
         return StoppedError(
-            f"worker {self.number} (process {self.process.pid}) {how}{part}; {advice}. Finished parts are "
-            "kept: run the same command again to continue"
+            f"worker {self.number} (process {self.process.pid}) {how}{part}. {advice} Finished parts are "
+            "kept. Run the same command again to continue."
         )
 
 
@@ -476,12 +478,11 @@ def _no_room_for(number: int) -> Iterator[None]:
         yield
     except MemoryError as error:
         raise StoppedError(
-            f"{part_name(number)}: no memory left; run the command again with fewer --workers to continue, "
-            "or "
-            "begin anew with a lower --max-document-bytes and --unreadable skip"
+            f"{part_name(number)}: no memory is left. Run the command again with fewer --workers to "
+            "continue, or begin anew with a lower --max-document-bytes and --unreadable skip."
         ) from error
     except OSError as error:
         raise StoppedError(
-            f"{part_name(number)} cannot be written: {error.strerror or error}; make room or mend what is "
-            "wrong. Finished parts are kept: run the same command again to continue"
+            f"{part_name(number)} cannot be written: {error.strerror or error}. Make room or mend what is "
+            "wrong. Finished parts are kept. Run the same command again to continue."
         ) from error

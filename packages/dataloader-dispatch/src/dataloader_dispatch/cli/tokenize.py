@@ -158,7 +158,7 @@ def _open(arguments: argparse.Namespace) -> FileDocuments:
         max_document_bytes=arguments.max_document_bytes,
     )
     if not isinstance(source, FileDocuments):
-        raise DataError(f"IN {arguments.inputs[0]} holds token ids already; name files with text")
+        raise DataError(f"IN {arguments.inputs[0]} holds token ids already. Name files with text.")
     say(f"{source.files} files, {len(source)} documents, {size_text(source.size)}")
     return source
 
@@ -232,7 +232,8 @@ def _manifest(job: Job, plan: Plan, encoder: Encoder, finished: Sequence[Finishe
     tokens = sum(one.part.tokens for one in finished)
     if not tokens:
         raise DataError(
-            f"none of the {len(job.source)} documents has a token: all of them are empty or were left out"
+            f"none of the {len(job.source)} documents has a token, because all of them are empty or were "
+            "left out."
         )
     # Times of change are left out: the same input gives the same manifest.
     sources = [

@@ -155,7 +155,7 @@ class DataloaderDispatcher(Generic[Batch]):
             TypeError: The first rank's loader has no length.
         """
         if self._facts.length is None:
-            raise TypeError("the loader of the first rank has no length, so neither has its dispatcher")
+            raise TypeError("the loader of the first rank has no length, so neither has its dispatcher.")
         more = self._width - 1 if self._uneven == "pad" else 0
         return (self._facts.length + more) // self._width
 
@@ -202,7 +202,7 @@ class DataloaderDispatcher(Generic[Batch]):
             DataError: ``epoch`` is negative.
         """
         if epoch < 0:
-            raise DataError(f"epoch={epoch} is out of range; epochs count from 0")
+            raise DataError(f"epoch={epoch} must be 0 or more, because epochs count from 0.")
         self._role.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, object]:
@@ -265,7 +265,7 @@ class DataloaderDispatcher(Generic[Batch]):
         if not self._facts.has_state:
             raise TypeError(
                 "the loader of the first rank has no state_dict and load_state_dict, so that its position "
-                "cannot be saved; make it with build_loader, or give a torchdata StatefulDataLoader"
+                "cannot be saved. Make it with build_loader, or give a torchdata StatefulDataLoader."
             )
 
 
@@ -303,9 +303,9 @@ def _close_unused(role: Role, group: ControlGroup, process: int) -> None:
 
 def _facts(loader: object) -> tuple[Facts | None, Exception | None]:
     if loader is None:
-        return None, DataError("loader=None on the first rank of the mesh, which loads; give it one there")
+        return None, DataError("loader=None on the first rank of the mesh, which loads. Give it one there.")
     if not isinstance(loader, Iterable):
-        return None, TypeError(f"loader is a {type(loader).__name__}, which cannot be iterated")
+        return None, TypeError(f"loader is a {type(loader).__name__}, which cannot be iterated.")
     position = Position(loader)
     size = getattr(loader, "batch_size", None)
     batch_size = int(size) if isinstance(size, SupportsIndex) else None
@@ -316,11 +316,11 @@ def _facts(loader: object) -> tuple[Facts | None, Exception | None]:
 def _problem(uneven: object, prefetch: object, unpickle: object) -> Exception | None:
     if uneven not in get_args(Uneven):
         choices = ", ".join(map(repr, get_args(Uneven)))
-        return DataError(f"uneven={uneven!r} is not one of {choices}")
+        return DataError(f"uneven={uneven!r} is not one of {choices}.")
     if type(unpickle) is not bool:
-        return DataError(f"unpickle_batches={unpickle!r} must be True or False")
+        return DataError(f"unpickle_batches={unpickle!r} must be True or False.")
     if type(prefetch) is not int or prefetch < 1:
-        return DataError(f"prefetch={prefetch!r} is out of range; it must be an integer of at least 1")
+        return DataError(f"prefetch={prefetch!r} must be an integer of at least 1.")
     return None
 
 
@@ -374,9 +374,9 @@ def check_same_on_all_ranks(
         for index, (own, _, _, _) in enumerate(told):
             if own[name] != value:
                 raise DataError(
-                    f"{name} must be the same on every rank; it is {value} on {group.name(0)} and "
-                    f"{own[name]} on {group.name(index)}"
+                    f"{name} must be the same on every rank, but it is {value} on {group.name(0)} and "
+                    f"{own[name]} on {group.name(index)}."
                 )
     if root is None:
-        raise DataError(f"{group.name(0)} says nothing about its loader; do all ranks run the same release?")
+        raise DataError(f"{group.name(0)} says nothing about its loader. Do all ranks run the same release?")
     return root

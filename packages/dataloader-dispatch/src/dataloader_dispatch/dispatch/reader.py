@@ -260,8 +260,8 @@ class Reader:
         if batches and self._uneven == "error":
             raise DataError(
                 f"the loader ended after {self._rounds * self._width + len(batches)} batches, which is no "
-                f"multiple of the {self._width} that a round needs: {len(batches)} are left over; let the "
-                "number of batches be a multiple, or choose uneven='stop' or 'pad'"
+                f"multiple of the {self._width} that a round needs: {len(batches)} are left over. Let the "
+                "number of batches be a multiple, or choose uneven='stop' or 'pad'."
             )
         if batches and not self._reported:
             self._reported = True
@@ -296,8 +296,8 @@ _END = _End()
 def outdated() -> RuntimeError:
     """The error for an iterator whose time is over."""
     return RuntimeError(
-        "this iterator is no longer valid: a newer one was made, or set_epoch or load_state_dict was called; "
-        "use the newer one, or call iter() again"
+        "this iterator is no longer valid: a newer one was made, or set_epoch or load_state_dict was "
+        "called. Use the newer one, or call iter() again."
     )
 
 

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 
 from dataloader_dispatch.batches import Slot, is_immutable, put_together
-from dataloader_dispatch.connection import BatchCodec, Connection, run_finalizer
-from dataloader_dispatch.dispatch.message import (
+from dataloader_dispatch.connection import (
     ACKNOWLEDGE_TAG,
     ALIGNMENT,
     DATA_TAG,
     FIRST_CAPACITY,
     HEADER_BYTES,
     U32,
+    BatchCodec,
+    Connection,
     Kind,
     Layout,
     MessageHeader,
@@ -28,6 +29,7 @@ from dataloader_dispatch.dispatch.message import (
     decode_error,
     decode_specs,
     memory_of,
+    run_finalizer,
 )
 from dataloader_dispatch.dispatch.reader import Position, outdated
 from dataloader_dispatch.errors import DataError
@@ -167,7 +169,7 @@ class Inbox:
     def _late(self) -> RankTimeoutError:
         return RankTimeoutError(
             f"{_DOING}: {self._group.name(_ROOT)} sent none for {self._timeout_seconds:g} s, though its "
-            "connection is open. Look at what that rank does; if it is only slow, raise timeout_seconds",
+            "connection is open. Look at what that rank does. If it is only slow, raise timeout_seconds.",
             {self._group.ranks[_ROOT]: self._group.hosts[_ROOT]},
         )
 
@@ -230,8 +232,8 @@ class Receiver:
             record, value = self._receive(inbox)
         if record.generation > number:
             raise DataError(
-                f"this rank begins pass {number} over the data and the first rank pass {record.generation}; "
-                "all ranks must call iter() on the data loader equally often"
+                f"this rank begins pass {number} over the data, but the first rank begins pass "
+                f"{record.generation}. All ranks must call iter() on the data loader equally often."
             )
         if record.kind != Kind.FAILURE:
             self._epoch, self._progress = record.epoch, record.progress
@@ -302,7 +304,7 @@ class Receiver:
 
     def _opened(self) -> Inbox:
         if self._inbox is None:
-            raise RuntimeError("the data loader was closed; make a new one")
+            raise RuntimeError("the data loader was closed. Make a new one.")
         if self._failed is not None:
             raise self._failed
         return self._inbox

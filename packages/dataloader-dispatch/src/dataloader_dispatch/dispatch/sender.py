@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dataloader_dispatch.connection import BatchCodec, Connection
-from dataloader_dispatch.dispatch.message import (
+from dataloader_dispatch.connection import (
     ACKNOWLEDGE_TAG,
     DATA_TAG,
     FIRST_CAPACITY,
     HEADER_BYTES,
+    BatchCodec,
+    Connection,
     Kind,
     Layout,
     MessageHeader,
@@ -87,7 +88,7 @@ def _dimensions(mesh: DeviceMesh, dp_mesh_dim: DataDimension) -> list[int]:
     found = [_dimension(mesh, each) for each in given]
     if sorted(set(found)) != found:
         raise DataError(
-            f"dp_mesh_dim={dp_mesh_dim!r} must name each dimension once, in the order that the mesh has them"
+            f"dp_mesh_dim={dp_mesh_dim!r} must name each dimension once, in the order that the mesh has them."
         )
     return found
 
@@ -100,9 +101,8 @@ def _dimension(mesh: DeviceMesh, dp_mesh_dim: int | str) -> int:
         return dp_mesh_dim
     known = f", called {', '.join(map(repr, names))}" if names else ", which have no names"
     raise DataError(
-        f"dp_mesh_dim={dp_mesh_dim!r} is not a dimension of the mesh; it has the dimensions 0 to "
-        f"{mesh.ndim - 1}"
-        f"{known}. Give one of these, or None to send every rank the same batches"
+        f"dp_mesh_dim={dp_mesh_dim!r} is not a dimension of the mesh, which has the dimensions 0 to "
+        f"{mesh.ndim - 1}{known}. Give one of these, or None to send every rank the same batches."
     )
 
 

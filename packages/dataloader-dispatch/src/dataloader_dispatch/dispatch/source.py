@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from dataloader_dispatch.batches import dense_to_device
-from dataloader_dispatch.connection import one_line, run_finalizer
-from dataloader_dispatch.dispatch.message import encode_error, note_origin
+from dataloader_dispatch.connection import encode_error, note_origin, one_line, run_finalizer
 from dataloader_dispatch.dispatch.reader import Position, Reader, Round, Snapshot, outdated
 from dataloader_dispatch.dispatch.sender import LostRank, Outbox
 from dist_env import ControlGroup, RankFailedError, RankTimeoutError
@@ -21,7 +20,7 @@ from dist_env import ControlGroup, RankFailedError, RankTimeoutError
 _DOING = "dispatching batches"
 _LOOK_SECONDS = 0.5
 _QUICK_SECONDS = 5e-4
-"""A loader whose rounds take less on average costs no more than their transport.
+"""A loader that takes less for a round, on average, is no dearer than the transport of one.
 
 Then more than one travels in a message. Whoever waits for the first of them waits for the last too, so a
 loader that is quick now and then does not get there; a quick one that a busy host holds up now and then does.
@@ -191,7 +190,7 @@ class Source:
         ended = self._finished and self._broken is None
         if not self._finished:  # in the middle of a pass, behind all that was sent
             name, rank = self._group.name(0), self._group.ranks[0]
-            error = RankFailedError(f"{_DOING}: {name} has closed its data loader or ended", rank)
+            error = RankFailedError(f"{_DOING}: {name} has closed its data loader or ended.", rank)
             with suppress(LostRank):  # who has left before
                 self._outbox.send_failure(self._generation, encode_error(error, name))
         self._outbox.drain(_FAREWELL_SECONDS if ended else _FAILURE_SECONDS)
@@ -199,7 +198,7 @@ class Source:
 
     def _check_usable(self) -> None:
         if self._closing:
-            raise RuntimeError("the data loader was closed; make a new one")
+            raise RuntimeError("the data loader was closed. Make a new one.")
         if self._broken is not None:
             raise self._broken
 
@@ -218,7 +217,7 @@ class Source:
         else:
             what = f"{self._group.name(index)} took no batch for {self._timeout_seconds:g} s"
         return RankTimeoutError(
-            f"{_DOING}: {what}. Look at what that rank does; if it is only slow, raise timeout_seconds",
+            f"{_DOING}: {what}. Look at what that rank does. If it is only slow, raise timeout_seconds.",
             {self._group.ranks[index or 0]: self._group.hosts[index or 0]},
         )
 

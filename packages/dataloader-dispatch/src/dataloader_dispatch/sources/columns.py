@@ -74,8 +74,8 @@ class ColumnDocuments:
         if column not in names:
             near = get_close_matches(column, names, n=1)
             raise DataError(
-                f"the dataset has no column {column!r}; it holds {names}; name the column of the text, or of "
-                f"the token ids{f', such as {near[0]!r}' if near else ''}"
+                f"the dataset has no column {column!r}. It holds {names}. Name the column of the text, or "
+                f"of the token ids{f', such as {near[0]!r}' if near else ''}."
             )
         chosen = isinstance(dataset, _SelectsColumns)
         self._dataset = dataset.select_columns([column]) if chosen else dataset  # type: ignore[attr-defined]
@@ -91,15 +91,15 @@ class ColumnDocuments:
             DataError: The row lacks the column, or holds neither text nor token ids there.
         """
         if not 0 <= index < self._length:
-            raise IndexError(f"document {index} is outside a source of {self._length} documents")
+            raise IndexError(f"document {index} is outside a source of {self._length} documents.")
         row = self._dataset[index]
         if not isinstance(row, Mapping) or self._column not in row:
             found = (
                 f"holds {sorted(map(str, row))}" if isinstance(row, Mapping) else f"is a {type(row).__name__}"
             )
             raise DataError(
-                f"{self.where(index)}: the row {found}; rows must be mappings that have the column (for a "
-                "Hugging Face dataset in another format: dataset.with_format(None))"
+                f"{self.where(index)}: the row {found}, but rows must be mappings that have the column (for "
+                "a Hugging Face dataset in another format: dataset.with_format(None))."
             )
         value = row[self._column]
         if isinstance(value, str):
@@ -111,7 +111,7 @@ class ColumnDocuments:
         ):
             raise DataError(
                 f"{self.where(index)} holds a {type(value).__name__}, {value!r:.40}, which is neither text "
-                "nor token ids; choose another column, or leave such rows out of the dataset"
+                "nor token ids. Choose another column, or leave such rows out of the dataset."
             )
         return token_tensor(value, self.where(index))  # type: ignore[arg-type]  # it says what is wrong
 
@@ -123,18 +123,18 @@ class ColumnDocuments:
 def _length(dataset: object) -> int:
     if isinstance(dataset, Mapping):
         raise DataError(
-            f"the dataset is a mapping with the keys {sorted(map(str, dataset))}, such as one of splits; "
-            "pass one of them, as in dataset['train']"
+            f"the dataset is a mapping with the keys {sorted(map(str, dataset))}, such as one of splits. "
+            "Pass one of them, as in dataset['train']."
         )
     try:
         length = len(dataset)  # type: ignore[arg-type]
     except TypeError as error:
         raise DataError(
-            f"the dataset, a {type(dataset).__name__}, has no length; documents need random access: pass a "
-            "map-style dataset (without streaming=True)"
+            f"the dataset, a {type(dataset).__name__}, has no length, but documents need random access. "
+            "Pass a map-style dataset (without streaming=True)."
         ) from error
     if not length:
-        raise DataError("the dataset has no rows; give at least one")
+        raise DataError("the dataset has no rows. Give at least one.")
     return length
 
 
@@ -146,13 +146,13 @@ def _column_names(dataset: MapDataset) -> list[str]:
         first = dataset[0]
     except (KeyError, TypeError) as error:
         raise DataError(
-            f"the dataset, a {type(dataset).__name__}, does not give rows by their numbers; pass rows, as "
-            "frame.to_dict('records') of a pandas DataFrame"
+            f"the dataset, a {type(dataset).__name__}, does not give rows by their numbers. Pass rows, as "
+            "frame.to_dict('records') of a pandas DataFrame."
         ) from error
     if not isinstance(first, Mapping):
         raise DataError(
-            f"the rows of the dataset are of type {type(first).__name__}; they must be mappings from column "
-            "names to values (documents that are not rows need no ColumnDocuments)"
+            f"the rows of the dataset are of type {type(first).__name__}, but they must be mappings from "
+            "column names to values (documents that are not rows need no ColumnDocuments)."
         )
     return [str(name) for name in first]
 
@@ -235,8 +235,8 @@ class ColumnReader(ABC):
                 cell = column.cell(index - self._starts[block])
             except IndexError as error:
                 raise UnreadableError(
-                    f"{self.where(index)} is gone: the file has fewer rows than when it was opened; open the "
-                    "data again"
+                    f"{self.where(index)} is gone: the file has fewer rows than when it was opened. Open "
+                    "the data again."
                 ) from error
             document = self._document(cell, index)
         return decode(document, errors) if isinstance(document, bytes) else document
@@ -255,21 +255,21 @@ class ColumnReader(ABC):
         if len(found) != 1:
             what = f"{len(found)} columns" if found else "no column"
             raise UnreadableError(
-                f"{self._path}: {what} {name!r}; the file holds {schema.names}; name the column of the text, "
-                "or of the token ids, with text_column"
+                f"{self._path} has {what} {name!r}, and holds {schema.names}. Name the column of the text, "
+                "or of the token ids, with text_column."
             )
         kind = schema.field(found[0]).type
         if not (_is_text(kind) or _is_token_list(kind)):
             raise UnreadableError(
-                f"{self._path}: column {name!r} holds {kind}, not strings and not lists of integers; choose "
-                f"another of {schema.names} with text_column"
+                f"{self._path}: column {name!r} holds {kind}, not strings and not lists of integers. Choose "
+                f"another of {schema.names} with text_column."
             )
         return int(found[0])
 
     def _document(self, cell: Any, index: int) -> bytes | torch.Tensor:
         name = self._settings.text_column
         if cell.null_count:
-            raise UnreadableError(f"{self.where(index)}: {name!r} is null, which is not a string or a list")
+            raise UnreadableError(f"{self.where(index)}: {name!r} is null, which is not a string or a list.")
         if cell.type.num_fields:  # a list, of its values
             return self._tokens(cell.flatten(), index)
         raw = cell[0].as_buffer()
@@ -280,7 +280,7 @@ class ColumnReader(ABC):
         refuse_large(self.where(index), tokens.nbytes, self._settings.max_document_bytes)
         if tokens.null_count:
             raise UnreadableError(
-                f"{self.where(index)}: {self._settings.text_column!r} holds a null among the token ids"
+                f"{self.where(index)}: {self._settings.text_column!r} holds a null among the token ids."
             )
         wide = tokens.cast("int64").to_numpy(zero_copy_only=False)
         # Copied, as the file is mapped for reading only and tensors can be written to.
@@ -298,8 +298,8 @@ def arrow_errors(path: str, kind: str) -> Iterator[None]:
         if size and int(size[1]) > _memory():
             raise _damaged(path, kind, error) from error  # a number in the file that cannot be right
         raise DataError(
-            f"no memory left to read {path}: {error}; free some, use fewer worker processes, or write the "
-            "file in smaller row groups or batches"
+            f"no memory left to read {path}: {error}. Free some, use fewer worker processes, or write the "
+            "file in smaller row groups or batches."
         ) from error
     except OSError as error:
         # pyarrow raises it without a number for damaged content as well.
@@ -323,8 +323,8 @@ def import_pyarrow(path: str, kind: str) -> Any:
         import pyarrow  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError as error:
         raise DataError(
-            f"{path} is {kind} file; reading it needs pyarrow, which is not installed: "
-            "pip install 'dataloader-dispatch[arrow]'"
+            f"{path} is {kind} file. Reading it needs pyarrow, which is not installed. Install it with `pip "
+            "install 'dataloader-dispatch[arrow]'`."
         ) from error
     return pyarrow
 
@@ -336,8 +336,8 @@ def _memory() -> int:
 
 def _damaged(path: str, kind: str, error: Exception) -> UnreadableError:
     return UnreadableError(
-        f"{path} is not a readable {kind.split(' ', 1)[1]} file: {error}; it is damaged or not complete: "
-        "write it again, exclude it, or leave such files out with unreadable='skip'"
+        f"{path} is not a readable {kind.split(' ', 1)[1]} file: {error}. It is damaged or not complete. "
+        "Write it again, exclude it, or leave such files out with unreadable='skip'."
     )
 
 
@@ -384,7 +384,7 @@ class ParquetReader(ColumnReader):
             self._field(file.schema_arrow)
             if block >= file.metadata.num_row_groups:
                 raise UnreadableError(
-                    f"{self._path} has fewer row groups than when it was opened; open the data again"
+                    f"{self._path} has fewer row groups than when it was opened. Open the data again."
                 )
             name = self._settings.text_column
             table = file.read_row_group(block, columns=[name])
@@ -434,14 +434,14 @@ class ArrowReader(ColumnReader):
             content = file.read_buffer()
         if content.size < len(_FILE_MAGIC):
             raise UnreadableError(
-                f"{self._path} is not a readable Arrow file: it has {content.size} bytes; write it again"
+                f"{self._path} is not a readable Arrow file: it has {content.size} bytes. Write it again."
             )
         is_file = content.slice(0, len(_FILE_MAGIC)).to_pybytes() == _FILE_MAGIC
         if not is_file and content.slice(max(content.size - 8, 0)).to_pybytes() != _END_OF_STREAM:
             # A stream that was cut between two batches looks whole otherwise.
             raise UnreadableError(
                 f"{self._path} is not a readable Arrow file: it is neither in the file format nor a stream "
-                "with its end; it is damaged or not complete: write it again"
+                "with its end, so it is damaged or not complete. Write it again."
             )
         open_ipc = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
         field = self._field(open_ipc(content).schema)

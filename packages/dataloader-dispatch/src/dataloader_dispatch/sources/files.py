@@ -26,9 +26,9 @@ UndecodablePolicy: TypeAlias = Literal["error", "skip", "replace"]
 """What to do with a document that is not UTF-8; see `open_documents`."""
 
 _EXHAUSTED = {
-    errno.EMFILE: "raise the limit of open files (ulimit -n), or use fewer worker processes",
-    errno.ENFILE: "the whole machine has too many files open; close some, or raise the limit",
-    errno.ENOMEM: "free memory, or use fewer worker processes",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n), or use fewer worker processes.",
+    errno.ENFILE: "The whole machine has too many files open. Close some, or raise the limit.",
+    errno.ENOMEM: "Free memory, or use fewer worker processes.",
 }
 _CHUNK = 1 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -48,7 +48,7 @@ def os_failure(path: str, error: OSError) -> DataError:
     """
     remedy = _EXHAUSTED.get(error.errno or 0)
     text = f"cannot read the data file {path}: {error.strerror or error}"
-    return DataError(f"{text}; {remedy}") if remedy else UnreadableError(text)
+    return DataError(f"{text}. {remedy}") if remedy else UnreadableError(f"{text}.")
 
 
 def refuse_changed(path: str, size: int, expected: int) -> None:
@@ -59,8 +59,8 @@ def refuse_changed(path: str, size: int, expected: int) -> None:
     """
     if size != expected:
         raise UnreadableError(
-            f"{path} has {size} bytes and had {expected} when it was opened; it was changed in the meantime: "
-            "open the data again, or put the file back as it was"
+            f"{path} has {size} bytes, but had {expected} when it was opened, so it was changed in the "
+            "meantime. Open the data again, or put the file back as it was."
         )
 
 
@@ -77,8 +77,8 @@ def refuse_large(place: str, size: int, limit: int) -> None:
     """
     if size > limit:
         raise UnreadableError(
-            f"{place} has {size} bytes, more than max_document_bytes={limit}; split it, raise "
-            "max_document_bytes if memory allows, or leave such documents out with unreadable='skip'"
+            f"{place} has {size} bytes, more than max_document_bytes={limit}. Split it, raise "
+            "max_document_bytes if memory allows, or leave such documents out with unreadable='skip'."
         )
 
 
@@ -305,23 +305,23 @@ class JsonLinesReader:
             if isinstance(error, json.JSONDecodeError):
                 reason = f"{error.msg}, column {error.colno}"
             raise UnreadableError(
-                f"{self.where(index)}: not valid JSON ({reason}); a .jsonl file holds one JSON object a line"
+                f"{self.where(index)}: not valid JSON ({reason}). A .jsonl file holds one JSON object a line."
             ) from error
         if not isinstance(record, dict) or column not in record:
             found = f"the keys {_some(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
             raise UnreadableError(
-                f"{self.where(index)}: no key {column!r}; the line holds {found}; name the key of "
-                "the text with text_column"
+                f"{self.where(index)}: no key {column!r}, but {found}. Name the key of the text with "
+                "text_column."
             )
         if twice:
             raise UnreadableError(
                 f"{self.where(index)}: the key {column!r} comes twice, and which one is the text cannot be "
-                "known; leave one of them out"
+                "known. Leave one of them out."
             )
         text = record[column]
         if not isinstance(text, str):
             raise UnreadableError(
-                f"{self.where(index)}: {column!r} holds {text!r:.40}, which is not a string"
+                f"{self.where(index)}: {column!r} holds {text!r:.40}, which is not a string."
             )
         # Only an escape such as \ud800 can give half of a surrogate pair.
         return _without_surrogates(text, errors) if "\\u" in line else text
@@ -360,7 +360,7 @@ def not_text(place: str, error: UnicodeError) -> DataError:
     else:
         what = f"not text: {error}"
     return DataError(
-        f"{place}: {what}; convert the file, exclude it, or set undecodable to 'skip' or 'replace'"
+        f"{place}: {what}. Convert the file, exclude it, or set undecodable to 'skip' or 'replace'."
     )
 
 
@@ -557,9 +557,9 @@ class FileDocuments:
     def _refuse_nothing(self) -> None:
         if self._files and len(self._skipped) == len(self._files):
             first = self._skipped[0].reason
-            raise DataError(f"none of the {len(self._files)} file(s) can be read; the first: {first}")
+            raise DataError(f"none of the {len(self._files)} file(s) can be read. The first: {first}")
         if not len(self) or not any(file.size for file in self._files):
             first = self._files[0].path if self._files else "none"
             raise DataError(
-                f"the data hold no text: {len(self._files)} file(s), all of them empty (the first: {first})"
+                f"the data hold no text: {len(self._files)} file(s), all of them empty (the first: {first})."
             )

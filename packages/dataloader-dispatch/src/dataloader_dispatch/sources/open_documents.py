@@ -55,7 +55,7 @@ def find_data_files(paths: list[str], exclude: str | Sequence[str] = ()) -> list
             path at all; or a file is named twice.
     """
     if not paths:
-        raise DataError("no data: the list of paths is empty; name a directory, a glob or a file")
+        raise DataError("no data: the list of paths is empty. Name a directory, a glob or a file.")
     patterns = [_split_pattern(one) for one in ([exclude] if isinstance(exclude, str) else exclude)]
     found: dict[str, str] = {}
     files: list[DataFile] = []
@@ -65,8 +65,8 @@ def find_data_files(paths: list[str], exclude: str | Sequence[str] = ()) -> list
             key = os.path.realpath(file.path) if len(paths) > 1 else file.path
             if key in found:
                 raise DataError(
-                    f"data file {file.path} is named twice, by {found[key]!r} and by {text!r}; name it "
-                    "once, as every document is read once an epoch"
+                    f"data file {file.path} is named twice, by {found[key]!r} and by {text!r}. Name it "
+                    "once, as every document is read once an epoch."
                 )
             found[key] = text
             files.append(file)
@@ -85,30 +85,30 @@ def checked_paths(
         data = [data]
     if not isinstance(data, Iterable) or isinstance(data, bytes):
         raise DataError(
-            f"data={data!r:.60} is not a path; name a directory, a glob or a file, or a list of these"
+            f"data={data!r:.60} is not a path. Name a directory, a glob or a file, or a list of these."
         )
     paths = []
     for path in data:
         text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
         if not isinstance(text, str):
             raise DataError(
-                f"data path {path!r:.60} is not a string or a path; name a directory, a glob or a file"
+                f"data path {path!r:.60} is not a string or a path. Name a directory, a glob or a file."
             )
         if "\0" in text:
-            raise DataError(f"data path {text!r:.60} holds a NUL character, which no name of a file has")
+            raise DataError(f"data path {text!r:.60} holds a NUL character, which no name of a file has.")
         paths.append(text)
     return paths
 
 
 def _files_of(path: str, exclude: list[Parts]) -> list[DataFile]:
     if not path.strip():
-        raise DataError("data path '' is empty; name a directory, a glob or a file")
+        raise DataError("data path '' is empty. Name a directory, a glob or a file.")
     try:
         place = Path(path).expanduser()
         is_directory, exists = place.is_dir(), place.exists() or place.is_symlink()
     except (OSError, RuntimeError) as error:  # a name that is too long, a user without a home
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise DataError(f"data path {path:.200} cannot be looked up: {reason}") from error
+        raise DataError(f"data path {path:.200} cannot be looked up: {reason}.") from error
     passed: list[str] = []
     if is_directory:
         found = list(_walk(str(place), (), ("**",), exclude, passed))
@@ -120,7 +120,7 @@ def _files_of(path: str, exclude: list[Parts]) -> list[DataFile]:
         found = list(_walk(str(fixed), (), place.parts[len(fixed.parts) :], exclude, passed))
         where = f"glob {path}"
     else:
-        raise DataError(f"data path {path} does not exist; name a directory, a glob or a file")
+        raise DataError(f"data path {path} does not exist. Name a directory, a glob or a file.")
     if passed:
         logger.warning(
             "%s holds %d link(s) to directories or compressed file(s), which are passed over (first: %s). "
@@ -132,13 +132,13 @@ def _files_of(path: str, exclude: list[Parts]) -> list[DataFile]:
     _say_repeated(found)
     if not found:
         left_out = f" and is not excluded by {['/'.join(pattern) for pattern in exclude]}" if exclude else ""
-        raise DataError(f"{where} holds no file that ends in {', '.join(SUFFIXES)}{left_out}")
+        raise DataError(f"{where} holds no file that ends in {', '.join(SUFFIXES)}{left_out}.")
     return sorted(found, key=lambda file: file.name)
 
 
 def _explicit_file(path: str) -> DataFile:
     if not _is_data(path):
-        raise DataError(f"data file {path} is of no known kind; the name must end in {', '.join(SUFFIXES)}")
+        raise DataError(f"data file {path} is of no known kind. Its name must end in {', '.join(SUFFIXES)}.")
     return _data_file(path, PurePath(path).name)
 
 
@@ -170,7 +170,7 @@ def _walk(
         with os.scandir(directory) as entries:
             listed = list(entries)
     except OSError as error:
-        raise DataError(f"cannot read the directory {directory}: {error.strerror}") from error
+        raise DataError(f"cannot read the directory {directory}: {error.strerror}.") from error
     for entry in listed:
         parts = (*above, entry.name)
         if entry.name.startswith(".") or any(_matches(parts, one) for one in exclude):
@@ -198,7 +198,7 @@ def _data_file(path: str, name: str) -> DataFile:
     try:
         status = os.stat(path)  # noqa: PTH116  (thousands of files: Path objects would double the time)
     except OSError as error:
-        return DataFile(path, name, 0, f"cannot read the data file {path}: {error.strerror}")
+        return DataFile(path, name, 0, f"cannot read the data file {path}: {error.strerror}.")
     problem = ""
     if not stat.S_ISREG(status.st_mode):
         problem = f"data file {path} is not a regular file; leave it out or exclude it"
@@ -213,7 +213,7 @@ def _is_data(name: str) -> bool:
 
 def _split_pattern(pattern: str) -> Parts:
     if not pattern.strip("/"):
-        raise DataError(f"exclude pattern {pattern!r} is empty; write a glob such as '**/test/**' or '*.md'")
+        raise DataError(f"exclude pattern {pattern!r} is empty. Write a glob such as '**/test/**' or '*.md'.")
     parts = tuple(part for part in pattern.split("/") if part)
     return parts if len(parts) > 1 else ("**", parts[0])
 
@@ -296,17 +296,15 @@ def open_documents(
         or not isinstance(max_document_bytes, int)
         or max_document_bytes < 1
     ):
-        raise DataError(
-            f"max_document_bytes={max_document_bytes!r} is out of range; it must be an integer of at least 1"
-        )
+        raise DataError(f"max_document_bytes={max_document_bytes!r} must be an integer of at least 1.")
     paths = checked_paths(data)
     for path in paths:
         if is_token_directory(path):
             if len(paths) == 1:
                 return TokenBinary(path)
             raise DataError(
-                f"data path {path} holds token ids, and cannot be opened together with other "
-                "paths; open each by itself and mix them with mix_documents"
+                f"data path {path} holds token ids, and cannot be opened together with other paths. Open "
+                "each by itself and mix them with mix_documents."
             )
     files = find_data_files(paths, exclude)
     settings = ReadSettings(text_column, max_document_bytes, skip=unreadable == "skip")
@@ -328,4 +326,4 @@ def open_documents(
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise DataError(f"{name}={value!r} is unknown; choose one of {choices}")
+        raise DataError(f"{name}={value!r} is unknown. Choose one of {choices}.")

@@ -129,24 +129,24 @@ def read_manifest(directory: Path) -> TokenManifest:
     except FileNotFoundError as error:
         raise DataError(_what_is_missing(directory)) from error
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        raise DataError(f"cannot read {path}: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {error}; tokenize again with --overwrite") from error
+        raise DataError(f"{path} is damaged: {error}. Tokenize again with --overwrite.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(
-            f"{path} is not the manifest of a directory that `dataloader-dispatch tokenize` wrote"
+            f"{path} is not the manifest of a directory that `dataloader-dispatch tokenize` wrote."
         )
     version = content.get("schema_version")
     if version != SCHEMA_VERSION:
         raise DataError(
-            f"{path} has schema_version={version!r}; this version of dataloader-dispatch reads "
-            f"{SCHEMA_VERSION}: install a version that reads it, or tokenize again with --overwrite"
+            f"{path} has schema_version={version!r}, but this version of dataloader-dispatch reads "
+            f"{SCHEMA_VERSION}. Install a version that reads it, or tokenize again with --overwrite."
         )
     try:
         return _checked(content)
     except (KeyError, TypeError, ValueError) as error:
         reason = f"no entry {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{path} is damaged: {reason}; tokenize again with --overwrite") from error
+        raise DataError(f"{path} is damaged: {reason}. Tokenize again with --overwrite.") from error
 
 
 def _claims_tokens(path: Path) -> bool:
@@ -237,7 +237,7 @@ class TokenBinary:
             self._check_sizes(part)
             self._check_index(part)
         if not len(self):
-            raise DataError(f"{self.directory} holds no document; tokenize data that hold some")
+            raise DataError(f"{self.directory} holds no document. Tokenize data that hold some.")
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -348,8 +348,8 @@ def _checksum(path: Path) -> int:
 
 def _damaged(path: Path, what: str) -> DataError:
     return DataError(
-        f"{path} is damaged or not complete: it {what}; copy the directory again, or tokenize again with "
-        "--overwrite"
+        f"{path} is damaged or not complete: it {what}. Copy the directory again, or tokenize again with "
+        "--overwrite."
     )
 
 
@@ -390,8 +390,8 @@ class PartWriter:
         """
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocabulary_size:
             raise DataError(
-                f"the tokenizer gave token ids from {tokens.min()} to {tokens.max()}, and its vocabulary has "
-                f"{self._vocabulary_size} entries; the tokenizer's files do not fit together"
+                f"the tokenizer gave token ids from {tokens.min()} to {tokens.max()}, but its vocabulary "
+                f"has {self._vocabulary_size} entries, so the tokenizer's files do not fit together."
             )
         raw = tokens.astype(self._kind).tobytes()
         self._tokens.write(raw)

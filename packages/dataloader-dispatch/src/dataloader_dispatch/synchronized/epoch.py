@@ -3,27 +3,257 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 from dataloader_dispatch.batches import Uneven, copy_of, to_device
-from dataloader_dispatch.connection import one_line
+from dataloader_dispatch.connection import BatchCodec, data_errors, one_line
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import exact_length, length_of
-from dataloader_dispatch.synchronized.epoch_start import (
-    EpochFacts,
-    common_epoch,
-    digest,
-    left_out,
-    rank_list,
-    same_first_batches,
-    unequal,
-)
-from dataloader_dispatch.synchronized.exchange import Exchange, Flags
-from dist_env import RankFailedError
+from dist_env import ControlGroup, RankFailedError, encode_value, get_logger
+
+_logger = get_logger("dataloader_dispatch")
+
+
+class Flags(NamedTuple):
+    """What is true of some rank.
+
+    Attributes:
+        has: It has another batch.
+        ended: It has none.
+        failed: Its loader raised.
+    """
+
+    has: bool
+    ended: bool
+    failed: bool
+
+
+class Exchange(ControlGroup):
+    """Exchanges among the ranks of a group, one after another, the same on every rank.
+
+    torch's loaders raise where they learn of a worker's death: in the main thread, wherever it is. Here it
+    is mostly waiting for other ranks, who would miss this rank then. So such an error is kept for
+    `take_interruption` while the exchange continues.
+
+    Args:
+        ranks: Global ranks, this one among them.
+        timeout_seconds: How long an exchange may take.
+    """
+
+    _interruption: Exception | None = None
+    _work: dist.Work | None = None
+
+    def __init__(self, ranks: Sequence[int], timeout_seconds: float) -> None:
+        with data_errors():
+            super().__init__(ranks, timeout_seconds, doing="opening the data loader")
+        self._warned: set[str] = set()
+
+    def wait(self, doing: str, work: dist.Work) -> None:
+        """Wait for an exchange to end; what else is raised meanwhile is kept.
+
+        Raises:
+            RankFailedError: A rank is lost, or the exchange took longer than the timeout.
+        """
+        while True:
+            try:
+                return super().wait(doing, work)
+            except RankFailedError:
+                raise
+            except RuntimeError as error:  # raised by a signal handler: the exchange is still under way
+                self._interruption = error
+
+    def close(self) -> None:
+        """Close the connections of this rank; not collective."""
+        if self._work is not None and not self._work.is_completed():
+            self._is_torn = True  # nobody waits for it any more, and the group would until its timeout
+        super().close()
+
+    def take_interruption(self) -> Exception | None:
+        """What was raised during an exchange, if anything was."""
+        error, self._interruption = self._interruption, None
+        return error
+
+    def start_flags(self, *, has: bool, failed: bool) -> None:
+        """Say whether this rank has another batch, or its loader has failed; `wait_flags` waits for it."""
+        own = Flags(has and not failed, not has and not failed, failed)
+        self._flags = torch.tensor(own, dtype=torch.uint8)
+        self._work = self.all_reduce_max(self._flags)
+
+    def wait_flags(self) -> Flags:
+        """What the ranks have said.
+
+        Raises:
+            RankFailedError: A rank is lost.
+        """
+        if self._work is not None:
+            self.wait("agreeing on the end of data", self._work)
+        self._work = None
+        return Flags(*map(bool, self._flags.tolist()))
+
+    def send_batch(self, doing: str, batch: object, source: int) -> object:
+        """The batch of one rank, on every rank.
+
+        Args:
+            doing: What the ranks are doing, for the message.
+            batch: A batch on the CPU; that of the source counts.
+            source: Position of that rank among those of the group.
+
+        Raises:
+            DataError: The batch cannot be sent; on every rank.
+            RankFailedError: A rank is lost, or its message cannot be read.
+        """
+        codec, message, problem = BatchCodec(), b"", ""
+        if self.index == source:
+            try:
+                message = codec.encode(batch)
+            except DataError as error:
+                problem = str(error)
+        problem, size = self.gather(doing, (problem, len(message)))[source]
+        if problem:
+            raise DataError(f"{doing}: {problem}")
+        try:
+            data = torch.empty(size, dtype=torch.uint8)
+            if message:
+                data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        except (RuntimeError, TypeError) as error:
+            raise self.unreadable(doing, source, error) from error
+        self.wait(doing, self.broadcast(data, source))
+        try:
+            return codec.decode(data.numpy().tobytes())
+        except ValueError as error:
+            raise self.unreadable(doing, source, error) from error
+
+    def was_warned(self, kind: str) -> bool:
+        """Whether a warning of this kind was given."""
+        return kind in self._warned
+
+    def warn_once(self, kind: str, message: str) -> None:
+        """Give a warning, on the first rank, unless one of its kind was given; all ranks come here."""
+        if self.index == 0 and kind not in self._warned:
+            _logger.warning(message)
+        self._warned.add(kind)
+
+
+class EpochFacts(NamedTuple):
+    """What a rank tells of its loader before a pass.
+
+    Attributes:
+        epoch: Its epoch, if it has one.
+        length: Its length, if it has one.
+        batches: How many batches it will give in this pass, as far as can be known.
+    """
+
+    epoch: int | None
+    length: int | None
+    batches: int | None
+
+
+def common_length(lengths: Sequence[int | None], uneven: Uneven) -> int | None:
+    """Number of batches of an epoch on every rank; None if some loader has no length."""
+    known = [length for length in lengths if length is not None]
+    if len(known) < len(lengths):
+        return None
+    return max(known) if uneven == "pad" else min(known)
+
+
+def common_epoch(
+    facts: Sequence[EpochFacts], uneven: Uneven, group: ControlGroup
+) -> tuple[int | None, frozenset[int]]:
+    """The epoch of a pass, and the positions of the ranks that are through with it already.
+
+    Positions that were saved together may be in two epochs, as some ranks were through with the first one and
+    others were not. Under "stop" that epoch is over for all; otherwise the others still have to finish it.
+
+    Raises:
+        DataError: Epochs do not fit together, or there are unequal numbers of batches under
+            ``uneven="error"``.
+    """
+    epochs = {each.epoch for each in facts if each.epoch is not None}
+    if epochs and max(epochs) - min(epochs) > 1:
+        told = ", ".join(f"{group.name(index)} in {each.epoch}" for index, each in enumerate(facts))
+        raise DataError(
+            f"the loaders of the ranks are in epochs that do not fit together: {told}. Load the states that "
+            "were saved together, and call set_epoch with the same epoch on every rank."
+        )
+    if len(epochs) > 1 and uneven != "stop":
+        done = (index for index, each in enumerate(facts) if each.epoch == max(epochs))
+        return min(epochs), frozenset(done)
+    counts = [each.batches for each in facts]
+    if uneven == "error" and len(epochs) < 2 and None not in counts and len(set(counts)) > 1:
+        raise DataError(unequal([f"{count} batches" for count in counts], group))
+    return max(epochs, default=None), frozenset()
+
+
+def unequal(has: Sequence[str], group: ControlGroup) -> str:
+    """The words of ``uneven="error"`` about what each rank has."""
+    return (
+        f"uneven='error' needs equal numbers of batches, but {_each(has, group)}. Divide the data evenly, "
+        "or choose uneven='stop' or uneven='pad'."
+    )
+
+
+def left_out(batches: int, has: Sequence[str], group: ControlGroup) -> str:
+    """The words of ``uneven="stop"`` about what each rank has."""
+    return (
+        f"uneven='stop': a pass ends after {batches} batches on every rank, the surplus is left out: "
+        f"{_each(has, group)}. To use it, divide the data evenly or choose uneven='pad'"
+    )
+
+
+def _each(has: Sequence[str], group: ControlGroup) -> str:
+    return ", ".join(f"{group.name(index)} has {what}" for index, what in enumerate(has))
+
+
+def digest(batch: object) -> str | None:
+    """A fingerprint of a batch: equal batches have equal ones, on any rank and device.
+
+    Returns:
+        The fingerprint; None for a batch without an element, or one with values of types that are not sent.
+    """
+    tensors: list[torch.Tensor] = []
+    try:
+        seen = hashlib.blake2b(BatchCodec().encode(batch, tensors), digest_size=16)
+        for tensor in tensors:
+            seen.update(encode_value(tensor))
+    except (DataError, TypeError):
+        return None
+    is_empty = bool(tensors) and not any(tensor.numel() for tensor in tensors)
+    return None if is_empty else seen.hexdigest()
+
+
+def same_first_batches(digests: Sequence[str | None], ranks: Sequence[int]) -> str | None:
+    """What to tell the user about ranks that hold the same first batch; None if there are none.
+
+    Args:
+        digests: The fingerprints of the first batches, None where a rank has none.
+        ranks: The global ranks, in the same order.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, fingerprint in zip(ranks, digests, strict=True):
+        if fingerprint is not None:
+            groups.setdefault(fingerprint, []).append(rank)
+    alike = [names for names in groups.values() if len(names) > 1]
+    if not alike:
+        return None
+    found = "; ".join(f"{rank_list(names)} received the same first batch" for names in alike)
+    return (
+        f"{found}. Every rank is to have data of its own: shard the data by rank (DistributedSampler, "
+        "DocumentStream(rank=, world_size=)) or use DataloaderDispatcher"
+    )
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Ranks as in a sentence: "rank 3", "ranks 0 and 2", "ranks 0, 1 and 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -134,7 +364,7 @@ class Epoch(Generic[Batch]):
                 del batch  # its memory is the caller's to free while the next one is waited for
                 if self._is_superseded:
                     raise RuntimeError(
-                        "a newer iterator of this SynchronizedDataLoader was made; use that one"
+                        "a newer iterator of this SynchronizedDataLoader was made. Use that one."
                     )
                 flags = group.wait_flags()
                 if flags.failed:
@@ -307,6 +537,6 @@ class Epoch(Generic[Batch]):
         if failed:
             texts = "; ".join(f"{group.name(index)} failed: {text}" for index, text in failed.items())
             raise RankFailedError(
-                f"loading data: {texts}. Look at the log of that rank", group.ranks[min(failed)]
+                f"loading data: {texts}. Look at the log of that rank.", group.ranks[min(failed)]
             )
         return [cast(Result, result) for result, _ in told]

@@ -69,9 +69,7 @@ class EvaluationLoader(Generic[Batch]):
         timeout_seconds: float = 600.0,
     ) -> None:
         if max_batches is not None and max_batches < 1:
-            raise DataError(
-                f"max_batches={max_batches} is out of range; it must be at least 1, or None for all"
-            )
+            raise DataError(f"max_batches={max_batches} must be at least 1, or None for all.")
         self.loader = loader
         self.max_batches = max_batches
         self._batches = SynchronizedDataLoader(
@@ -144,7 +142,7 @@ class _Rows(Generic[Batch]):
     def __len__(self) -> int:
         length = exact_length(self._loader)
         if length is None:
-            raise TypeError("the loader has no exact length")
+            raise TypeError("the loader has no exact length.")
         return length if self._most is None else min(length, self._most)
 
 
@@ -156,8 +154,8 @@ def _row_count(batch: object) -> int:
     rows = _rows(batch)
     if rows is None:
         raise DataError(
-            f"a batch of type {type(batch).__name__} holds no tensor with rows, so its size is unknown; "
-            "collate into tensors whose first dimension is the batch"
+            f"a batch of type {type(batch).__name__} holds no tensor with rows, so its size is unknown. "
+            "Collate into tensors whose first dimension is the batch."
         )
     return rows
 
@@ -205,14 +203,13 @@ def shard_for_evaluation(dataset: Indexed[Item], rank: int, world_size: int) -> 
     """
     if world_size < 1 or not 0 <= rank < world_size:
         raise DataError(
-            f"rank={rank} of world_size={world_size} is out of range; it must be at least 0 and less than "
-            "world_size"
+            f"rank={rank} of world_size={world_size} must be at least 0 and less than world_size."
         )
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not is_map_style or isinstance(dataset, IterableDataset):
         raise TypeError(
-            f"dataset is a {type(dataset).__name__}, and sharding by index needs a length and an index; let "
-            "an iterable dataset shard itself, and give its loader to EvaluationLoader"
+            f"dataset is a {type(dataset).__name__}, and sharding by index needs a length and an index. Let "
+            "an iterable dataset shard itself, and give its loader to EvaluationLoader."
         )
     indices = range(rank, len(dataset), world_size)
     return EvaluationShard(cast("Dataset[Item]", dataset), indices)
@@ -241,7 +238,7 @@ class GlobalMean:
         timeout_seconds: float = 600.0,
     ) -> None:
         if not timeout_seconds > 0:
-            raise DataError(f"timeout_seconds={timeout_seconds!r} is out of range; it must be positive")
+            raise DataError(f"timeout_seconds={timeout_seconds!r} must be positive.")
         self.process_group = process_group
         self.timeout_seconds = timeout_seconds
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -275,9 +272,9 @@ class GlobalMean:
         if count == 0:
             raise DataError(
                 f"mean over {len(totals)} ranks: nothing was counted on any of them. Check that the "
-                "evaluation set is not empty, that drop_last=True does not drop what a rank has (batch_size "
-                "times the number of ranks may exceed the set), and that labels and masks leave something to "
-                "count"
+                "evaluation set is not empty, that drop_last=True does not drop what a rank has "
+                "(batch_size times the number of ranks may exceed the set), and that labels and masks "
+                "leave something to count."
             )
         return total / count
 

@@ -14,9 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from dataloader_dispatch.batches import Uneven, masked_dummy, to_device
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import PassGenerator, end_workers, length_of, set_loader_epoch
-from dataloader_dispatch.synchronized.epoch import Epoch, Place, Settings
-from dataloader_dispatch.synchronized.epoch_start import common_length
-from dataloader_dispatch.synchronized.exchange import Exchange
+from dataloader_dispatch.synchronized.epoch import Epoch, Exchange, Place, Settings, common_length
 from dist_env import get_logger, tie_loader_workers
 
 Batch = TypeVar("Batch")
@@ -116,7 +114,7 @@ class SynchronizedDataLoader(Generic[Batch]):
             lengths = (length_of(self.loader),)
         length = common_length(lengths, self._settings.uneven)
         if length is None:
-            raise TypeError("the loader of at least one rank has no length")
+            raise TypeError("the loader of at least one rank has no length.")
         return length
 
     @property
@@ -233,7 +231,7 @@ class SynchronizedDataLoader(Generic[Batch]):
         if self._has_failed:
             raise DataError(
                 "an error ended an earlier pass of this SynchronizedDataLoader, and the ranks may stand at "
-                "different places; make a new one on every rank"
+                "different places. Make a new one on every rank."
             )
         if self._latest is not None:
             self._lengths = self._latest.lengths or self._lengths
@@ -287,24 +285,24 @@ class SynchronizedDataLoader(Generic[Batch]):
     def _check_settings(self) -> None:
         """Agree on the settings and on the first lengths. Collective."""
         settings = self._settings
-        problem = None if settings.uneven in get_args(Uneven) else "it must be 'stop', 'pad' or 'error'"
+        problem = None if settings.uneven in get_args(Uneven) else "must be 'stop', 'pad' or 'error'"
         own = (str(settings.uneven), problem, length_of(self.loader))
         doing = "opening a SynchronizedDataLoader"
         met = [own] if settings.group.size == 1 else settings.group.gather(doing, own)
         self._lengths = tuple(length for _, _, length in met)
         for uneven, problem, _ in met:
             if problem is not None:
-                raise DataError(f"uneven={uneven!r} is out of range; {problem}")
+                raise DataError(f"uneven={uneven!r} {problem}.")
         told = ", ".join(f"{settings.group.name(i)} has {uneven!r}" for i, (uneven, _, _) in enumerate(met))
         if len({uneven for uneven, _, _ in met}) > 1:
-            raise DataError(f"uneven must be the same on all ranks: {told}")
+            raise DataError(f"uneven must be the same on all ranks: {told}.")
 
 
 def _ranks_of(process_group: dist.ProcessGroup | None) -> list[int]:
     if dist.is_available() and dist.is_initialized():
         if process_group is not None and dist.get_rank(process_group) < 0:
             raise DataError(
-                f"process_group does not contain rank {dist.get_rank()}; make the loader on its ranks only"
+                f"process_group does not contain rank {dist.get_rank()}. Make the loader on its ranks only."
             )
         return sorted(dist.get_process_group_ranks(process_group))
     if os.environ.get("WORLD_SIZE", "1") != "1":

@@ -9,18 +9,101 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import AdamW
+from torch.utils.data import DataLoader, Dataset
 
 from dist_env import StaticDistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments, suggest
 
-from ..commands.arguments import LOG_EVERY
-from ..exit_codes import PROG
-from .work import CLIP_NORM, LEARNING_RATE, Example, Work, mean_loss
+from ..commands.arguments import LOG_EVERY, BenchArguments
+from ..console import PROG
+from ..model.config import LlamaConfig
+from ..model.llama import Llama
+
+LEARNING_RATE = 3e-4
+CLIP_NORM = 1.0
+Example = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of one trial: AdamW with a constant rate and no decay, gradients clipped, one pass in order.
+
+    Attributes:
+        config: Shape of the model.
+        examples: One per row, `input_ids` and `labels` the same; on the CPU.
+        args: Batch size, precision and compilation.
+        device: Where it is trained.
+        directory: Where a baseline may write.
+    """
+
+    config: LlamaConfig
+    examples: list[Example]
+    args: BenchArguments
+    device: torch.device
+    directory: Path
+
+    @classmethod
+    def of(cls, config: LlamaConfig, args: BenchArguments, device: torch.device, directory: Path) -> Work:
+        """The work that the settings ask for."""
+        rows = total_steps(args) * args.per_device_train_batch_size
+        tokens = _tokens((rows, args.sequence_length), config.vocab_size)
+        examples = [{"input_ids": row, "labels": row} for row in tokens]
+        return cls(config=config, examples=examples, args=args, device=device, directory=directory)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, those of the warm-up included."""
+        return total_steps(self.args)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of one step."""
+        return self.args.per_device_train_batch_size
+
+    def model(self) -> Llama:
+        """A new model on the device, with the same weights each time."""
+        torch.manual_seed(0)
+        with self.device:
+            return Llama(self.config)
+
+    def compiled(self, model: nn.Module) -> nn.Module:
+        """The model, compiled if the settings say so."""
+        return cast(nn.Module, torch.compile(model)) if self.args.torch_compile else model
+
+    def loader(self) -> Any:
+        """A new torch loader of the examples, in order."""
+        return DataLoader(cast("Dataset[Example]", self.examples), batch_size=self.batch_size)
+
+    @torch.no_grad()
+    def loss(self, model: Llama) -> float:
+        """The mean loss of the first batch, in float32."""
+        rows = torch.stack([each["input_ids"] for each in self.examples[: self.batch_size]]).to(self.device)
+        # By its class: Accelerate leaves a `forward` of its own, under autocast, in the object.
+        return mean_loss(Llama.forward(model, rows), rows).item()
+
+
+def total_steps(args: BenchArguments) -> int:
+    """Optimizer steps of a trial."""
+    return args.warm_up_steps + args.steps
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of the next token, averaged over the tokens of the batch."""
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def _tokens(shape: tuple[int, int], vocabulary: int) -> Tensor:
+    """Random ids of which low ones are frequent, so that there is something to learn within few steps."""
+    uniform = torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (uniform**3 * vocabulary).long()
+
 
 Train = Callable[[Work, nn.Module], object]
 """Trains a model on some work, which its second argument is left with."""
@@ -255,10 +338,10 @@ def chosen(names: Sequence[str]) -> tuple[list[Baseline], list[Baseline]]:
     for name in names:
         if name not in BASELINES:
             known = ", ".join(BASELINES)
-            raise ConfigurationError("contenders", name, f"must be of {known}", suggest(name, BASELINES))
+            raise ConfigurationError("contenders", name, f"must be one of {known}", suggest(name, BASELINES))
         if missing := BASELINES[name].missing():
             rule = f"needs {', '.join(missing)}, which is not installed"
-            raise ConfigurationError("contenders", name, rule, INSTALL)
+            raise ConfigurationError("contenders", name, rule, f"install it with `{INSTALL}`")
     if len(set(names)) < len(names):
         raise ConfigurationError("contenders", ",".join(names), "names one twice", "name each once")
     wanted = [BASELINES[name] for name in names or BASELINES]

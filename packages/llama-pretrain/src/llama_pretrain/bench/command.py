@@ -19,12 +19,10 @@ from pathlib import Path
 from dist_env import die_with_parent_command
 
 from ..commands.arguments import BenchArguments
-from ..exit_codes import EXIT_ABORTED, PROG
+from ..console import EXIT_ABORTED, PROG, check_writable
 from ..model.config import preset_or_load
-from ..output import check_writable
 from .baselines import BASELINES, INSTALL, Baseline, chosen
-from .published import published
-from .summary import Agreement, agreement, measured_table, published_table, summarise
+from .summary import Agreement, agreement, measured_table, published, published_table, summarise
 from .trial import Trial
 
 

@@ -25,8 +25,7 @@ from trainer_core import arguments_from_dict
 
 from ..commands.arguments import LOG_EVERY, BenchArguments
 from ..model.config import preset_or_load
-from .baselines import BASELINES
-from .work import Work
+from .baselines import BASELINES, Work
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -166,7 +165,7 @@ class StepClock:
             RuntimeError: The baseline made another number of steps than it was told to.
         """
         if self.count != self._last:
-            raise RuntimeError(f"made {self.count} optimizer steps, not {self._last}")
+            raise RuntimeError(f"made {self.count} optimizer steps, not {self._last}.")
         return [
             Window((later[0] - earlier[0]) / LOG_EVERY, (later[1] - earlier[1]) / LOG_EVERY)
             for earlier, later in pairwise(self._times)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from trainer_core import ConfigurationError, arguments_from_dict
 from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments
 
-from ..exit_codes import PROG
+from ..console import PROG
 from ..mesh import parse_mesh
 from ..settings import Parser, add_field_options
 
@@ -108,6 +108,26 @@ class ReportArguments:
     """Texts that the newest checkpoint writes for the page; 0: none."""
     smooth: float = 0.0
     """Share of the past in the moving average of the loss, from 0 to below 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchArguments:
+    """Settings of `watch`."""
+
+    runs: tuple[str, ...] = ("runs/default",)
+    """Output directories of runs, which need not exist yet."""
+    host: str = "127.0.0.1"
+    """Address to listen on; with another one, whoever reaches this machine can read the page."""
+    port: int = 6007
+    """Port to listen on; 0: a free one."""
+    open: bool = False
+    """Show the page in a browser."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigurationError(
+                "port", self.port, "must be from 0 to 65535", "choose another port, or 0 for a free one"
+            )
 
 
 def _in_bf16() -> FSDP2Arguments:
@@ -246,10 +266,12 @@ class BenchArguments:
         for name, (least, why) in _LEAST.items():
             value = getattr(self, name)
             if value < least:
-                raise ConfigurationError(name, value, f"must be at least {least}, {why}", "raise it")
+                raise ConfigurationError(
+                    name, value, f"must be at least {least}, {why}", f"set it to {least} or more"
+                )
         if self.steps % LOG_EVERY:
             rule = f"must be a multiple of {LOG_EVERY}, the length of a window"
-            raise ConfigurationError("steps", self.steps, rule, "change it")
+            raise ConfigurationError("steps", self.steps, rule, f"choose one, such as {4 * LOG_EVERY}")
         if self.mixed_precision not in ("no", "bf16"):
             raise ConfigurationError(
                 "mixed_precision", self.mixed_precision, "must be 'no' or 'bf16'", "choose one of these"

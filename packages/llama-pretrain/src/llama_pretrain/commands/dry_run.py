@@ -8,10 +8,9 @@ from dist_env import fake_job
 from trainer_core import ConfigurationError, DryRun
 
 from ..arguments import PretrainArguments, launch_command
-from ..exit_codes import PROG
+from ..console import PROG, table
 from ..experiment import build_trainer, prepare
 from ..mesh import parse_mesh
-from ..output import table
 from ..run_directory import RunDirectory
 
 _MIB = 2**20
@@ -47,7 +46,7 @@ def _processes(args: PretrainArguments) -> int:
     raise ConfigurationError(
         "trainer",
         args.trainer,
-        "does not say how many processes, which a launcher would, and a dry run is one process",
+        "does not say how many processes to show, because a dry run has no launcher",
         f"give mesh instead, as in `{launch_command(2, args.trainer)} --dry-run`",
     )
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from trainer_core import ConfigurationError, Plan
 from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, plan, recommend
 
+from ..console import check_writable, table
 from ..mesh import parse_mesh
 from ..model.config import preset_or_load
 from ..model.llama import Llama
-from ..output import check_writable, table
 from .arguments import OF_THE_TRAINER, PlanArguments
 
 _GIB = 2**30

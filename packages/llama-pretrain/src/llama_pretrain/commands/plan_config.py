@@ -13,10 +13,10 @@ from trainer_core import ConfigurationError, Plan, plan
 from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, recommend
 
 from ..arguments import PretrainArguments, settings_of
+from ..console import check_writable
 from ..experiment import TRAINERS, model_config
 from ..mesh import parse_mesh
 from ..model.llama import Llama
-from ..output import check_writable
 from ..settings import resolve
 from ..tokenizer import load_tokenizer
 from .arguments import PlanArguments
@@ -39,7 +39,7 @@ def show_plan(given: Mapping[str, object]) -> None:
     name = str(given["config"])
     if "gpus" in given:
         raise ConfigurationError(
-            "gpus", given["gpus"], "contradicts config, whose mesh tells them", "give mesh instead"
+            "gpus", given["gpus"], "contradicts --config, whose mesh determines it", "give --mesh instead"
         )
     args = resolve({key: value for key, value in given.items() if key not in _OF_THE_GPUS})
     asked = PlanArguments(**{key: given[key] for key in _OF_THE_GPUS if key in given})  # type: ignore[arg-type]
@@ -79,16 +79,26 @@ def show_plan(given: Mapping[str, object]) -> None:
 
 def _check_gpus(asked: PlanArguments) -> None:
     if asked.gpus_per_node < 1:
-        raise ConfigurationError("gpus_per_node", asked.gpus_per_node, "must be 1 or more", "raise it")
+        raise ConfigurationError(
+            "gpus_per_node", asked.gpus_per_node, "must be 1 or more", "set it to 1 or more"
+        )
     if not asked.gpu_memory > 0:
-        raise ConfigurationError("gpu_memory", asked.gpu_memory, "must be more than 0 GiB", "raise it")
+        raise ConfigurationError(
+            "gpu_memory",
+            asked.gpu_memory,
+            "must be more than 0 GiB",
+            "give the memory of one GPU, such as 80",
+        )
     check_writable("json", asked.json)
 
 
 def _refuse_unplannable(name: str, args: PretrainArguments) -> None:
     if not args.mesh and args.trainer != "single":
         raise ConfigurationError(
-            "config", name, f"has trainer={args.trainer!r}, but no mesh to tell how many GPUs", "give mesh"
+            "config",
+            name,
+            f"has trainer={args.trainer!r}, but no mesh to tell how many GPUs there are",
+            "give --mesh, such as --mesh shard=8",
         )
     # Each keeps further copies of what is trained, or of its gradients, which no plan counts.
     for setting, value, plain in (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ..arguments import PretrainArguments
 from ..config_files import purpose, recipe_names, recipe_text
-from ..exit_codes import PROG
+from ..console import PROG, table
 from ..mesh import parse_mesh
-from ..output import table
 from ..settings import resolve
 from .arguments import RecipesArguments
 

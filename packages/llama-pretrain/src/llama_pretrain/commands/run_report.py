@@ -17,9 +17,8 @@ from perf_metrics import format_value, load_logs, plot_logs, summarize_log
 from trainer_core import ConfigurationError
 
 from ..arguments import PretrainArguments
-from ..model.interchange import load_pretrained
-from ..model.llama import generate
-from ..output import check_writable
+from ..console import check_writable
+from ..model.llama import generate, load_pretrained
 from ..run_directory import RunDirectory, read_sessions, settings_by_name
 from ..tokenizer import load_tokenizer
 from ..train import SAMPLE_TEMPERATURE
@@ -85,14 +84,16 @@ def write_report(args: ReportArguments) -> Path:
     if args.samples < 0:
         raise ConfigurationError("samples", args.samples, "must be 0 or more", "use 0 for none")
     if not 0 <= args.smooth < 1:
-        raise ConfigurationError("smooth", args.smooth, "must be from 0 to below 1", "use 0 for no smoothing")
+        raise ConfigurationError(
+            "smooth", args.smooth, "must be at least 0 and below 1", "use 0 for no smoothing"
+        )
     check_writable("page", args.page)
     directory = RunDirectory(args.output_dir)
     settings = directory.arguments()
     log = directory.log_file(settings)
     if not log.is_file() or not any("loss" in entry for entry in load_logs(log)):
         raise ConfigurationError(
-            "output_dir", args.output_dir, "has logged no step", "train first, and report then"
+            "output_dir", args.output_dir, "has no logged step", "train first, and report then"
         )
     target = directory.path / "report.html" if args.page is None else Path(args.page)
     title = f"{settings.model} on {settings.data or 'the Python standard library'}"

@@ -14,13 +14,11 @@ from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments
 
 from ..arguments import PretrainArguments, settings_of
+from ..console import PROG, printable
 from ..data import evaluation_loader, open_data
-from ..exit_codes import PROG
 from ..experiment import prepare
 from ..model.config import CONFIG_FILE, LlamaConfig
-from ..model.interchange import dtype_names, has_weights, load_pretrained, save_pretrained
-from ..model.llama import generate
-from ..output import printable
+from ..model.llama import dtype_names, generate, has_weights, load_pretrained, save_pretrained
 from ..run_directory import RunDirectory
 from ..tokenizer import Tokenizer, has_tokenizer, load_tokenizer, unit_of
 from .arguments import EvalArguments, ExportArguments, GenerateArguments, ImportArguments, ResultArguments
@@ -40,14 +38,17 @@ def locate(args: ResultArguments) -> Path:
             raise ConfigurationError(
                 "checkpoint",
                 args.checkpoint,
-                f"holds no {CONFIG_FILE}",
+                f"contains no {CONFIG_FILE}",
                 "name a checkpoint or an exported model",
             )
         return Path(args.checkpoint)
     newest = find_latest_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
     if newest is None:
         raise ConfigurationError(
-            "output_dir", args.output_dir, "holds no checkpoint", "train first, or name a --checkpoint"
+            "output_dir",
+            args.output_dir,
+            "contains no checkpoint",
+            "train first, or name one with --checkpoint",
         )
     return newest
 
@@ -99,13 +100,13 @@ def _what_to_score(args: EvalArguments, weights: Path) -> tuple[PretrainArgument
         return settings, load_tokenizer(settings.tokenizer), open_data(settings)
     if args.checkpoint is not None:
         raise ConfigurationError(
-            "data", None, "is needed with --checkpoint", "name text to score with --data"
+            "data", None, "is required with --checkpoint", "name text to score with --data"
         )
     experiment = prepare(own)
     directory.check_identity(experiment.args, experiment.subject)
     if experiment.held_out_documents is None:
         raise ConfigurationError(
-            "data", None, "is needed: this run has held nothing out", "name text with --data"
+            "data", None, "is required, because this run has held out no text", "name text with --data"
         )
     return settings, experiment.tokenizer, experiment.held_out_documents
 
@@ -121,7 +122,7 @@ def _row_length(args: EvalArguments, weights: Path) -> int:
         raise ConfigurationError(
             "sequence_length",
             length,
-            f"needs {length} positions, the model in {weights} has max_position_embeddings={positions}",
+            f"needs {length} positions, but the model in {weights} has max_position_embeddings={positions}",
             f"use a --sequence-length of at most {positions}",
         )
     return length
@@ -137,7 +138,9 @@ def generate_text(args: GenerateArguments) -> str:
     tokenizer = load_tokenizer(str(weights))
     prompt = list(tokenizer.encode(args.prompt))
     if not prompt:
-        raise ConfigurationError("prompt", args.prompt, "has no tokens", "give a text to continue")
+        raise ConfigurationError(
+            "prompt", args.prompt, "has no tokens", "give a text to continue, such as 'Once upon a time'"
+        )
     model, device = load_pretrained(weights), DistributedEnvironment().device
     ids = generate(
         model.to(device),
@@ -211,13 +214,13 @@ def _target(directory: str, dtype: str) -> Path:
 def _check_source(source: Path) -> None:
     if not (source / CONFIG_FILE).is_file():
         raise ConfigurationError(
-            "source", str(source), f"holds no {CONFIG_FILE}", "name the directory of a Hugging Face Llama"
+            "source", str(source), f"contains no {CONFIG_FILE}", "name the directory of a Hugging Face Llama"
         )
     pickles = sorted(path.name for path in source.glob("*.bin"))
     if pickles and not has_weights(source):
         raise ConfigurationError(
             "source",
             str(source),
-            f"has its weights in {pickles[0]}, which only unpickling could read, and that runs code",
-            "let transformers write them as safetensors first: save_pretrained(directory)",
+            f"has its weights in {pickles[0]}, which only unpickling could read, and that can run code",
+            "write them as safetensors first, with save_pretrained(directory) of transformers",
         )

@@ -76,7 +76,13 @@ class LlamaConfig:
         if self.num_key_value_heads == 0:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         for name in _COUNTS:
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1", "raise it")
+            _require(
+                getattr(self, name) >= 1,
+                name,
+                getattr(self, name),
+                "must be at least 1",
+                "set it to 1 or more",
+            )
         if self.head_dim == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         _check_shape(self)
@@ -136,16 +142,16 @@ class LlamaConfig:
         path = Path(directory) / CONFIG_FILE
         if not path.is_file():
             raise ConfigurationError(
-                "model", str(directory), f"holds no {CONFIG_FILE}", "name a model directory"
+                "model", str(directory), f"contains no {CONFIG_FILE}", "name the directory of a model"
             )
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigurationError(
-                "model", str(path), f"is not valid JSON ({error})", "write it again"
+                "model", str(path), f"is not valid JSON ({error})", "write the file again"
             ) from error
         if not isinstance(values, dict):
-            raise ConfigurationError("model", str(path), "must hold a JSON object", "write it again")
+            raise ConfigurationError("model", str(path), "must hold a JSON object", "write the file again")
         try:
             return cls.from_dict(values)
         except ConfigurationError as error:
@@ -182,7 +188,7 @@ def _check_types(config: LlamaConfig) -> None:
             right = "None" in expected
         else:
             right = isinstance(value, int) and not isinstance(value, bool)
-        _require(right, field.name, value, f"must be {expected}", "correct the value")
+        _require(right, field.name, value, f"must be {expected}", "give a value of that type")
 
 
 def _check_shape(config: LlamaConfig) -> None:
@@ -200,17 +206,23 @@ def _check_shape(config: LlamaConfig) -> None:
         "hidden_size",
         config.hidden_size,
         f"must be a multiple of num_attention_heads={heads}",
-        f"use {(config.hidden_size // heads + 1) * heads} or change the number of heads",
+        f"use {(config.hidden_size // heads + 1) * heads}, or change the number of heads",
     )
     _require(
         config.head_dim >= 2 and config.head_dim % 2 == 0,
         "head_dim",
         config.head_dim,
         "must be even and at least 2, because the rotary embedding turns pairs",
-        "set an even head_dim",
+        "set an even head_dim, such as 64",
     )
     for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
-        _require(getattr(config, name) > 0, name, getattr(config, name), "must be above 0", "raise it")
+        _require(
+            getattr(config, name) > 0,
+            name,
+            getattr(config, name),
+            "must be above 0",
+            "set it to a positive number",
+        )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = getattr(config, name)
         _require(
@@ -229,7 +241,10 @@ def _refuse_unsupported(values: dict[str, object]) -> None:
         if value is None or value == permitted:
             continue
         raise ConfigurationError(
-            key, value, f"only {permitted!r} is implemented", "use a model without this feature"
+            key,
+            value,
+            f"is not supported: only {permitted!r} is implemented",
+            "use a model without this feature",
         )
 
 
@@ -240,7 +255,7 @@ def _rope_theta(values: dict[str, object]) -> object:
         return None
     if not isinstance(parameters, Mapping):
         raise ConfigurationError(
-            "rope_parameters", parameters, "must be a table", "write rope_type and rope_theta"
+            "rope_parameters", parameters, "must be a table", "write rope_type and rope_theta into it"
         )
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     extra = sorted(set(parameters) - {"rope_type", "type", "rope_theta"})
@@ -248,7 +263,7 @@ def _rope_theta(values: dict[str, object]) -> object:
         raise ConfigurationError(
             "rope_parameters",
             dict(parameters),
-            "only rope_type 'default' with a rope_theta is implemented",
+            "is not supported: only rope_type 'default' with a rope_theta is implemented",
             "use a model without rotary scaling",
         )
     return parameters.get("rope_theta")
@@ -327,7 +342,7 @@ def preset(name: str, **changes: int | None) -> LlamaConfig:
             "model",
             name,
             "is neither a preset nor a directory with a config.json",
-            f"{suggest(name, _PRESETS, otherwise='')} presets: {', '.join(_PRESETS)}".strip(),
+            f"{suggest(name, _PRESETS, otherwise='')} The presets are {', '.join(_PRESETS)}.".strip(),
         )
     return replace(_PRESETS[name], **changes)  # type: ignore[arg-type]
 

@@ -58,7 +58,7 @@ def gather(value: object, read: Callable[[object], T]) -> list[T]:
     for rank, size in enumerate(sizes):
         if not 0 < size <= _MOST_BYTES:
             raise RuntimeError(
-                f"rank {rank} tells its figures in {size} bytes; do all ranks run one release?"
+                f"rank {rank} tells its figures in {size} bytes. Do all ranks run one release?"
             )
     padded = bytearray(message.ljust(max(sizes)))
     own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
@@ -72,7 +72,7 @@ def _read(message: bytes, rank: int, read: Callable[[object], T]) -> T:
         return read(json.loads(message))
     except (ValueError, TypeError, RecursionError) as error:
         raise RuntimeError(
-            f"rank {rank} tells figures that cannot be read ({error}); do all ranks run one release?"
+            f"rank {rank} tells figures that cannot be read ({error}). Do all ranks run one release?"
         ) from error
 
 

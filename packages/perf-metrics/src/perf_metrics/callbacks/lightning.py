@@ -43,14 +43,14 @@ def framework_in_use() -> Framework:
     imported = [name for name in FRAMEWORKS if name in sys.modules]
     if len(imported) > 1:
         raise ValueError(
-            "framework=None: both lightning.pytorch and pytorch_lightning are imported; "
-            "name the one whose Trainer this is for"
+            "framework=None cannot tell which Lightning is meant, because both lightning.pytorch and "
+            "pytorch_lightning are imported. Name the one whose Trainer this is for."
         )
     for name in imported or FRAMEWORKS:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return name
     raise ModuleNotFoundError(
-        "LightningCallbacks needs Lightning, which is not installed: pip install lightning"
+        "LightningCallbacks needs Lightning, which is not installed. Install it with `pip install lightning`."
     )
 
 
@@ -61,7 +61,7 @@ def callback_base(framework: Framework) -> type:
         ValueError: The framework is not known.
     """
     if framework not in FRAMEWORKS:
-        raise ValueError(f"framework={framework!r}: must be one of {', '.join(FRAMEWORKS)}, or None")
+        raise ValueError(f"framework={framework!r} must be one of {', '.join(FRAMEWORKS)}, or None.")
     base: type = importlib.import_module(framework).Callback
     return base
 
@@ -152,7 +152,8 @@ class LightningCallbacks:
         super().__init__()
         if flops_per_token is not None and not flops_per_token > 0:
             raise ValueError(
-                f"flops_per_token={flops_per_token!r}: must be a positive number of FLOPs; None when unknown"
+                f"flops_per_token={flops_per_token!r} must be a positive number of FLOPs, or None when it "
+                "is unknown."
             )
         self.callbacks = list(callbacks)
         self._flops_per_token = flops_per_token

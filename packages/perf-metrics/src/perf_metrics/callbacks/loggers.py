@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
@@ -49,7 +50,7 @@ class ProgressCallback(EventHandlers):
 
     Args:
         use_tqdm: True: a bar on stderr below the table. False: lines only. None: a bar if stderr is a
-            terminal.
+            terminal, or in a notebook, which shows its own kind of bar.
         output_stream: Where the lines go: "stdout" (also None), "stderr" or a text stream.
         step_columns: Overrides of the columns by name: some fields of a `ColumnSpec`, a whole one, or None to
             remove the column. New names are appended.
@@ -69,9 +70,9 @@ class ProgressCallback(EventHandlers):
         header_interval: int = 20,
     ) -> None:
         if header_interval < 1:
-            raise ValueError(f"header_interval={header_interval!r}: must be 1 or more")
+            raise ValueError(f"header_interval={header_interval!r} must be 1 or more.")
         if output_stream not in (None, "stdout", "stderr") and not hasattr(output_stream, "write"):
-            raise ValueError(f'output_stream={output_stream!r}: must be "stdout", "stderr" or a text stream')
+            raise ValueError(f'output_stream={output_stream!r} must be "stdout", "stderr" or a text stream.')
         self._use_tqdm = use_tqdm
         self._output_stream = output_stream
         self._final_columns = merge_columns(FINAL_METRICS, final_metrics)
@@ -84,8 +85,10 @@ class ProgressCallback(EventHandlers):
         if not state.is_world_process_zero:
             return
         self._table.reserve("step", len(_step_text(state.max_steps, state.max_steps)))
-        if self._use_tqdm or (self._use_tqdm is None and sys.stderr.isatty()):
-            from tqdm import tqdm
+        if self._use_tqdm or (self._use_tqdm is None and (sys.stderr.isatty() or _in_notebook())):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that without ipywidgets it is a bar of characters
+                from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
             total = state.max_steps if state.max_steps > 0 else None
             self._bar = tqdm(
@@ -164,6 +167,13 @@ class ProgressCallback(EventHandlers):
         return self._output_stream
 
 
+def _in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook: its streams are not a terminal, and show bars."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
 def _with_position(record: Mapping[str, object], state: ProgressState) -> dict[str, object]:
     position = {"step": _step_text(state.global_step, state.max_steps), "epoch": state.epoch}
     if state.epoch is None:
@@ -200,7 +210,9 @@ class JsonLogger(EventHandlers):
 
     def __init__(self, filename: str = LOG_FILENAME) -> None:
         if not filename or Path(filename).name != filename:
-            raise ValueError(f"filename={filename!r}: must be a file name; the directory is args.logging_dir")
+            raise ValueError(
+                f"filename={filename!r} must be a file name without a directory, which is args.logging_dir."
+            )
         self._filename = filename
         self._place = ""
         self._file = Path(filename)
@@ -253,7 +265,7 @@ class JsonLogger(EventHandlers):
         place = logging_dir or args.output_dir
         if not place:
             raise ValueError(
-                f"logging_dir={logging_dir!r}: JsonLogger needs a directory; set it, or output_dir"
+                f"logging_dir={logging_dir!r} must name a directory for JsonLogger. Set it, or output_dir."
             )
         if place != self._place:
             self._place, self._file = place, Path(place) / self._filename

@@ -82,7 +82,8 @@ class IntervalCounts(EventHandlers):
     ) -> None:
         if flops_per_token is not None and not flops_per_token > 0:
             raise ValueError(
-                f"flops_per_token={flops_per_token!r}: must be a positive number of FLOPs; None when unknown"
+                f"flops_per_token={flops_per_token!r} must be a positive number of FLOPs, or None when it "
+                "is unknown."
             )
         self.flops_per_token = flops_per_token
         self._timer = StretchTimer(clock)

@@ -20,7 +20,8 @@ try:
     from prometheus_client.registry import Collector
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
-        "PrometheusExporter needs prometheus-client: pip install 'perf-metrics[prometheus]'"
+        "PrometheusExporter needs prometheus-client. Install it with `pip install "
+        "'perf-metrics[prometheus]'`."
     ) from missing
 
 _logger = logging.getLogger("perf_metrics")
@@ -55,8 +56,8 @@ class MetricsEndpoint:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"port={port}, host={host!r}: the exporter cannot listen there ({error.strerror}); give a "
-                "free port and an address of this machine, or port=0 for any free port",
+                f"port={port}, host={host!r} is no place where the exporter can listen ({error.strerror}). "
+                "Give a free port and an address of this machine, or port=0 for any free port.",
             ) from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(

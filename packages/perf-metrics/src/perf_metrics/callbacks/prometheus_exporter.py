@@ -65,7 +65,9 @@ class PrometheusExporter(EventHandlers):
         from . import prometheus_endpoint  # noqa: F401
 
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
-            raise ValueError(f"port={port!r}: must be a whole number, 0 to 65535; 0 takes any free port")
+            raise ValueError(
+                f"port={port!r} must be a whole number from 0 to 65535, where 0 takes any free port."
+            )
         self._port, self._host, self._labels = port, host, dict(labels or {})
         _check_labels(self._labels)
         self._endpoint: MetricsEndpoint | None = None
@@ -129,10 +131,12 @@ def _check_labels(labels: Mapping[str, str]) -> None:
     for name, value in labels.items():
         if not isinstance(name, str) or not _LABEL.fullmatch(name) or name.startswith("__"):
             raise ValueError(
-                f"labels={labels!r}: {name!r} is not the name of a label; use letters, digits and _, and "
-                "begin neither with a digit nor with __, such as hpc_job"
+                f"labels={labels!r} has {name!r}, which is not the name of a label. Use letters, digits and "
+                "_, and begin neither with a digit nor with __, such as hpc_job."
             )
         if not isinstance(value, str):
-            raise TypeError(f"labels={labels!r}: {name} must be text; give str(...) of it")
+            raise TypeError(f"labels={labels!r} must have text as {name}. Give str(...) of it.")
         if not value:
-            raise ValueError(f"labels={labels!r}: {name} is empty, which is not a label at all; leave it out")
+            raise ValueError(
+                f"labels={labels!r} must not have an empty {name}, which is not a label at all. Leave it out."
+            )

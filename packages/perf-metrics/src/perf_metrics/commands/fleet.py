@@ -187,16 +187,20 @@ def _check_outputs(options: argparse.Namespace) -> None:
     # Before minutes of reading, not after.
     for path in (options.json, options.html):
         if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}; create it first")
+            raise ValueError(
+                f"{path} cannot be written, because there is no folder {path.parent}. Create it first."
+            )
         if path is not None and (path.is_dir() or str(path) == "-"):
-            raise ValueError(f"{path}: must be a file to write")
+            raise ValueError(f"{path} must be a file to write.")
     if options.json is not None and options.json == options.html:
-        raise ValueError(f"{options.json}: is given for --json and --html; give two files")
+        raise ValueError(f"{options.json} is given for both --json and --html. Give two files.")
     if options.html is not None:
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("--html needs matplotlib: pip install 'perf-metrics[plot]'") from error
+            raise ModuleNotFoundError(
+                "--html needs matplotlib. Install it with `pip install 'perf-metrics[plot]'`."
+            ) from error
 
 
 def _time(text: str, name: str, now: datetime) -> float:
@@ -208,7 +212,8 @@ def _time(text: str, name: str, now: datetime) -> float:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise ValueError(
-            f"{name}={text!r}: must be ISO 8601, such as 2026-01-31T12:00:00Z, Unix seconds, or an age: 7d"
+            f"{name}={text!r} must be ISO 8601, such as 2026-01-31T12:00:00Z, Unix seconds, or an age such "
+            "as 7d."
         ) from None
     # Without an offset it is UTC, as in the report.
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
@@ -216,7 +221,7 @@ def _time(text: str, name: str, now: datetime) -> float:
 
 def _in_range(time_s: float, text: str, name: str) -> float:
     if not _YEAR_2000 <= time_s < _YEAR_2100:
-        raise ValueError(f"{name}={text!r}: is not in this century; give Unix seconds, ISO 8601 or an age")
+        raise ValueError(f"{name}={text!r} is not in this century. Give Unix seconds, ISO 8601 or an age.")
     return time_s
 
 
@@ -225,14 +230,14 @@ def _clock(text: str) -> tuple[str, float]:
     try:
         check_tensor_mhz(float(mhz))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be MHz, such as 1830, or NAME=MHZ") from None
+        raise argparse.ArgumentTypeError(f"{text!r} must be MHz, such as 1830, or NAME=MHZ") from None
     return name, float(mhz)
 
 
 def _clocks(given: Sequence[tuple[str, float]]) -> float | dict[str, float] | None:
     clocks = dict(given)
     if "" in clocks and len(clocks) > 1:
-        raise ValueError("tensor_mhz: give one clock for all devices, or NAME=MHZ for each, not both")
+        raise ValueError("tensor_mhz must be one clock for all devices, or NAME=MHZ for each, not both.")
     return clocks.get("", clocks or None)
 
 
@@ -253,7 +258,9 @@ def _headers(options: argparse.Namespace) -> dict[str, str]:
         name, colon, value = text.partition(":")
         if not colon or not name.strip():
             # Without the text: it may be a secret.
-            raise ValueError("header: must be NAME:VALUE, such as X-Scope-OrgID:research; it has no colon")
+            raise ValueError(
+                "header must be NAME:VALUE, such as X-Scope-OrgID:research, but it has no colon."
+            )
         headers[name.strip()] = value.strip()
     if options.bearer_token_file is not None:
         token = options.bearer_token_file.read_text(encoding="utf-8").strip()
@@ -306,7 +313,7 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
         # Somebody's own work, such as the server's config, must not be lost.
         if path.exists() and path.read_text(encoding="utf-8") != text:
             raise FileExistsError(
-                f"{path} is there with another content; give another folder, or move it away"
+                f"{path} is there with another content. Give another folder, or move it away."
             )
     for path, text in paths.items():
         path.write_text(text, encoding="utf-8")
@@ -320,5 +327,5 @@ def _tensor_clock(text: str) -> tuple[str, float]:
     except ValueError:
         clock = None
     if not equals or not name.strip() or clock is None:
-        raise ValueError(f"tensor_mhz={text!r}: must be NAME=MHZ, such as 'NVIDIA H100 80GB HBM3=1830'")
+        raise ValueError(f"tensor_mhz={text!r} must be NAME=MHZ, such as 'NVIDIA H100 80GB HBM3=1830'.")
     return name.strip(), clock

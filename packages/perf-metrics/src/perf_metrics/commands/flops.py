@@ -79,9 +79,9 @@ def _read(path: Path) -> Mapping[str, object]:
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"), object_hook=_float_or_object)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets as deep
-        raise ValueError(f"--hf-config={path}: not a JSON file ({error})") from None
+        raise ValueError(f"--hf-config={path} is not a JSON file ({error}).") from None
     if not isinstance(config, dict):
-        raise ValueError(f"--hf-config={path}: must be a JSON object, as in a model's config.json")
+        raise ValueError(f"--hf-config={path} must be a JSON object, as in a model's config.json.")
     return config
 
 
@@ -99,8 +99,8 @@ def _build(config: Mapping[str, object]) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"model_type={family!r} must be built to be counted, which needs {error.name}: "
-            "pip install 'perf-metrics[torch]' transformers",
+            f"model_type={family!r} must be built to be counted, which needs {error.name}. Install it with "
+            "`pip install 'perf-metrics[torch]' transformers`.",
             name=error.name,
         ) from None
     inner = config.get("text_config")
@@ -111,7 +111,7 @@ def _build(config: Mapping[str, object]) -> nn.Module:
             model: nn.Module = AutoModelForCausalLM.from_config(known)  # type: ignore[no-untyped-call]
     except Exception as error:  # each family checks its settings in its own way
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise FlopsUnknownError(f"transformers cannot build model_type={family!r}: {reason}") from error
+        raise FlopsUnknownError(f"transformers cannot build model_type={family!r}: {reason}.") from error
     return model
 
 

@@ -172,7 +172,7 @@ def _append(lines: TextIO, devices: Sequence[DeviceWindow], now: float) -> None:
 def _interval(text: str) -> float:
     value = _number(text)
     if not SHORTEST_INTERVAL_S <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be {SHORTEST_INTERVAL_S} seconds or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be {SHORTEST_INTERVAL_S} seconds or more")
     return value
 
 
@@ -189,7 +189,7 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
 
 
 DEFAULT_DEVICE = "NVIDIA H100 80GB HBM3"
@@ -231,7 +231,7 @@ def run_gemm(options: argparse.Namespace) -> int:
 
     for name in ("m", "n", "k"):
         if getattr(options, name) < 1:
-            raise ValueError(f"{name.upper()}={getattr(options, name)}: must be 1 or more")
+            raise ValueError(f"{name.upper()}={getattr(options, name)} must be 1 or more.")
     device = lookup(options.device)
     # For its check of the number format, which must not depend on whether the device is known.
     peak_flops(options.device, options.dtype)
@@ -285,7 +285,7 @@ class _Asked:
 def _kernel(name: str) -> GemmKernel:
     kernel = parse_kernel(name)
     if kernel is None:
-        raise ValueError(f"--kernel={name}: its tile is not known: {explain(name)}")
+        raise ValueError(f"--kernel={name} has no known tile: {explain(name)}.")
     return kernel
 
 

@@ -65,20 +65,20 @@ def read_applications(path: Path) -> dict[str, Application]:
     try:
         rows = list(_rows(path))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
+        raise ValueError(f"{path} is not text in UTF-8: {error}.") from None
     except csv.Error as error:
-        raise ValueError(f"{path} is not a table: {error}") from None
+        raise ValueError(f"{path} is not a table: {error}.") from None
     if not rows:
-        raise ValueError(f"{path} has no job; give one row a job below the header")
+        raise ValueError(f"{path} has no job. Give one row a job below the header.")
     for where, row in rows:
         _check_columns(row, where)
         job = _text(row.get("job"))
         if isinstance(row.get("job"), list | dict):
-            raise ValueError(f"{where}: job={row['job']!r}: must be text")
+            raise ValueError(f"{where}: job={row['job']!r} must be text.")
         if job is None:
-            raise ValueError(f"{where}: has no job")
+            raise ValueError(f"{where} has no job.")
         if job in applications:
-            raise ValueError(f"{where}: job={job!r} is there twice; give one row a job")
+            raise ValueError(f"{where}: job={job!r} is there twice. Give one row a job.")
         try:
             applications[job] = _application(row)
         except ValueError as error:
@@ -92,17 +92,17 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
             for row in (reader := csv.DictReader(lines)):
                 where = f"{path}, line {reader.line_num}"
                 if None in row or None in row.values():
-                    raise ValueError(f"{where}: has not as many fields as the header")
+                    raise ValueError(f"{where} does not have as many fields as the header.")
                 yield where, row
         return
     if path.suffix.lower() != ".json":
-        raise ValueError(f"mfu={str(path)!r}: must be a .csv or a .json file")
+        raise ValueError(f"mfu={str(path)!r} must be a .csv or a .json file.")
     try:
         entries = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets, by thousands
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}.") from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{path}: must be a list of objects, one for each job")
+        raise ValueError(f"{path} must be a list of objects, one for each job.")
     for number, entry in enumerate(entries, start=1):
         yield f"{path}, entry {number}", entry
 
@@ -111,8 +111,8 @@ def _check_columns(row: Mapping[str, object], where: str) -> None:
     for column in row:
         if column not in _COLUMNS:
             near = get_close_matches(str(column), _COLUMNS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(_COLUMNS)}"
-            raise ValueError(f"{where}: unknown column {column!r}{hint}")
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known are {', '.join(_COLUMNS)}."
+            raise ValueError(f"{where}: unknown column {column!r}.{hint}")
 
 
 def _application(row: Mapping[str, object]) -> Application:
@@ -125,7 +125,7 @@ def _application(row: Mapping[str, object]) -> Application:
     )
     gpus = _number("gpus", row.get("gpus"))
     if gpus is not None and (gpus < 1 or gpus != int(gpus)):
-        raise ValueError(f"gpus={gpus:g}: must be a whole number of 1 or more")
+        raise ValueError(f"gpus={gpus:g} must be a whole number of 1 or more.")
     return Application(
         _mfu(row),
         _text(row.get("run")),
@@ -138,7 +138,7 @@ def _application(row: Mapping[str, object]) -> Application:
 def _mfu(row: Mapping[str, object]) -> float | None:
     share, percent = _number("mfu", row.get("mfu")), _number("mfu_percent", row.get("mfu_percent"))
     if share is not None and percent is not None:
-        raise ValueError("give mfu or mfu_percent, not both")
+        raise ValueError("give mfu or mfu_percent, not both.")
     return check_mfu(percent / 100 if percent is not None else share)
 
 
@@ -149,7 +149,7 @@ def check_mfu(value: float | None) -> float | None:
         ValueError: It is not a share.
     """
     if value is not None and not 0 <= value < _MOST_MFU:
-        raise ValueError(f"mfu={value:g}: must be a share, such as 0.42 for 42 %")
+        raise ValueError(f"mfu={value:g} must be a share, such as 0.42 for 42 %.")
     return value
 
 
@@ -174,9 +174,9 @@ def _number(name: str, value: object) -> float | None:
     try:
         number = float(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r}: must be a number") from None
+        raise ValueError(f"{name}={text!r} must be a number.") from None
     if not math.isfinite(number):
-        raise ValueError(f"{name}={text!r}: must be a finite number, or empty where it is not known")
+        raise ValueError(f"{name}={text!r} must be a finite number, or empty where it is not known.")
     return number
 
 
@@ -187,7 +187,7 @@ def _truth(name: str, value: object) -> bool | None:
     for words, truth in ((_TRUE, True), (_FALSE, False)):
         if text.lower() in words:
             return truth
-    raise ValueError(f"{name}={text!r}: must be true or false, or empty where it is not known")
+    raise ValueError(f"{name}={text!r} must be true or false, or empty where it is not known.")
 
 
 def mfu_from_series(
@@ -254,8 +254,8 @@ def _job(labels: Mapping[str, str], job_labels: Sequence[str], query: str) -> st
     for label in job_labels:
         if not labels.get(label):
             raise ValueError(
-                f"mfu_query={query!r}: its series lack the label {label}, by which the jobs are named; they "
-                f"have {', '.join(labels) or 'none'}"
+                f"mfu_query={query!r} has series without the label {label}, by which the jobs are named. "
+                f"They have {', '.join(labels) or 'none'}."
             )
     return "/".join(labels[label] for label in job_labels)
 
@@ -265,7 +265,7 @@ def _mean(values: Sequence[float], job: str, query: str) -> float | None:
         return check_mfu(math.fsum(values) / len(values))
     except ValueError as error:
         raise ValueError(
-            f"mfu_query={query!r}, job {job}: {error}; divide by 100 if it is in percent"
+            f"mfu_query={query!r}, job {job}: {error} Divide by 100 if it is in percent."
         ) from None
 
 

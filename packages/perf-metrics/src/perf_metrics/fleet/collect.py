@@ -48,14 +48,14 @@ def clock_query(job_labels: Sequence[str], selector: str, step_s: float) -> str:
 def check_labels(labels: Sequence[str]) -> None:
     """Raise ValueError unless all are names of labels, and there is one."""
     if not labels:
-        raise ValueError("job_labels is empty: give the label that names a job, such as hpc_job")
+        raise ValueError("job_labels is empty. Give the label that names a job, such as hpc_job.")
     for label in labels:
         _checked(label)
 
 
 def _checked(label: str) -> str:
     if not _LABEL.fullmatch(label):
-        raise ValueError(f"job_label={label!r}: not the name of a label; such as hpc_job or pod")
+        raise ValueError(f"job_label={label!r} is not the name of a label, such as hpc_job or pod.")
     return label
 
 
@@ -128,9 +128,9 @@ def collect_fleet(
     """
     check_labels(job_labels)
     if not start < end:
-        raise ValueError(f"start={_iso(start)}, end={_iso(end)}: the end must be after the start")
+        raise ValueError(f"start={_iso(start)} must be before end={_iso(end)}.")
     if not 1 <= step_s <= 3600:
-        raise ValueError(f"step_s={step_s!r}: must be 1 to 3600 seconds; the scrape interval is best")
+        raise ValueError(f"step_s={step_s!r} must be 1 to 3600 seconds. The scrape interval is best.")
     fleet = FleetSamples(start, end, step_s, tensor_mhz, run_gap_s)
     labels = tuple(job_labels)
     parting = labels_of_runs(labels, run_labels)

@@ -171,7 +171,7 @@ class FleetSamples:
             self._clocks.update(given)
         if not self.run_gap_s > 0:
             raise ValueError(
-                f"run_gap_s={self.run_gap_s!r}: must be a positive number of seconds, such as 3600"
+                f"run_gap_s={self.run_gap_s!r} must be a positive number of seconds, such as 3600."
             )
 
     def add(

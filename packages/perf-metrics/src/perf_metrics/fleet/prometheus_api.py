@@ -84,7 +84,9 @@ class PrometheusAPI:
         say: Callable[[str], None] | None = None,
     ) -> None:
         if not 0 <= patience_s < math.inf or not 0 < timeout_s < math.inf:
-            raise ValueError(f"patience_s={patience_s!r}, timeout_s={timeout_s!r}: must be seconds")
+            raise ValueError(
+                f"patience_s={patience_s!r} and timeout_s={timeout_s!r} must be numbers of seconds."
+            )
         self._client = _client(headers or {}, timeout_s)
         self._address, self.url = _address(url)
         self._patience_s = patience_s
@@ -132,8 +134,8 @@ class PrometheusAPI:
             waited = time.monotonic() - began
             if waited + pause > self._patience_s:
                 raise PrometheusError(
-                    f"{self.url} gave no answer for {waited:.0f} s ({problem}); a part of the data would "
-                    "look like the whole, so there is no report: run it again when the server is up"
+                    f"{self.url} gave no answer for {waited:.0f} s ({problem}), and a part of the data "
+                    "would look like the whole, so there is no report. Run it again when the server is up."
                 )
             if not silent:
                 self._say(f"{self.url} gives no answer ({problem}); trying for {self._patience_s:.0f} s")
@@ -179,14 +181,14 @@ class PrometheusAPI:
         packed = response.headers.get("content-encoding", "identity").strip().lower()
         if packed not in ("identity", "gzip", ""):
             # What other packings grow to is without a bound.
-            raise PrometheusError(f"{self.url} answers in the encoding {packed!r}, and gzip was asked for")
+            raise PrometheusError(f"{self.url} answers in the encoding {packed!r}, and gzip was asked for.")
         text = bytearray()
         for piece in response.iter_bytes():
             text += piece
             if len(text) > self._most_bytes:
                 raise QueryTooLargeError(
                     f"{self.url} answers with more than {self._most_bytes:,} bytes, also for one point of "
-                    "each series: name fewer of them by --selector"
+                    "each series. Name fewer of them by --selector."
                 )
         return bytes(text)
 
@@ -194,30 +196,31 @@ class PrometheusAPI:
         # Following would make a GET of a POST, without its form.
         if response.is_redirect:
             target = response.headers.get("location", "another address")
-            raise PrometheusError(f"{self.url} redirects to {target}: give the address that answers itself")
+            raise PrometheusError(f"{self.url} redirects to {target}. Give the address that answers itself.")
 
     def _not_json(self, response: httpx.Response, why: Exception) -> str:
         self._check_allowed(response)
         if response.status_code == _TOO_LARGE:
-            raise QueryTooLargeError(f"{self.url} answers with status {_TOO_LARGE}")
+            raise QueryTooLargeError(f"{self.url} answers with status {_TOO_LARGE}.")
         if response.status_code < 500 and response.status_code != _BUSY:
             raise PrometheusError(
-                f"{self.url} answers with status {response.status_code} and no JSON: is it a Prometheus "
-                f"server, and is the path right? ({str(why)[:100]})"
+                f"{self.url} answers with status {response.status_code} and no JSON ({str(why)[:100]}). Is "
+                "it a Prometheus server, and is the path right?"
             )
         return f"status {response.status_code}"
 
     def _check_allowed(self, response: httpx.Response) -> None:
         if response.status_code in (401, 403):
             raise PrometheusError(
-                f"{self.url} answers with status {response.status_code}: give --bearer-token-file or --header"
+                f"{self.url} answers with status {response.status_code}. Give --bearer-token-file or "
+                "--header."
             )
 
     def _refusal(self, body: object, query: str) -> PrometheusError:
         message = str(body.get("error") or "")[:500] if isinstance(body, dict) else ""
         if _ran_out_of_time(body) or any(words in message for words in _TOO_MUCH):
             return QueryTooLargeError(message)
-        return PrometheusError(f"{self.url} refuses the query {query!r}: {message or 'it says no more'}")
+        return PrometheusError(f"{self.url} refuses the query {query!r}: {message or 'it says no more'}.")
 
 
 def _client(headers: Mapping[str, str], timeout_s: float) -> httpx.Client:
@@ -225,7 +228,7 @@ def _client(headers: Mapping[str, str], timeout_s: float) -> httpx.Client:
         import httpx
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "asking Prometheus needs httpx: pip install 'perf-metrics[prometheus]'"
+            "asking Prometheus needs httpx. Install it with `pip install 'perf-metrics[prometheus]'`."
         ) from error
     return httpx.Client(headers={"Accept-Encoding": "gzip", **headers}, timeout=timeout_s)
 
@@ -271,9 +274,9 @@ def _address(url: str) -> tuple[str, str]:
     try:
         parsed = httpx.URL(url.rstrip("/"))
     except httpx.InvalidURL as error:
-        raise ValueError(f"prometheus={url!r}: is not an address ({error})") from None
+        raise ValueError(f"prometheus={url!r} is not an address ({error}).") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"prometheus={url!r}: must be an address such as http://localhost:9090")
+        raise ValueError(f"prometheus={url!r} must be an address such as http://localhost:9090.")
     return str(parsed), str(parsed.copy_with(userinfo=b""))
 
 
@@ -285,7 +288,7 @@ def _whole(body: object, url: str, text: bytes) -> list[object]:
     answer = body if isinstance(body, dict) else {}
     if answer.get("warnings") or answer.get("isPartial"):
         said = str(answer.get("warnings") or "isPartial")[:500]
-        raise PrometheusError(f"{url} says that its answer may not be whole: {said}")
+        raise PrometheusError(f"{url} says that its answer may not be whole: {said}.")
     data = answer.get("data")
     try:
         if answer["status"] != "success" or data["resultType"] != "matrix":  # type: ignore[index]
@@ -295,7 +298,7 @@ def _whole(body: object, url: str, text: bytes) -> list[object]:
         return series
     except (KeyError, TypeError, ValueError) as error:
         shown = text[:200].decode(errors="replace")
-        raise PrometheusError(f"{url} did not answer as Prometheus does: {shown}") from error
+        raise PrometheusError(f"{url} did not answer as Prometheus does: {shown}.") from error
 
 
 def _what_is_wrong(series: object, first: float, last: float) -> str | None:

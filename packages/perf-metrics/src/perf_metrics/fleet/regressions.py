@@ -61,7 +61,7 @@ def find_drops(times: Sequence[float], values: Sequence[float]) -> tuple[Drop, .
         ValueError: The two are not of the same length.
     """
     if len(times) != len(values):
-        raise ValueError(f"times and values must be of one length, not {len(times)} and {len(values)}")
+        raise ValueError(f"times and values must be of one length, not {len(times)} and {len(values)}.")
     if len(times) < _LEAST_POINTS or times[-1] - times[0] < 2 * LEAST_S:
         return ()
     step_s = median(later - earlier for earlier, later in pairwise(times))

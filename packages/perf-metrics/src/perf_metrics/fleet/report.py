@@ -38,9 +38,9 @@ class OutlierRule:
     def __post_init__(self) -> None:
         for name in ("points", "ratio_points"):
             if not 0 < getattr(self, name) < 100:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be 0 to 100 percentage points")
+                raise ValueError(f"{name}={getattr(self, name)!r} must be 0 to 100 percentage points.")
         if not 1 < self.ratio < math.inf:
-            raise ValueError(f"ratio={self.ratio!r}: must be above 1")
+            raise ValueError(f"ratio={self.ratio!r} must be above 1.")
 
     def holds(self, pair: Pair) -> bool:
         """Whether the job is an outlier."""

@@ -228,7 +228,7 @@ def _sums(costs: Iterable[tuple[float, bool]]) -> tuple[float, float]:
 def check_length(sequence_length: int) -> None:
     """Raise ValueError unless this is a number of tokens."""
     if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 1:
-        raise ValueError(f"sequence_length={sequence_length!r}: must be a positive integer, in tokens")
+        raise ValueError(f"sequence_length={sequence_length!r} must be a positive integer, in tokens.")
 
 
 Recomputation: TypeAlias = Literal["none", "full", "attention"]
@@ -250,15 +250,15 @@ def hardware_flops_per_token(
         ValueError: `recompute` is none of the three, `share` is out of range, or only sums are known.
     """
     if recompute not in get_args(Recomputation):
-        raise ValueError(f'recompute={recompute!r}: must be "none", "full" or "attention"')
+        raise ValueError(f'recompute={recompute!r} must be "none", "full" or "attention".')
     if not 0 <= share <= 1:
-        raise ValueError(f"share={share!r}: must be between 0 and 1")
+        raise ValueError(f"share={share!r} must be between 0 and 1.")
     if recompute == "none":
         return flops.total
     if not flops.parts:
         raise ValueError(
-            "the FLOPs are not known by layer type, so what is recomputed cannot be told; take those of "
-            "flops_per_token_breakdown or count_flops"
+            "the FLOPs are not known by layer type, so what is recomputed cannot be told. Take those of "
+            "flops_per_token_breakdown or count_flops."
         )
     again = sum(part.forward for part in flops.parts if _is_recomputed(part.kind, recompute))
     return flops.total + share * again
@@ -410,4 +410,4 @@ def convention(name: str) -> Convention:
     for known in CONVENTIONS:
         if known.name == name:
             return known
-    raise ValueError(f"convention {name!r} is not one of {', '.join(known.name for known in CONVENTIONS)}")
+    raise ValueError(f"convention {name!r} is not one of {', '.join(known.name for known in CONVENTIONS)}.")

@@ -199,7 +199,7 @@ class ScanLayer:
 def check_causal(causal: str) -> None:
     """Raise ValueError unless this is one of the three ways to count keys."""
     if causal not in get_args(Causal):
-        raise ValueError(f'causal={causal!r}: must be "full", "half" or "dense"')
+        raise ValueError(f'causal={causal!r} must be "full", "half" or "dense".')
 
 
 def mixing_layers(settings: Settings) -> list[AttentionLayer | ScanLayer | None]:

@@ -214,7 +214,7 @@ def count_flops(
         FlopsUnknownError: The model cannot be run without values, with the reason.
     """
     if (sequence_length is None) == (inputs is None):
-        raise ValueError("count_flops needs either sequence_length or inputs")
+        raise ValueError("count_flops needs either sequence_length or inputs.")
     import torch
 
     from .operator_watch import NotRunError, run_step
@@ -228,8 +228,8 @@ def count_flops(
             return CountedFlops(tokens, _parts(run_step(meta_copy(model), batch, model), tokens))
     except (NotCopiedError, NotRunError) as reason:
         raise FlopsUnknownError(
-            f"FLOPs of {type(model).__name__} cannot be counted on the meta device: {reason}; give the model "
-            "a method flops_per_token(sequence_length) that returns its training FLOPs per token"
+            f"FLOPs of {type(model).__name__} cannot be counted on the meta device: {reason}. Give the "
+            "model a method flops_per_token(sequence_length) that returns its training FLOPs per token."
         ) from None
 
 

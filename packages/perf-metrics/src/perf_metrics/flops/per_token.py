@@ -65,7 +65,7 @@ def palm_flops_per_token(
     numbers = {"n_parameters": n_parameters, "n_layers": n_layers, "d_attention": d_attention}
     for name, number in {**numbers, "sequence_length": sequence_length}.items():
         if not number >= 0 or math.isinf(number):
-            raise ValueError(f"{name}={number!r}: must be a finite number, 0 or more")
+            raise ValueError(f"{name}={number!r} must be a finite number, 0 or more.")
     return 6.0 * n_parameters + 12.0 * n_layers * d_attention * sequence_length * (
         0.5 if causal == "half" else 1.0
     )
@@ -119,7 +119,7 @@ class ModelFlops:
             self.counted = self._by_length[sequence_length] = count_flops(self._model, sequence_length)
             self.source = "counter"
         except FlopsUnknownError as reason:
-            self.reason = f"{self.reason.removesuffix('; count_flops counts it instead')}; {reason}"
+            self.reason = f"{self.reason.removesuffix(' count_flops counts it instead.')} {reason}"
 
     def per_token(self, sequence_length: int, *, causal: Causal = "full") -> FlopsPerToken:
         """Return the training FLOPs per token, forward and backward.
@@ -209,16 +209,18 @@ def _from_hook(model: nn.Module, sequence_length: int, causal: Causal) -> FlopsP
     if isinstance(answer, FlopsPerToken):
         return answer if causal != "half" else halved(answer)
     if answer is None:
-        raise FlopsUnknownError(f"model FLOPs of {owner} unknown: its flops_per_token returned None")
+        raise FlopsUnknownError(
+            f"the model FLOPs of {owner} are unknown, because its flops_per_token returned None."
+        )
     if isinstance(answer, bool) or not isinstance(answer, int | float) or not 0 < answer < math.inf:
         raise ValueError(
-            f"{owner}.flops_per_token returned {answer!r}: must be a positive number, a FlopsPerToken, or "
-            "None when it cannot be told"
+            f"{owner}.flops_per_token returned {answer!r}, but must return a positive number, a "
+            "FlopsPerToken, or None when it cannot be told."
         )
     if causal == "half":
         raise FlopsUnknownError(
-            f"{owner}.flops_per_token returned one number, so its attention part cannot be halved; return a "
-            'FlopsPerToken from it, or use causal="full"'
+            f"{owner}.flops_per_token returned one number, so its attention part cannot be halved. Return a "
+            'FlopsPerToken from it, or use causal="full".'
         )
     return FlopsPerToken(float(answer), 0.0)
 

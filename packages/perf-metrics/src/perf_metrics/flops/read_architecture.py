@@ -67,7 +67,8 @@ def architecture_of_model(model: nn.Module) -> Architecture:
         return _architecture(model)
     except UnknownShapeError as reason:
         raise FlopsUnknownError(
-            f"the FLOP formula does not cover {type(model).__name__}: {reason}; count_flops counts it instead"
+            f"the FLOP formula does not cover {type(model).__name__}: {reason}. count_flops counts it "
+            "instead."
         ) from None
 
 
@@ -282,7 +283,7 @@ def architecture_of_config(config: Mapping[str, object]) -> Architecture:
     if family is None:
         raise FlopsUnknownError(
             f"model_type={known.family!r} is not one of the families known from their figures "
-            f"({', '.join(sorted(FAMILIES))}); build the model on the meta device and count it instead"
+            f"({', '.join(sorted(FAMILIES))}). Build the model on the meta device and count it instead."
         )
     try:
         for name in family.required:
@@ -290,7 +291,7 @@ def architecture_of_config(config: Mapping[str, object]) -> Architecture:
                 raise UnknownShapeError(f"config.{name.replace('|', ' or ')} is not there")
         return _Figures(known.or_else(family.defaults), family).architecture()
     except UnknownShapeError as reason:
-        raise FlopsUnknownError(f"FLOPs of this {known.family} unknown: {reason}") from None
+        raise FlopsUnknownError(f"the FLOPs of this {known.family} are unknown: {reason}.") from None
 
 
 class _Figures:

@@ -59,7 +59,7 @@ def find_log(path: Path) -> Path:
     for name in (LOG_FILENAME, STATE_FILENAME):
         if (path / name).is_file():
             return path / name
-    raise FileNotFoundError(f"{path}: no {LOG_FILENAME} in this directory, and no {STATE_FILENAME}")
+    raise FileNotFoundError(f"{path} has no {LOG_FILENAME} and no {STATE_FILENAME}.")
 
 
 class ParsedLog(NamedTuple):
@@ -190,8 +190,8 @@ def load_logs(path: str | Path) -> list[LogEntry]:
     parsed = parse_any(path.read_bytes())
     if parsed is None:
         raise ValueError(
-            f"{path}: not a log file: expected a JSON array of objects, one object a line, or a "
-            "trainer_state.json with its log_history"
+            f"{path} is not a log file, which is a JSON array of objects, one object a line, or a "
+            "trainer_state.json with its log_history."
         )
     if parsed.bad_lines:
         numbers = ", ".join(map(str, parsed.bad_lines))
@@ -273,5 +273,5 @@ def _plain(key: str, value: object) -> JsonValue:
     if callable(tolist):
         return _plain(key, tolist())
     raise TypeError(
-        f"log entry {key!r} is a {type(value).__name__}, which is not JSON data; log numbers or text"
+        f"log entry {key!r} is a {type(value).__name__}, which is not JSON data. Log numbers or text."
     )

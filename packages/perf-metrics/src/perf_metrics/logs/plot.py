@@ -125,11 +125,11 @@ def choose_panels(names: Sequence[str] | None, runs: Sequence[RunLog]) -> list[P
         chosen = [panel for panel in PANELS if panel.curves_with_data(runs)]
         if not chosen:
             every = ", ".join(curve.key for panel in PANELS for curve in panel.curves)
-            raise ValueError(f"nothing to plot: no entry of {_paths(runs)} has a number under {every}")
+            raise ValueError(f"nothing to plot: no entry of {_paths(runs)} has a number under {every}.")
         return chosen
     if isinstance(names, str) or not names:
         raise ValueError(
-            f"panels={names!r}: must be a list with the names of panels, such as ['loss', 'mfu']"
+            f"panels={names!r} must be a list with the names of panels, such as ['loss', 'mfu']."
         )
     return [_panel(name, runs) for name in dict.fromkeys(names)]
 
@@ -139,7 +139,7 @@ def _panel(name: str, runs: Sequence[RunLog]) -> Panel:
     if not panel.curves_with_data(runs):
         keys = " or ".join(curve.key for curve in panel.curves)
         raise ValueError(
-            f"nothing to plot in panel {name!r}: no entry of {_paths(runs)} has a number under {keys}"
+            f"nothing to plot in panel {name!r}: no entry of {_paths(runs)} has a number under {keys}."
         )
     return panel
 
@@ -152,8 +152,8 @@ def _panel_of_keys(name: str, runs: Sequence[RunLog]) -> Panel:
             close = difflib.get_close_matches(key, sorted({*logged, *_BY_NAME}), n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ValueError(
-                f"panels: {key!r} is neither a panel nor a key of these logs; {hint}"
-                f"the panels are {', '.join(_BY_NAME)}"
+                f"panels has {key!r}, which is neither a panel nor a key of these logs. {hint}The panels "
+                f"are {', '.join(_BY_NAME)}."
             )
     lines = [key for key in keys if not key.startswith("eval_")]
     curves = [
@@ -366,7 +366,8 @@ def _new_figure() -> Figure:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "plot_logs needs matplotlib, which is not installed: pip install 'perf-metrics[plot]'",
+            "plot_logs needs matplotlib, which is not installed. Install it with `pip install "
+            "'perf-metrics[plot]'`.",
             name=error.name,
         ) from error
     return Figure(dpi=150, layout="constrained")
@@ -518,17 +519,17 @@ def plot_logs(
 
 def _check(output: Path, x: str, smooth: float) -> None:
     if output.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"output={str(output)!r}: the suffix must be {' or '.join(_SUFFIXES)}")
+        raise ValueError(f"output={str(output)!r} must end in {' or '.join(_SUFFIXES)}.")
     if x not in ("step", "tokens"):
-        raise ValueError(f"x={x!r}: must be 'step' or 'tokens'")
+        raise ValueError(f"x={x!r} must be 'step' or 'tokens'.")
     if not 0 <= smooth < 1:
-        raise ValueError(f"smooth={smooth!r}: must be at least 0, for no smoothing, and below 1")
+        raise ValueError(f"smooth={smooth!r} must be at least 0, for no smoothing, and below 1.")
 
 
 def _names(paths: Sequence[Path], labels: Sequence[str] | None) -> list[str]:
     names = default_names(paths) if labels is None else list(labels)
     if len(names) != len(paths):
-        raise ValueError(f"labels has {len(names)} names for {len(paths)} log files; give one for each")
+        raise ValueError(f"labels has {len(names)} names for {len(paths)} log files. Give one for each.")
     return names
 
 
@@ -536,7 +537,9 @@ def _check_tokens(runs: Sequence[RunLog]) -> None:
     for run in runs:
         if not run.has_tokens:
             keys = " or ".join(TOKEN_KEYS)
-            raise ValueError(f"x='tokens': no entry of {run.path} has a number under {keys}; use x='step'")
+            raise ValueError(
+                f"x='tokens' needs a number under {keys}, but no entry of {run.path} has one. Use x='step'."
+            )
 
 
 def _default_title(runs: Sequence[DrawnRun]) -> str:

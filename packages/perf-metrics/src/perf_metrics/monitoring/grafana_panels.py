@@ -164,7 +164,9 @@ def laid_out(lines: Sequence[Sequence[tuple[Json, int, int]]]) -> list[Json]:
             placed.append({"id": len(placed) + 1, **panel, "gridPos": place})
             left += width
         if left > _WIDTH:
-            raise ValueError(f"width={left}: the panels of a line must not be wider than {_WIDTH} together")
+            raise ValueError(
+                f"width={left} is too much: the panels of a line must not be wider than {_WIDTH} together."
+            )
         top += max(height for _, _, height in line)
     return placed
 

@@ -439,7 +439,7 @@ def recording_and_alert_rules(
         ValueError: An argument is not as it must be.
     """
     if isinstance(interval_s, bool) or not isinstance(interval_s, int) or not 1 <= interval_s <= 30:
-        raise ValueError(f"interval_s={interval_s!r}: must be a whole number of seconds, 1 to 30")
+        raise ValueError(f"interval_s={interval_s!r} must be a whole number of seconds, 1 to 30.")
     labels = FleetLabels(job_label, cluster_label)
     groups = [
         RuleGroup("ofu", interval_s, list(recording_rules(labels))),

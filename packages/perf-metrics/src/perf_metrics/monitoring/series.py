@@ -144,13 +144,16 @@ class FleetLabels:
         for setting, name in given.items():
             if not _LABEL.fullmatch(name):
                 raise ValueError(
-                    f"{setting}={name!r}: not the name of a label; use one such as hpc_job or pod"
+                    f"{setting}={name!r} is not the name of a label. Use one such as hpc_job or pod."
                 )
             if name in _DEVICE_LABELS:
-                raise ValueError(f"{setting}={name!r}: this label tells the device; use one such as hpc_job")
+                raise ValueError(
+                    f"{setting}={name!r} is the label that tells the device. Use another one, such as "
+                    "hpc_job."
+                )
         if self.job == self.cluster:
             raise ValueError(
-                f"cluster_label={self.cluster!r}: is the job_label too; give another one, or none"
+                f"cluster_label={self.cluster!r} is the job_label too. Give another one, or none."
             )
 
     @property

@@ -143,7 +143,8 @@ def _series(text: str, scrape: _Scrape) -> Iterator[tuple[str, Mapping[str, str]
         from prometheus_client.parser import text_string_to_metric_families
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "reading dcgm-exporter needs prometheus-client: pip install 'perf-metrics[prometheus]'"
+            "reading dcgm-exporter needs prometheus-client. Install it with `pip install "
+            "'perf-metrics[prometheus]'`."
         ) from error
     wanted = (*TENSOR_NAMES, CLOCK_NAME)
     for number, line in enumerate(text.splitlines(), start=1):
@@ -158,7 +159,7 @@ def _series(text: str, scrape: _Scrape) -> Iterator[tuple[str, Mapping[str, str]
             # Line by line, so that one bad line can be named.
             samples = [s for family in text_string_to_metric_families(line) for s in family.samples]
         except (ValueError, KeyError, IndexError) as error:
-            raise ValueError(f"line {number} is not of the Prometheus text format: {line!r}") from error
+            raise ValueError(f"line {number} is not of the Prometheus text format: {line!r}.") from error
         for sample in samples:
             yield name, sample.labels, sample.value, _seconds(sample.timestamp)
 
@@ -239,12 +240,14 @@ def read_dmon(
         ValueError: There is no header, or only one of `start_s` and `interval_s` is given.
     """
     if (start_s is None) != (interval_s is None):
-        raise ValueError(f"start_s={start_s!r} and interval_s={interval_s!r}: give both, or neither")
+        raise ValueError(
+            f"start_s={start_s!r} and interval_s={interval_s!r} must be given together, or not at all."
+        )
     lines = _Lines(host)
     for line in _lines(source):
         lines.take(line)
     if not lines.columns:
-        raise ValueError("no header that begins with #Entity: this is not the output of dcgmi dmon")
+        raise ValueError("no header begins with #Entity, so this is not the output of dcgmi dmon.")
     times = None if start_s is None or interval_s is None else (start_s, interval_s)
     samples = tuple(row.sample(times) for row in lines.rows)
     return Readings(samples, tuple(_notes(lines)))
@@ -390,7 +393,7 @@ def _notes(lines: _Lines) -> Iterator[str]:
 
 NSYS_TENSOR = "Tensor Active [Throughput %]"
 NSYS_CLOCK = "GPC Clock Frequency [MHz]"
-_HOW = "profile with nsys profile --gpu-metrics-devices=all and nsys export --type sqlite"
+_HOW = "Profile with `nsys profile --gpu-metrics-devices=all` and `nsys export --type sqlite`"
 
 _LEAST_HZ = 1e7
 """The stored clock is in Hz whatever its name says (1.71e+09 of an H100); less than 10 MHz would be MHz."""
@@ -439,20 +442,20 @@ def read_nsys(
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: there is no such file")
+        raise FileNotFoundError(f"{file} does not exist.")
     with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as database:
         try:
             return _read(
                 file, database, host, _nanoseconds(from_s, -(2**63)), _nanoseconds(until_s, 2**63 - 1)
             )
         except sqlite3.DatabaseError as error:
-            raise ValueError(f"{file}: cannot be read as an export of Nsight Systems: {error}") from error
+            raise ValueError(f"{file} cannot be read as an export of Nsight Systems: {error}.") from error
 
 
 def _read(file: Path, database: sqlite3.Connection, host: str | None, first: int, last: int) -> Readings:
     missing = {"GPU_METRICS", "TARGET_INFO_GPU_METRICS"} - _tables(database)
     if missing:
-        raise ValueError(f"{file}: has no table {' and '.join(sorted(missing))}; {_HOW}")
+        raise ValueError(f"{file} has no table {' and '.join(sorted(missing))}. {_HOW}.")
     names: defaultdict[int, set[str]] = defaultdict(set)
     for type_id, name in database.execute(_METRICS):
         names[type_id & 0xFF].add(str(name))

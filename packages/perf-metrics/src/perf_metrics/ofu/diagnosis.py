@@ -234,15 +234,15 @@ class JobFacts:
         for name in ("compute_dtype", "peak_dtype"):
             if getattr(self, name) not in (None, *RATES):
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r}: must be one of {', '.join(RATES)}, or None"
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(RATES)}, or None."
                 )
         if self.tile_overhead is not None and not 0 <= self.tile_overhead < math.inf:
-            raise ValueError(f"tile_overhead={self.tile_overhead!r}: must be a share of 0 or more")
+            raise ValueError(f"tile_overhead={self.tile_overhead!r} must be a share of 0 or more.")
 
 
 def _check_positive(name: str, value: float | None) -> None:
     if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r}: must be a positive number, or None when it is unknown")
+        raise ValueError(f"{name}={value!r} must be a positive number, or None when it is unknown.")
 
 
 # What parts MFU from OFU, each cause with the ratio that it alone would give. Signatures: "Instant GPU
@@ -485,7 +485,7 @@ def diagnose(mfu: float, ofu: float, facts: JobFacts | None = None) -> Diagnosis
     """
     for name, share, most in (("mfu", mfu, 10.0), ("ofu", ofu, 1.5)):
         if not 0 < share < most:
-            raise ValueError(f"{name}={share!r}: must be a share above 0, such as 0.42 for 42 %")
+            raise ValueError(f"{name}={share!r} must be a share above 0, such as 0.42 for 42 %.")
     facts = facts or JobFacts()
     ratio = mfu / ofu
     judged: list[Candidate] = []

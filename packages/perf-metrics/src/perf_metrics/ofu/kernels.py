@@ -50,7 +50,7 @@ class TileShape:
         for name in ("m", "n", "k", "cluster_m", "cluster_n"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"TileShape.{name}={value}: must be 1 or more")
+                raise ValueError(f"TileShape.{name}={value} must be 1 or more.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,7 +442,7 @@ def effective_sizes(kernel: GemmKernel | TileShape, m: int, n: int, k: int) -> E
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name}={size!r}: must be a whole number of 1 or more")
+            raise ValueError(f"{name}={size!r} must be a whole number of 1 or more.")
     tile = kernel if isinstance(kernel, TileShape) else kernel.tile
     blocks_m = _round_up(-(-m // tile.m), tile.cluster_m or 1)
     blocks_n = _round_up(-(-n // tile.n), tile.cluster_n or 1)
@@ -476,9 +476,9 @@ def adjusted_ofu(ofu: float, overhead: float) -> float:
     """
     # Above 1 is possible, as the clock may be above that of the peak (1980 MHz for 1830 on an H100).
     if not 0 <= ofu <= 1.5:
-        raise ValueError(f"ofu={ofu!r}: must be a share of the peak from 0 to 1.5; 45 % is 0.45")
+        raise ValueError(f"ofu={ofu!r} must be a share of the peak from 0 to 1.5, such as 0.45 for 45 %.")
     if not 0 <= overhead < math.inf:
-        raise ValueError(f"overhead={overhead!r}: must be a share of 0 or more")
+        raise ValueError(f"overhead={overhead!r} must be a share of 0 or more.")
     return ofu / (1 + overhead)
 
 

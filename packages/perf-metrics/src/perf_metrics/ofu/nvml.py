@@ -220,11 +220,12 @@ def _bindings() -> ModuleType:
         bindings = importlib.import_module("pynvml")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"NVML needs nvidia-ml-py, which is not installed: {_INSTALL}", name=error.name
+            f"NVML needs nvidia-ml-py, which is not installed. Install it with `{_INSTALL}`.", name=error.name
         ) from error
     if not hasattr(bindings, "nvmlGpmQueryDeviceSupport"):
         raise ModuleNotFoundError(
-            f"the installed module pynvml is too old to know GPM: {_INSTALL}", name="pynvml"
+            f"the installed module pynvml is too old to know GPM. Install a newer one with `{_INSTALL}`.",
+            name="pynvml",
         )
     return bindings
 

@@ -190,11 +190,11 @@ class OFUSampler:
         tensor_mhz: float | None = None,
     ) -> None:
         if isinstance(devices, str):
-            raise TypeError(f"devices={devices!r}: must be a list of UUIDs or PCI bus ids")
+            raise TypeError(f"devices={devices!r} must be a list of UUIDs or PCI bus ids.")
         if not SHORTEST_INTERVAL_S <= interval_s <= LONGEST_INTERVAL_S:
             raise ValueError(
-                f"interval_s={interval_s!r}: must be {SHORTEST_INTERVAL_S} to {LONGEST_INTERVAL_S} seconds: "
-                "samples lie more than 100 ms apart, and the hardware averages over 30 s at most"
+                f"interval_s={interval_s!r} must be {SHORTEST_INTERVAL_S} to {LONGEST_INTERVAL_S} seconds, "
+                "because samples lie more than 100 ms apart, and the hardware averages over 30 s at most."
             )
         if tensor_mhz is not None:
             check_tensor_mhz(tensor_mhz)

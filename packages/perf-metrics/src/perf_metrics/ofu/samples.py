@@ -41,7 +41,7 @@ def ofu_from_activity(tensor_activity: float, sm_mhz: float, tensor_mhz: float) 
     """
     for setting, value in (("tensor_activity", tensor_activity), ("sm_mhz", sm_mhz)):
         if not math.isfinite(value) or value < 0:
-            raise ValueError(f"{setting}={value!r}: must be a finite number, 0 or more")
+            raise ValueError(f"{setting}={value!r} must be a finite number, 0 or more.")
     check_tensor_mhz(tensor_mhz)
     return tensor_activity * sm_mhz / tensor_mhz
 
@@ -66,10 +66,10 @@ def ofu_from_cycles(
     """
     check_tensor_mhz(tensor_mhz)
     if not math.isfinite(tensor_cycles) or tensor_cycles < 0:
-        raise ValueError(f"tensor_cycles={tensor_cycles!r}: must be a finite number, 0 or more")
+        raise ValueError(f"tensor_cycles={tensor_cycles!r} must be a finite number, 0 or more.")
     for setting, value in (("seconds", seconds), ("counts_per_cycle", counts_per_cycle)):
         if not 0 < value < math.inf:
-            raise ValueError(f"{setting}={value!r}: must be a positive number")
+            raise ValueError(f"{setting}={value!r} must be a positive number.")
     return tensor_cycles / (seconds * tensor_mhz * 1e6 * counts_per_cycle)
 
 
@@ -112,7 +112,7 @@ def _unknown(why: str) -> TensorClock:
 def check_tensor_mhz(value: float) -> None:
     """Raise ValueError unless `value` is a positive finite number of MHz."""
     if not 0 < value < math.inf:
-        raise ValueError(f"tensor_mhz={value!r}: must be a positive number of MHz, such as 1830")
+        raise ValueError(f"tensor_mhz={value!r} must be a positive number of MHz, such as 1830.")
 
 
 _Key = TypeVar("_Key", bound=Hashable)

@@ -52,15 +52,15 @@ class TraceFile:
                 yield from self._walk(reader)
             except json.JSONDecodeError as error:
                 raise TraceFileError(
-                    f"{self.path}: not a JSON trace, or cut off, near character "
-                    f"{reader.dropped + error.pos:,} ({error.msg})"
+                    f"{self.path} is not a JSON trace, or is cut off, near character "
+                    f"{reader.dropped + error.pos:,} ({error.msg})."
                 ) from None
             except TraceFileError:
                 raise
             except (RecursionError, ValueError) as error:  # brackets by thousands, or digits
-                raise TraceFileError(f"{self.path}: not a trace that can be read ({error})") from None
+                raise TraceFileError(f"{self.path} is not a trace that can be read ({error}).") from None
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise TraceFileError(f"{self.path}: the gzip file is damaged ({error})") from None
+                raise TraceFileError(f"{self.path} is a damaged gzip file ({error}).") from None
 
     def _open(self) -> IO[str]:
         with self.path.open("rb") as file:
@@ -77,7 +77,7 @@ class TraceFile:
             yield from self._array(reader)
             return
         if opening != "{":
-            raise TraceFileError(f"{self.path}: not a trace: must be a JSON object with traceEvents")
+            raise TraceFileError(f"{self.path} is not a trace, which must be a JSON object with traceEvents.")
         reader.skip()
         found = False
         while (character := reader.next_character()) != "}":
@@ -94,7 +94,9 @@ class TraceFile:
             else:
                 self.header[key] = reader.value()
         if not found:
-            raise TraceFileError(f"{self.path}: not a trace of torch.profiler: it has no list traceEvents")
+            raise TraceFileError(
+                f"{self.path} is not a trace of torch.profiler, because it has no list traceEvents."
+            )
 
     @staticmethod
     def _array(reader: _Reader) -> Iterator[Event]:
@@ -424,8 +426,8 @@ def trace_overhead(path: str | Path) -> TraceOverhead:
             _add_operator(event, operators)
     if not launches:
         raise TraceFileError(
-            f"{file.path}: has no kernels of a GPU; profile with activities=[ProfilerActivity.CPU, "
-            "ProfilerActivity.CUDA]"
+            f"{file.path} has no kernels of a GPU. Profile with activities=[ProfilerActivity.CPU, "
+            "ProfilerActivity.CUDA]."
         )
     return _Sums(operators, _multiprocessors(file)).of(launches)
 

@@ -156,7 +156,8 @@ def _check_linear_swaps(args: BaseTrainingArguments) -> None:
         raise ConfigurationError(
             asked[0],
             getattr(args, asked[0]),
-            f"excludes {asked[1]}={getattr(args, asked[1])!r}: both replace the linear layers",
+            f"cannot be combined with {asked[1]}={getattr(args, asked[1])!r}, because both replace the "
+            "linear layers",
             "leave one of them out",
         )
 
@@ -167,8 +168,8 @@ def _check_plateau(args: BaseTrainingArguments) -> None:
         raise ConfigurationError(
             "lr_scheduler_type",
             args.lr_scheduler_type,
-            "follows a metric of the evaluations, and there are none",
-            "set eval_strategy",
+            "follows a metric of the evaluations, but eval_strategy is 'no'",
+            "set eval_strategy='steps' or 'epoch'",
         )
 
 
@@ -180,11 +181,17 @@ def _check_best(args: BaseTrainingArguments) -> None:
     wish = "load_best_model_at_end" if args.load_best_model_at_end else "preserve_best_model"
     if args.eval_strategy == "no" and not args.eval_on_save:
         raise ConfigurationError(
-            wish, True, "needs evaluations to compare, and eval_strategy is 'no'", "set eval_strategy"
+            wish,
+            True,
+            "needs evaluations to compare, but eval_strategy is 'no'",
+            "set eval_strategy='steps' or 'epoch'",
         )
     if args.save_strategy == "no":
         raise ConfigurationError(
-            wish, True, "needs checkpoints to choose from, and save_strategy is 'no'", "set save_strategy"
+            wish,
+            True,
+            "needs checkpoints to choose from, but save_strategy is 'no'",
+            "set save_strategy='steps' or 'epoch'",
         )
     aligned = args.save_strategy == args.eval_strategy and (
         args.save_strategy == "epoch" or args.save_steps % args.eval_steps == 0
@@ -195,7 +202,7 @@ def _check_best(args: BaseTrainingArguments) -> None:
             True,
             f"needs an evaluation at every checkpoint, but checkpoints come by {_when(args, 'save')} "
             f"and evaluations by {_when(args, 'eval')}",
-            "set eval_on_save=True, or save_strategy=eval_strategy with save_steps a multiple of eval_steps",
+            "set eval_on_save=True, or use one strategy for both with save_steps a multiple of eval_steps",
         )
     lower_or_greater_by_name = any(word in args.best_metric for word in ("loss", "perplexity"))
     if args.best_is_greater is None and not lower_or_greater_by_name:
@@ -203,7 +210,7 @@ def _check_best(args: BaseTrainingArguments) -> None:
             "best_model_greater_is_better",
             None,
             f"must be set, because the name {args.best_metric!r} does not tell which value is better",
-            "set it to true or false",
+            "set it to True for an accuracy, for example, or to False for an error",
         )
 
 
@@ -211,7 +218,10 @@ def _check_aliases(args: BaseTrainingArguments, alias: str, name: str, unset: ob
     one, other = getattr(args, alias), getattr(args, name)
     if one is not None and other != unset and one != other:
         raise ConfigurationError(
-            alias, one, f"is another name of {name}, which is {other!r}", "set one of the two"
+            alias,
+            one,
+            f"is another name of {name}, and contradicts {name}={other!r}",
+            "set only one of the two",
         )
 
 
@@ -225,7 +235,7 @@ def _when(args: BaseTrainingArguments, what: str) -> str:
 def _unused(args: BaseTrainingArguments) -> Iterator[Dependent]:
     if args.fp8_recipe is None:
         for name in ("fp8_dim_alignment", "fp8_exclude", "fp8_emulate"):
-            yield Dependent(name, "while fp8_recipe is not set", "set fp8_recipe")
+            yield Dependent(name, "while fp8_recipe is not set", "set fp8_recipe='tensorwise'")
     if isinstance(args.sdpa_backend, str) or len(args.sdpa_backend or ()) < 2:
         yield Dependent("sdpa_set_priority", "with fewer than two backends", "list several in sdpa_backend")
     if not args.torch_compile:
@@ -240,6 +250,6 @@ def _unused(args: BaseTrainingArguments) -> Iterator[Dependent]:
             "best_model_greater_is_better",
             "greater_is_better",
         ):
-            yield Dependent(name, condition, "set one of them")
+            yield Dependent(name, condition, "switch one of them on")
     if args.save_strategy == "no":
-        yield Dependent("eval_on_save", "with save_strategy='no'", "set save_strategy")
+        yield Dependent("eval_on_save", "with save_strategy='no'", "set save_strategy='steps'")

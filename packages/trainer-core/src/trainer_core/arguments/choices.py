@@ -1,12 +1,12 @@
-"""Names that settings choose among: learning-rate schedules with their options, FP8 and QAT recipes."""
+"""Names that settings choose among: schedules with their options, trackers, FP8 and QAT recipes."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, suggest
 from . import rules
 
 _COSINE_FLOOR = ("num_cycles", "min_lr", "min_lr_rate")
@@ -56,6 +56,17 @@ RAMPS = ("linear", "cosine", "1-sqrt")
 """Shapes of the warm-up and of the decay of warmup_stable_decay."""
 
 
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": (),
+    "muon": ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "eps", "adjust_lr_fn"),
+    "schedule_free_adamw": ("r", "weight_lr_power"),
+}
+"""Names of the built-in optimizers, with the options of each that no argument of its own gives."""
+
+SCHEDULE_FREE = ("", "constant", "constant_with_warmup")
+"""What `lr_scheduler_type` may be with schedule_free_adamw, which has the warm-up itself."""
+
+
 @dataclass(frozen=True)
 class _Range:
     """Numbers from `low` to `high`; the ends belong to it unless it is open there."""
@@ -74,13 +85,21 @@ class _Range:
             raise ConfigurationError(
                 setting,
                 value,
-                f"must lie between {self.low:g} and {self.high:g}, without the ends",
-                "choose a value between them",
+                f"must be between {self.low:g} and {self.high:g}, both excluded",
+                f"choose a value between them, such as {self.low + 0.5:g}",
             )
 
 
 _SHARE = _Range(0.0, 1.0)
-_RULES: dict[str, _Range | tuple[str, ...]] = {
+_RULES: dict[str, _Range | tuple[str | bool, ...]] = {
+    "lr": _Range(0.0, 1e3),
+    "weight_decay": _Range(0.0, 1e3),
+    "momentum": _SHARE,
+    "nesterov": (True, False),
+    "ns_steps": _Range(1, whole=True),
+    "adjust_lr_fn": ("original", "match_rms_adamw"),
+    "r": _Range(0.0),
+    "weight_lr_power": _Range(0.0),
     "num_cycles": _Range(0.0, open=True),
     "lr_end": _Range(0.0),
     "power": _Range(0.0, open=True),
@@ -116,22 +135,33 @@ def check_schedule(name: str, options: Mapping[str, object]) -> None:
     """
     if name not in SCHEDULES:
         raise ConfigurationError("lr_scheduler_type", name, "is not a known schedule", _near(name, SCHEDULES))
-    for option, value in options.items():
-        setting = f"lr_scheduler_kwargs.{option}"
-        if option not in SCHEDULES[name]:
-            known = ", ".join(SCHEDULES[name]) or "none"
-            rule = f"is not an option of {name!r}, which has: {known}"
-            raise ConfigurationError(setting, value, rule, _near(option, SCHEDULES[name]))
-        _check_value(name, option, value)
+    _check_options("lr_scheduler_kwargs", name, options, SCHEDULES[name])
     if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         _check_floor(name, options)
     if name == "warmup_stable_decay" and "num_decay_steps" not in options:
         raise ConfigurationError(
             "lr_scheduler_kwargs",
             dict(options),
-            "'warmup_stable_decay' needs num_decay_steps, the length of the decay in optimizer steps",
-            "add num_decay_steps",
+            "lacks num_decay_steps, the length of the decay in optimizer steps, which "
+            "'warmup_stable_decay' needs",
+            "add num_decay_steps, such as lr_scheduler_kwargs={'num_decay_steps': 1000}",
         )
+
+
+def check_optimizer(name: str, options: Mapping[str, object]) -> None:
+    """Check the name of a built-in optimizer and its options.
+
+    Args:
+        name: `optim`.
+        options: `optim_kwargs`.
+
+    Raises:
+        ConfigurationError: For an unknown name or option, with the nearest known one; for a value out of
+            range.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigurationError("optim", name, "is not a built-in optimizer", _near(name, OPTIMIZERS))
+    _check_options("optim_kwargs", name, options, OPTIMIZERS[name])
 
 
 def needs_total(name: str, options: Mapping[str, object]) -> bool:
@@ -141,11 +171,20 @@ def needs_total(name: str, options: Mapping[str, object]) -> bool:
     return name not in WITHOUT_TOTAL
 
 
-def _check_value(name: str, option: str, value: object) -> None:
-    setting = f"lr_scheduler_kwargs.{option}"
+def _check_options(setting: str, name: str, options: Mapping[str, object], known: tuple[str, ...]) -> None:
+    for option, value in options.items():
+        if option not in known:
+            rule = f"is not an option of {name!r}, whose options are: {', '.join(known) or 'none'}"
+            raise ConfigurationError(f"{setting}.{option}", value, rule, _near(option, known))
+        _check_value(f"{setting}.{option}", name, option, value)
+
+
+def _check_value(setting: str, name: str, option: str, value: object) -> None:
     if option == "metric":
         if not isinstance(value, str) or not value:
-            raise ConfigurationError(setting, value, "must be the name of a metric", "write eval_loss, say")
+            raise ConfigurationError(
+                setting, value, "must be the name of a metric", "write 'eval_loss', for example"
+            )
         return
     rule = _RULES[option]
     if name == "cosine_with_restarts":
@@ -161,8 +200,9 @@ def _check_floor(name: str, options: Mapping[str, object]) -> None:
         raise ConfigurationError(
             "lr_scheduler_kwargs",
             dict(options),
-            f"{name!r} has a floor by min_lr or by min_lr_rate (a share of the learning rate), not both",
-            "take one of them out",
+            f"has both min_lr and min_lr_rate (a share of the learning rate), and the floor of {name!r} is "
+            "one of them",
+            "leave one of them out",
         )
 
 
@@ -170,7 +210,32 @@ def _near(name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     if matches:
         return f"did you mean {matches[0]!r}?"
-    return f"choose one of {', '.join(known)}" if known else "take it out"
+    return f"choose one of {', '.join(known)}" if known else "leave it out"
+
+
+TRACKERS = ("mlflow", "tensorboard", "wandb")
+"""What `report_to` names; each is the name of a `Tracker`, of its library and of the extra that brings it."""
+
+
+def trackers_of(report_to: str | Sequence[str]) -> tuple[str, ...]:
+    """The trackers that `report_to` names, each once; none where it is "none" or empty.
+
+    Raises:
+        ConfigurationError: For an unknown name, with the nearest known one, and for "none" beside another.
+    """
+    given = report_to.split(",") if isinstance(report_to, str) else report_to
+    names = tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
+    for name in names:
+        if name not in (*TRACKERS, "none"):
+            raise ConfigurationError(
+                "report_to",
+                name,
+                f"must be of {', '.join(TRACKERS)}, or none",
+                suggest(name, TRACKERS, otherwise="a tracker of your own is a callback: pass it to Trainer"),
+            )
+    if "none" in names and len(names) > 1:
+        raise ConfigurationError("report_to", report_to, "names trackers, and none", "leave none out")
+    return () if "none" in names else names
 
 
 FP8_RECIPES: dict[str, str] = {

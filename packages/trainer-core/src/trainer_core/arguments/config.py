@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from ..errors import ConfigurationError, suggest
 from .choices import WITHOUT_TOTAL
+from .minimal import GUARDED, UNCHANGEABLE, epoch_limit
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ def arguments_from_dict(cls: type[T], mapping: Mapping[str, object]) -> T:
         ) from error
     except dacite.MissingValueError as error:
         raise ConfigurationError(
-            error.field_path or "?", None, "has no default and was not given", "give it a value"
+            error.field_path or "?", None, "is required, because it has no default", "give it a value"
         ) from error
 
 
@@ -124,18 +125,14 @@ def _type_name(kind: object) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
 
 
-REFUSED = frozenset({"seed", "seed_per_rank", "dataloader_shuffle", "dataloader_drop_last", "qat_recipe"})
-"""The saved state has no meaning under another value: data order, generators, fake-quantized weights."""
-
 WARNED = frozenset(
     {
+        *GUARDED,
         "num_train_epochs",
+        "epoch_train_steps",
         "max_steps",
-        "learning_rate",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
+        "optim",
+        "ema_decay",
         "lr_scheduler_type",
         "lr_scheduler_kwargs",
         "warmup_steps",
@@ -154,8 +151,10 @@ WARNED = frozenset(
 )
 """The curve continues differently from the saved run."""
 
-_STOPPING_POINTS = frozenset({"max_steps", "num_train_epochs"})
+_STOPPING_POINTS = frozenset({"max_steps", "num_train_epochs", "epoch_train_steps"})
 _WITHOUT_END = ("", *WITHOUT_TOTAL)
+_OF_A_START = frozenset({"allow_changes", "overwrite_output_dir", "resume_from_checkpoint"})
+"""They say how a start treats what is there, and nothing about the run."""
 
 
 class Change(NamedTuple):
@@ -194,11 +193,14 @@ def compare(before: Mapping[str, object], now: object, *, batch: tuple[object, o
     # Moving the end of a run changes the curve only if the schedule aims at the end.
     aims_at_end = current.get("lr_scheduler_type") not in _WITHOUT_END
     harmless = frozenset() if aims_at_end else _STOPPING_POINTS
-    for name in sorted(current.keys() & before.keys()):
-        if before[name] == current[name]:
+    # It had to be -1 once where max_steps was meant alone.
+    same_epochs = _epoch_limit_of(before) == _epoch_limit_of(current)
+    for name in sorted((current.keys() & before.keys()) - _OF_A_START):
+        if before[name] == current[name] or (name == "num_train_epochs" and same_epochs):
             continue
         change = Change(name, before[name], current[name])
-        if name in REFUSED:
+        # A checkpoint with an average has that in the place of the weights.
+        if name in UNCHANGEABLE or (name == "ema_decay" and current[name] is None):
             refused.append(change)
         elif name in WARNED - harmless:
             warned.append(change)
@@ -207,6 +209,13 @@ def compare(before: Mapping[str, object], now: object, *, batch: tuple[object, o
     if batch[0] != batch[1]:
         warned.append(Change("examples of an optimizer step, over all ranks", *batch))
     return Changes(tuple(allowed), tuple(warned), tuple(refused))
+
+
+def _epoch_limit_of(arguments: Mapping[str, object]) -> object:
+    epochs, steps = arguments.get("num_train_epochs"), arguments.get("max_steps")
+    if isinstance(steps, int) and (epochs is None or isinstance(epochs, int | float)):
+        return epoch_limit(epochs, steps)
+    return epochs
 
 
 def plain_arguments(args: object) -> dict[str, object]:

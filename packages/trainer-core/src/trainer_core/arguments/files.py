@@ -30,13 +30,16 @@ def load_config_file(path: str | Path) -> dict[str, object]:
     path = Path(path)
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigurationError(
-            "config", str(path), "must end in .toml, .yaml or .yml", "rename or convert the file"
+            "config",
+            str(path),
+            "must end in .toml, .yaml or .yml",
+            "rename or convert the file, for example to run.yaml",
         )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            "config", str(path), f"cannot be read ({error})", "check path and rights"
+            "config", str(path), f"cannot be read ({error})", "check its path and permissions"
         ) from error
     try:
         content = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, Loader=_YamlLoader)
@@ -47,13 +50,16 @@ def load_config_file(path: str | Path) -> dict[str, object]:
     except (yaml.YAMLError, ValueError) as error:
         place = _line_of_long_number(text) if type(error) is ValueError else ""
         raise ConfigurationError(
-            "config", str(path), f"is malformed{place}: {error}", "mend that line"
+            "config", str(path), f"is malformed{place}: {error}", "correct that line"
         ) from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigurationError(
-            "config", str(path), "must hold names with values at the top", "write `name: value`"
+            "config",
+            str(path),
+            "must have names with values at the top level",
+            "write one setting a line, such as `max_steps: 100`",
         )
     return content
 

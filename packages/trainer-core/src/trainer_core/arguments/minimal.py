@@ -6,19 +6,36 @@ The string below a field is its documentation and the help text of command lines
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar
 
-from ..errors import ConfigurationError, Dependent, refuse_without_effect
+from ..errors import ConfigurationError, Dependent, refuse_without_effect, suggest
 from . import rules
-from .choices import WITHOUT_WARMUP, check_schedule
+from .choices import SCHEDULE_FREE, WITHOUT_WARMUP, check_optimizer, check_schedule, trackers_of
 from .rules import check_types
+
+GUARDED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_kwargs")
+"""Settings that a run that continues keeps, unless `allow_changes` names them."""
+
+_POSITION = "the position in the data has no meaning otherwise, and examples would repeat or be left out"
+UNCHANGEABLE: Mapping[str, str] = {
+    "seed": "the order of the data and all random numbers follow from it",
+    "seed_per_rank": "the random numbers of each rank follow from it",
+    "dataloader_shuffle": _POSITION,
+    "dataloader_drop_last": _POSITION,
+    "qat_recipe": "the saved weights were trained for its rounding",
+}
+"""Settings that never change while a run continues, and why: the saved state has no meaning otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MinimalTrainingArguments:
     """The subset that users of the Hugging Face Trainer know, under the same names."""
+
+    # What `allow_changes` may not name, and why.
+    unchangeable: ClassVar[Mapping[str, str]] = UNCHANGEABLE
 
     output_dir: str = "output"
     """Directory of checkpoints, weights and logs."""
@@ -45,10 +62,13 @@ class MinimalTrainingArguments:
     """Examples per device and evaluation batch."""
     gradient_accumulation_steps: int = 1
     """Microbatches per optimizer step."""
-    num_train_epochs: float = 1
-    """Passes over the training data; fractions allowed; negative: epochs do not limit the run."""
+    num_train_epochs: float | None = None
+    """Passes over the training data; fractions allowed; none: as many as max_steps takes, or one without
+    max_steps; negative: epochs do not limit the run."""
     max_steps: int = -1
-    """Most optimizer steps; -1: no cap; 0 trains nothing."""
+    """Most optimizer steps; -1: no cap; 0 trains nothing. Beside num_train_epochs the smaller limit holds."""
+    epoch_train_steps: int | None = None
+    """Optimizer steps of an epoch, for data that cannot tell their length."""
 
     dataloader_num_workers: int = 0
     """Worker processes of a loader built from a dataset; 0: load in this process."""
@@ -75,6 +95,8 @@ class MinimalTrainingArguments:
     """Optimizer steps between log entries."""
     logging_first_step: bool = False
     """Log the first optimizer step too."""
+    report_to: str | tuple[str, ...] = "none"
+    """Experiment trackers that get every log entry: of wandb, tensorboard and mlflow, or none."""
     save_strategy: str = "steps"
     """When to save checkpoints: no, steps or epoch; 'no' leaves out the one at the end as well."""
     save_steps: int = 1000
@@ -88,6 +110,10 @@ class MinimalTrainingArguments:
     resume_from_checkpoint: bool | str = True
     """True: continue from the newest checkpoint in the output directory, if any; a path: from that one;
     false: start anew, which needs a directory without checkpoints or overwrite_output_dir."""
+    allow_changes: tuple[str, ...] = ()
+    """Settings of the optimizer that may differ from those of the checkpoint that a run continues from:
+    learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon, optim_kwargs. The new values hold from
+    there on."""
 
     load_best_model_at_end: bool = False
     """After the last step, put the weights of the best checkpoint into the model; tracks the best one."""
@@ -107,6 +133,12 @@ class MinimalTrainingArguments:
     torch_compile_full_graph: bool = False
     """Fail when the model does not compile as one graph."""
 
+    optim: str = "adamw"
+    """Built-in optimizer: adamw, muon (for matrices of hidden layers, AdamW for the rest), or
+    schedule_free_adamw (needs the extra schedulefree)."""
+    optim_kwargs: dict[str, float | int | str | bool] = field(default_factory=dict)
+    """Options of muon (lr, weight_decay, momentum, nesterov, ns_steps, eps, adjust_lr_fn) or of
+    schedule_free_adamw (r, weight_lr_power)."""
     learning_rate: float = 5e-5
     """Highest learning rate of the built-in AdamW."""
     weight_decay: float = 0.0
@@ -141,9 +173,21 @@ class MinimalTrainingArguments:
         check_minimal(self)
 
     @property
+    def epoch_limit(self) -> float | None:
+        """Passes over the training data after which the run ends; None where epochs do not limit it."""
+        return epoch_limit(self.num_train_epochs, self.max_steps)
+
+    @property
     def log_path(self) -> Path:
         """Directory of logs, resolved."""
         return Path(self.logging_dir if self.logging_dir is not None else self.output_dir)
+
+
+def epoch_limit(num_train_epochs: float | None, max_steps: int) -> float | None:
+    """Passes over the training data after which a run with these settings ends; None without such a limit."""
+    if num_train_epochs is None:
+        return 1.0 if max_steps < 0 else None
+    return num_train_epochs if num_train_epochs >= 0 else None
 
 
 STRATEGIES = ("no", "steps", "epoch")
@@ -158,10 +202,12 @@ def check_minimal(args: MinimalTrainingArguments) -> None:
     """
     _check_counts(args)
     _check_length(args)
+    _check_allowed_changes(args)
     _check_optimizer(args)
     if args.lr_scheduler_type:
         check_schedule(args.lr_scheduler_type, args.lr_scheduler_kwargs)
     _check_files(args)
+    trackers_of(args.report_to)
     rules.one_of("torch_compile_mode", args.torch_compile_mode, COMPILE_MODES)
     refuse_without_effect(args, _unused(args))
 
@@ -182,7 +228,7 @@ def _check_counts(args: MinimalTrainingArguments) -> None:
     rules.at_least_or("seed", args.seed, 0, off=-1)
     if args.seed >= 2**64:
         raise ConfigurationError(
-            "seed", args.seed, "must be below 2**64, which is what torch takes", "choose a smaller one"
+            "seed", args.seed, "must be below 2**64, the limit of torch", "choose a smaller seed, such as 42"
         )
     rules.at_least("warmup_steps", args.warmup_steps, 0)
     rules.at_least("dataloader_num_workers", args.dataloader_num_workers, 0)
@@ -194,14 +240,32 @@ def _check_counts(args: MinimalTrainingArguments) -> None:
 
 
 def _check_length(args: MinimalTrainingArguments) -> None:
+    if args.epoch_train_steps is not None:
+        rules.at_least("epoch_train_steps", args.epoch_train_steps, 1)
+    if args.num_train_epochs is None:
+        return
     rules.within("num_train_epochs", args.num_train_epochs, -1e9, 1e9)
     if args.num_train_epochs < 0 and args.max_steps < 0 and not getattr(args, "max_train_seconds", None):
         raise ConfigurationError(
             "num_train_epochs",
             args.num_train_epochs,
-            "a negative number means no limit by epochs, and max_steps=-1 means no limit by steps",
-            "set max_steps or max_train_seconds, or an epoch count of 0 or more",
+            "sets no limit by epochs, and max_steps=-1 sets none by steps",
+            "set num_train_epochs=3, max_steps=1000 or max_train_seconds=3600, for example",
         )
+
+
+def _check_allowed_changes(args: MinimalTrainingArguments) -> None:
+    known = {field.name for field in fields(args)}
+    for name in args.allow_changes:
+        if name not in known:
+            raise ConfigurationError("allow_changes", name, "is not a known setting", suggest(name, known))
+        if name in args.unchangeable:
+            raise ConfigurationError(
+                "allow_changes",
+                name,
+                f"cannot change while a run continues: {args.unchangeable[name]}",
+                "begin a new run in another output_dir",
+            )
 
 
 def _check_optimizer(args: MinimalTrainingArguments) -> None:
@@ -212,16 +276,35 @@ def _check_optimizer(args: MinimalTrainingArguments) -> None:
     rules.within("adam_epsilon", args.adam_epsilon, 0.0, 1.0)
     if args.max_grad_norm is not None:
         rules.within("max_grad_norm", args.max_grad_norm, 0.0, 1e9)
+    check_optimizer(args.optim, args.optim_kwargs)
+    if args.optim != "schedule_free_adamw":
+        return
+    if not args.adam_beta1:
+        raise ConfigurationError(
+            "adam_beta1", args.adam_beta1, f"must be above 0 with optim={args.optim!r}", "use 0.9"
+        )
+    if args.lr_scheduler_type not in SCHEDULE_FREE:
+        raise ConfigurationError(
+            "lr_scheduler_type",
+            args.lr_scheduler_type,
+            f"changes the learning rate, and optim={args.optim!r} averages weights instead of that",
+            "set lr_scheduler_type='constant_with_warmup' and warmup_steps, or lr_scheduler_type='constant'",
+        )
 
 
 def _check_files(args: MinimalTrainingArguments) -> None:
     if not args.output_dir:
-        raise ConfigurationError("output_dir", args.output_dir, "must not be empty", "name a directory")
+        raise ConfigurationError(
+            "output_dir",
+            args.output_dir,
+            "must not be empty",
+            "name a directory, such as output_dir='runs/first'",
+        )
     for name in ("output_dir", "logging_dir", "resume_from_checkpoint"):
         value = getattr(args, name)
         if isinstance(value, str) and "\0" in value:
             raise ConfigurationError(
-                name, value, "contains a NUL character, which no path may", "take it out of the name"
+                name, value, "contains a NUL character, which no path may contain", "remove it"
             )
     rules.within("lease_takeover_seconds", args.lease_takeover_seconds, 0.1, 30 * 86400.0)
     rules.within(
@@ -231,8 +314,8 @@ def _check_files(args: MinimalTrainingArguments) -> None:
         raise ConfigurationError(
             "save_safetensors",
             False,
-            "asks for pickled weights, which run code when they are loaded",
-            "leave it at true",
+            "would save pickled weights, which can run code when they are loaded",
+            "leave it at its default, True",
         )
 
 
@@ -240,7 +323,7 @@ def _unused(args: MinimalTrainingArguments) -> Iterator[Dependent]:
     if args.dataloader_num_workers == 0:
         condition = "while dataloader_num_workers is 0"
         for name in ("dataloader_persistent_workers", "dataloader_prefetch_factor"):
-            yield Dependent(name, condition, "set dataloader_num_workers")
+            yield Dependent(name, condition, "set dataloader_num_workers to 1 or more")
     if not args.torch_compile:
         for name in ("backend", "mode", "dynamic", "full_graph"):
             yield Dependent(f"torch_compile_{name}", "while torch_compile is off", "set torch_compile=True")
@@ -250,8 +333,10 @@ def _unused(args: MinimalTrainingArguments) -> Iterator[Dependent]:
             "warmup_steps", condition, "use a schedule that warms up, such as constant_with_warmup"
         )
     if not args.lr_scheduler_type:
-        yield Dependent("lr_scheduler_kwargs", "without lr_scheduler_type", "name a schedule")
+        yield Dependent(
+            "lr_scheduler_kwargs", "without lr_scheduler_type", "name a schedule in lr_scheduler_type"
+        )
     if args.logging_strategy == "no":
-        yield Dependent("logging_first_step", "with logging_strategy='no'", "set logging_strategy")
+        yield Dependent("logging_first_step", "with logging_strategy='no'", "set logging_strategy='steps'")
     if args.use_cpu:
         yield Dependent("device", "while use_cpu is on", "set use_cpu=False")

@@ -39,6 +39,9 @@ class TrainingArguments(BaseTrainingArguments):
     """What torch_compile compiles: the model as a whole, or its blocks one by one."""
     fuse_optim_with_backward: bool = False
     """Step each parameter as soon as its gradient is there, and free the gradient."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.999: evaluations, samples,
+    checkpoints and exports have the average; none: keep none."""
 
     gc_threshold: float = 0.5
     """Share of the reserved device memory above which cached blocks are given back, 0 to 1."""
@@ -131,7 +134,9 @@ class DataParallelArguments(TrainingArguments):
             try:
                 ParallelLayout.parse(self.mesh.replace("auto", "1"))
             except DistributedEnvironmentError as error:
-                raise ConfigurationError("mesh", self.mesh, str(error), "change mesh") from error
+                raise ConfigurationError(
+                    "mesh", self.mesh, f"cannot be used: {error}", "change the mesh"
+                ) from error
 
     def layout(self, world_size: int) -> ParallelLayout | None:
         """The sizes of all dimensions; None if the trainer's own dimension has all ranks.
@@ -175,6 +180,8 @@ def check_training(args: TrainingArguments) -> None:
         _check_positive(args, name)
     _check_checkpointing(args)
     _check_memory_budget(args)
+    if args.ema_decay is not None:
+        _check_average(args, args.ema_decay)
     if args.fuse_optim_with_backward:
         _check_fused_optimizer(args)
     refuse_without_effect(args, _unused(args))
@@ -183,7 +190,9 @@ def check_training(args: TrainingArguments) -> None:
 def _check_positive(args: TrainingArguments, name: str) -> None:
     value = getattr(args, name)
     if value is not None and (not rules.is_number(value) or not value > 0):
-        raise ConfigurationError(name, value, "must be a number above 0", "raise it, or leave it out")
+        raise ConfigurationError(
+            name, value, "must be a number above 0", "set it to a positive number, or leave it out"
+        )
 
 
 def _check_checkpointing(args: TrainingArguments) -> None:
@@ -191,7 +200,8 @@ def _check_checkpointing(args: TrainingArguments) -> None:
         raise ConfigurationError(
             "gradient_checkpointing",
             True,
-            f"means all blocks, and activation_checkpointing={args.activation_checkpointing!r} does not",
+            "means activation_checkpointing='full', but "
+            f"activation_checkpointing={args.activation_checkpointing!r} is set",
             "leave gradient_checkpointing out",
         )
     mode = args.recomputation
@@ -208,34 +218,53 @@ def _check_memory_budget(args: TrainingArguments) -> None:
     rules.within("activation_memory_budget", budget, 0.0, 1.0)
     if not args.torch_compile:
         raise ConfigurationError(
-            "activation_memory_budget", budget, "is kept by the compiler only", "set torch_compile=True"
+            "activation_memory_budget", budget, "is used only by the compiler", "set torch_compile=True"
         )
     if args.recomputation != "no":
         raise ConfigurationError(
             "activation_memory_budget",
             budget,
-            "lets the compiler choose what to recompute, and activation_checkpointing has chosen already",
+            "lets the compiler choose what to recompute, but activation_checkpointing has chosen already",
+            "leave one of them out",
+        )
+
+
+def _check_average(args: TrainingArguments, decay: float) -> None:
+    rules.within("ema_decay", decay, 0.0, 1.0)
+    if decay in (0, 1):
+        raise ConfigurationError(
+            "ema_decay", decay, "must lie between 0 and 1, without the ends", "use 0.999, or leave it out"
+        )
+    if args.optim == "schedule_free_adamw":
+        raise ConfigurationError(
+            "ema_decay",
+            decay,
+            f"excludes optim={args.optim!r}, which has an average",
             "leave one of them out",
         )
 
 
 def _check_fused_optimizer(args: TrainingArguments) -> None:
     setting, fix = "fuse_optim_with_backward", "leave one of them out"
+    if args.optim != "adamw":
+        rule = f"excludes optim={args.optim!r}, which does not step one parameter at a time"
+        raise ConfigurationError(setting, True, rule, fix)
     if args.max_grad_norm:
-        rule = f"excludes max_grad_norm={args.max_grad_norm}: the norm is known only after the last step"
-        raise ConfigurationError(setting, True, rule, fix)
+        rule = f"cannot be combined with max_grad_norm={args.max_grad_norm}"
+        why = "the norm is known only after the last step"
+        raise ConfigurationError(setting, True, f"{rule}, because {why}", fix)
     if args.gradient_accumulation_steps > 1:
-        rule = (
-            f"excludes gradient_accumulation_steps={args.gradient_accumulation_steps}: "
-            "each backward pass would be an optimizer step"
-        )
-        raise ConfigurationError(setting, True, rule, fix)
+        rule = f"cannot be combined with gradient_accumulation_steps={args.gradient_accumulation_steps}"
+        why = "each backward pass would be an optimizer step"
+        raise ConfigurationError(setting, True, f"{rule}, because {why}", fix)
     if args.mixed_precision == "fp16":
-        rule = "excludes mixed_precision='fp16': the gradients are still scaled when they appear"
-        raise ConfigurationError(setting, True, rule, "use bf16, or leave one of them out")
+        why = "the gradients are still scaled when they appear"
+        rule = f"cannot be combined with mixed_precision='fp16', because {why}"
+        raise ConfigurationError(setting, True, rule, f"set mixed_precision='bf16', or {fix}")
     if args.nonfinite_policy == "skip":
-        rule = "excludes nonfinite_policy='skip': weights have moved before the norm is known"
-        raise ConfigurationError(setting, True, rule, "use stop or raise")
+        why = "weights have moved before the norm is known"
+        rule = f"cannot be combined with nonfinite_policy='skip', because {why}"
+        raise ConfigurationError(setting, True, rule, "set nonfinite_policy='stop' or 'raise'")
 
 
 def _unused(args: TrainingArguments) -> Iterator[Dependent]:
@@ -247,7 +276,7 @@ def _unused(args: TrainingArguments) -> Iterator[Dependent]:
                 f"set activation_checkpointing={mode!r}",
             )
     if args.seed < 0:
-        yield Dependent("seed_per_rank", "without a seed", "set seed")
+        yield Dependent("seed_per_rank", "without a seed", "set a seed")
     if not args.torch_compile:
         yield Dependent("torch_compile_scope", "while torch_compile is off", "set torch_compile=True")
     if not args.uses_blocks:
@@ -275,10 +304,10 @@ def _without_effect(args: TrainingArguments, device_type: str, evaluates: bool) 
         condition = f"with eval_strategy={args.eval_strategy!r}"
         yield Dependent("eval_steps", condition, "set eval_strategy='steps'")
     if args.eval_strategy == "no":
-        yield Dependent("eval_delay", "with eval_strategy='no'", "set eval_strategy")
+        yield Dependent("eval_delay", "with eval_strategy='no'", "set eval_strategy='steps'")
     if not evaluates:
         for name in ("max_eval_steps", "per_device_eval_batch_size", "eval_on_save"):
-            yield Dependent(name, "without an eval_dataset", "give one")
+            yield Dependent(name, "without an eval_dataset", "give the trainer an eval_dataset")
     if args.logging_strategy != "steps":
         condition = f"with logging_strategy={args.logging_strategy!r}"
         yield Dependent("logging_steps", condition, "set logging_strategy='steps'")
@@ -287,9 +316,9 @@ def _without_effect(args: TrainingArguments, device_type: str, evaluates: bool) 
         yield Dependent("save_steps", condition, "set save_strategy='steps'")
     if args.save_strategy == "no":
         for name in ("save_total_limit", "save_on_each_node"):
-            yield Dependent(name, "with save_strategy='no'", "set save_strategy")
+            yield Dependent(name, "with save_strategy='no'", "set save_strategy='steps'")
     if 0 <= args.max_steps < args.speed_metrics_start_step:
         condition = f"in a run of max_steps={args.max_steps}"
         yield Dependent("speed_metrics_start_step", condition, "lower it")
     if device_type == "cpu":
-        yield Dependent("gc_threshold", "on the CPU", "leave it at its default")
+        yield Dependent("gc_threshold", "on the CPU", "train on a GPU")

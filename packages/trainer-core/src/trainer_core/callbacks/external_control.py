@@ -56,9 +56,13 @@ class ExternalControl:
         self, path: str | Path | None = None, *, every_steps: int = 1, every_seconds: float = 1.0
     ) -> None:
         if every_steps < 1:
-            raise ConfigurationError("every_steps", every_steps, "must be 1 or more", "give a whole number")
+            raise ConfigurationError(
+                "every_steps", every_steps, "must be 1 or more", "give a whole number, such as 10"
+            )
         if not every_seconds >= 0:
-            raise ConfigurationError("every_seconds", every_seconds, "must be 0 or more", "change it")
+            raise ConfigurationError(
+                "every_seconds", every_seconds, "must be 0 or more", "give seconds, such as 30"
+            )
         self._given_path = path
         self._every_steps = every_steps
         self._every_seconds = every_seconds

@@ -60,11 +60,15 @@ class GradientStatistics:
         block_of: Callable[[str], str] | None = None,
     ) -> None:
         if every is not None and every < 1:
-            raise ConfigurationError("every", every, "must be 1 or more", "give steps, or leave it out")
+            raise ConfigurationError(
+                "every", every, "must be 1 or more", "give a number of steps, such as 10, or leave it out"
+            )
         unknown = sorted(set(statistics) - set(STATISTICS))
         if unknown or not statistics:
             known = ", ".join(STATISTICS)
-            raise ConfigurationError("statistics", statistics, "names no known figures", f"choose of {known}")
+            raise ConfigurationError(
+                "statistics", statistics, "must name known statistics", f"choose from {known}"
+            )
         self._every = every
         self._statistics = tuple(statistics)
         self._block_of = block_of or block_of_parameter
@@ -83,8 +87,9 @@ class GradientStatistics:
             raise ConfigurationError(
                 "every",
                 None,
-                "measures the steps that will be logged, which logging_strategy='epoch' does not tell ahead",
-                "set every=n",
+                "measures the steps that will be logged, which logging_strategy='epoch' does not tell in "
+                "advance",
+                "set every=10, for example",
             )
 
     def on_pre_optimizer_step(

@@ -133,9 +133,10 @@ def _step_size_text(args: TrainingArguments, state: TrainerState, trainer: Descr
 
 def _length_text(state: TrainerState) -> str:
     steps = f"{state.max_steps:,} steps" if state.max_steps >= 0 else "steps not known ahead"
-    epochs = f"{state.num_train_epochs:g} epochs" if state.num_train_epochs >= 0 else "epochs without limit"
-    per_epoch = f", {state.epoch_train_steps:,} steps each" if state.epoch_train_steps else ""
-    return f"{steps}, {epochs}{per_epoch}"
+    if state.num_train_epochs < 0:
+        return steps
+    per_epoch = f" of {state.epoch_train_steps:,} steps" if state.epoch_train_steps else ""
+    return f"{steps}, {state.num_train_epochs:.4g} epochs{per_epoch}"
 
 
 def _device_text(device: torch.device, ranks: int) -> str:

@@ -75,7 +75,9 @@ class ProfilerCallback:
         }
         for setting, value in given.items():
             if value < least[setting]:
-                raise ConfigurationError(setting, value, f"must be {least[setting]} or more", "raise it")
+                raise ConfigurationError(
+                    setting, value, f"must be {least[setting]} or more", f"set it to {least[setting]} or more"
+                )
         self._cycle = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
         self._skip_first = skip_first
         self._record_shapes = record_shapes
@@ -136,7 +138,7 @@ class ProfilerCallback:
 
     def _write(self, finished: profile) -> None:
         if self._directory is None:
-            raise RuntimeError("on_train_begin comes before the first trace")
+            raise RuntimeError("on_train_begin comes before the first trace.")
         self._directory.mkdir(parents=True, exist_ok=True)
         trace = self._directory / f"step-{self._step:08d}-rank{process_rank()}.json.gz"
         finished.export_chrome_trace(str(trace))
@@ -171,13 +173,16 @@ class MemorySnapshotCallback:
 
     def __init__(self, first_step: int = 3, last_step: int = 5, *, max_entries: int = 100_000) -> None:
         if first_step < 1:
-            raise ConfigurationError("first_step", first_step, "must be 1 or more", "raise it")
+            raise ConfigurationError("first_step", first_step, "must be 1 or more", "set it to 1 or more")
         if last_step < first_step:
             raise ConfigurationError(
-                "last_step", last_step, f"lies before first_step={first_step}", "raise it"
+                "last_step",
+                last_step,
+                f"is before first_step={first_step}",
+                f"set it to {first_step} or more",
             )
         if max_entries < 1:
-            raise ConfigurationError("max_entries", max_entries, "must be 1 or more", "raise it")
+            raise ConfigurationError("max_entries", max_entries, "must be 1 or more", "set it to 1 or more")
         self._first_step = first_step
         self._last_step = last_step
         self._max_entries = max_entries

@@ -39,14 +39,17 @@ def generate_with_model(model: nn.Module, tokenizer: object, options: Mapping[st
     """
     if not callable(getattr(model, "generate", None)):
         raise ConfigurationError(
-            "generate", None, f"is needed, since {type(model).__name__} has no generate()", "give a function"
+            "generate",
+            None,
+            f"is required, because {type(model).__name__} has no generate()",
+            "give a function that is called with model and prompt and returns the text",
         )
     decode = getattr(tokenizer, "decode", None)
     if not callable(tokenizer) or not callable(decode):
         raise ConfigurationError(
             "processing_class",
             tokenizer,
-            "is not a tokenizer that encodes prompts and decodes texts",
+            "cannot encode prompts and decode texts, as a tokenizer does",
             "give the Trainer a tokenizer, or give TextSamples a generate function",
         )
 
@@ -110,14 +113,29 @@ class TextSamples:
         stream: TextIO | None = None,
     ) -> None:
         if isinstance(prompts, str) or not prompts:
-            raise ConfigurationError("prompts", prompts, "must be a list with a prompt", "give ['a text']")
+            raise ConfigurationError(
+                "prompts",
+                prompts,
+                "must be a list with at least one prompt",
+                "give prompts=['Once upon a time'], for example",
+            )
         if every != "eval" and (isinstance(every, str) or every < 1):
-            raise ConfigurationError("every", every, "must be 'eval' or steps, 1 or more", "change it")
+            raise ConfigurationError(
+                "every",
+                every,
+                "must be 'eval', or a number of steps of 1 or more",
+                "set every='eval' or every=100, for example",
+            )
         if max_new_tokens < 1:
-            raise ConfigurationError("max_new_tokens", max_new_tokens, "must be 1 or more", "raise it")
+            raise ConfigurationError(
+                "max_new_tokens", max_new_tokens, "must be 1 or more", "set it to 1 or more"
+            )
         if generate is not None and options:
             raise ConfigurationError(
-                "options", options, "are for model.generate and have no effect on generate", "leave them out"
+                "options",
+                options,
+                "has no effect with a generate function, because it is for model.generate",
+                "leave options out",
             )
         self._prompts = tuple(prompts)
         self._every = every

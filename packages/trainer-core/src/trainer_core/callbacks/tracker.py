@@ -23,18 +23,23 @@ if TYPE_CHECKING:
     from ..state import TrainerControl, TrainerState
 
 
-def require_library(callback: str, library: str) -> None:
+def require_library(setting: str, value: str, library: str) -> None:
     """Check that an optional library is installed, without importing it; its extra has the same name.
+
+    Args:
+        setting: What asks for it: "callbacks" or "report_to".
+        value: The callback or name that was given there.
+        library: Name of the library, and of the extra.
 
     Raises:
         ConfigurationError: It is not installed.
     """
     if find_spec(library) is None:
         raise ConfigurationError(
-            "callbacks",
-            callback,
+            setting,
+            value,
             f"needs the library {library}, which is not installed",
-            f"pip install 'trainer-core[{library}]', or leave the callback out",
+            f"install it with `pip install 'trainer-core[{library}]'`, or leave it out of {setting}",
         )
 
 
@@ -146,7 +151,7 @@ class Tracker(ABC):
     """Whether opening a run at a step removes its points beyond that step."""
 
     def __init__(self, run_id: str | None = None) -> None:
-        require_library(type(self).__name__, self.library)
+        require_library("callbacks", type(self).__name__, self.library)
         self._chosen_id = run_id
         self._run_id = run_id
         self._last_step = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from dist_env import get_logger
 
-from .tracker import Opening, Tracker
+from ..arguments.choices import trackers_of
+from ..errors import ConfigurationError
+from .tracker import Opening, Tracker, require_library
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -38,7 +41,8 @@ class MLflowCallback(Tracker):
     Needs `pip install 'trainer-core[mlflow]'`; mlflow-skinny is enough.
 
     Args:
-        experiment: Name of the experiment, made if it is not there.
+        experiment: Name of the experiment, made if it is not there; that of `MLFLOW_EXPERIMENT_NAME`, or else
+            "Default", when not given.
         run_name: Name of the run; MLflow chooses one when not given.
         tracking_uri: Where runs are kept: a server, `sqlite:///file` or `file:directory`; MLflow's default
             (`MLFLOW_TRACKING_URI`) when not given.
@@ -53,14 +57,14 @@ class MLflowCallback(Tracker):
 
     def __init__(
         self,
-        experiment: str = "Default",
+        experiment: str | None = None,
         *,
         run_name: str | None = None,
         tracking_uri: str | None = None,
         run_id: str | None = None,
     ) -> None:
         super().__init__(run_id)
-        self._experiment = experiment
+        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
         self._run_name = run_name
         self._tracking_uri = tracking_uri
         self._client: MlflowClient | None = None
@@ -84,7 +88,7 @@ class MLflowCallback(Tracker):
         from mlflow.entities import Metric
 
         if self._client is None or self.run_id is None:
-            raise RuntimeError("open_run comes before write")
+            raise RuntimeError("open_run comes before write.")
         now = time.time_ns() // 1_000_000
         metrics = [Metric(_allowed(name), value, now, step) for name, value in scalars.items()]
         for part in _parts(metrics, METRICS_PER_CALL):
@@ -165,7 +169,7 @@ class TensorBoardCallback(Tracker):
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Add the points, and flush, so that a killed run keeps them."""
         if self._writer is None:
-            raise RuntimeError("open_run comes before write")
+            raise RuntimeError("open_run comes before write.")
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
@@ -259,7 +263,7 @@ class WandbCallback(Tracker):
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Log the scalars at the step."""
         if self._run is None:
-            raise RuntimeError("open_run comes before write")
+            raise RuntimeError("open_run comes before write.")
         self._run.log(dict(scalars), step=step)
 
     def close_run(self, *, aborted: bool) -> None:
@@ -267,3 +271,37 @@ class WandbCallback(Tracker):
         if self._run is not None and self._opened_here:
             self._run.finish(exit_code=int(aborted))
         self._run = None
+
+
+_BY_NAME: Mapping[str, type[MLflowCallback | TensorBoardCallback | WandbCallback]] = {
+    each.name: each for each in (MLflowCallback, TensorBoardCallback, WandbCallback)
+}
+
+
+def trackers_by_name(report_to: str | Sequence[str]) -> list[Tracker]:
+    """The trackers that the setting `report_to` names, each with its defaults.
+
+    Raises:
+        ConfigurationError: The library of one is not installed.
+    """
+    names = trackers_of(report_to)
+    for name in names:
+        require_library("report_to", name, _BY_NAME[name].library)
+    return [_BY_NAME[name]() for name in names]
+
+
+def refuse_second_tracker(callback: object, report_to: str | Sequence[str]) -> None:
+    """Refuse a callback, or class of one, that `report_to` brings already: each record would be logged twice.
+
+    Raises:
+        ConfigurationError: Naming both.
+    """
+    kind = callback if isinstance(callback, type) else type(callback)
+    for name in trackers_of(report_to):
+        if issubclass(kind, _BY_NAME[name]):
+            raise ConfigurationError(
+                "report_to",
+                name,
+                f"adds a {_BY_NAME[name].__name__}, and {kind.__name__} is among the callbacks already",
+                "leave one of the two out",
+            )

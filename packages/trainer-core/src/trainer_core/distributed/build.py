@@ -65,7 +65,9 @@ def layout_of(
         raise ConfigurationError(
             "args" if transforms else "world_size",
             type(args).__name__ if transforms else world_size,
-            "says nothing about several ranks" if transforms else "Trainer runs on one device",
+            "must be a DataParallelArguments for several ranks"
+            if transforms
+            else "is more than a Trainer for one device can use",
             "use the arguments class of the trainer, or DataParallelArguments"
             if transforms
             else "start one process, or use a trainer for several devices",
@@ -78,12 +80,12 @@ def layout_of(
                 raise ConfigurationError(
                     "world_size",
                     world_size,
-                    "Trainer runs on one device unless mesh or parallel says what the ranks are for",
-                    "start one process, set mesh='dp=2', say, or use a trainer for several devices",
+                    "needs a mesh or parallel, which say what the ranks are for",
+                    "start one process, set mesh='dp=2', for example, or use a trainer for several devices",
                 )
             layout = ParallelLayout(**({} if axis is None else {axis: world_size}))
     except DistributedEnvironmentError as error:
-        raise ConfigurationError("mesh", args.mesh, str(error), "change mesh") from error
+        raise ConfigurationError("mesh", args.mesh, f"cannot be used: {error}", "change the mesh") from error
     return layout
 
 
@@ -115,7 +117,7 @@ def _installed(args: TrainingArguments, axis: str, layout: ParallelLayout) -> Mo
     raise ConfigurationError(
         "mesh",
         str(layout),
-        f"gives several ranks to the dimension {axis}, and nothing that is installed uses it",
+        f"gives several ranks to the dimension {axis}, which no given or installed transform uses",
         f"install {package}" if package else f"give a transform with axis={axis!r} in parallel=[...]",
     )
 
@@ -251,7 +253,7 @@ def _check_same_values(sums: Mapping[str, tuple[float, float]], ranks: Ranks) ->
             raise ConfigurationError(
                 "model_init",
                 name,
-                f"gives this parameter different values on ranks that both have it: {sorted(seen)} "
-                "(sum and sum of squares)",
+                f"gives this parameter different values on ranks that share it: {sorted(seen)} (sum and sum "
+                "of squares)",
                 "draw weights from torch's generators only, and set the same seed everywhere",
             )

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,11 @@ from dist_env import (
 )
 
 from ..arguments import DataParallelArguments, TrainingArguments
-from ..data.batch import Batch
-from ..errors import ConfigurationError, DataError
+from ..errors import ConfigurationError, DataError, stopped
 from ..model.offload import check_activation_offload
+
+if TYPE_CHECKING:
+    from ..data.loaders import Batch
 
 
 class Ranks:
@@ -62,12 +64,12 @@ class Ranks:
         """Number of ranks that work on different data."""
         return self.layout.data_count
 
-    @property
+    @cached_property
     def counts_tokens(self) -> bool:
         """Whether what this rank counts of its data is added up; of ranks with the same data, one does."""
         return self.layout.counts_tokens(self.env.rank)
 
-    @property
+    @cached_property
     def several(self) -> bool:
         """Whether there is more than one rank."""
         return self.env.world_size > 1
@@ -92,8 +94,8 @@ class Ranks:
                 raise ConfigurationError(
                     "world_size",
                     self.env.world_size,
-                    f"these settings need a process group of that size. {error}",
-                    "open a dist_env.DistributedEnvironment first and give it as distributed_env",
+                    f"needs a process group of that size. {error}",
+                    "open a dist_env.DistributedEnvironment first and pass it as distributed_env",
                 ) from error
             if self.several and not is_alone(self.env):
                 # Flags and counts go between the hosts, beside what the devices are busy with.
@@ -150,9 +152,13 @@ class Ranks:
         told = gather_objects(mine, self.env) if self.several and self.meshes is not None else [mine]
         if error is not None and len(set(told)) == 1:
             raise error
-        failed = [f"rank {rank} cannot {what}: {text}" for rank, text in enumerate(told) if text is not None]
+        failed = [
+            f"rank {rank} of {len(told)} cannot {what}: {stopped(text)}"
+            for rank, text in enumerate(told)
+            if text is not None
+        ]
         if failed:
-            raise DataError(f"of {len(told)} ranks {'; '.join(failed)}") from error
+            raise DataError(" ".join(failed)) from error
 
     def lost_rank_errors(self, doing: str) -> AbstractContextManager[None]:
         """A context in which the loss of another rank becomes an error that names it.
@@ -231,16 +237,16 @@ def check_several(args: TrainingArguments, layout: ParallelLayout) -> None:
         raise ConfigurationError(
             "fuse_optim_with_backward",
             True,
-            f"steps each parameter before the ranks of the layout {layout} have added up its gradient",
+            f"steps each parameter before its gradient is summed over the ranks of the layout {layout}",
             "leave it out",
         )
     if args.mixed_precision == "fp16" and layout.tensor > 1:
         raise ConfigurationError(
             "mixed_precision",
             "fp16",
-            f"scales the loss, and torch's scaler takes no mix of tensors that ranks of the layout {layout} "
-            "divide and others",
-            "use bf16",
+            f"needs torch's gradient scaler, which cannot handle a mix of tensors that the layout {layout} "
+            "shards and others",
+            "set mixed_precision='bf16'",
         )
 
 
@@ -262,7 +268,10 @@ def _compare(flat: Mapping[str, object], env: DistributedEnvInterface) -> None:
         if len(set(values)) > 1:
             told = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
             raise ConfigurationError(
-                name, flat.get(name, _ABSENT), f"differs between ranks: {told}", "give all ranks the same"
+                name,
+                flat.get(name, _ABSENT),
+                f"differs between ranks: {told}",
+                "give all ranks the same value",
             )
 
 
@@ -352,6 +361,7 @@ class BatchPlacement:
         raise ConfigurationError(
             setting,
             False,
-            f"some ranks of the layout {layout} work on the same batch, which one rank has to read for them",
+            f"lets every rank read its own batches, but some ranks of the layout {layout} work on the same "
+            "batch, which one rank has to read for them",
             f"leave {setting} at its default",
         )

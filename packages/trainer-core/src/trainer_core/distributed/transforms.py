@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,11 @@ from ..arguments import TrainingArguments
 from ..errors import ConfigurationError
 from ..generation import generators_of_rank_0, logits_of_one_rank
 from ..metrics.comm_bytes import CommBytes
-from .clipping import clip_grad_norm_, own_part
-from .executor import EagerExecutor, Executor, GradSync
+from .executor import EagerExecutor, Executor, GradSync, clip_grad_norm_, own_part
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from ..optimization.averaging import AveragedWeights
 
 ORDER = ("pipeline", "expert", "tensor", "context", "shard", "replicate")
 """The order in which transforms are applied, by their axes, whatever the order in which they are given."""
@@ -94,6 +96,10 @@ class StepHooks(Protocol):
         """Optimizer step number `step` was made."""
         return
 
+    def end(self) -> None:
+        """Training has ended, or pauses; `begin` continues it."""
+        return
+
     def synced_weights(self, *, optimizer: bool) -> AbstractContextManager[None]:
         """A context in which the model is the one that would be saved or scored.
 
@@ -130,6 +136,8 @@ class BuiltModel:
     """What is called: the model, or the stages of this rank."""
     grad_sync: GradSync = field(default_factory=GradSync)
     hooks: list[StepHooks] = field(default_factory=list)
+    average: AveragedWeights | None = None
+    """What keeps an average of the weights, if anything does; one of the hooks."""
     is_partial: bool = False
     """Whether ranks hold different parts of the weights."""
     has_loss: bool = True
@@ -195,6 +203,8 @@ class BuiltModel:
         """
         elsewhere = set() if self.meta_model is self.model else set(self.meta_model.state_dict())
         load_model_weights(self.model, directory, elsewhere=elsewhere)
+        if self.average is not None:
+            self.average.forget()
 
     def attach(self, optimizer: Optimizer | None) -> None:
         """Model and optimizer are complete."""
@@ -211,6 +221,11 @@ class BuiltModel:
         """An optimizer step was made."""
         for hook in self.hooks:
             hook.after_step(step)
+
+    def end(self) -> None:
+        """Training has ended, or pauses."""
+        for hook in self.hooks:
+            hook.end()
 
     @contextmanager
     def synced_weights(self, *, optimizer: bool) -> Iterator[None]:
@@ -385,7 +400,7 @@ def in_order(transforms: Sequence[ModelTransform]) -> list[ModelTransform]:
             raise ConfigurationError(
                 "parallel",
                 transform.__name__,
-                "is a class, and a run needs a transform made of it",
+                "is a class, but a run needs an instance of it",
                 f"write parallel=[{transform.__name__}()]",
             )
         axis = getattr(transform, "axis", None)
@@ -401,7 +416,7 @@ def in_order(transforms: Sequence[ModelTransform]) -> list[ModelTransform]:
                 raise ConfigurationError(
                     "parallel",
                     type(transform).__name__,
-                    f"uses the dimension {axis}, as {type(other).__name__} does",
-                    "give one of them",
+                    f"uses the dimension {axis}, which {type(other).__name__} uses too",
+                    "give only one of them",
                 )
     return sorted(transforms, key=lambda transform: ORDER.index(transform.axis))

@@ -45,7 +45,10 @@ def check_loss(args: LossSettings, given: object, fused_factory: object = None) 
     """
     if given is not None and fused_factory is not None:
         raise ConfigurationError(
-            "fused_loss_factory", fused_factory, "was given beside compute_loss_func", "give one of them"
+            "fused_loss_factory",
+            fused_factory,
+            "cannot be given together with compute_loss_func",
+            "give only one of them",
         )
     if given is None and fused_factory is None:
         return
@@ -56,7 +59,7 @@ def check_loss(args: LossSettings, given: object, fused_factory: object = None) 
         raise ConfigurationError(
             "compute_loss_func",
             given,
-            "must return a sum and tell how many positions count",
+            "must return a sum, and tell how many positions count",
             "give ClassificationLoss() or RegressionLoss(), or wrap a loss that returns a mean: "
             "MeanLoss(function, count), or OutputMeanLoss(function, count) for the model's whole output",
         )
@@ -73,8 +76,8 @@ def check_takes_targets(loss: TokenLoss, layout: ParallelLayout) -> None:
         raise ConfigurationError(
             "compute_loss_func",
             type(loss).__name__,
-            f"is given labels as the data has them, and {layout} cuts each row into parts, between which it "
-            "would lose targets",
+            f"takes labels as the data has them, but {layout} cuts each row into parts, between which "
+            "targets would be lost",
             "give it make_targets(labels) and on_targets(predictions, targets), or train without cp",
         )
 
@@ -87,7 +90,7 @@ def _refuse_settings(args: LossSettings, beside: str) -> None:
             raise ConfigurationError(
                 name,
                 value,
-                f"has no effect beside {beside}, which is computed as given",
+                f"has no effect together with {beside}, which is computed as given",
                 f"leave {name} out, or leave {beside} out",
             )
 
@@ -140,8 +143,8 @@ def _refuse_other_tasks(model: nn.Module) -> None:
         raise ConfigurationError(
             "compute_loss_func",
             None,
-            f"the default loss predicts the next token, and {type(model).__name__} does not: its labels are "
-            "not shifted",
+            f"means the default loss, which predicts the next token, but {type(model).__name__} does not: "
+            "its labels are not shifted",
             "give ClassificationLoss() if each label is the class of the logits at its place, as for masked "
             "words, RegressionLoss() for numbers, or ModelLoss(count=lambda labels: (labels != -100).sum()) "
             "for the loss of the model itself",

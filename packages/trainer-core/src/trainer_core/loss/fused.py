@@ -81,7 +81,8 @@ def check_backend(
         raise ConfigurationError(
             "fused_loss",
             name,
-            f"torch {torch.__version__} has no chunked linear_cross_entropy; it came with 2.13",
+            "needs the chunked linear_cross_entropy of torch 2.13 or later, but this is torch "
+            f"{torch.__version__}",
             "update torch, or set fused_loss='chunked'",
         )
     if name in _PACKAGES:
@@ -97,7 +98,7 @@ def check_backend(
     ]
     if unknown:
         raise ConfigurationError(
-            "fused_loss", name, f"does not know {' and '.join(unknown)}", "set fused_loss='chunked'"
+            "fused_loss", name, f"does not support {' and '.join(unknown)}", "set fused_loss='chunked'"
         )
 
 
@@ -109,13 +110,13 @@ def _check_kernels(name: str, device: torch.device) -> None:
                 "fused_loss",
                 name,
                 f"needs the package {command}, which is not installed",
-                f"pip install {command}, or set fused_loss='auto'",
+                f"install it with `pip install {command}`, or set fused_loss='auto'",
             )
     if device.type in ("cpu", "mps"):
         raise ConfigurationError(
             "fused_loss",
             name,
-            f"{package} is made of Triton kernels, which need a GPU; the output head is on {device.type}",
+            f"uses {package}, whose Triton kernels need a GPU, but the output head is on {device.type}",
             "train on a GPU, or set fused_loss='auto'",
         )
 
@@ -148,8 +149,8 @@ def with_torch(
         raise ConfigurationError(
             "fused_loss",
             "torch",
-            f"torch's linear_cross_entropy adds the loss up in {_name(dtype)}, which rounds a sum over many "
-            "tokens away or overflows",
+            f"uses torch's linear_cross_entropy, which adds up the loss in {_name(dtype)}, where a sum over "
+            "many tokens is rounded away or overflows",
             "set fused_loss='chunked' or 'auto', or train in float32",
         )
     # torch's own choice of chunk was 32 rows at 4096 x 256 x 32000, and three times slower on a CPU.
@@ -204,7 +205,7 @@ def with_cut(
         raise ConfigurationError(
             "fused_loss",
             "cut",
-            f"its kernels differentiate bfloat16 and float16 only; the products here are {_name(dtype)}",
+            f"differentiates products in bfloat16 and float16 only, but the products here are {_name(dtype)}",
             "set mixed_precision='bf16', or fused_loss='auto'",
         )
     with torch.autocast(hidden.device.type, enabled=False):
@@ -283,7 +284,9 @@ class FusedLinearCrossEntropy(NextTokenLoss):
         same_data: tuple[str, ...] = (),
     ) -> None:
         if chunk_tokens is not None and chunk_tokens < 1:
-            raise ConfigurationError("chunk_tokens", chunk_tokens, "must be at least 1", "leave it out")
+            raise ConfigurationError(
+                "chunk_tokens", chunk_tokens, "must be at least 1", "set it to 1 or more, or leave it out"
+            )
         self.head = checked_head(head)
         self.backend = backend
         self.label_smoothing = label_smoothing
@@ -335,7 +338,7 @@ class FusedLinearCrossEntropy(NextTokenLoss):
             raise ConfigurationError(
                 "fused_loss",
                 type(predictions).__name__,
-                "the fused loss is computed from hidden states",
+                "cannot be scored by the fused loss, which is computed from hidden states",
                 "call it with what its method predict returned",
             )
         hidden, same_data = predictions.values, None
@@ -359,8 +362,8 @@ class FusedLinearCrossEntropy(NextTokenLoss):
             raise ConfigurationError(
                 "fused_loss",
                 list(hidden.shape),
-                f"the hidden states must have the shape {list(expected)}: that of the labels, and the "
-                "features that the output head takes",
+                f"is the shape of the hidden states, which must be {list(expected)}: that of the labels, and "
+                "the features that the output head takes",
                 "have the model return a prediction for every position, or set fused_loss='no'",
             )
 

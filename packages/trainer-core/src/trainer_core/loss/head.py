@@ -37,7 +37,7 @@ def output_head(model: nn.Module) -> nn.Linear:
         raise ConfigurationError(
             "fused_loss",
             type(bare(model)).__name__,
-            "the model does not say which layer makes the logits",
+            "does not say which layer makes the logits",
             "give it a method get_output_embeddings() that returns its output nn.Linear, or set "
             "fused_loss='no'",
         )
@@ -52,14 +52,17 @@ def checked_head(head: object) -> nn.Linear:
     """
     if not isinstance(head, nn.Linear):
         raise ConfigurationError(
-            "fused_loss", type(head).__name__, "the output head must be an nn.Linear", _LEAVE_OUT
+            "fused_loss",
+            type(head).__name__,
+            "is not an nn.Linear, which the output head must be",
+            _LEAVE_OUT,
         )
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         raise ConfigurationError(
             "fused_loss",
             f"{type(head).__module__}.{type(head).__name__}",
-            "the output head computes something of its own (converted to FP8, prepared for QAT, an "
-            "adapter?), and the fused loss would compute a plain matrix product in its place",
+            "is an output head that computes something of its own (converted to FP8, prepared for QAT, an "
+            "adapter?), where the fused loss would compute a plain matrix product",
             "leave the head out of the conversion (fp8_exclude, or the layers that QAT prepares), or set "
             "fused_loss='no'",
         )
@@ -67,7 +70,7 @@ def checked_head(head: object) -> nn.Linear:
         raise ConfigurationError(
             "fused_loss",
             type(head.weight).__name__,
-            "the weight of the output head is a tensor of a special kind",
+            "is a special kind of tensor, which the weight of the output head must not be",
             "leave the head out of the quantisation, or set fused_loss='no'",
         )
     return head
@@ -157,17 +160,17 @@ class HeadBypass:
         given = self.given
         if given is None or self.calls != 1:
             return (
-                f"the model called its output head {self.calls} times in a forward pass, but the fused loss "
-                "takes the place of exactly one call"
+                f"called its output head {self.calls} times in a forward pass, but the fused loss takes the "
+                "place of exactly one call"
             )
         if not (returned is given or _same_memory(returned, given)):
             return (
-                "the model's logits are not what its output head returns: they are scaled, capped, cut, cast "
-                f"or copied afterwards (the head was given {given.dtype} {list(given.shape)}, the model "
-                f"returned {returned.dtype} {list(returned.shape)}), and the fused loss would leave that out"
+                "does not return the logits of its output head as they are: it scales, caps, cuts, casts "
+                f"or copies them afterwards (the head returned {given.dtype} {list(given.shape)}, the model "
+                f"{returned.dtype} {list(returned.shape)}), and the fused loss would leave that out"
             )
         if self._changed_in_place(returned, training):
-            return "the model changes its logits in place, and the fused loss would leave that out"
+            return "changes its logits in place, and the fused loss would leave that out"
         return None
 
     def _changed_in_place(self, returned: Tensor, training: bool) -> bool:
@@ -206,9 +209,9 @@ def _offered(outputs: object) -> Tensor:
     raise ConfigurationError(
         "fused_loss",
         type(outputs).__name__,
-        "the model says can_return_hidden_states, but return_hidden_states=True gave no tensor and no "
-        "last_hidden_state",
-        "return the tensor that the output head is given, or take can_return_hidden_states away",
+        "is neither a tensor nor has a last_hidden_state, although the model says can_return_hidden_states "
+        "and was called with return_hidden_states=True",
+        "return the tensor that the output head is given, or remove can_return_hidden_states",
     )
 
 
@@ -272,7 +275,7 @@ def hidden_states_loss(head: nn.Module, factory: FusedLossFactory) -> HiddenStat
         raise ConfigurationError(
             "fused_loss_factory",
             loss,
-            "must give a loss that returns a sum and tells how many positions count",
+            "must return a loss that returns a sum and tells how many positions count",
             "return an object with __call__(hidden, labels) and count(labels)",
         )
     return (HiddenStatesTargetLoss if takes_targets(loss) else HiddenStatesLoss)(checked, loss)

@@ -65,8 +65,8 @@ def find_convention(
                 return Returns.SUM
             if not _same(one, two):
                 raise _refusal(
-                    f"with num_items_in_batch=1 the model returned {one:.6g}, with 2 it returned {two:.6g}: "
-                    "not half of it, so it adds a term that is not a sum over tokens (an auxiliary loss?)",
+                    f"returned {one:.6g} with num_items_in_batch=1 and {two:.6g} with 2, which is not half "
+                    "of it, so the model adds a term that is not a sum over tokens (an auxiliary loss?)",
                     "switch that term off, or compute the loss in a compute_loss_func of your own",
                 )
         _check_mean(loss, full, count)
@@ -76,9 +76,9 @@ def find_convention(
 def _check_sum(total: float, mean: float, counted: int) -> None:
     if not _same(total, mean * counted):
         raise _refusal(
-            f"count gave {counted} for a batch whose sum is {total:.6g} and whose mean is {mean:.6g}, which "
-            f"is over {total / mean:.1f} positions",
-            "count what the model's mean is over; for a causal language model count=count_next_tokens",
+            f"counted {counted} positions in a batch whose sum is {total:.6g} and whose mean is {mean:.6g}, "
+            f"which is over {total / mean:.1f} positions",
+            "count what the model's mean is over, for a causal language model with count=count_next_tokens",
         )
 
 
@@ -92,10 +92,10 @@ def _check_mean(loss: Callable[[Tensor], float], full: Tensor, count: Callable[[
     whole, *parts = (loss(part) * n for part, n in zip((full, *halves), counts, strict=True))
     if not _same(whole, sum(parts)):
         raise _refusal(
-            f"mean times count is {whole:.6g} over all positions of a batch, but {sum(parts):.6g} when every "
-            "other one is left out in turn, so count is not what the model's mean is over",
-            "count what the model's mean is over (it must leave out labels of -100); for a causal language "
-            "model count=count_next_tokens",
+            f"gives {whole:.6g} as mean times count over all positions of a batch, but {sum(parts):.6g} "
+            "when every other one is left out in turn, so count is not what the model's mean is over",
+            "count what the model's mean is over, which leaves out labels of -100, for a causal language "
+            "model with count=count_next_tokens",
         )
 
 
@@ -310,7 +310,7 @@ def _check_takes(model: nn.Module, name: str) -> None:
         raise ConfigurationError(
             "compute_loss_func",
             "ModelLoss",
-            f"{type(bare(model)).__name__}.forward has no argument {name}",
+            f"needs the argument {name}, which {type(bare(model)).__name__}.forward does not have",
             "leave compute_loss_func out to have the loss computed from the model's logits, or give the "
             f"model an argument {name}",
         )

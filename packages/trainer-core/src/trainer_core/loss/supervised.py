@@ -48,7 +48,9 @@ class ClassificationLoss:
         class_dim: int = -1,
     ) -> None:
         if not 0.0 <= label_smoothing <= 1.0:
-            raise ConfigurationError("label_smoothing", label_smoothing, "must be from 0 to 1", "change it")
+            raise ConfigurationError(
+                "label_smoothing", label_smoothing, "must be from 0 to 1", "choose a value such as 0.1"
+            )
         self.weight = None if weight is None else _weights(weight)
         self.label_smoothing = label_smoothing
         self.class_dim = class_dim
@@ -116,8 +118,8 @@ class ClassificationLoss:
             raise ConfigurationError(
                 "compute_loss_func",
                 "ClassificationLoss",
-                f"needs logits of the shape of the labels and one more dimension for the classes (class_dim="
-                f"{self.class_dim}), but the logits are {list(logits.shape)} and the labels "
+                "needs logits with the shape of the labels and one more dimension for the classes "
+                f"(class_dim={self.class_dim}), but the logits are {list(logits.shape)} and the labels "
                 f"{list(labels.shape)}",
                 "reshape one of them in the model or the data_collator, or set class_dim",
             )
@@ -125,14 +127,17 @@ class ClassificationLoss:
             raise ConfigurationError(
                 "compute_loss_func",
                 "ClassificationLoss",
-                f"needs two classes or more, but the logits are {list(logits.shape)}: the loss of a single "
-                "class is always 0",
+                f"needs two classes or more, but the logits are {list(logits.shape)}, and the loss of a "
+                "single class is always 0",
                 "give the model two outputs, or use floating labels of 0 and 1 with "
                 "RegressionLoss(torch.nn.functional.binary_cross_entropy_with_logits)",
             )
         if self.weight is not None and len(self.weight) != classes:
             raise ConfigurationError(
-                "weight", self.weight.tolist(), f"must be one for each of the {classes} classes", "change it"
+                "weight",
+                self.weight.tolist(),
+                f"must have one number for each of the {classes} classes",
+                f"give {classes} numbers, or leave it out",
             )
 
     def _weight_on(self, device: torch.device) -> Tensor | None:
@@ -201,8 +206,8 @@ class RegressionLoss:
             raise ConfigurationError(
                 "compute_loss_func",
                 "RegressionLoss",
-                f"needs predictions of the shape of the labels, but these are {list(values.shape)} and the "
-                f"labels {list(labels.shape)}, which torch would broadcast",
+                "needs predictions with the shape of the labels, but the predictions are "
+                f"{list(values.shape)} and the labels {list(labels.shape)}, which torch would broadcast",
                 "reshape one of them in the model or the data_collator",
             )
         dtype = torch.float64 if values.dtype is torch.float64 else torch.float32
@@ -212,7 +217,7 @@ class RegressionLoss:
             raise ConfigurationError(
                 "function",
                 self.function,
-                f"gave a tensor of shape {list(losses.shape)} for labels of shape {list(labels.shape)}",
+                f"returned a tensor of shape {list(losses.shape)} for labels of shape {list(labels.shape)}",
                 "give one that returns a loss for each label when it is called with reduction='none'",
             )
         return losses.where(counts, 0).sum().float()
@@ -226,7 +231,10 @@ def _weights(given: Tensor | Sequence[float]) -> Tensor:
     weight = torch.as_tensor(given, dtype=torch.float32).detach()
     if weight.ndim != 1 or not bool((weight.isfinite() & (weight >= 0)).all()):
         raise ConfigurationError(
-            "weight", given, "must be one row of finite numbers of 0 or more", "give one for each class"
+            "weight",
+            given,
+            "must be one row of finite numbers of 0 or more",
+            "give one for each class, such as torch.tensor([1.0, 2.0])",
         )
     return weight
 
@@ -237,10 +245,10 @@ def _check_classes(labels: Tensor) -> None:
             "compute_loss_func",
             "ClassificationLoss",
             f"needs labels of a signed integer type, which can hold {IGNORE_INDEX} for one that does not "
-            f"count, and these are {labels.dtype}",
-            "convert numbers of classes by labels.long(); for several classes at once use "
-            "RegressionLoss(torch.nn.functional.binary_cross_entropy_with_logits), for probabilities "
-            "MeanLoss(function, count)",
+            f"count, but these are {labels.dtype}",
+            "convert class indices by labels.long(). Use "
+            "RegressionLoss(torch.nn.functional.binary_cross_entropy_with_logits) for several classes at "
+            "once, and MeanLoss(function, count) for probabilities",
         )
 
 
@@ -249,7 +257,7 @@ def _check_numbers(labels: Tensor) -> None:
         raise ConfigurationError(
             "compute_loss_func",
             "RegressionLoss",
-            f"needs floating labels, which can be 'not a number' where one does not count, and these are "
+            "needs floating-point labels, which can be nan where one does not count, but these are "
             f"{labels.dtype}",
-            "convert them by labels.float(); for classes use ClassificationLoss()",
+            "convert them by labels.float(), or use ClassificationLoss() for classes",
         )

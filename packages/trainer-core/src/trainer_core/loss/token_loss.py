@@ -144,8 +144,8 @@ def _not_next_tokens(found: str) -> ConfigurationError:
     return ConfigurationError(
         "compute_loss_func",
         None,
-        "the default loss predicts the next token and needs logits [batch, sequence, vocabulary] and integer "
-        f"labels [batch, sequence], but {found}",
+        "means the default loss, which predicts the next token and needs logits [batch, sequence, "
+        f"vocabulary] and integer labels [batch, sequence], but {found}",
         _INSTEAD,
     )
 
@@ -219,14 +219,14 @@ def logits_of(outputs: object) -> Tensor:
         raise ConfigurationError(
             "compute_loss_func",
             None,
-            f"the model returned a loss but no logits ({type(outputs).__name__}), "
-            "and the built-in loss is computed from logits",
-            "return logits, or let the model compute the loss: compute_loss_func=ModelLoss(count=...)",
+            "means the built-in loss, which is computed from logits, but the model returned a loss without "
+            f"logits ({type(outputs).__name__})",
+            "return logits, or let the model compute the loss with compute_loss_func=ModelLoss(count=...)",
         )
     raise ConfigurationError(
         "model",
         type(outputs).__name__,
-        "returned neither logits nor a loss: no tensor, and no object or mapping with one of these names",
+        "is not a usable output: it is not a tensor, and has neither logits nor a loss",
         "return the logits as a tensor, or an object with the attribute logits",
     )
 
@@ -246,7 +246,7 @@ def loss_in(outputs: object) -> Tensor:
     raise ConfigurationError(
         "compute_loss_func",
         "ModelLoss",
-        f"the model was given labels and returned {shown}, not a scalar loss",
+        f"gave labels to the model, which returned {shown}, not a scalar loss",
         "return an object with a scalar loss, or leave compute_loss_func out to have the loss computed from "
         "logits",
     )

@@ -101,16 +101,14 @@ def operators(names: tuple[str, ...] | None) -> frozenset[OpOverload]:
 def _named(name: str) -> OpOverloadPacket | OpOverload:
     found = _packet(name)
     if found is None:
-        raise ConfigurationError(
-            _OPERATORS_SETTING, name, "torch has no operator of that name", _suggestion(name)
-        )
+        raise ConfigurationError(_OPERATORS_SETTING, name, "is not an operator of torch", _suggestion(name))
     for overload in _overloads([found]):
         if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             raise ConfigurationError(
                 _OPERATORS_SETTING,
                 name,
                 "is decomposed into other operators, so it has no result of its own to save",
-                "name those, such as aten.mm, aten.addmm and aten.bmm for a matrix product",
+                "name those operators, such as aten.mm, aten.addmm and aten.bmm for a matrix product",
             )
         break
     return found
@@ -294,7 +292,7 @@ def _named_by(function: RecomputeFn, model: nn.Module) -> dict[str, nn.Module]:
             raise ConfigurationError(
                 setting,
                 told,
-                f"names {name}, and {outer} around it, which would compute it three times",
+                f"names both {name} and {outer} around it, which would compute it three times",
                 "name one of the two",
             )
     return found
@@ -341,12 +339,13 @@ def _refuse_second_switch(model: nn.Module, mode: str) -> None:
     for name, module in model.named_modules():
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
         if vars(module).get(_MARK) or "_checkpoint_wrapped_module" in module._modules:
-            rule = f"the model checkpoints activations already, at {where}"
+            rule = f"cannot be applied, because the model checkpoints activations already, at {where}"
             raise ConfigurationError(SETTING, mode, rule, f"set {SETTING}='no', or build the model without")
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ConfigurationError(
                 SETTING,
                 mode,
-                f"the model has a switch of its own, gradient_checkpointing, that is on at {where}",
+                "cannot be combined with the model's own switch, gradient_checkpointing, which is on at "
+                f"{where}",
                 f"call model.gradient_checkpointing_disable(), or set {SETTING}='no'",
             )

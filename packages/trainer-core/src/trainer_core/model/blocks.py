@@ -50,7 +50,7 @@ def _container_at(model: nn.Module, path: str) -> nn.Module:
     module: nn.Module | None = dict(model.named_modules(remove_duplicate=False)).get(path)
     if module is None:
         raise ConfigurationError(
-            PATH_SETTING, path, "the model has no module of that name", _instead(model, path)
+            PATH_SETTING, path, "is not the name of a module in the model", _instead(model, path)
         )
     if not _is_container(module) or not any(True for _ in module.children()):
         raise ConfigurationError(
@@ -65,9 +65,9 @@ def _container_at(model: nn.Module, path: str) -> nn.Module:
 def _instead(model: nn.Module, path: str) -> str:
     containers = [name for name, module in model.named_modules() if name and _is_container(module)]
     if not containers:
-        return "the model has no ModuleList, ModuleDict or Sequential: leave the setting out"
+        return "leave it out, because the model has no ModuleList, ModuleDict or Sequential"
     near = difflib.get_close_matches(path, containers, n=3, cutoff=0.0)
-    return f"nearest containers in the model: {', '.join(near)}"
+    return f"use one of the nearest containers in the model: {', '.join(near)}"
 
 
 def _found_path(model: nn.Module, needed_by: str) -> str:
@@ -80,8 +80,8 @@ def _found_path(model: nn.Module, needed_by: str) -> str:
         raise ConfigurationError(
             PATH_SETTING,
             None,
-            f"{needed_by} needs the blocks of the model, and {type(model).__name__} has no ModuleList, "
-            "ModuleDict or Sequential of modules of one class",
+            f"does not name the blocks of the model, which {needed_by} needs, and {type(model).__name__} "
+            "has no ModuleList, ModuleDict or Sequential of modules of one class",
             f"name their container in {PATH_SETTING}, or switch {needed_by} off",
         )
     _refuse_inside_mixed_list(model, found, needed_by)
@@ -108,8 +108,8 @@ def _refuse_inside_mixed_list(model: nn.Module, found: str, needed_by: str) -> N
             raise ConfigurationError(
                 PATH_SETTING,
                 None,
-                f"{needed_by} needs the blocks of the model; {found} lies inside {name}, "
-                "a list of modules of several classes",
+                f"does not name the blocks of the model, which {needed_by} needs, and {found} lies inside "
+                f"{name}, a list of modules of several classes",
                 f"name the container that you mean, such as {PATH_SETTING}={name!r}",
             )
 
@@ -204,12 +204,12 @@ def _check_backend(backend: str, mode: str | None) -> None:
     if backend not in known:
         near = difflib.get_close_matches(backend, known, n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
-        raise ConfigurationError("torch_compile_backend", backend, "torch has no such backend", fix)
+        raise ConfigurationError("torch_compile_backend", backend, "is not a backend of torch.compile", fix)
     if mode not in (None, "default"):
         raise ConfigurationError(
             "torch_compile_mode",
             mode,
-            f"is a mode of inductor, and torch_compile_backend is {backend!r}",
+            f"is a mode of inductor, but torch_compile_backend is {backend!r}",
             "leave one of them out",
         )
 

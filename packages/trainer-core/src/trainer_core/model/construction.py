@@ -150,7 +150,7 @@ def _refuse_for_built_model(args: TrainingArguments) -> None:
             raise ConfigurationError(
                 name,
                 value,
-                "has no effect on a model that is built already",
+                "has no effect on a model that is already built",
                 f"pass model_init instead of model, or leave {name} out",
             )
 

@@ -178,7 +178,7 @@ def fill_parameters(
                 raise ConfigurationError(
                     "model_init",
                     name,
-                    "was built on the meta device, so that it has no value to begin with",
+                    "is a parameter on the meta device, which has no values to begin with",
                     "build it with values, which are not kept, or load them with construct_model_on='meta'",
                 )
             whole = values[name]
@@ -243,7 +243,7 @@ def _check_placements(name: str, parameter: Tensor) -> None:
         raise ConfigurationError(
             "parallel",
             name,
-            f"has the placements {parameter.placements}, and of a Partial parameter no rank holds values",
+            f"has the placements {parameter.placements}, but no rank holds the values of a Partial parameter",
             "shard or replicate this parameter, or build the model with values",
         )
 

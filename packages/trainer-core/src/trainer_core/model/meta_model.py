@@ -150,7 +150,7 @@ def verify_initialised(model: nn.Module, loaded_names: Iterable[str]) -> None:
         raise ConfigurationError(
             SETTING,
             "meta",
-            f"no value was loaded for {', '.join([*empty, *still_meta])}",
+            f"leaves {', '.join([*empty, *still_meta])} without a value, because nothing was loaded for it",
             f"load a checkpoint that holds them, or set {SETTING}='default'",
         )
 
@@ -179,7 +179,7 @@ def _unknown(name: str, reason: str) -> ConfigurationError:
     return ConfigurationError(
         SETTING,
         "meta",
-        f"the buffer {name} is in no checkpoint and {reason}, so that its value would be lost",
+        f"would lose the value of the buffer {name}, which is in no checkpoint and {reason}",
         f"register it as persistent, or set {SETTING}='default'",
     )
 

@@ -44,7 +44,10 @@ def check_activation_offload(device: torch.device) -> None:
     """
     if device.type == "cpu":
         raise ConfigurationError(
-            SETTING, True, "has no effect on the CPU: activations are in host memory anyway", "leave it out"
+            SETTING,
+            True,
+            "has no effect on the CPU, where activations are in host memory anyway",
+            "leave it out",
         )
 
 

@@ -80,7 +80,7 @@ def _not_a_choice(value: object) -> ConfigurationError:
 def _check_available(name: str, device: torch.device) -> None:
     if device.type == "cpu":
         if name not in _ON_CPU:
-            rule = "torch has no such attention for the CPU"
+            rule = "is not available on the CPU"
             raise ConfigurationError(SETTING, name, rule, f"use {' or '.join(_ON_CPU)}")
         return
     if device.type != "cuda":
@@ -99,13 +99,13 @@ def _check_capability(name: str, device: torch.device) -> None:
         return
     has = torch.cuda.get_device_capability(device)
     if has < least:
-        rule = f"needs compute capability {least[0]}.{least[1]}, {device} has {has[0]}.{has[1]}"
-        raise ConfigurationError(SETTING, name, rule, "use another")
+        rule = f"needs compute capability {least[0]}.{least[1]}, but {device} has {has[0]}.{has[1]}"
+        raise ConfigurationError(SETTING, name, rule, "use another backend")
 
 
 def _not_built(name: str) -> ConfigurationError:
     return ConfigurationError(
-        SETTING, name, f"torch {torch.__version__} has no such attention on this machine", "use another"
+        SETTING, name, f"is not available in torch {torch.__version__} on this machine", "use another backend"
     )
 
 
@@ -176,8 +176,8 @@ def memory_budget(budget: float | None) -> Iterator[None]:
         raise ConfigurationError(
             "activation_memory_budget",
             budget,
-            f"torch {torch.__version__} does not have it",
-            "install another torch, or leave it out",
+            f"is not supported by torch {torch.__version__}",
+            "install another version of torch, or leave it out",
         )
     with functorch.patch(activation_memory_budget=budget):
         yield

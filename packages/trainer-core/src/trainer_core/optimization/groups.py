@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import translate
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..arguments import MinimalTrainingArguments, rules
 from ..errors import ConfigurationError
+from .muon import build_muon, matrices_for_adamw
 from .optimizers import (
     Group,
     Multiopt,
@@ -24,6 +25,7 @@ from .optimizers import (
     adamw_of_groups,
     decay_exemptions,
     exemption,
+    schedule_free_of_groups,
     split_by_decay,
 )
 
@@ -79,7 +81,7 @@ def _gets_nothing(
         return ConfigurationError(
             "optimizer_groups",
             pattern,
-            f"comes too late: {taken[0]} and all else that it matches go to {earlier!r} before",
+            f"comes after {earlier!r}, which takes all that it matches, such as {taken[0]}",
             "write the narrower pattern first",
         )
     if matched:
@@ -92,8 +94,8 @@ def _gets_nothing(
     return ConfigurationError(
         "optimizer_groups",
         pattern,
-        "matches no parameter; it has to match the whole name",
-        f"the nearest names are: {', '.join(_nearest(pattern, trainable))}",
+        "matches no parameter by its whole name",
+        f"use one of the nearest names: {', '.join(_nearest(pattern, trainable))}",
     )
 
 
@@ -145,8 +147,8 @@ class ParameterGroups:
                 raise ConfigurationError(
                     "optimizer_groups",
                     {pattern: options},
-                    "must give a mapping of options for each pattern of parameter names",
-                    "write {'*.bias': {'weight_decay': 0.0}}, say",
+                    "must map each pattern of parameter names to a mapping of options",
+                    "write {'*.bias': {'weight_decay': 0.0}}, for example",
                 )
             factory = options.get("factory")
             if factory is not None and not callable(factory):
@@ -177,6 +179,7 @@ class ParameterGroups:
         factory: OptimizerFactory | None = None,
         exempt: Mapping[str, str] | None = None,
         among: Mapping[str, bool] | None = None,
+        for_adamw: Mapping[str, str] | None = None,
     ) -> Optimizer:
         """Make the optimizer.
 
@@ -188,9 +191,10 @@ class ParameterGroups:
             exempt: Parameters that the built-in AdamW does not decay, unless a pattern sets `weight_decay`.
             among: Names that patterns have to match, and whether they are trained, if other processes have
                 some of them; a pattern may match none of those here then.
+            for_adamw: Matrices that a built-in Muon leaves to AdamW.
 
         Returns:
-            One optimizer with groups; a `Multiopt` if there are several factories.
+            One optimizer with groups; a `Multiopt` if there are several factories, or the built-in is Muon.
 
         Raises:
             ConfigurationError: For a pattern without parameters, or options that its optimizer lacks.
@@ -199,7 +203,12 @@ class ParameterGroups:
         by_factory: dict[OptimizerFactory | None, list[_Part]] = {}
         for part in self._parts(named, factory, among):
             by_factory.setdefault(part.factory, []).append(part)
-        made = [self._make(args, own, parts, exempt or {}) for own, parts in by_factory.items()]
+        made: list[Optimizer] = []
+        for own, parts in by_factory.items():
+            if own is None and args.optim == "muon":
+                made += _muon_and_adamw(args, parts, exempt or {}, for_adamw or {})
+            else:
+                made.append(self._make(args, own, parts, exempt or {}))
         if not made:
             return adamw_of_groups(args, [])  # says that nothing is trainable
         return made[0] if len(made) == 1 else Multiopt(made)
@@ -227,7 +236,9 @@ class ParameterGroups:
     ) -> Optimizer:
         if factory is None:
             groups = [group for part in parts for group in _with_decay(args, part, exempt)]
-            optimizer: Optimizer = adamw_of_groups(args, groups)
+            schedule_free = args.optim == "schedule_free_adamw"
+            make = schedule_free_of_groups if schedule_free else adamw_of_groups
+            optimizer: Optimizer = make(args, groups)
         else:
             own_groups: list[Group] = [{"params": part.members, **part.options} for part in parts]
             optimizer = cast(_GroupFactory, factory)(own_groups)
@@ -244,6 +255,7 @@ def build_optimizer(
     groups: OptimizerGroups | None = None,
     factory: OptimizerFactory | None = None,
     among: Mapping[str, bool] | None = None,
+    whole_model: nn.Module | None = None,
 ) -> Optimizer:
     """The optimizer of a run, from what the trainer was given.
 
@@ -254,6 +266,7 @@ def build_optimizer(
         groups: `optimizer_groups`, if given.
         factory: `optimizer_factory`, if given; without groups it is called with the named parameters.
         among: Names of the whole model, and whether they are trained, where this process has a part of it.
+        whole_model: The model with all its parameters, where this process has a part of them.
 
     Returns:
         The optimizer, ready for a schedule.
@@ -266,18 +279,51 @@ def build_optimizer(
     if groups is None and factory is not None:
         optimizer = factory(named)
     else:
-        exempt = decay_exemptions(model)
+        uses_muon = args.optim == "muon" and factory is None
         optimizer = ParameterGroups(groups or {}).build(
-            args, named, factory=factory, exempt=exempt, among=among
+            args,
+            named,
+            factory=factory,
+            exempt=decay_exemptions(model),
+            among=among,
+            for_adamw=matrices_for_adamw(whole_model or model) if uses_muon else None,
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
             "optimizer_factory",
             type(optimizer).__name__,
-            "was returned, which is not an optimizer",
-            "return one",
+            "is not an optimizer, which the factory must return",
+            "return one, such as torch.optim.AdamW(groups)",
         )
     return optimizer
+
+
+def _muon_and_adamw(
+    args: MinimalTrainingArguments,
+    parts: list[_Part],
+    exempt: Mapping[str, str],
+    for_adamw: Mapping[str, str],
+) -> list[Optimizer]:
+    """AdamW, whose rate is logged, and Muon; each is there on every rank, even if it has nothing to step."""
+    left, taken = [], []
+    for part in parts:
+        hidden = {
+            name
+            for name, p in part.members
+            if p.ndim == 2 and not exemption(name, p, exempt) and name not in for_adamw
+        }
+        if rest := [(name, p) for name, p in part.members if name not in hidden]:
+            left.append(replace(part, members=rest))
+        if hidden:
+            taken.append(replace(part, members=[(name, p) for name, p in part.members if name in hidden]))
+    nothing: list[Group] = [{"params": []}]
+    groups = [group for part in left for group in _with_decay(args, part, exempt)]
+    adamw = adamw_of_groups(args, groups or nothing, may_be_empty=True)
+    muon = build_muon(args, [{"params": part.members, **part.options} for part in taken] or nothing)
+    for optimizer, some in ((adamw, left), (muon, taken)):
+        for part in some:
+            _check_options(part, optimizer)
+    return [adamw, muon]
 
 
 def _with_decay(args: MinimalTrainingArguments, part: _Part, exempt: Mapping[str, str]) -> list[Group]:
@@ -296,7 +342,9 @@ def _check_options(part: _Part, optimizer: Optimizer) -> None:
                 f"optimizer_groups[{part.pattern!r}].{option}",
                 value,
                 f"is not an option of {type(optimizer).__name__}",
-                f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(optimizer.defaults))}",
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"use one of {', '.join(sorted(optimizer.defaults))}",
             )
         setting = f"optimizer_groups[{part.pattern!r}].{option}"
         _check_value(setting, option, value, optimizer.defaults[option])
@@ -311,7 +359,7 @@ def _check_value(setting: str, option: str, value: object, default: object) -> N
         rules.within(setting, value, *_LIMITS[option])
     if option == "betas" and isinstance(default, tuple) and len(default) == 2:
         if not isinstance(value, Sequence) or len(value) != 2:
-            raise ConfigurationError(setting, value, "must be two numbers", "write (0.9, 0.999), say")
+            raise ConfigurationError(setting, value, "must be two numbers", "write (0.9, 0.999), for example")
         for beta in value:
             rules.within(setting, beta, 0.0, 1.0 - 1e-9)
 

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import AdamW, Optimizer
 
 from ..arguments import MinimalTrainingArguments
-from ..distributed.clipping import own_part
+from ..distributed.executor import own_part
 from ..errors import ConfigurationError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -93,15 +93,22 @@ def split_by_decay(members: NamedTensors, weight_decay: float, exempt: Mapping[s
     return [group for group in groups if group["params"]]
 
 
-def adamw_of_groups(args: MinimalTrainingArguments, groups: list[Group]) -> AdamW:
+def adamw_of_groups(
+    args: MinimalTrainingArguments, groups: list[Group], *, may_be_empty: bool = False
+) -> AdamW:
     """AdamW over group dicts with named parameters; options that a group does not give come from `args`.
 
     Raises:
-        ConfigurationError: If there is no parameter.
+        ConfigurationError: If there is no parameter, unless that may be.
     """
     parameters = [parameter for group in groups for _, parameter in group["params"]]
-    if not parameters:
-        raise ConfigurationError("model", "frozen", "has no trainable parameter", "set requires_grad on some")
+    if not parameters and not may_be_empty:
+        raise ConfigurationError(
+            "model",
+            "frozen",
+            "has no trainable parameter",
+            "set requires_grad=True on some of its parameters",
+        )
     has_kernel = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
     # torch's kernel takes no DTensors beside plain tensors, which a layout of tensors alone leaves.
     has_kernel = has_kernel and len({own_part(p) is p for p in parameters}) == 1
@@ -109,6 +116,45 @@ def adamw_of_groups(args: MinimalTrainingArguments, groups: list[Group]) -> Adam
     # None rather than False where there is no kernel: torch then takes `foreach` if the device has it.
     fused = True if has_kernel else None
     return AdamW(groups, args.learning_rate, betas, args.adam_epsilon, args.weight_decay, fused=fused)
+
+
+def schedule_free_of_groups(args: MinimalTrainingArguments, groups: list[Group]) -> Optimizer:
+    """AdamWScheduleFree over group dicts with named parameters; options come from `args`.
+
+    It has the warm-up itself, as its average leaves out what a low learning rate has changed little.
+
+    Raises:
+        ConfigurationError: If schedulefree is not installed.
+    """
+    betas = (args.adam_beta1, args.adam_beta2)
+    optimizer: Optimizer = schedule_free_class()(
+        groups,
+        lr=args.learning_rate,
+        betas=betas,
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        warmup_steps=args.warmup_steps,
+        **args.optim_kwargs,
+    )
+    return optimizer
+
+
+def schedule_free_class() -> Any:
+    """The class AdamWScheduleFree.
+
+    Raises:
+        ConfigurationError: If schedulefree is not installed.
+    """
+    try:
+        from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError as error:
+        raise ConfigurationError(
+            "optim",
+            "schedule_free_adamw",
+            "needs schedulefree, which is not installed",
+            "install it with `pip install 'trainer-core[schedulefree]'`",
+        ) from error
+    return AdamWScheduleFree
 
 
 def _reason_alone(own_name: str, parameter: Tensor) -> str:
@@ -158,8 +204,8 @@ class OptimizerFacade(Optimizer):
             TypeError: Always.
         """
         raise TypeError(
-            f"{type(self).__name__} cannot tell which of its optimizers a new group is for; "
-            "call add_param_group of one of its `optimizers`"
+            f"{type(self).__name__} cannot tell which of its optimizers a new group is for. Call "
+            "add_param_group of one of its `optimizers`."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -194,7 +240,8 @@ class OptimizerFacade(Optimizer):
         groups: list[Group] = list(given["param_groups"])
         if len(groups) != len(self.param_groups):
             raise ValueError(
-                f"the loaded state has {len(groups)} parameter groups, and there are {len(self.param_groups)}"
+                f"the loaded state has {len(groups)} parameter groups, but the optimizers have "
+                f"{len(self.param_groups)}."
             )
         for member in self.optimizers:
             count = len(member.param_groups)
@@ -315,7 +362,7 @@ class Multiopt(OptimizerFacade):
 
 def _check_members(optimizers: Sequence[Optimizer]) -> None:
     if not optimizers:
-        raise ConfigurationError("optimizer_groups", [], "gives no optimizer at all", "give at least one")
+        raise ConfigurationError("optimizer_groups", [], "makes no optimizer", "give at least one")
     owner: dict[int, str] = {}
     for member in optimizers:
         kind = type(member).__name__
@@ -324,7 +371,7 @@ def _check_members(optimizers: Sequence[Optimizer]) -> None:
                 raise ConfigurationError(
                     "optimizer_groups",
                     f"{owner[id(parameter)]} and {kind}",
-                    f"both work on one parameter of shape {list(parameter.shape)}",
+                    f"update the same parameter of shape {list(parameter.shape)}",
                     "give each parameter to one optimizer",
                 )
             owner[id(parameter)] = kind
@@ -357,14 +404,17 @@ class OptimizerInBackward(OptimizerFacade):
         named = list({id(p): (name, p) for name, p in named_parameters if p.requires_grad}.values())
         if not named:
             raise ConfigurationError(
-                "model", "frozen", "has no trainable parameter", "set requires_grad on some"
+                "model",
+                "frozen",
+                "has no trainable parameter",
+                "set requires_grad=True on some of its parameters",
             )
         optimizer = factory(named)
         if isinstance(optimizer, Multiopt):
             raise ConfigurationError(
                 _SETTING,
                 True,
-                "works with one optimizer, and optimizer_groups makes several",
+                "works with one optimizer, but optimizer_groups make several",
                 "take the factories out of optimizer_groups",
             )
         super().__init__([optimizer])
@@ -386,7 +436,10 @@ class OptimizerInBackward(OptimizerFacade):
             TypeError: If a closure is given.
         """
         if closure is not None:
-            raise TypeError("OptimizerInBackward has stepped during backward; a closure comes too late")
+            raise TypeError(
+                "OptimizerInBackward has stepped during backward, so a closure comes too late. Call step() "
+                "without one."
+            )
         self._arrived.clear()
         self.steps += 1
 
@@ -428,7 +481,8 @@ class OptimizerInBackward(OptimizerFacade):
             raise ConfigurationError(
                 _SETTING,
                 True,
-                f"{self._names[id(parameter)]} got its gradient twice in one step, and the first is used up",
+                f"needs one gradient for each parameter and step, but {self._names[id(parameter)]} got a "
+                "second one when the first was used up",
                 "run one backward pass per step, and no reentrant activation checkpointing",
             )
         self._arrived.add(id(parameter))
@@ -453,6 +507,7 @@ class OptimizerInBackward(OptimizerFacade):
             raise ConfigurationError(
                 _SETTING,
                 True,
-                f"{type(optimizer).__name__} counts in its groups ({', '.join(changed)}), once per parameter",
+                f"cannot be used with {type(optimizer).__name__}, which counts in its groups "
+                f"({', '.join(changed)}), once per parameter",
                 "use an optimizer that keeps its counters per parameter",
             )

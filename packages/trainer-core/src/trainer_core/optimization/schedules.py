@@ -281,6 +281,15 @@ class FactorSchedule(LRScheduler):
         factor = self.factor(self.last_epoch)
         return [group["initial_lr"] * factor for group in self.optimizer.param_groups]
 
+    def apply(self) -> None:
+        """Set the rates of the groups to those of the current step."""
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
     def state_dict(self) -> dict[str, Any]:
         """The step count and the current rates; the shape comes from the arguments."""
         return {
@@ -318,8 +327,8 @@ def build_schedule(args: MinimalTrainingArguments, optimizer: Optimizer, total: 
         raise ConfigurationError(
             "lr_scheduler_type",
             name,
-            "needs to know where the run ends, and this data cannot tell",
-            "set max_steps, or use constant_with_warmup or inverse_sqrt",
+            "needs to know where the run ends, which this data cannot tell",
+            "set max_steps or epoch_train_steps, or use constant_with_warmup or inverse_sqrt",
         )
     factor = _factor(name, args.warmup_steps, total, _initial_rate(optimizer), cast(dict[str, Any], options))
     return FactorSchedule(optimizer, factor)
@@ -376,7 +385,10 @@ def _polynomial(warmup: int, total: int, rate: float, options: dict[str, Any]) -
     end = options.get("lr_end", 1e-7)
     if not end < rate:
         raise ConfigurationError(
-            "lr_scheduler_kwargs.lr_end", end, f"must be below the learning rate {rate:g}", "lower it"
+            "lr_scheduler_kwargs.lr_end",
+            end,
+            f"must be below the learning rate {rate:g}",
+            "choose a lower value",
         )
     return Polynomial(warmup, total, rate, end, options.get("power", 1.0))
 
@@ -388,7 +400,7 @@ def _warmup_stable_decay(warmup: int, total: int, options: dict[str, Any]) -> Wa
         raise ConfigurationError(
             "lr_scheduler_kwargs",
             options,
-            f"warm-up ({warmup}), stable and decay ({decay}) stages do not fit into {total} steps",
+            f"has warm-up ({warmup}), stable and decay ({decay}) stages that do not fit into {total} steps",
             "shorten one of them, or train longer",
         )
     return WarmupStableDecay(

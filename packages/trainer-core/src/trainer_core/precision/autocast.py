@@ -99,7 +99,7 @@ class LossScaler:
             RuntimeError: If called twice before `update`, or for another optimizer before `update`.
         """
         if self._gate is not None:
-            raise RuntimeError("unscale_ was called before in this step; unite several optimizers in one")
+            raise RuntimeError("unscale_ was called before in this step. Unite several optimizers in one.")
         self._gate = _Gate(optimizer)
         self._scaler.unscale_(cast(torch.optim.Optimizer, self._gate))
 
@@ -120,7 +120,7 @@ class LossScaler:
             self.unscale_(optimizer)
         gate = self._gate
         if gate is None or gate.optimizer is not optimizer:
-            raise RuntimeError("step and unscale_ got different optimizers; unite several optimizers in one")
+            raise RuntimeError("step and unscale_ got different optimizers. Unite several optimizers in one.")
         self._scaler.step(cast(torch.optim.Optimizer, gate))
         self.skipped_in_a_row = 0 if gate.opened else self.skipped_in_a_row + 1
         self.skipped_steps += not gate.opened
@@ -191,7 +191,7 @@ def build_scaler(args: BaseTrainingArguments, model: nn.Module, device: torch.de
             raise ConfigurationError(
                 "mixed_precision",
                 "fp16",
-                f"needs weights in float32 or bfloat16, and {name} is float16",
-                "build the model in float32 (default_dtype), autocast computes in float16",
+                f"needs weights in float32 or bfloat16, but {name} is float16",
+                "build the model with default_dtype='float32', and autocast computes in float16",
             )
     return LossScaler(device.type)

@@ -86,7 +86,7 @@ def convert_to_fp8(
 def _known_recipe(args: BaseTrainingArguments) -> str:
     recipe = args.fp8_recipe
     if recipe not in FP8_RECIPES:
-        rule, fix = "is not a recipe for FP8", f"choose of {', '.join(FP8_RECIPES)}"
+        rule, fix = "is not an FP8 recipe", f"choose one of {', '.join(FP8_RECIPES)}"
         raise ConfigurationError("fp8_recipe", recipe, rule, fix)
     return recipe
 
@@ -97,8 +97,8 @@ def _check_device(args: BaseTrainingArguments, device: torch.device) -> None:
         raise ConfigurationError(
             "fp8_recipe",
             args.fp8_recipe,
-            "needs an NVIDIA GPU of compute capability 8.9 or higher, or an AMD MI300 or later; "
-            f"found {missing}",
+            "needs an NVIDIA GPU of compute capability 8.9 or higher, or an AMD MI300 or later, but found "
+            f"{missing}",
             "use mixed_precision='bf16', or set fp8_emulate=True for a slow test without such a device",
         )
 
@@ -132,7 +132,7 @@ def _nothing_to_convert(recipe: str, choice: LayerChoice) -> ConfigurationError:
     return ConfigurationError(
         "fp8_recipe",
         recipe,
-        f"no linear layer can be converted ({reasons or 'the model has none'})",
+        f"cannot convert any linear layer ({reasons or 'the model has none'})",
         "leave fp8_recipe out, or change fp8_dim_alignment or fp8_exclude",
     )
 
@@ -203,8 +203,8 @@ def _does_not_run(
     return ConfigurationError(
         "fp8_recipe",
         recipe,
-        f"torchao cannot train a trial layer of {layer.in_features} to {layer.out_features} with {dtype} "
-        f"weights and mixed_precision={args.mixed_precision!r} on {layer.weight.device.type!r}: {error}",
+        f"cannot train a trial layer of {layer.in_features} to {layer.out_features} with {dtype} weights "
+        f"and mixed_precision={args.mixed_precision!r} on {layer.weight.device.type!r} in torchao: {error}",
         fix if aligned else f"{fix}, or set fp8_dim_alignment=16",
     )
 

@@ -29,7 +29,7 @@ def check_exclusive(args: BaseTrainingArguments) -> None:
         raise ConfigurationError(
             "fp8_recipe",
             args.fp8_recipe,
-            f"excludes qat_recipe={args.qat_recipe!r}: both replace the linear layers",
+            f"cannot be combined with qat_recipe={args.qat_recipe!r}, because both replace the linear layers",
             "leave one of them out",
         )
 
@@ -44,7 +44,10 @@ def torchao_versions(setting: str, value: object) -> str:
         return f"torch {torch.__version__}, torchao {version('torchao')}"
     except PackageNotFoundError as error:
         raise ConfigurationError(
-            setting, value, "needs torchao, which is not installed", "pip install 'trainer-core[quant]'"
+            setting,
+            value,
+            "needs torchao, which is not installed",
+            "install it with `pip install 'trainer-core[quant]'`",
         ) from error
 
 
@@ -61,7 +64,8 @@ def refuse_converted(model: nn.Module, setting: str, value: object) -> None:
                 raise ConfigurationError(
                     setting,
                     value,
-                    f"the model's {name!r} is a {type(thing).__name__} of torchao already",
+                    f"cannot convert a model that was converted before: {name!r} is a "
+                    f"{type(thing).__name__} of torchao already",
                     "give the model before any conversion",
                 )
 
@@ -246,5 +250,7 @@ def _check_patterns(exclude: Sequence[str], names: Sequence[str]) -> None:
                 "fp8_exclude",
                 pattern,
                 "matches no linear layer",
-                f"near: {', '.join(near)}" if near else "the model has no linear layer",
+                f"use one of the nearest names: {', '.join(near)}"
+                if near
+                else "leave it out, because the model has no linear layer",
             )

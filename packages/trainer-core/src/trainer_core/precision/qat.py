@@ -20,7 +20,7 @@ from checkpoint_core import load_model_weights
 from dist_env import get_logger
 
 from ..arguments.choices import QAT_RECIPES, QATRecipe
-from ..errors import ConfigurationError, DataError
+from ..errors import ConfigurationError, DataError, stopped
 from .layers import (
     ConversionReport,
     LayerRule,
@@ -75,7 +75,10 @@ def known_recipe(name: str | None) -> QATRecipe:
         ConfigurationError: If there is none.
     """
     if name not in QAT_RECIPES:
-        rule, fix = "is not a recipe for quantization-aware training", f"choose of {', '.join(QAT_RECIPES)}"
+        rule, fix = (
+            "is not a recipe for quantization-aware training",
+            f"choose one of {', '.join(QAT_RECIPES)}",
+        )
         raise ConfigurationError("qat_recipe", name, rule, fix)
     return QAT_RECIPES[name]
 
@@ -91,7 +94,7 @@ def prepare_model(model: nn.Module, name: str | None, device: torch.device) -> C
         raise ConfigurationError(
             "qat_recipe",
             name,
-            f"no linear layer can be prepared ({reasons or 'the model has none'})",
+            f"cannot prepare any linear layer ({reasons or 'the model has none'})",
             "choose another recipe, or leave qat_recipe out",
         )
     from torchao.quantization import quantize_  # type: ignore[import-untyped,import-not-found,unused-ignore]
@@ -190,11 +193,11 @@ def _is_prepared(module: nn.Module) -> bool:
 def _check_prepared(model: nn.Module, name: str, recipe: QATRecipe) -> None:
     prepared = [(at, module) for at, module in model.named_modules() if _is_prepared(module)]
     if not prepared:
-        rule = f"the {type(model).__name__} was not prepared for quantization"
+        rule = f"needs a model that was prepared for it, but this {type(model).__name__} was not"
         raise ConfigurationError("qat_recipe", name, rule, "call prepare_qat before the training")
     for at, module in prepared:
         if not _fits(module, recipe):
-            rule = f"layer {at!r} was trained for another recipe"
+            rule = f"is not the recipe that layer {at!r} was trained with"
             raise ConfigurationError("qat_recipe", name, rule, "name the recipe of the training")
     for at, module in model.named_modules():
         if "forward" in vars(module):
@@ -202,7 +205,8 @@ def _check_prepared(model: nn.Module, name: str, recipe: QATRecipe) -> None:
             raise ConfigurationError(
                 "qat_recipe",
                 name,
-                f"the forward method of module {at!r} was replaced (activation checkpointing does so)",
+                f"cannot be exported, because the forward method of module {at!r} was replaced (activation "
+                "checkpointing does so)",
                 "export from a checkpoint, with a fresh model",
             )
 
@@ -308,7 +312,7 @@ def load_quantized(directory: str | Path, model_init: Callable[[], nn.Module]) -
         full |= {alias: full[name] for alias, name in description.tied.items()}
         model.load_state_dict(full, strict=True, assign=True)
     except (KeyError, RuntimeError) as error:
-        raise DataError(f"{path} does not fit the {type(model).__name__}: {error}") from error
+        raise DataError(stopped(f"{path} does not fit the {type(model).__name__}: {error}")) from error
     return model.requires_grad_(False).eval()
 
 
@@ -322,10 +326,12 @@ def _read_description(path: Path) -> _Description:
     try:
         found = json.loads(path.read_text())
         if found["format"] != _FORMAT:
-            raise DataError(f"{path} has format {found['format']!r}, and this version reads {_FORMAT}")
+            raise DataError(f"{path} has format {found['format']!r}, but this version reads {_FORMAT}.")
         return _Description(str(found["recipe"]), {str(a): str(n) for a, n in found["tied"].items()})
     except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} describes no quantized model: {type(error).__name__}: {error}") from error
+        raise DataError(
+            stopped(f"{path} describes no quantized model: {type(error).__name__}: {error}")
+        ) from error
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -339,7 +345,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         # Of classes that it does not list, torchao makes no object.
         state, rest = safetensors_support.unflatten_tensor_state_dict(stored, metadata)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise DataError(stopped(f"{path} cannot be read: {type(error).__name__}: {error}")) from error
     return {**state, **rest}
 
 
@@ -351,7 +357,7 @@ def _free_directory(output_dir: str | Path) -> Path:
     path = Path(output_dir).absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigurationError(
-            "output_dir", str(output_dir), "is there and not an empty directory", "choose another"
+            "output_dir", str(output_dir), "exists and is not an empty directory", "choose another one"
         )
     return path
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from trainer_core.distributed.clipping import clip_grad_norm_
+from trainer_core.distributed.executor import clip_grad_norm_
 
 FOLDER, RANK = Path(os.environ["FOLDER"]), int(os.environ["RANK"])
 
@@ -23,7 +23,7 @@ dist.init_process_group(
     init_method=f"file://{FOLDER / 'meeting'}",
     rank=RANK,
     world_size=2,
-    timeout=timedelta(seconds=30),
+    timeout=timedelta(seconds=120),
 )
 model = nn.Linear(50, 2, bias=False)
 fully_shard(model, mesh=init_device_mesh("cuda", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=False))

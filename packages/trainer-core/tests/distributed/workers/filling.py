@@ -87,7 +87,7 @@ dist.init_process_group(
     init_method=f"file://{FOLDER / 'meeting'}",
     rank=RANK,
     world_size=WORLD,
-    timeout=timedelta(seconds=30),
+    timeout=timedelta(seconds=120),
 )
 row = init_device_mesh("cpu", (4,))
 hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -80,6 +80,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     store = dist.FileStore(str(FOLDER / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=120))
     main()
     dist.destroy_process_group()

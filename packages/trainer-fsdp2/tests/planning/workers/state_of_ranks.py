@@ -152,33 +152,54 @@ def measured_peak(folder: Path, case: str) -> int:
     return sharded.peak
 
 
+def least_peak(folder: Path, case: str, enough: int) -> int:
+    """The least of up to four measurements.
+
+    How long gloo, in threads of its own, holds on to what it has sent differs.
+
+    Args:
+        folder: For the runs.
+        case: Which settings.
+        enough: Bytes at which rank 0 needs no further measurement.
+    """
+    least = 1 << 62
+    for number in range(4):
+        least = min(least, measured_peak(folder / str(number), case))
+        is_enough = torch.tensor([int(least <= enough)])
+        dist.broadcast(is_enough, 0)
+        if is_enough.item():
+            break
+    return least
+
+
 def main(rank: int, ranks: int, folder: Path) -> None:
     """Measure and plan each case, and write both down."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=60),
-    )
     cases = {
         "AdamW": (AdamW, None),
         "bf16": (AdamW, "bfloat16"),
         "SGD": (momentum, None),
     }
-    sizes = {name: measured(ranks, make, getattr(torch, str(d), None)) for name, (make, d) in cases.items()}
-    # The least of some: how long gloo, in threads of its own, holds on to what it has sent differs.
-    peaks = {case: min(measured_peak(folder / str(n), case) for n in range(4)) for case in PEAKS}
-    dist.destroy_process_group()  # a plan imagines one of its own
-    notes: dict[str, dict[str, Any]] = {name: {"measured": found} for name, found in sizes.items()}
-    notes["peaks"] = {case: {"measured": peak} for case, peak in peaks.items()}
-    if rank == 0:
+    notes: dict[str, dict[str, Any]] = {name: {} for name in cases}
+    peaks: dict[str, dict[str, int]] = {case: {"planned": 0} for case in PEAKS}
+    if rank == 0:  # before there is a process group, for a plan imagines one of its own
         for name, (make, dtype) in cases.items():
             notes[name]["planned"] = planned(ranks, None if make is AdamW else make, dtype)
-        for case, found in notes["peaks"].items():
+        for case in PEAKS:
             args = peak_settings(folder, case)
-            found["planned"] = plan(wide, args, world_size=ranks, sequence_length=LENGTH).peak
-    (folder / f"rank-{rank}.json").write_text(json.dumps(notes))
+            peaks[case]["planned"] = plan(wide, args, world_size=ranks, sequence_length=LENGTH).peak
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=180),
+    )
+    for name, (make, dtype) in cases.items():
+        notes[name]["measured"] = measured(ranks, make, getattr(torch, str(dtype), None))
+    for case, found in peaks.items():
+        found["measured"] = least_peak(folder, case, found["planned"])
+    dist.destroy_process_group()
+    (folder / f"rank-{rank}.json").write_text(json.dumps({**notes, "peaks": peaks}))
 
 
 if __name__ == "__main__":

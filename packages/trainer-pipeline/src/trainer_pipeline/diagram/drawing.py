@@ -79,7 +79,10 @@ def draw_timeline(predicted: Timeline, output: Path, measured: Timeline | None =
     """Draw a timeline, and what was measured below it; see `draw_schedule`."""
     if output.suffix.lower() not in _SUFFIXES:
         raise ConfigurationError(
-            "output", str(output), "the suffix says what kind of picture it is", "end it in .png or .svg"
+            "output",
+            str(output),
+            "must have a suffix that says what kind of picture it is",
+            "end it in .png or .svg",
         )
     panels = [("predicted", predicted.scaled(1.0, predicted.unit))]
     if measured is not None:
@@ -102,7 +105,7 @@ def _check_alike(predicted: Timeline, measured: Timeline) -> None:
             raise ConfigurationError(
                 f"measured.{setting}",
                 value,
-                f"the schedule is drawn for {expected}",
+                f"differs from the {expected} for which the schedule is drawn",
                 "draw the schedule that was measured",
             )
 
@@ -228,7 +231,8 @@ def _new_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "draw_schedule needs matplotlib, which is not installed: pip install 'trainer-pipeline[plot]'",
+            "draw_schedule needs matplotlib, which is not installed. Install it with `pip install "
+            "'trainer-pipeline[plot]'`.",
             name=error.name,
         ) from error
     return Figure(figsize=(width, height), dpi=150, layout="constrained")

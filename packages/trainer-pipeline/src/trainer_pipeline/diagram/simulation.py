@@ -55,9 +55,16 @@ def simulate(
     times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     for setting, value in times.items():
         if not value > 0:
-            raise ConfigurationError(setting, value, "a pass takes time", "give a positive number")
+            raise ConfigurationError(
+                setting,
+                value,
+                "must be above 0, because a pass takes time",
+                "give a positive number, such as 1.0",
+            )
     if not transfer >= 0:
-        raise ConfigurationError("transfer", transfer, "it is a time", "give 0 or a positive number")
+        raise ConfigurationError(
+            "transfer", transfer, "must be 0 or more, because it is a time", "give 0 or a positive number"
+        )
     kind = known_schedule(schedule)
     table = compute_actions(kind, ranks, microbatches, stages_per_rank)
     stages = 1 + max(action.stage for actions in table for action in actions)
@@ -150,7 +157,10 @@ class _Simulation:
             if done < len(actions)
         )
         return ConfigurationError(
-            SETTING, self._name, f"its ranks wait for one another: {waiting}", "mend its order of actions"
+            SETTING,
+            self._name,
+            f"cannot be executed, because its ranks wait for one another: {waiting}",
+            "correct its order of actions",
         )
 
 

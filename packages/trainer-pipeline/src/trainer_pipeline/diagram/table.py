@@ -66,8 +66,8 @@ def compute_actions(
         raise ConfigurationError(
             SETTING,
             schedule.name,
-            f"torch does not make it from {microbatches} microbatches on {ranks} ranks with "
-            f"{local} {'stage' if local == 1 else 'stages'} each ({' '.join(str(error).split())})",
+            f"cannot be made from {microbatches} microbatches on {ranks} ranks with {local} "
+            f"{'stage' if local == 1 else 'stages'} each ({' '.join(str(error).split())})",
             "change the microbatches or the stages per rank, or choose another schedule",
         ) from error
 
@@ -80,7 +80,7 @@ def _stages_per_rank(schedule: ScheduleKind, asked: int | None) -> int:
         raise ConfigurationError(
             "stages_per_rank",
             asked,
-            f"the schedule {schedule.name} has one stage on each rank",
+            f"must be 1 for the schedule {schedule.name}, which has one stage on each rank",
             "leave it out, or choose a schedule with several stages, such as interleaved_1f1b",
         )
     return asked
@@ -88,7 +88,7 @@ def _stages_per_rank(schedule: ScheduleKind, asked: int | None) -> int:
 
 def _check_count(setting: str, value: int) -> None:
     if value < 1:
-        raise ConfigurationError(setting, value, "it must be at least 1", "give a positive number")
+        raise ConfigurationError(setting, value, "must be at least 1", "give a positive number, such as 4")
 
 
 def _noted_actions(schedule: ScheduleKind, rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
@@ -107,7 +107,7 @@ def _table_actions(schedule: ScheduleKind, ranks: int, microbatches: int, stages
         raise ConfigurationError(
             SETTING,
             schedule.name,
-            f"its pipeline_order has the ranks {sorted(order)}, where the pipeline has {ranks}",
+            f"has a pipeline_order for the ranks {sorted(order)}, but the pipeline has {ranks} ranks",
             "set pipeline_order for each rank when the schedule is made, as torch's own schedules do",
         )
     table: list[tuple[Action, ...]] = []

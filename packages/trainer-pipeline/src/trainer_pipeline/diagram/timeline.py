@@ -56,13 +56,13 @@ class Timeline:
 
     def __post_init__(self) -> None:
         if not self.bars:
-            raise ValueError("bars=(): a timeline needs at least one bar; give what the ranks computed")
+            raise ValueError("bars=() must have at least one bar. Give what the ranks computed.")
         for bar in self.bars:
             if bar.end < bar.start:
-                raise ValueError(f"{bar} ends before it begins; give its end in the clock of its begin")
+                raise ValueError(f"{bar} ends before it begins. Give its end in the clock of its begin.")
         missing = set(range(self.ranks)) - {bar.rank for bar in self.bars}
         if missing:
-            raise ValueError(f"bars has none of rank {min(missing)}; give those of all {self.ranks} ranks")
+            raise ValueError(f"bars has none of rank {min(missing)}. Give those of all {self.ranks} ranks.")
 
     @classmethod
     def of_work(
@@ -192,7 +192,7 @@ class Timeline:
 def _checked(part: tuple[int, str, int, float, float]) -> tuple[int, Kind, int, float, float]:
     stage, kind, microbatch, start, end = part
     if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}: must be one of {', '.join(KINDS)}; give the letter torch uses")
+        raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}. Give the letter that torch uses.")
     return stage, kind, microbatch, start, end
 
 

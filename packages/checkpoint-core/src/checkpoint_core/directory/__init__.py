@@ -1,1 +1,0 @@
-"""The directories of checkpoints: manifest, commit, discovery, verification and rotation."""

@@ -1,0 +1,279 @@
+"""Weights alone: a Hugging Face directory, written and read."""
+
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from checkpoint_core.agreement import RankAgreement
+from checkpoint_core.components import Plan, SharingPattern
+from checkpoint_core.config import CheckpointConfig
+from checkpoint_core.directory import check_space, clean_leftovers, create_staging, discard
+from checkpoint_core.encoding import EncodedState
+from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.files import checksum_file, read_json, sync_file
+from checkpoint_core.lease import DirectoryLease
+from checkpoint_core.loading import StoredState, check_unclaimed, plan_restore
+from checkpoint_core.manifest import MANIFEST_NAME, WEIGHTS_FORMAT, read_manifest, wrong_content
+from checkpoint_core.model_state import (
+    ModelState,
+)
+from checkpoint_core.saving import (
+    ComponentFiles,
+    Preprocessor,
+    capture,
+    own_state,
+    plan_files,
+    save_preprocessor,
+)
+from checkpoint_core.sharded import WholeState, join_states
+from checkpoint_core.tensor_files import (
+    MODEL_STEM,
+)
+
+_WEIGHTS = re.compile(
+    r"model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors"
+    r"|pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?"
+)
+
+
+@dataclass(kw_only=True)
+class ModelExport:
+    """The weights, configuration and preprocessor of one model, written as a Hugging Face directory.
+
+    Everything is written aside first; then each file takes its place by one rename, the index last. Every
+    rank writes its own bytes straight from its memory, so no rank ever holds a tensor that it does not have.
+    """
+
+    config: CheckpointConfig
+    ranks: RankAgreement
+    plan: Plan
+    """Declares the component ``model``."""
+    output_dir: Path
+    """The directory; made if needed. Other files in it stay."""
+    overwrite: bool
+    """Replace weights that are there."""
+    preprocessor: Preprocessor | None
+    lease: DirectoryLease | None
+    """One that this process may hold; of this directory it serves for the export, too."""
+
+    def run(self) -> None:
+        """Export. Collective.
+
+        Raises:
+            CheckpointError: On every rank: weights are there already, the directory is a checkpoint, another
+                process writes to it, there is no component ``model``, or writing failed.
+        """
+        ranks, phase, lease = self.ranks, f"saving the model to {self.output_dir}", self.lease
+        self._staging: Path | None = None
+        # Two exports into one directory would leave the files of both.
+        own = lease is not None and lease.held and lease.directory.resolve() == self.output_dir.resolve()
+        self._lease = None if own else DirectoryLease(self.output_dir)
+        try:
+            ranks.run_on_leaders(phase, self._claim)
+            captured: dict[str, EncodedState] = {}
+            ranks.run(phase, lambda: self._capture(captured))
+            joined: dict[str, WholeState] = {}
+            if self.plan.patterns[MODEL_STEM] is SharingPattern.SHARDED:
+                joined = join_states(ranks, phase, captured, self.config.on_replica_mismatch)
+            files: list[ComponentFiles] = []
+
+            def divide() -> None:
+                if joined or (ranks.is_leader and captured):
+                    model = self.plan.assignments[MODEL_STEM].component.stateful
+                    whole = joined[MODEL_STEM] if joined else own_state(captured[MODEL_STEM])
+                    files.append(plan_files(model, MODEL_STEM, whole, self.config.max_shard_size))
+
+            ranks.run(phase, divide)
+            staging = self.output_dir / ranks.run_on_leaders(phase, lambda: self._begin(files))
+
+            def write() -> None:
+                for each in files:
+                    each.write(staging, ranks.threads)
+
+            ranks.run(phase, write)
+            ranks.run_on_leaders(phase, lambda: place_files(staging, self.output_dir))
+        finally:
+            if self._staging is not None:
+                discard(self._staging)
+            if self._lease is not None:
+                self._lease.release()
+
+    def _claim(self) -> None:
+        target, setting = self.output_dir, "overwrite_output_dir=True"
+        check_export_target(target, overwrite=self.overwrite, setting=setting)
+        if self._lease is not None:
+            self._lease.acquire()
+            # Again, for what another export has left meanwhile.
+            check_export_target(target, overwrite=self.overwrite, setting=setting)
+
+    def _capture(self, captured: dict[str, EncodedState]) -> None:
+        pattern = self.plan.patterns.get(MODEL_STEM)
+        if self.ranks.rank != 0 and pattern is SharingPattern.GLOBAL:
+            return
+        assignment = self.plan.assignments.get(MODEL_STEM)
+        if assignment is None or not isinstance(assignment.component.stateful, ModelState):
+            raise CheckpointError(
+                "save_model() needs a component with key 'model' whose stateful is a ModelState, but "
+                f"declared are {sorted(self.plan.assignments)}."
+            )
+        # Every replica is asked, because taking the state may itself need all ranks.
+        sharded = pattern is SharingPattern.SHARDED
+        captured[MODEL_STEM] = capture(assignment.component.stateful, sharded=sharded)
+
+    def _begin(self, files: Sequence[ComponentFiles]) -> str:
+        clean_leftovers(self.output_dir)
+        check_space(self.output_dir, sum(each.size for each in files))
+        self._staging = create_staging(self.output_dir, 0)
+        if self.preprocessor is not None:
+            save_preprocessor(self.preprocessor, self._staging)
+        for each in files:
+            each.create(self._staging)
+        return self._staging.name
+
+
+def check_export_target(out: Path, *, overwrite: bool, setting: str) -> None:
+    """Refuse to write into a checkpoint, or over weights unless told to.
+
+    Args:
+        out: The directory to write.
+        overwrite: Weights that are there may be replaced.
+        setting: How the user says so, for messages.
+
+    Raises:
+        CheckpointError: It is a checkpoint or inside one, no directory, or has weights.
+    """
+    if out.exists() and not out.is_dir():
+        raise CheckpointError(f"{out} is a file. Choose a directory.")
+    absolute = out.absolute()
+    for directory in (absolute, *absolute.parents):
+        if (directory / MANIFEST_NAME).exists():
+            raise CheckpointError(
+                f"{directory} is a checkpoint, which must not change. Choose another directory."
+            )
+    existing = _existing_weights(out)
+    if existing and not overwrite:
+        raise CheckpointError(
+            f"{out / existing[0]} exists. Pass {setting} to replace the weights, or choose another directory."
+        )
+
+
+def place_files(staging: Path, out: Path) -> None:
+    """Move complete files to their place, the index last, and remove weights they replace.
+
+    Args:
+        staging: Holds the files.
+        out: The directory.
+    """
+    stale = set(_existing_weights(out))
+    written = sorted((path.relative_to(staging) for path in staging.rglob("*") if path.is_file()), key=_order)
+    for name in written:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (staging / name).replace(out / name)
+    for old in stale - {str(name) for name in written}:
+        (out / old).unlink()
+    sync_file(out)
+
+
+def _existing_weights(directory: Path) -> list[str]:
+    if not directory.is_dir():
+        return []
+    return sorted(path.name for path in directory.iterdir() if _WEIGHTS.fullmatch(path.name))
+
+
+def _order(name: Path) -> tuple[bool, str]:
+    return name.name.endswith(".index.json"), str(name)
+
+
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def weight_files(directory: Path, stem: str = MODEL_STEM) -> list[Path]:
+    """The weight files of a Hugging Face directory, by its index or as the one file.
+
+    Args:
+        directory: The directory.
+        stem: Beginning of the file names.
+
+    Returns:
+        The shards.
+
+    Raises:
+        CheckpointError: No safetensors weights are there, or the index is malformed.
+    """
+    single = directory / f"{stem}.safetensors"
+    index = directory / f"{stem}.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        found = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+        pickles = [name for name in found if Path(name).suffix in _PICKLE_SUFFIXES]
+        remedy = "Name a directory that has one of them."
+        if pickles:
+            remedy = f"It has {pickles[0]}, a pickle that is never read. Convert it to safetensors."
+        raise CheckpointError(f"{directory} holds neither {single.name} nor {index.name}. {remedy}")
+    document = read_json(index)
+    places = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(f"{index} has no weight_map.")
+    names = sorted({str(name) for name in places.values()})
+    for name in names:
+        if Path(name).name != name or name in ("", "..") or "\x00" in name:
+            raise CheckpointError(f"{index} points outside its directory: {name!r}. Restore the index.")
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index} names {name!r}, which is not a safetensors file. Other formats are never read. "
+                "Convert it."
+            )
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{index} names {name}, which is not there. Restore that file.")
+    return [directory / name for name in names]
+
+
+def load_model_weights(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    verify_checksums: bool = True,
+    elsewhere: Container[str] = (),
+) -> None:
+    """Load the weights of a Hugging Face directory, or of a checkpoint, into a model.
+
+    Of parameters that are DTensors each rank reads only the bytes of its own part; there is no communication.
+
+    Args:
+        model: The model; its parameters keep their dtype and device.
+        directory: A directory with ``model.safetensors`` or an index and its shards.
+        verify_checksums: In a checkpoint, first read the weight files whole and compare their checksums.
+            Every rank does so for itself; for a large sharded model verify once and pass False. Other
+            directories have no checksums.
+        elsewhere: For a part of a model: names of weights that other ranks hold, which may be left over.
+
+    Raises:
+        CheckpointError: The weights are missing, damaged, or do not fit the model; or the dtype of a
+            parameter cannot hold its values, not even rounded.
+    """
+    try:
+        model_state = ModelState(model)
+        paths = weight_files(Path(directory))
+        if verify_checksums and (Path(directory) / MANIFEST_NAME).is_file():
+            _verify(Path(directory), paths)
+        stored = StoredState(paths, WEIGHTS_FORMAT)
+        try:
+            plan = plan_restore(model_state, stored)
+            check_unclaimed(model_state, [name for name in plan.unclaimed if name not in elsewhere])
+            stored.fill(plan.fills, threads=1)
+            plan.finish()
+        finally:
+            stored.close()
+    except OSError as error:
+        raise CheckpointError(f"loading weights from {directory}: {describe_error(error)}") from error
+
+
+def _verify(checkpoint: Path, paths: Sequence[Path]) -> None:
+    records = read_manifest(checkpoint).files
+    for path in paths:
+        if checksum_file(path) != records.get(path.name):
+            raise wrong_content(path)

@@ -1,1 +1,0 @@
-"""Bytes on the disk: safetensors files that several ranks write and read, with checksums."""

@@ -1,1 +1,0 @@
-"""What of a run is saved, where, and how it is resumed."""

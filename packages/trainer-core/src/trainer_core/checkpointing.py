@@ -1,0 +1,527 @@
+"""A run's checkpoints: how it resumes from one, owns its output directory, and makes room there."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from checkpoint_core import (
+    CheckpointConfig,
+    CheckpointError,
+    CheckpointManager,
+    DirectoryLease,
+    LeaseHeldError,
+    LeaseLostError,
+    ModelState,
+    Preprocessor,
+    find_latest_checkpoint,
+    find_lease_holder,
+)
+from dist_env import gather_objects, get_logger
+from perf_metrics import JsonLogger
+
+from .arguments import TrainingArguments
+from .arguments.config import Changes
+from .data.loaders import keeps_position
+from .distributed.ranks import Ranks
+from .errors import ConfigurationError
+from .optimization.averaging import TRAINING_WEIGHTS
+from .run import Run
+from .run_state import RunComponents
+
+logger = get_logger(__name__)
+
+
+def build_manager(
+    args: TrainingArguments,
+    ranks: Ranks,
+    components: RunComponents,
+    preprocessor: Preprocessor | None,
+    lease: DirectoryLease,
+) -> CheckpointManager:
+    """The manager of a run's checkpoints in its output directory; it saves only under the lease of that."""
+    best = {}
+    if args.tracks_best:
+        keep = args.preserve_n_best if args.preserve_best_model else 1
+        best = {
+            "best_metric": args.best_metric,
+            "greater_is_better": args.best_is_greater,
+            "preserve_n_best": keep,
+        }
+    config = CheckpointConfig(
+        output_dir=args.output_dir,
+        save_total_limit=args.save_total_limit,
+        save_on_each_node=args.save_on_each_node,
+        **best,  # type: ignore[arg-type]
+    )
+    return CheckpointManager(
+        config, dist=ranks.env, stateful_provider=components, preprocessor=preprocessor, lease=lease
+    )
+
+
+def resume(run: Run) -> Path | None:
+    """Load the checkpoint that `resume_from_checkpoint` asks for, if there is one.
+
+    Returns:
+        The checkpoint; None for a fresh start.
+
+    Raises:
+        ConfigurationError: If the output directory holds checkpoints that this run would not continue.
+        checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it.
+    """
+    wanted = run.args.resume_from_checkpoint
+    loaded = None if wanted is False else load(run, None if wanted is True else wanted)
+    if loaded is not None:
+        say_changes(run.progress.changes)
+    if run.args.save_strategy == "no" or starts_over(run):
+        return loaded
+    output_dir = Path(run.args.output_dir).absolute()
+    if loaded is not None and loaded.parent.resolve() == output_dir.resolve():
+        if not run.progress.loaded:
+            raise _without_counters(run, loaded)
+        return loaded
+    other = find_latest_checkpoint(output_dir)
+    if other is not None:
+        raise ConfigurationError(
+            "resume_from_checkpoint",
+            wanted,
+            f"starts another run beside {other}, whose place its own checkpoints would take",
+            "choose another output_dir, or set resume_from_checkpoint=False and overwrite_output_dir=True, "
+            f"which moves what is there to {PREVIOUS}<time>/",
+        )
+    return loaded
+
+
+def _without_counters(run: Run, loaded: Path) -> ConfigurationError:
+    """The error for a checkpoint from which the run would begin at step 0, in the same directory."""
+    return ConfigurationError(
+        "resume_from_checkpoint",
+        run.args.resume_from_checkpoint,
+        f"chooses {loaded}, which lacks trainer.json, so the run would begin at step 0, and replace "
+        "checkpoints beside it or be passed over for them",
+        f"to begin at step 0 with its weights and states, set resume_from_checkpoint={str(loaded)!r} and "
+        "another output_dir. To continue from an older checkpoint, name that one",
+    )
+
+
+def load(run: Run, path: str | None) -> Path | None:
+    """Load a checkpoint, the newest in the output directory when no path is given.
+
+    Returns:
+        The checkpoint; None if there is none.
+
+    Raises:
+        ConfigurationError: If the run trains, and an argument differs that may not.
+        checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it, or its
+            state does not fit this run.
+    """
+    run.progress.loaded = False
+    # Before: what another run saves meanwhile may not be what is loaded.
+    run.lease.note_content()
+    average = run.built.average
+    with nullcontext() if average is None else average.shown():
+        try:
+            loaded = run.manager.load_checkpoint(path)
+        except CheckpointError as error:
+            # What is wrong then is a setting, and not the checkpoint.
+            raise (run.progress.refusal or error) from error
+        if average is not None and loaded is not None and TRAINING_WEIGHTS in loaded.missing:
+            average.forget()
+            logger.warning("%s has no average of weights: it begins with those of this step", loaded.path)
+    if loaded is None:
+        return None
+    run.progress.settle(run.schedule)
+    run.loaded, run.went_back = loaded.path, path is not None
+    run.saved_step = run.state.global_step
+    run.announced_epoch = run.progress.generators_before_epoch = None
+    run.update_epoch()
+    note_best(run)
+    if run.loader is not None and not keeps_position(run.loader):
+        logger.warning(
+            "the training loader (%s) keeps no position: its epoch begins anew, so data will repeat",
+            type(run.loader).__name__,
+        )
+    logger.info("resumed from %s at step %d", loaded.path, run.state.global_step)
+    return loaded.path
+
+
+def say_changes(changes: Changes) -> None:
+    """Say which arguments differ from those of the checkpoint that a run continues from."""
+    for change in changes.warned:
+        logger.warning("changed since the checkpoint, and changes the curve from here on: %s", change)
+    for change in changes.allowed:
+        logger.info("changed since the checkpoint: %s", change)
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
+    """The checkpoint that training would continue from, if there is one; it is verified when it is loaded."""
+    wanted = args.resume_from_checkpoint
+    if isinstance(wanted, str):
+        return Path(wanted)
+    return find_latest_checkpoint(args.output_dir) if wanted else None
+
+
+def load_best(run: Run) -> bool:
+    """Put the weights of the best checkpoint into the model, and nothing else of it.
+
+    Returns:
+        Whether there is a best checkpoint.
+    """
+    path = run.state.best_model_checkpoint
+    if path is None:
+        logger.warning("no checkpoint has a value of %s: the model stays as it is", run.args.best_metric)
+        return False
+    run.built.load_weights(path)
+    logger.info("weights of the best checkpoint are in the model: %s", path)
+    return True
+
+
+def note_best(run: Run) -> None:
+    """Write into the state which checkpoint is the best one; collective."""
+    if run.args.tracks_best and (ranked := run.manager.best_checkpoints()):
+        run.state.best_metric = ranked[0].value
+        run.state.best_model_checkpoint = str(ranked[0].path)
+
+
+def make_room(run: Run) -> None:
+    """Move aside what a run that begins would replace, or a later start would prefer to it; collective.
+
+    A fresh start (`resume_from_checkpoint=False` with `overwrite_output_dir=True`) leaves all checkpoints and
+    the log behind, one from an older checkpoint of its directory those of later steps.
+
+    Raises:
+        ConfigurationError: On every rank, if something cannot be moved.
+    """
+    args, env, loaded = run.args, run.ranks.env, run.loaded
+    if args.save_strategy == "no":
+        return
+    paths: list[Path] = []
+    if loaded is not None and loaded.parent.resolve() == Path(args.output_dir).resolve():
+        if run.went_back:
+            paths = checkpoints_in(args.output_dir, above=run.state.global_step)
+    elif starts_over(run):
+        logs = [one.filename for one in run.events.callbacks if isinstance(one, JsonLogger)]
+        paths = [*checkpoints_in(args.output_dir), *(args.log_path / name for name in logs)]
+    if not run.ranks.any([bool(paths)])[0]:
+        return
+    failure = None
+    # Where nodes keep checkpoints of their own, each has a directory of its own.
+    if env.rank == 0 or (args.save_on_each_node and env.local_rank == 0):
+        try:
+            move_aside(args.output_dir, paths)
+        except ConfigurationError as error:
+            failure = error
+    if run.ranks.any([failure is not None])[0]:
+        raise failure or ConfigurationError(
+            "output_dir",
+            args.output_dir,
+            "cannot be cleared for this run by another rank",
+            "see the error of that rank",
+        )
+
+
+def starts_over(run: Run) -> bool:
+    """Whether the run begins anew where another one was, and was told to move that aside."""
+    args = run.args
+    return args.resume_from_checkpoint is False and args.overwrite_output_dir and run.saved_step < 0
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft has put adapters into a model, which are saved without the weights that they adapt."""
+    return bool(getattr(model, "peft_config", None)) and callable(getattr(model, "save_pretrained", None))
+
+
+def save_adapters(run: Run, directory: Path, preprocessor: Preprocessor | None, *, overwrite: bool) -> None:
+    """Write the adapters of a model as its own `save_pretrained` does, from whole weights; collective.
+
+    Args:
+        run: Its model has adapters.
+        directory: Where to; made if needed.
+        preprocessor: The tokenizer or processor.
+        overwrite: Replace adapters that are there.
+
+    Raises:
+        ConfigurationError: If ranks hold other parts of the model than can be gathered, if adapters are there
+            already and are not to be overwritten, or if more is trained than peft saves.
+    """
+    args, env, model = run.args, run.ranks.env, cast(Any, run.built.model)
+    _check_adapters(run)
+    writes = env.rank == 0 or (args.save_on_each_node and env.local_rank == 0)
+    whole: dict[str, Tensor] = {}
+    for name, value in ModelState(model).tensors().items():
+        # By name too: a model that was loaded to be used has adapters that are not trained.
+        if value.requires_grad or set(name.split(".")) & set(model.peft_config):
+            gathered = _gathered(value, run.ranks.device)
+            if writes:
+                whole[name] = gathered.cpu()
+    failure: Exception | None = None
+    if writes:
+        try:
+            if not overwrite:
+                _refuse_overwriting(directory, model.peft_config)
+            _refuse_left_out(model, whole)
+            model.save_pretrained(str(directory), state_dict=whole)
+            if preprocessor is not None:
+                preprocessor.save_pretrained(str(directory))
+        except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
+            failure = error
+    run.ranks.fail_together(failure, f"save the adapters to {directory}")
+
+
+def _gathered(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor with the parts of all ranks; those that rest on the host travel from the device."""
+    value = value.detach()
+    if not hasattr(value, "full_tensor"):
+        return value
+    whole: Tensor = cast(Any, value.to(device)).full_tensor()
+    return whole
+
+
+def _check_adapters(run: Run) -> None:
+    """Refuse models whose adapters would be saved in parts."""
+    if run.ranks.layout.pipeline > 1:
+        raise ConfigurationError(
+            "mesh",
+            str(run.ranks.layout),
+            "gives each stage its own adapters, which save_model cannot bring together",
+            "save a checkpoint, load it with a mesh without pp, and save the model there",
+        )
+    for config in cast(Any, run.built.model).peft_config.values():
+        if run.built.is_partial and config.is_prompt_learning:
+            raise ConfigurationError(
+                "mesh",
+                str(run.ranks.layout),
+                f"shards the prompt of {type(config).__name__}, which peft saves as each rank has it",
+                "save a checkpoint, load it with one process or dp, and save the model there",
+            )
+
+
+def _refuse_overwriting(directory: Path, adapters: Iterable[str]) -> None:
+    places = [directory if name == "default" else directory / name for name in adapters]
+    for found in (place for place in places if (place / "adapter_config.json").exists()):
+        raise ConfigurationError(
+            "output_dir",
+            str(found),
+            "has adapters already",
+            "choose another directory, or set overwrite_output_dir=True to replace them",
+        )
+
+
+def _refuse_left_out(model: Any, whole: Mapping[str, Tensor]) -> None:
+    """Refuse to export adapters without other weights that were trained beside them."""
+    select = import_module("peft").get_peft_model_state_dict
+    parts = [select(model, state_dict=dict(whole), adapter_name=name) for name in model.peft_config]
+    kept = {tensor.data_ptr() for part in parts for tensor in part.values()}
+    trained = {name for name, value in ModelState(model).tensors().items() if value.requires_grad}
+    left = [name for name in whole if name in trained and whole[name].data_ptr() not in kept]
+    if left:
+        raise ConfigurationError(
+            "model",
+            left[0],
+            "is trained, and peft does not save it with the adapters",
+            "name its module in modules_to_save of the adapters' config, or freeze it; a checkpoint has it",
+        )
+
+
+PREVIOUS = "previous-"
+"""Folders of an output directory in which an earlier run rests; the rest of the name is the time in UTC."""
+
+
+def checkpoints_in(output_dir: str | Path, *, above: int = -1) -> list[Path]:
+    """Directories with a checkpoint's name, good or bad, whose step is greater than `above`."""
+    directory = Path(output_dir)
+    found = directory.glob("checkpoint-*") if directory.is_dir() else ()
+    steps = {path: path.name.removeprefix("checkpoint-") for path in found if path.is_dir()}
+    return sorted(path for path, step in steps.items() if step.isdecimal() and int(step) > above)
+
+
+def move_aside(output_dir: str | Path, paths: Iterable[Path]) -> Path | None:
+    """Move files and folders to a new `previous-<time>/` in an output directory.
+
+    Nothing is deleted, and nothing in such a folder is found by a later resume. Let one process do it.
+
+    Args:
+        output_dir: The output directory.
+        paths: What to move; what does not exist is left out.
+
+    Returns:
+        The folder; None if there was nothing to move.
+
+    Raises:
+        ConfigurationError: If something cannot be moved.
+    """
+    existing = [path for path in paths if path.exists()]
+    if not existing:
+        return None
+    directory = Path(output_dir).absolute()
+    name = PREVIOUS + time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    try:
+        folder = _make_new(directory, name)
+        for path in existing:
+            shutil.move(path, folder / path.name)  # the logs may lie on another file system
+    except OSError as error:
+        raise ConfigurationError(
+            "output_dir",
+            str(output_dir),
+            f"holds an earlier run that cannot be moved aside ({error})",
+            "allow this process to rename there, or choose another output_dir",
+        ) from error
+    names = ", ".join(path.name for path in existing)
+    logger.warning("moved aside to %s: %s", folder, names)
+    return folder
+
+
+def _make_new(directory: Path, name: str) -> Path:
+    number = 1
+    while True:
+        folder = directory / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+class OutputLease:
+    """The lease of a trainer's output directory, and of its log directory where that is another one.
+
+    One rank takes it for all; with `save_on_each_node` one rank of each node takes that of its node.
+
+    Args:
+        args: The arguments.
+        ranks: The ranks.
+    """
+
+    def __init__(self, args: TrainingArguments, ranks: Ranks) -> None:
+        times = {
+            "heartbeat_seconds": args.lease_heartbeat_seconds,
+            "takeover_seconds": args.lease_takeover_seconds,
+        }
+        self.directory = DirectoryLease(args.output_dir, **times)
+        """For the manager of the checkpoints."""
+        self._args = args
+        self._ranks = ranks
+        env = ranks.env
+        self._leases: list[tuple[str, DirectoryLease]] = []
+        if env.rank == 0 or (args.save_on_each_node and env.local_rank == 0):
+            self._leases.append(("output_dir", self.directory))
+        if env.rank == 0 and args.log_path.resolve() != Path(args.output_dir).resolve():
+            self._leases.append(("logging_dir", DirectoryLease(args.log_path, **times)))
+        self._users = 0
+        self._known: set[str] | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Own the directories meanwhile; may be entered again inside. Collective.
+
+        Raises:
+            ConfigurationError: On every rank, if another run owns one, or one cannot be written, or another
+                run has saved in the output directory since this one left it or loaded its state there.
+        """
+        if self._users == 0:
+            with self._ranks.lost_rank_errors("taking the output directory"):
+                self._acquire()
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if self._users == 0:
+                if self._leases and self._owns_still():
+                    self.note_content()
+                self._release()
+
+    def note_content(self) -> None:
+        """Remember which checkpoints are in the output directory: others that come are another run's."""
+        self._known = self._content()
+
+    def _content(self) -> set[str]:
+        """Names of what every run leaves that continues, or begins anew, in the output directory."""
+        directory = Path(self._args.output_dir)
+        return {path.name for path in (*checkpoints_in(directory), *directory.glob(f"{PREVIOUS}*"))}
+
+    def _owns_still(self) -> bool:
+        try:
+            self.directory.check()
+        except LeaseLostError:
+            return False
+        return True
+
+    def may_log(self) -> bool:
+        """Whether callbacks may write a record now.
+
+        Between two calls of `train` nothing is owned, and an evaluation may continue beside the training of
+        another process, whose log it must leave alone.
+
+        Raises:
+            checkpoint_core.LeaseLostError: If another run has taken over what this one owned.
+        """
+        if self._users:
+            for _, lease in self._leases:
+                if lease.held:
+                    lease.check()
+            return True
+        holder = find_lease_holder(self._args.log_path)
+        if holder is not None:
+            logger.warning(
+                "%s is in use by %s: a record of this process is not written to its logs",
+                self._args.log_path,
+                holder.describe(),
+            )
+        return holder is None
+
+    def _acquire(self) -> None:
+        refusals: list[list[str] | None] = gather_objects(self._refusal(), self._ranks.env)
+        for refusal in refusals:
+            if refusal is not None:
+                self._release()
+                setting, value, rule, fix = refusal
+                raise ConfigurationError(setting, value, rule, fix)
+
+    def _refusal(self) -> list[str] | None:
+        """Take the leases; what stands against it, as the parts of a ConfigurationError."""
+        if (refusal := self._refusal_of_lease()) is not None:
+            return refusal
+        if self._known is None:
+            self.note_content()
+        new = sorted(self._content() - (self._known or set())) if self._leases else []
+        if not new or self._args.save_strategy == "no":
+            return None
+        rule = (
+            f"was used by another run, which left {new[-1]} there, and this trainer does not have the state "
+            "of that run"
+        )
+        return [
+            "output_dir",
+            self._args.output_dir,
+            rule,
+            "call load_checkpoint() first, or make a new Trainer",
+        ]
+
+    def _refusal_of_lease(self) -> list[str] | None:
+        for setting, lease in self._leases:
+            value = str(getattr(self._args, setting))
+            try:
+                lease.acquire()
+            except LeaseHeldError as error:
+                fix = f"wait until that run has ended, stop it, or choose another {setting}"
+                return [setting, value, f"is in use by {error.holder.describe()}", fix]
+            except CheckpointError as error:
+                if self._args.save_strategy != "no":
+                    return [setting, value, str(error), f"choose another {setting}"]
+                # A run that writes nothing may have a directory that cannot be written.
+                logger.info("this run does not own its directory: %s", error)
+        return None
+
+    def _release(self) -> None:
+        for _, lease in self._leases:
+            lease.release()

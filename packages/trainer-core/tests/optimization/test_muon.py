@@ -1,0 +1,112 @@
+"""Muon by name: which parameters it takes, with which options, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import AdamW, Muon
+
+from trainer_core import ConfigurationError, Multiopt
+from trainer_core.optimization import build_optimizer
+
+
+@pytest.fixture
+def named_net(net):
+    """The model; it says which its output layer is."""
+
+    def make(**options):
+        model = net(**options)
+        model.get_output_embeddings = lambda: model.head
+        return model
+
+    return make
+
+
+def members(optimizer):
+    assert isinstance(optimizer, Multiopt)
+    return optimizer.optimizers
+
+
+def names_in(model, optimizer):
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [name for name, p in model.named_parameters() if id(p) in held]
+
+
+HIDDEN = ["layers.0.linear.weight", "layers.1.linear.weight"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_takes_matrices_of_hidden_layers_alone(named_net, arguments, tied):
+    model = named_net(tied=tied)
+    adamw, muon = members(build_optimizer(arguments(optim="muon"), model))
+    assert (type(adamw), type(muon)) == (AdamW, Muon)
+    assert names_in(model, muon) == HIDDEN
+    assert names_in(model, adamw) == [name for name, _ in model.named_parameters() if name not in HIDDEN]
+    decays = [group["weight_decay"] for group in adamw.param_groups]
+    assert decays == [0.1, 0.0], "embedding and head decay, biases and norms do not"
+
+
+def test_steps_as_the_two_by_hand(named_net, loss_of, arguments):
+    model, hand = named_net(), named_net()
+    optimizer = build_optimizer(arguments(optim="muon", optim_kwargs={"momentum": 0.8}), model)
+    matrices = [layer["linear"].weight for layer in hand.layers]
+    decaying = [hand.embed.weight, hand.head.weight]
+    taken = {id(p) for p in (*matrices, *decaying)}
+    rest = [p for p in hand.parameters() if id(p) not in taken]
+    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    by_hand = [
+        AdamW(groups, lr=1e-2, fused=True),
+        Muon(matrices, lr=1e-2, weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw"),
+    ]
+    for step in range(6):
+        for each in (model, hand):
+            each.zero_grad()
+            loss_of(each, step).backward()
+        optimizer.step()
+        for member in by_hand:
+            member.step()
+    for (name, one), other in zip(model.named_parameters(), hand.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_options_and_groups_are_those_given(named_net, arguments):
+    given = {"lr": 0.02, "weight_decay": 0.3, "nesterov": False, "ns_steps": 3, "adjust_lr_fn": "original"}
+    groups = {"layers.1.*": {"lr": 1e-3}, "embed.*": {"betas": (0.8, 0.9)}}
+    args = arguments(optim="muon", optim_kwargs=given)
+    adamw, muon = members(build_optimizer(args, named_net(), groups=groups))
+    first, second = (group for group in muon.param_groups if group["params"])
+    assert {name: first[name] for name in given} == given
+    assert {name: second[name] for name in given} == given | {"lr": 1e-3}
+    assert [group["betas"] for group in adamw.param_groups if len(group["params"]) == 1][-1] == (0.8, 0.9)
+
+
+def test_refusals_name_the_setting(net, named_net, arguments):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"optim='muon' needs AdamW for .*, which Net does not name.*get_output_embeddings",
+    ):
+        build_optimizer(arguments(optim="muon"), net())
+    with pytest.raises(ConfigurationError, match=r"betas.*is not an option of Muon"):
+        build_optimizer(arguments(optim="muon"), named_net(), groups={"layers.*": {"betas": (0.8, 0.9)}})
+    for settings, told in (
+        ({"optim": "muonn"}, r"optim='muonn' is not a built-in optimizer. Did you mean 'muon'\?"),
+        ({"optim_kwargs": {"momentum": 0.9}}, r"optim_kwargs.momentum=0.9 is not an option of 'adamw'"),
+        ({"optim": "muon", "optim_kwargs": {"ns_step": 3}}, r"ns_step=3.*Did you mean 'ns_steps'"),
+        ({"optim": "muon", "optim_kwargs": {"momentum": 2.0}}, r"optim_kwargs.momentum=2.0"),
+        ({"optim": "muon", "optim_kwargs": {"adjust_lr_fn": "rms"}}, r"optim_kwargs.adjust_lr_fn='rms'"),
+        ({"optim": "muon", "fuse_optim_with_backward": True}, "excludes optim='muon'"),
+        ({"ema_decay": 1.0}, r"ema_decay=1.0 must lie between 0 and 1"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            arguments(**settings)
+
+
+def test_nothing_to_train_and_nothing_for_one_of_the_two(named_net, arguments):
+    model = named_net()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match="has no trainable parameter"):
+        build_optimizer(arguments(optim="muon"), model)
+    model.layers[0]["linear"].weight.requires_grad_(True)
+    adamw, muon = members(build_optimizer(arguments(optim="muon"), model))
+    assert (names_in(model, adamw), names_in(model, muon)) == ([], HIDDEN[:1])
