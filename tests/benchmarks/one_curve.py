@@ -78,7 +78,7 @@ def draw(path: Path, curves: dict[str, list[float]], ink: str) -> None:
             width = 1.6 * (len(curves) - place) - 0.6
             above.plot(steps, losses, color=COLOURS[place], linewidth=width, label=label)
         for place, losses in enumerate(others, start=1):
-            # Without deviation there is no place on a logarithmic axis.
+            # A deviation of 0 has no place on a logarithmic axis.
             apart = [value or float("nan") for value in deviations(losses, plain)]
             below.plot(steps, apart, ".", markersize=3, color=COLOURS[place])
         above.set_ylabel("loss, nats per byte")

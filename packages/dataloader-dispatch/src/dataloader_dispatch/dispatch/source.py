@@ -20,7 +20,7 @@ from dist_env import ControlGroup, RankFailedError, RankTimeoutError
 _DOING = "dispatching batches"
 _LOOK_SECONDS = 0.5
 _QUICK_SECONDS = 5e-4
-"""A loader that takes less for a round, on average, is no dearer than the transport of one.
+"""A loader whose rounds take less on average costs no more than their transport.
 
 Then more than one travels in a message. Whoever waits for the first of them waits for the last too, so a
 loader that is quick now and then does not get there; a quick one that a busy host holds up now and then does.
