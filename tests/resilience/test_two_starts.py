@@ -96,7 +96,7 @@ def start_twice(
     said = loser.end()
     assert holder is not None, said
     assert loser.process.returncode == 2, said
-    named = re.search(r"is in use by process (\d+) on \S+, since .* UTC; wait until that run has ended", said)
+    named = re.search(r"is in use by process (\d+) on \S+, since .* UTC. Wait until that run has ended", said)
     assert named is not None, said
     assert int(named[1]) == holder.pid
     winner = both[1 - both.index(loser)]

@@ -290,7 +290,7 @@ def test_state_after_many_rows_is_as_small_as_at_first() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 4}, "saved with seed=3, the data at hand have seed=4"),
+        ({"seed": 4}, "saved with seed=3, but the data at hand have seed=4"),
         ({"sequence_length": 9}, "sequence_length=8.*sequence_length=9"),
         ({"shuffle": False}, "shuffle=True.*shuffle=False"),
         ({"eos_token_id": 1}, "eos_token_id=0.*eos_token_id=1"),

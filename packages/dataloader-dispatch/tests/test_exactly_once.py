@@ -157,9 +157,9 @@ def test_states_of_other_ranks_are_refused_with_the_way_out() -> None:
         pass
     zero, one = job.states()
     alone = Job(1, 0).loaders[0]
-    with pytest.raises(DataError, match=r"saved by rank 0 of 2, this is rank 0 of 1.*load_resharded"):
+    with pytest.raises(DataError, match=r"saved by rank 0 of 2, but this is rank 0 of 1.*load_resharded"):
         alone.load_state_dict(zero)
-    with pytest.raises(DataError, match="saved by rank 1 of 2, this is rank 0 of 2"):
+    with pytest.raises(DataError, match="saved by rank 1 of 2, but this is rank 0 of 2"):
         Job(2, 0).loaders[0].load_state_dict(one)
     with pytest.raises(DataError, match="do not cover each of the 24 shards once"):
         alone.load_resharded([zero], rank=0, world_size=1)

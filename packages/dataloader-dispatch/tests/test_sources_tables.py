@@ -106,7 +106,7 @@ def test_what_is_not_text_and_not_token_ids(write: Callable[[pyarrow.Table], Pat
     for column, held in (("share", "double"), ("lists", "list<.*float>")):
         with pytest.raises(DataError, match=rf"{path.name}: column '{column}' holds {held}.*text_column"):
             opened(path, column)
-    with pytest.raises(DataError, match=rf"{path.name}: no column 'body'.*'text', 'share'.*text_column"):
+    with pytest.raises(DataError, match=rf"{path.name} has no column 'body'.*'text', 'share'.*text_column"):
         opened(path, "body")
     with pytest.raises(DataError, match=rf"{path.name} row 1: 'text' is null"):
         opened(path, "text")[1]

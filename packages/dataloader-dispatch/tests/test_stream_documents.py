@@ -231,7 +231,7 @@ def test_mixture_resumes_and_names_its_documents() -> None:
         mixture[38]
     other = mix_documents({"a": numbers(100, 30), "b": numbers(200, 8)}, {"a": 1, "b": 3})
     changed = DocumentStream(other, sequence_length=4, eos_token_id=EOS, seed=3, shards=4)
-    with pytest.raises(DataError, match=r"saved with documents=39, the data at hand have documents=54"):
+    with pytest.raises(DataError, match=r"saved with documents=39, but the data at hand have documents=54"):
         changed.load_state_dict(reference.state_dict())
 
 
@@ -266,7 +266,7 @@ def test_weights_are_any_numbers_and_what_rounding_changes_is_told(caplog: pytes
 
 
 def test_names_of_a_mixture_must_agree() -> None:
-    with pytest.raises(DataError, match=r"passes names \['a', 'c'\], sources names \['a', 'b'\]"):
+    with pytest.raises(DataError, match=r"passes names \['a', 'c'\], but sources names \['a', 'b'\]"):
         mix_documents({"a": numbers(1, 3), "b": numbers(9, 3)}, {"a": 1, "c": 1})
     with pytest.raises(DataError, match="source 'b' has no documents"):
         mix_documents({"a": numbers(1, 3), "b": []}, {"a": 1, "b": 1})

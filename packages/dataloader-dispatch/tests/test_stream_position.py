@@ -158,7 +158,7 @@ def test_a_state_is_loaded_by_those_whose_shards_it_knows() -> None:
     assert places(part)[2] == (2, 3, 1, 2, 2)
     for other in (position(1, 2), position(), position(0, 1)):
         before = other.state_dict()
-        with pytest.raises(DataError, match=r"saved by rank 0 of 2, this is rank \d of \d"):
+        with pytest.raises(DataError, match=r"saved by rank 0 of 2, but this is rank \d of \d"):
             other.load_state_dict(first.state_dict())
         assert other.state_dict() == before
 

@@ -311,7 +311,7 @@ def test_unreadable_and_undecodable_documents_are_counted(
         assert tokenize("--unreadable", "skip", "--undecodable", "skip", out=out, workers=workers) == 0
         said = capsys.readouterr()
         assert (
-            "left out: 1 files and 2 documents that cannot be read. 1 documents not UTF-8 (skip)" in said.out
+            "left out: 1 files and 2 documents that cannot be read; 1 documents not UTF-8 (skip)" in said.out
         )
         assert said.err.count("warning: left out a document") == 1
         assert tokens(out) == [list(text.encode()) for text in ("", "", TEXTS[2], "", "two", "")]

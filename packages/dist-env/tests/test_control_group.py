@@ -43,7 +43,7 @@ def test_three_ranks_exchange_values_and_name_a_killed_one(launch: Callable[...,
         if rank == 1:
             continue
         assert seen["pair"] == [0, 2]
-        assert seen["closed"][:2] == ["RuntimeError", "the control group was closed. Make a new one"]
+        assert seen["closed"][:2] == ["RuntimeError", "the control group was closed. Make a new one."]
         kind, text, named, when = seen["killed"]
         assert (kind, named) == ("RankFailedError", 1)
         assert text.startswith("saving: a connection broke, and within 5 s no answer came from rank 1 (")
@@ -65,7 +65,7 @@ def test_why_a_rank_failed_is_told_also_where_its_connections_close_first(launch
     assert job.codes == [0, 1], job.err
     kind, text, named, _ = job.notes[0]["failed"]
     assert (kind, named) == ("RankFailedError", 1)
-    assert text == f"saving: a connection broke, and rank 1 on {HOST} failed: OSError: no such disk"
+    assert text == f"saving: a connection broke, and rank 1 on {HOST} failed: OSError: no such disk."
 
 
 def test_a_forked_child_ends(launch: Callable[..., Any]) -> None:

@@ -37,7 +37,7 @@ def test_objects_reach_every_rank(job: Any) -> None:
 def test_an_object_that_cannot_be_sent_is_refused_on_every_rank(job: Any) -> None:
     own = "the object['lock'] is a _thread.lock, which cannot be sent. What can: None, bool, int, float"
     assert [text.startswith(own) for text in job.notes[0]["unfit"]] == [True] * 2
-    told = "the object of rank 0 cannot be sent to other ranks. Its own error says why"
+    told = "the object of rank 0 cannot be sent to other ranks. Its own error says why."
     assert [note["unfit"] for note in job.notes[1:]] == [[told] * 2] * 3
 
 

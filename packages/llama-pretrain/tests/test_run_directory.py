@@ -96,7 +96,7 @@ def test_a_run_without_checkpoint_may_become_another(tmp_path: Path) -> None:
         (
             {"resume_from_checkpoint": False},
             {},
-            ["resume_from_checkpoint=False", "holds checkpoints", "--fresh"],
+            ["resume_from_checkpoint=False", "contains checkpoints", "--fresh"],
         ),
     ],
 )

@@ -49,10 +49,10 @@ def test_a_constant_rate_has_no_warmup_unless_one_was_asked_for(tmp_path: Path) 
     path = tmp_path / "run.toml"
     path.write_text('lr_scheduler_type = "constant"')
     assert _resolve("--config", str(path)).warmup_steps == 0
-    with pytest.raises(ConfigurationError, match=r"warmup_steps=40: .*constant"):
+    with pytest.raises(ConfigurationError, match=r"warmup_steps=40 .*constant"):
         _resolve("--config", str(path), "--warmup-steps", "40")
     path.write_text("warmup-steps = 7")
-    with pytest.raises(ConfigurationError, match=r"warmup_steps=7: .*constant"):
+    with pytest.raises(ConfigurationError, match=r"warmup_steps=7 .*constant"):
         _resolve("--config", str(path), "--lr-scheduler-type", "constant")
 
 
@@ -197,7 +197,7 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
             "trainer: fsdp2\npipeline: {replicas: 2}",
             "pipeline.replicas=2 has no effect with trainer='fsdp2'",
         ),
-        ("pipeline: {schedule: zbv}", "leave it out, or use trainer='pipeline'"),
+        ("pipeline: {schedule: zbv}", "Leave it out, or use trainer='pipeline'"),
         ("ddp: {1: 2}", "ddp.1=2 is not the name of a setting"),
         (
             "trainer: pipeline\npipeline: {schedule: gpip}",
@@ -313,7 +313,6 @@ def _look_for_options(cls: type, prefix: str, shown: str) -> None:
 
 
 def test_the_types_of_all_settings_can_be_told_from_the_constructor() -> None:
-    hints = get_type_hints(PretrainArguments.__init__)
-    assert {name: hints[name] for name in get_type_hints(PretrainArguments)} == get_type_hints(
-        PretrainArguments
-    )
+    hints, of_class = get_type_hints(PretrainArguments.__init__), get_type_hints(PretrainArguments)
+    names = [field.name for field in dataclasses.fields(PretrainArguments)]
+    assert {name: hints[name] for name in names} == {name: of_class[name] for name in names}

@@ -230,7 +230,7 @@ def test_processes_forked_meanwhile_do_not_keep_the_port(run, exporter) -> None:
 def test_a_port_that_is_taken_is_named(run, exporter) -> None:
     run.fire("on_train_begin", exporter)
     second = PrometheusExporter(port=exporter.port)
-    with pytest.raises(OSError, match=rf"port={exporter.port}, host='127.0.0.1': .*in use.*port=0"):
+    with pytest.raises(OSError, match=rf"port={exporter.port}, host='127.0.0.1' .*in use.*port=0"):
         run.fire("on_train_begin", second)
     assert second.port is None
 
@@ -248,14 +248,14 @@ def test_a_port_out_of_range_is_named(port: object) -> None:
 
 @pytest.mark.parametrize("name", ["hpc-job", "9lives", "", "__name__", "job name", "größe"])
 def test_labels_that_prometheus_would_refuse_are_named(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"labels=.*: '{name}' is not the name of a label"):
+    with pytest.raises(ValueError, match=rf"labels=.* has '{name}', which is not the name of a label"):
         PrometheusExporter(labels={name: "x"})
 
 
 def test_values_of_labels_are_text_and_not_empty() -> None:
-    with pytest.raises(TypeError, match=r"labels=\{'hpc_job': 7\}: hpc_job must be text"):
+    with pytest.raises(TypeError, match=r"labels=\{'hpc_job': 7\} must have text as hpc_job"):
         PrometheusExporter(labels={"hpc_job": 7})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match=r"labels=\{'hpc_job': ''\}: hpc_job is empty"):
+    with pytest.raises(ValueError, match=r"labels=\{'hpc_job': ''\} must not have an empty hpc_job"):
         PrometheusExporter(labels={"hpc_job": ""})
 
 

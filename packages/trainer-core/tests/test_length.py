@@ -142,7 +142,9 @@ def test_the_length_of_an_epoch_can_be_said_for_data_that_cannot_tell(
     assert "continue after the 4 optimizer steps of an epoch that epoch_train_steps promised" in caplog.text
     epochs = [entry["epoch"] for entry in longer.state.log_history if "loss" in entry]
     assert epochs == [0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5, 1.75]
-    with pytest.raises(ConfigurationError, match=r"epoch_train_steps=5: .* of these has 6 optimizer steps"):
+    with pytest.raises(
+        ConfigurationError, match=r"epoch_train_steps=5 .* of this data has 6 optimizer steps"
+    ):
         make_trainer(epoch_train_steps=5).train()
     assert make_trainer(epoch_train_steps=6).train().global_step == 6
 

@@ -78,7 +78,7 @@ def test_a_trainer_that_another_run_has_overtaken_is_refused(
     make_trainer(**{"max_steps": 4, **settings, **another}).train()
     for refused in (first.train, first.save_checkpoint, first.train):
         with pytest.raises(
-            ConfigurationError, match=r"was used by another run, which left .* call load_check"
+            ConfigurationError, match=r"was used by another run, which left .* Call load_check"
         ):
             refused()
     assert first.load_checkpoint()

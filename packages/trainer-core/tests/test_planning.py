@@ -181,7 +181,10 @@ def test_of_a_batch_that_is_given_only_shapes_and_dtypes_count() -> None:
     ("given", "told"),
     [
         ({}, "is needed to compute the activations"),
-        ({"sequence_length": 8, "batch": {"labels": torch.zeros(1, 8)}}, "give one of"),
+        (
+            {"sequence_length": 8, "batch": {"labels": torch.zeros(1, 8)}},
+            "cannot be given together with batch",
+        ),
         ({"sequence_length": 1}, "must be at least 2"),
         ({"batch": {"input_ids": torch.zeros(2, 4)}}, "has no tensor 'labels'"),
     ],

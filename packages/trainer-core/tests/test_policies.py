@@ -125,7 +125,13 @@ def test_a_changed_learning_rate_takes_effect_and_is_said(
     shared = {"max_steps": 10, "lr_scheduler_type": "cosine", "weight_decay": 0.1}
     run_until(make_trainer, 4, learning_rate=1e-2, **shared)
     with caplog.at_level(logging.INFO, logger="trainer_core"):
-        later = run_until(make_trainer, 10, learning_rate=1e-3, **(shared | {"weight_decay": 0.3}))
+        later = run_until(
+            make_trainer,
+            10,
+            learning_rate=1e-3,
+            allow_changes=("learning_rate", "weight_decay"),
+            **(shared | {"weight_decay": 0.3}),
+        )
     assert "learning_rate: 0.01 before, 0.001 now" in caplog.text
     rates = [float(rate) for rate in logged(later, "learning_rate")]  # type: ignore[arg-type]
     undisturbed = run_until(
@@ -143,7 +149,7 @@ def test_weight_decay_can_be_switched_on_and_off_at_a_resume(
     make_trainer: Callable[..., Trainer], before: float, now: float
 ) -> None:
     run_until(make_trainer, 3, max_steps=6, weight_decay=before)
-    later = run_until(make_trainer, 6, max_steps=6, weight_decay=now)
+    later = run_until(make_trainer, 6, max_steps=6, weight_decay=now, allow_changes=("weight_decay",))
     assert later.state.global_step == 6
     assert later.optimizer is not None
     assert max(group["weight_decay"] for group in later.optimizer.param_groups) == now
@@ -205,7 +211,9 @@ def test_a_device_that_contradicts_the_environment_is_refused(make_trainer: Call
 
 
 def test_options_beside_an_optimizer_of_ones_own_are_refused(make_trainer: Callable[..., Trainer]) -> None:
-    with pytest.raises(ConfigurationError, match=r"learning_rate=0\.01 has no effect beside an optimizer"):
+    with pytest.raises(
+        ConfigurationError, match=r"learning_rate=0\.01 has no effect together with an optimizer"
+    ):
         make_trainer(with_trainer={"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})})
     own = make_trainer(
         learning_rate=5e-5,

@@ -108,7 +108,7 @@ def test_careless_constructions_are_refused_at_once(
     args = TrainingArguments(output_dir=str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"model=None.*model_init"):
         Trainer(args)
-    with pytest.raises(ConfigurationError, match="give one of the two"):
+    with pytest.raises(ConfigurationError, match="Give only one of the two"):
         Trainer(args, model=tiny_model(), model_init=tiny_model)
     with pytest.raises(ConfigurationError, match="MeanLoss"):
         Trainer(args, model=tiny_model(), compute_loss_func=torch.nn.functional.cross_entropy)  # type: ignore[arg-type]

@@ -32,11 +32,11 @@ REFUSED = {
     "ddp.skip_all_reduce_unused_params=True has no effect without": {
         "ddp": DDPArguments(skip_all_reduce_unused_params=True)
     },
-    "ddp.static_graph=True: replaces what the model returns": {
+    "ddp.static_graph=True replaces what the model returns": {
         "ddp": DDPArguments(static_graph=True),
         "fused_loss": "chunked",
     },
-    "ddp.find_unused_parameters=True: replaces what the model returns": {
+    "ddp.find_unused_parameters=True replaces what the model returns": {
         "ddp": DDPArguments(find_unused_parameters=True),
         "fused_loss": "auto",
     },
@@ -80,7 +80,7 @@ REFUSED = {
         "compression": CompressionArguments(method="powerSGD"),
         "mixed_precision": "fp16",
     },
-    "mixed_precision='fp16': skips steps": {"mixed_precision": "fp16", "post_local_sgd": LOCAL},
+    "mixed_precision='fp16' skips steps": {"mixed_precision": "fp16", "post_local_sgd": LOCAL},
     "ema_decay=0.9 averages the weights of all ranks": {"ema_decay": 0.9, "diloco": OUTER},
     "optim='schedule_free_adamw' averages the weights": {
         "optim": "schedule_free_adamw",

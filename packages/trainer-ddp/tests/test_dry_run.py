@@ -84,5 +84,5 @@ def test_gradients_are_summed_once_a_step(tmp_path: Path, accumulation: int) -> 
     ],
 )
 def test_what_needs_values_is_refused(tmp_path: Path, name: str, settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}: needs real tensor values"):
+    with pytest.raises(ConfigurationError, match=f"{name} needs real tensor values"):
         _dry_run(tmp_path, 2, **settings)

@@ -17,7 +17,7 @@ OF_MODEL = {
     "mixed dtypes": ("layers.1", "several dtypes", "torch.float32", "torch.bfloat16", "freeze"),
     "not contiguous": ("layers.0.mixing.weight", "is not contiguous", ".contiguous()"),
     "no elements": ("layers.0.nothing", "has no elements"),
-    "built on meta": ("model_init='embed.weight'", "was built on the meta device"),
+    "built on meta": ("model_init='embed.weight'", "is a parameter on the meta device"),
     "path": ("transformer_layers_path='layer'", "is not the name of a module", "nearest", "layers"),
     "path to a module": ("transformer_layers_path='embed'", "not a list or dict", "layers"),
     "no blocks": ("transformer_layers_path=None", "fsdp2.shard_transformer_layers", "Flat"),
@@ -42,7 +42,7 @@ OF_MODEL = {
 OF_MESH = {
     "replicas 3": ("fsdp2.replicas=3", "must divide the world size, 4"),
     "replicas 4": ("fsdp2.replicas=4", "leaves nothing to shard on 4 ranks", "trainer-ddp"),
-    "reshard 3": ("fsdp2.reshard_after_forward=3", "must divide the 4 ranks", "use one of 2"),
+    "reshard 3": ("fsdp2.reshard_after_forward=3", "must divide the 4 ranks", "Use one of 2"),
     "reshard 3 of 2": ("fsdp2.reshard_after_forward=3", "must divide the 2 ranks"),
 }
 ACCEPTED = ("no blocks, one piece", "shared weight, one piece", "shared layer, one piece", "one block twice")

@@ -73,7 +73,7 @@ OF_LAYOUT: dict[str, tuple[int, dict[str, object]]] = {
         2,
         {"schedule": "zbv", "stages_per_rank": 1},
     ),
-    "pipeline.stages_per_rank=3: dualpipe_v has two stages on each rank": (
+    "pipeline.stages_per_rank=3 must be 2 with dualpipe_v": (
         2,
         {"schedule": "dualpipe_v", "stages_per_rank": 3, "n_microbatches": 8},
     ),
@@ -200,7 +200,7 @@ def test_without_sizes_all_ranks_are_one_pipeline(caplog: pytest.LogCaptureFixtu
 def test_deprecated_replicas_beside_mesh_are_refused(message: str, settings: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)) as error:
         arguments(settings)
-    assert "leave pipeline.replicas out, and set mesh to" in str(error.value)
+    assert "Leave pipeline.replicas out, and set mesh=" in str(error.value)
 
 
 def test_stages_whose_settings_contradict_the_mesh_are_refused() -> None:
@@ -215,7 +215,7 @@ def test_stages_whose_settings_contradict_the_mesh_are_refused() -> None:
     {
         "fuse_optim_with_backward=True steps each parameter": {"fuse_optim_with_backward": True},
         "mixed_precision='fp16' needs a loss scale": {"mixed_precision": "fp16"},
-        "dispatch_batches=False: some ranks of the layout pp=2 work on the same batch": {
+        "dispatch_batches=False lets every rank read its own batches, but some ranks of the layout pp=2": {
             "dispatch_batches": False
         },
     }.items(),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 REFUSED = {
-    "model": ("model='Tiny'", "no rank holds the whole model", "give model_init"),
+    "model": ("model='Tiny'", "no rank holds the whole model", "Give model_init"),
     "frozen rank": (
         "model_init='Tiny'",
         "leaves nothing to train in the stages (1,)",
@@ -24,7 +24,7 @@ REFUSED = {
     "sum of layers": (
         "pipeline.layers_per_stage=(2, 3)",
         "must add up to the 4 blocks of layers",
-        "change it, or leave it out",
+        "Change it, or leave it out",
     ),
     "no blocks": ("transformer_layers_path=None", "the blocks of the model, which pipeline needs", "Flat"),
     "path": ("transformer_layers_path='layer'", "is not the name of a module in the model", "layers"),
@@ -36,7 +36,7 @@ REFUSED = {
         "different values on ranks that share it",
         "set the same seed everywhere",
     ),
-    "too few stages": ("model_splitter=1", "where 2 were asked for", "from 0 to num_stages - 1"),
+    "too few stages": ("model_splitter=1", "but 2 were asked for", "from 0 to num_stages - 1"),
     "microbatches": (
         "pipeline.schedule='interleaved_1f1b'",
         "cannot be executed with pipeline.n_microbatches=7, 2 ranks and 2 stages on each",

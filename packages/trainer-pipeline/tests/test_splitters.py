@@ -56,7 +56,7 @@ def test_texts_need_the_stages_of_block_splitter(world: Callable[..., Any]) -> N
 def test_a_parameter_that_is_left_out_is_named(world: Callable[..., Any]) -> None:
     for error in world("two", "2").errors("split, leaving out"):
         assert error.startswith("ConfigurationError: model_splitter='third.norm.weight' is a parameter that")
-        assert "give it to a stage" in error
+        assert "Give it to a stage" in error
 
 
 @pytest.mark.parametrize("way", ["class", "subclass", "partial"])

@@ -67,7 +67,7 @@ def test_summary_as_table_and_as_json(log: Path, tmp_path: Path, capsys: Capture
     [
         (
             ["plot", "{log}", "--panels", "los"],
-            "perf-metrics: panels: 'los' is neither .* Did you mean 'loss'",
+            "perf-metrics: panels has 'los', which is neither .* Did you mean 'loss'",
         ),
         (["plot", "{log}", "--panels", "mfu"], "perf-metrics: nothing to plot in panel 'mfu'"),
         (["plot", "{log}", "-o", "a.jpg"], "perf-metrics: output='a.jpg' must end in"),

@@ -159,7 +159,9 @@ def test_what_is_too_large_for_a_server_is_told_apart(
 
 def test_a_redirect_is_told_and_not_followed(server: Server, api: PrometheusAPI) -> None:
     server.answer(b"", 302)
-    with pytest.raises(PrometheusError, match="redirects to another address: Give the address that answers"):
+    with pytest.raises(
+        PrometheusError, match=r"redirects to another address\. Give the address that answers"
+    ):
         api.query_range("up", 0, 60, 30)
 
 

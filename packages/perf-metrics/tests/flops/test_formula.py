@@ -210,7 +210,7 @@ def test_a_model_may_answer_for_itself() -> None:
     with pytest.raises(FlopsUnknownError, match="cannot be halved"):
         flops_per_token_breakdown(model, 10, causal="half")
     model.answer = -1.0
-    with pytest.raises(ValueError, match=r"returned -1\.0: must return a positive number"):
+    with pytest.raises(ValueError, match=r"returned -1\.0, but must return a positive number"):
         model_flops_per_token(model, 10)
 
 

@@ -40,7 +40,7 @@ def test_a_short_file_says_what_the_long_one_says(family: str) -> None:
     changed = json.loads(config.to_json_string(use_diff=True)) | {"model_type": family}
     for short in (changed, shape | {"model_type": family}):
         found = found_or_missing(short)
-        assert found == whole or (FAMILIES[family].required and str(found).endswith("is not there"))
+        assert found == whole or (FAMILIES[family].required and str(found).endswith("is not there."))
 
 
 @pytest.mark.parametrize(

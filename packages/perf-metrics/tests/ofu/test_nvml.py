@@ -176,7 +176,7 @@ def test_missing_and_old_bindings_say_what_to_install(tmp_path, content: str | N
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     error = done.stderr.splitlines()[-1]
     assert error.startswith("ModuleNotFoundError")
-    assert error.endswith("pip install 'perf-metrics[nvml]'")
+    assert error.endswith("with `pip install 'perf-metrics[nvml]'`.")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,8 @@ def test_missing_bindings_do_not_end_the_training(fake_nvml) -> None:
     records, said = fake_nvml.run(program)
     assert records == [{"loss": 1.0, "mfu": 0.4, "ofu": None}] * 2
     assert [text.partition(": ")[2] for text in said] == [
-        "unavailable: NVML needs nvidia-ml-py, which is not installed. pip install 'perf-metrics[nvml]'"
+        "unavailable: NVML needs nvidia-ml-py, which is not installed. "
+        "Install it with `pip install 'perf-metrics[nvml]'`."
     ]
 
 

@@ -78,5 +78,5 @@ def test_a_file_is_read_in_pieces_as_json_reads_it_whole(
 def test_what_no_parser_reads_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text('{"traceEvents": [{"args": ' + text)
-    with pytest.raises(TraceFileError, match=r"trace\.json: not a"):
+    with pytest.raises(TraceFileError, match=r"trace\.json is not a"):
         list(TraceFile(path).events())

@@ -286,7 +286,11 @@ def planned_batch(
         ConfigurationError: If neither or both are given, a row is too short to predict anything, or the
             batch has no labels.
     """
-    if (sequence_length is None) == (batch is None):
+    if sequence_length is not None and batch is not None:
+        raise ConfigurationError(
+            "sequence_length", sequence_length, "cannot be given together with batch", "give only one of them"
+        )
+    if sequence_length is None and batch is None:
         raise ConfigurationError(
             "sequence_length",
             sequence_length,

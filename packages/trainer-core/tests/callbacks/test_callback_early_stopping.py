@@ -64,7 +64,7 @@ def test_the_count_goes_on_from_a_checkpoint(arguments: Arguments, state: State)
 def test_an_unknown_metric_is_an_error_with_those_there_are(arguments: Arguments, state: State) -> None:
     callback = EarlyStopping("eval_los_loss")
     callback.on_train_begin(arguments(), state(), TrainerControl())
-    with pytest.raises(ConfigurationError, match="choose one of eval_loss, eval_tokens"):
+    with pytest.raises(ConfigurationError, match="Choose one of eval_loss, eval_tokens"):
         callback.on_evaluate(
             arguments(), state(1), TrainerControl(), metrics={"eval_loss": 1.0, "eval_tokens": 5}
         )

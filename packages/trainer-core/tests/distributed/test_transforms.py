@@ -188,7 +188,10 @@ def test_transforms_are_in_one_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("axes", "rule"),
-    [(["tensor", "tensor"], "uses the dimension tensor, as Other does"), (["data"], "not a dimension")],
+    [
+        (["tensor", "tensor"], "uses the dimension tensor, which Other uses too"),
+        (["data"], "not a dimension"),
+    ],
 )
 def test_transforms_that_do_not_fit_are_refused(tmp_path: Path, axes: list[str], rule: str) -> None:
     with pytest.raises(ConfigurationError, match=rule):
@@ -240,7 +243,7 @@ def test_steps_in_the_backward_pass_need_one_rank(tmp_path: Path, mesh: str) -> 
 def test_a_loss_scale_needs_undivided_tensors(tmp_path: Path) -> None:
     env = StaticDistributedEnvironment(world_size=2, local_world_size=2)
     args = arguments(tmp_path, mesh="tp=2", mixed_precision="fp16")
-    with pytest.raises(ConfigurationError, match=r"mixed_precision='fp16'.*layout tp=2 divide"):
+    with pytest.raises(ConfigurationError, match=r"mixed_precision='fp16'.*layout tp=2 shards"):
         trainer_of(args, parallel=[Other("tensor")], distributed_env=env)
 
 

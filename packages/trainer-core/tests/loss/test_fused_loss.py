@@ -87,7 +87,7 @@ def test_the_head_computes_in_the_dtype_of_autocast(tiny_lm, batch, step, dtype)
 
 def test_torch_is_refused_where_it_would_round_the_sum_or_is_too_old(tiny_lm, batch, step) -> None:
     model = tiny_lm()
-    rule = "adds the loss up in bfloat16" if torch_has_it() else "of torch 2.13 or later"
+    rule = "adds up the loss in bfloat16" if torch_has_it() else "of torch 2.13 or later"
     with pytest.raises(ConfigurationError, match=rule):
         step(FusedLinearCrossEntropy(model.head, backend="torch"), model, batch, dtype=torch.bfloat16)
 

@@ -58,13 +58,17 @@ def test_an_unknown_backend_is_refused() -> None:
 @pytest.mark.parametrize(("backend", "module"), [("liger", "liger_kernel"), ("cut", "cut_cross_entropy")])
 def test_kernel_libraries_say_what_they_miss(backend: str, module: str) -> None:
     installed = all(importlib.util.find_spec(name) is not None for name in (module, "triton"))
-    rule = "need a GPU, but the output head is on cpu" if installed else "not installed; pip install"
+    rule = (
+        "need a GPU, but the output head is on cpu"
+        if installed
+        else "not installed. Install it with `pip install"
+    )
     with pytest.raises(ConfigurationError, match=rule):
         FusedLinearCrossEntropy(nn.Linear(2, 3), backend=backend)
 
 
 def test_what_torch_does_not_know_is_refused() -> None:
-    rule = "does not know label_smoothing and z_loss" if torch_has_it() else "of torch 2.13 or later"
+    rule = "does not support label_smoothing and z_loss" if torch_has_it() else "of torch 2.13 or later"
     with pytest.raises(ConfigurationError, match=rule):
         FusedLinearCrossEntropy(nn.Linear(2, 3), backend="torch", label_smoothing=0.1, z_loss=0.1)
 

@@ -182,7 +182,9 @@ class Shorter(TokensSeen):
 
 
 def test_targets_of_another_shape_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"Shorter.*made targets \[2, 10\] from labels \[2, 11\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"Shorter.*targets of shape \[2, 10\] from labels of shape \[2, 11\]"
+    ):
         _trainer(tmp_path, Shorter()).train()
 
 

@@ -133,7 +133,7 @@ def test_a_function_names_what_is_recomputed(
         (lambda model: None, "names NoneType, which is not a module inside Decoder"),
         (lambda model: [model], "names Decoder, which is not a module inside Decoder"),
         (lambda model: [nn.Linear(1, 1)], "names Linear, which is not a module inside Decoder"),
-        (lambda model: [model.layers[0], model.layers], r"names layers\.0, and layers around it"),
+        (lambda model: [model.layers[0], model.layers], r"names both layers\.0 and layers around it"),
     ],
 )
 def test_functions_that_name_nothing_useful_are_refused(

@@ -134,7 +134,9 @@ def test_wrong_backend_or_mode_is_refused(
 
 def test_blocks_that_are_not_found_name_the_scope(arguments: Arguments) -> None:
     args = arguments(**EAGER, torch_compile_scope="blocks")
-    with pytest.raises(ConfigurationError, match="torch_compile_scope needs the blocks"):
+    with pytest.raises(
+        ConfigurationError, match="does not name the blocks of the model, which torch_compile_scope needs"
+    ):
         compile_model(nn.Linear(2, 2), args)
 
 

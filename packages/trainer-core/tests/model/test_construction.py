@@ -147,7 +147,7 @@ class Buffered(nn.Module):
 )
 def test_buffers_whose_value_would_be_lost_are_refused(kind: str, rule: str, arguments: Arguments) -> None:
     args = arguments(construct_model_on="meta")
-    with pytest.raises(ConfigurationError, match=f"the buffer extra is in no checkpoint and {rule}"):
+    with pytest.raises(ConfigurationError, match=f"the buffer extra, which is in no checkpoint and {rule}"):
         construct(lambda: Buffered(kind), args, CPU, weights_will_be_loaded=True)
     fixed = construct(lambda: Buffered("fixed"), args, CPU, weights_will_be_loaded=True)
     assert torch.equal(fixed.extra, torch.ones(3))

@@ -184,7 +184,7 @@ def test_what_cannot_work_is_refused(net, loss_of, factory):
     with pytest.raises(ConfigurationError, match="no trainable parameter"):
         OptimizerInBackward(net().requires_grad_(False).named_parameters(), factory)
     OptimizerInBackward(model.named_parameters(), Counting)
-    with pytest.raises(ConfigurationError, match=r"Counting counts in its groups \(k\)"):
+    with pytest.raises(ConfigurationError, match=r"Counting, which counts in its groups \(k\)"):
         loss_of(model, 0).backward()
     optimizer, _ = in_backward(factory, net())
     with pytest.raises(TypeError, match="closure"):

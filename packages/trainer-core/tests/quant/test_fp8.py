@@ -150,7 +150,7 @@ def test_output_layer_that_is_not_known_is_said(lab: Any) -> None:
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_device_without_fp8_is_refused(lab: Any, recipe: str) -> None:
-    message = rf"fp8_recipe='{recipe}' needs an NVIDIA GPU .* 8\.9.*found device 'cpu'; .*fp8_emulate"
+    message = rf"fp8_recipe='{recipe}' needs an NVIDIA GPU .* 8\.9.*found device 'cpu'\. .*fp8_emulate"
     with pytest.raises(ConfigurationError, match=message):
         convert_to_fp8(lab.model(), lab.settings(fp8_recipe=recipe), lab.cpu)
     assert lacks_fp8(torch.device("xpu")) == "device 'xpu'"

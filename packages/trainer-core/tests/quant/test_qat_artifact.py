@@ -91,7 +91,7 @@ def test_empty_directory_is_taken(trained: Trained, tmp_path: Path) -> None:
 
 
 def test_refused_model_leaves_nothing_behind(lab: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="was not prepared"):
+    with pytest.raises(ConfigurationError, match=r"was not\. Call prepare_qat"):
         export_qat(lab.model(), "int8-weight-only", tmp_path / "artifact")
     assert list(tmp_path.iterdir()) == []
 

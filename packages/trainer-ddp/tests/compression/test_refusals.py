@@ -41,7 +41,7 @@ def test_gradients_of_16_bits_cannot_be_made_smaller_by_rounding(method: str) ->
 @pytest.mark.parametrize("method", ["fp16", "bf16"])
 def test_a_backend_that_fails_the_trial_is_named(method: str) -> None:
     message = refusal(nn.Linear(4, 4, device="meta"), method=method)
-    assert "gloo could not sum" in message
+    assert "gloo, which could not sum" in message
     assert "on meta" in message
 
 

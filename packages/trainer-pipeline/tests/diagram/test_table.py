@@ -95,7 +95,7 @@ def test_a_class_or_a_partial_of_one_stands_for_its_name() -> None:
         ("interleaved_1f1b", 2, 5, 2, r"'interleaved_1f1b'.* 5 microbatches on 2 ranks .*rounds \(2\)"),
         ("dualpipe_v", 2, 3, None, r"'dualpipe_v'.* 3 microbatches .*at least as many"),
         ("zbv", 2, 4, 3, r"'zbv'.* with 3 stages each .*exactly 2 stages"),
-        ("gpipe", 2, 4, 2, r"stages_per_rank=2: the schedule gpipe has one stage"),
+        ("gpipe", 2, 4, 2, r"stages_per_rank=2 must be 1 for the schedule gpipe"),
         ("gpipe", 0, 4, None, r"ranks=0 must be at least 1"),
         ("gpipe", 2, 0, None, r"microbatches=0 must be at least 1"),
         ("zbv", 2, 4, 0, r"stages_per_rank=0 must be at least 1"),

@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except KeyboardInterrupt:
-        say(f"\n{arguments.command}: interrupted; run the same command again to continue")
+        say(f"\n{arguments.command}: interrupted. Run the same command again to continue")
         return _INTERRUPTED
     except StoppedError as error:
         say(f"dataloader-dispatch {arguments.command}: {one_line(error)}")

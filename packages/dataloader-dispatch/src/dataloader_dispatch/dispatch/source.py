@@ -158,7 +158,8 @@ class Source:
             item = self._ready[0]
             if isinstance(item, Round) and item.batches:
                 self._ready.popleft()
-                self._changed.notify_all()
+                if len(self._ready) == self._prefetch - 1:  # nobody waits for more room than that
+                    self._changed.notify_all()
             else:
                 self._finished = True  # It stays, for whoever asks again.
         if isinstance(item, BaseException):
@@ -267,22 +268,23 @@ class Source:
                 return
         if self._flush(generation, held) and taken is not None:
             self._outbox.send_end(generation, taken.after)
-            self._offer(generation, taken)
+            self._offer(generation, [taken])
 
     def _flush(self, generation: int, held: list[Round]) -> bool:
         """Send the rounds, and have them ready for this rank itself. Returns whether the pass continues."""
         self._outbox.flush()
         rounds = list(held)
         held.clear()
-        return all(self._offer(generation, taken) for taken in rounds)
+        return self._offer(generation, rounds)
 
-    def _offer(self, generation: int, taken: Round) -> bool:
+    def _offer(self, generation: int, rounds: list[Round]) -> bool:
+        """Have rounds ready, all of them as soon as there is room for one: they are in memory anyway."""
         with self._changed:
-            while self._is_current(generation) and len(self._ready) >= self._prefetch:
+            while rounds and self._is_current(generation) and len(self._ready) >= self._prefetch:
                 self._changed.wait()
             if not self._is_current(generation):
                 return False
-            self._ready.append(taken)
+            self._ready.extend(rounds)
             self._changed.notify_all()
             return True
 

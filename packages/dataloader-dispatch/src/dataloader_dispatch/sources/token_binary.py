@@ -34,7 +34,7 @@ UNFINISHED = ".unfinished"
 FORMAT = "dataloader-dispatch tokens"
 SCHEMA_VERSION = 1
 PART = re.compile(r"part-\d{5,}\.(bin|idx)")
-_FINISH = "run the same `dataloader-dispatch tokenize` command again to finish it"
+_FINISH = "Run the same `dataloader-dispatch tokenize` command again to finish it."
 _MAPPED_PARTS = 128
 _CHUNK = 1 << 22
 _BUFFER = 1 << 20
@@ -156,10 +156,10 @@ def _claims_tokens(path: Path) -> bool:
 
 def _what_is_missing(directory: Path) -> str:
     if not directory.is_dir():
-        return f"there is no directory {directory}; name one that `dataloader-dispatch tokenize` wrote"
+        return f"there is no directory {directory}. Name one that `dataloader-dispatch tokenize` wrote."
     if is_token_directory(directory):
-        return f"{directory} is not finished: it holds parts and no {MANIFEST}; {_FINISH}"
-    return f"{directory} holds no {MANIFEST}; name a directory that `dataloader-dispatch tokenize` wrote"
+        return f"{directory} is not finished: it holds parts and no {MANIFEST}. {_FINISH}"
+    return f"{directory} holds no {MANIFEST}. Name a directory that `dataloader-dispatch tokenize` wrote."
 
 
 def _checked(content: dict[str, Any]) -> TokenManifest:

@@ -150,7 +150,7 @@ def _panel_of_keys(name: str, runs: Sequence[RunLog]) -> Panel:
     for key in keys:
         if key not in logged:
             close = difflib.get_close_matches(key, sorted({*logged, *_BY_NAME}), n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            hint = f"Did you mean {close[0]!r}? " if close else ""
             raise ValueError(
                 f"panels has {key!r}, which is neither a panel nor a key of these logs. {hint}The panels "
                 f"are {', '.join(_BY_NAME)}."
