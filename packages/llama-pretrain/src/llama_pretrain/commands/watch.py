@@ -68,15 +68,15 @@ def watch(args: WatchArguments) -> int:
     Raises:
         ConfigurationError: If it cannot listen there.
     """
-    with _listen(args) as server:
+    # Around all of it: who reads the address may press Ctrl-C before the first request is waited for.
+    with suppress(KeyboardInterrupt), _listen(args) as server:
         print(f"watching {_told(server.watcher.names)} at {server.url} (Ctrl-C ends)", flush=True)
         if not server.is_loopback:
             print("Whoever reaches this machine can read the page.", file=sys.stderr, flush=True)
         if args.open:
             # Some browsers return only when they are closed.
             threading.Thread(target=_open, args=(server.url,), daemon=True).start()
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
+        server.serve_forever()
     return 0
 
 
