@@ -81,7 +81,13 @@ if TYPE_CHECKING:
     )
     from .ofu.trace import TraceFileError, TraceOverhead, trace_overhead
     from .throughput import Lap, ThroughputMeter, exclude_compilation
-    from .utilization import device_peak_flops, mixed_peak_flops, model_flops_utilization, sum_peaks
+    from .utilization import (
+        MFUMeter,
+        device_peak_flops,
+        mixed_peak_flops,
+        model_flops_utilization,
+        sum_peaks,
+    )
 
 __all__ = [
     "Application",
@@ -115,6 +121,7 @@ __all__ = [
     "JsonLogger",
     "Lap",
     "LightningCallbacks",
+    "MFUMeter",
     "MeanOFU",
     "ModelFlops",
     "OFUMetrics",
@@ -264,7 +271,13 @@ _NAMES = {
     ),
     "ofu.trace": ("TraceFileError", "TraceOverhead", "trace_overhead"),
     "throughput": ("Lap", "ThroughputMeter", "exclude_compilation"),
-    "utilization": ("device_peak_flops", "mixed_peak_flops", "model_flops_utilization", "sum_peaks"),
+    "utilization": (
+        "MFUMeter",
+        "device_peak_flops",
+        "mixed_peak_flops",
+        "model_flops_utilization",
+        "sum_peaks",
+    ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -98,6 +98,10 @@ class ThroughputMeter:
         self._begin_window(now)
         return lap
 
+    def is_measured(self, phase: str) -> bool:
+        """Whether a phase is one that was noted and not one that was left out."""
+        return self._kinds.get(phase) is False
+
     def _phase(self, name: str, *, excluded: bool) -> AbstractContextManager[None]:
         if self._kinds.setdefault(name, excluded) != excluded:
             before, now = ("excluded", "measured") if not excluded else ("measured", "excluded")

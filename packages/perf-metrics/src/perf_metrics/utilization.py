@@ -1,9 +1,20 @@
-"""Model FLOPs utilization, and the peak that it is measured against."""
+"""Model FLOPs utilization, the peak that it is measured against, and a meter of both for any loop."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from .throughput import ThroughputMeter
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Value = TypeVar("Value")
 
 
 def device_peak_flops(
@@ -115,3 +126,171 @@ def check_peak(setting: str, value: float) -> None:
             f"{setting}={value!r} must be a positive number of FLOP/s, such as 989e12. Use None when the "
             "peak is unknown."
         )
+
+
+def gather_over_ranks(value: Value) -> list[Value]:
+    """Return what each rank of the default process group gave; without a group this one's. Collective."""
+    torch = sys.modules.get("torch")
+    if torch is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    gathered: list[Value | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered  # type: ignore[return-value]  # each is filled
+
+
+def job_peak_flops(model: object, autocast: str | None) -> float | None:
+    """Return the peak FLOP/s of all devices of the job, each looked up by its own rank. Collective.
+
+    Args:
+        model: The model, whose parameters decide where nothing is cast.
+        autocast: The type that matrix products are cast to; None where they are not.
+    """
+    dtype = autocast or _parameter_dtype(model)
+    return sum_peaks(gather_over_ranks(None if dtype is None else device_peak_flops(dtype)))
+
+
+def _parameter_dtype(model: object) -> str | None:
+    """The type of the matrix products of a model without casts; None for one that has no published peak."""
+    import torch
+
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    dtypes = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
+    named = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    dtype = named.get(next(dtypes, torch.float32))
+    return "tf32" if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest" else dtype
+
+
+class MFUMeter(ThroughputMeter):
+    """Tokens per second and MFU of a training loop: `add` each batch, `read` at each log line.
+
+    The windows are those of a `ThroughputMeter`: `exclude("evaluate")` leaves a phase out, and what
+    `measure("data")` notes is in the record as `data_share`.
+
+    Args:
+        model: The model in training, wrapped or not.
+        sequence_length: S, tokens in a row; see `model_flops_per_token`.
+        dtype: The type that the matrix multiplications run in, which decides the peak: "bf16" under an
+            autocast to it, "tf32" or "fp32" without one; see `device_peak_flops`.
+        peak_flops: Peak FLOP/s of this process's device, in place of the table's; text such as "165.2e12"
+            will do.
+        clock: Returns seconds from any fixed origin and never goes back.
+
+    Raises:
+        ValueError: `sequence_length` or `peak_flops` is not a positive number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sequence_length: int,
+        dtype: str | Mapping[str, float],
+        *,
+        peak_flops: float | str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        from .flops.per_token import model_flops_per_token
+
+        self._flops_per_token = model_flops_per_token(_unwrapped(model), sequence_length)
+        self._peak = device_peak_flops(dtype, value=peak_flops)
+        self._tokens: int | Tensor = 0
+        self._positions: int | Tensor = 0
+        super().__init__(clock)
+
+    def start(self) -> None:
+        """Begin a new window now, and forget the current one and its batches."""
+        self._tokens = self._positions = 0
+        super().start()
+
+    def add(self, batch: object) -> None:
+        """Count a batch of this rank; under gradient accumulation each of them. Does not wait for the device.
+
+        Ranks that hold parts of one model share a batch: only one of them adds it.
+
+        Args:
+            batch: Its number of tokens; or a mapping with `input_ids` [..., S] and perhaps an
+                `attention_mask`, of which padding counts for the FLOPs and not for the tokens; or an integer
+                tensor of token ids; or a tuple or list that begins with one of these.
+
+        Raises:
+            TypeError: The batch is none of these.
+        """
+        if isinstance(batch, int):
+            self._tokens, self._positions = self._tokens + batch, self._positions + batch
+            return
+        from .callbacks.lightning_state import count_batch
+
+        counts = count_batch(batch)
+        if counts is None:
+            raise TypeError(
+                f"batch has no tokens to count: a {type(batch).__name__} is not a mapping with input_ids and "
+                "no integer tensor. Pass its number of tokens, such as meter.add(ids.numel())."
+            )
+        self._tokens = self._tokens + counts.input_tokens
+        self._positions = self._positions + counts.compute_tokens
+
+    def read(self, *, all_ranks: bool = False) -> dict[str, float | None]:
+        """End the window, and return what it was; waits for the device first.
+
+        | entry | is |
+        |---|---|
+        | `input_tokens` | tokens without padding |
+        | `interval_seconds` | net wall time of the window, of the slowest rank |
+        | `tok_per_sec` | `input_tokens` / `interval_seconds` |
+        | `flos` | model FLOPs, padding included; absent if those of the model cannot be told |
+        | `mfu` | `flos` / (`interval_seconds` x peak); None if the peak is unknown |
+        | `<phase>_share` | share of a measured phase in the net time of this rank |
+
+        Args:
+            all_ranks: False: this rank and its device. True: sums over the ranks of the default process
+                group, against the peak of all of their devices; then every rank has to call this.
+
+        Raises:
+            RuntimeError: `all_ranks` is True, WORLD_SIZE says that there are others, and there is no process
+                group.
+        """
+        if all_ranks and os.environ.get("WORLD_SIZE", "1") != "1" and not _has_group():
+            raise RuntimeError(
+                f"all_ranks=True needs a process group for the {os.environ['WORLD_SIZE']} ranks of "
+                "WORLD_SIZE. Open one first, such as with dist_env.DistributedEnvironment."
+            )
+        _wait_for_device()
+        lap = self.lap()
+        own = (int(self._tokens), int(self._positions), lap.net_seconds, self._peak)
+        self._tokens = self._positions = 0
+        every = gather_over_ranks(own) if all_ranks else [own]
+        tokens, positions = sum(rank[0] for rank in every), sum(rank[1] for rank in every)
+        seconds = max(rank[2] for rank in every)
+        record: dict[str, float | None] = {"input_tokens": tokens, "interval_seconds": seconds}
+        record["tok_per_sec"] = tokens / seconds if seconds > 0 else None
+        if self._flops_per_token is not None:
+            record["flos"] = flops = self._flops_per_token * positions
+            record["mfu"] = model_flops_utilization(flops, seconds, sum_peaks(rank[3] for rank in every))
+        for phase in lap.phases:
+            if self.is_measured(phase):
+                record[f"{phase}_share"] = lap.share(phase)
+        return record
+
+
+def _has_group() -> bool:
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself; DDP and Lightning Fabric keep it as `module`, `torch.compile` as `_orig_mod`."""
+    wrappers = {
+        "DistributedDataParallel": "module",
+        "_FabricModule": "module",
+        "OptimizedModule": "_orig_mod",
+    }
+    while (name := wrappers.get(type(model).__name__)) is not None:
+        model = getattr(model, name)
+    return model
+
+
+def _wait_for_device() -> None:
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

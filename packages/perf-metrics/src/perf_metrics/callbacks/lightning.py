@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from ..throughput import Kind, StretchTimer
+from ..utilization import job_peak_flops
 from .lightning_state import (
     IntervalSums,
     LightningModule,
@@ -20,6 +21,7 @@ from .lightning_state import (
     RunTotals,
     TokenCounter,
     TokenCounts,
+    autocast_dtype,
     count_batch,
 )
 
@@ -114,6 +116,7 @@ class LightningCallbacks:
     | `learning_rate` | first parameter group of the first optimizer, as the last step used it |
     | `input_tokens`, `compute_tokens`, `tokens` | the batches, summed over ranks |
     | `flos` | `flops_per_token` x `compute_tokens` |
+    | `peak_flops` | beside `flos`: the peaks of all devices, for the precision of the trainer |
     | `interval_seconds` | the clock, less validation, checkpoints that callbacks save, and compilation |
     | `data_wait_share` | from the end of a batch to the start of the next one, on this rank |
 
@@ -162,6 +165,7 @@ class LightningCallbacks:
         self._clock = clock
         self._framework: Framework = framework or framework_in_use()
         self._marker: object = None
+        self._peak: float | None = None
         self._running = False
         self._begin_run()
 
@@ -200,6 +204,8 @@ class LightningCallbacks:
         self._state = RunState.of(trainer)
         self._logged_step = trainer.global_step
         self._totals = RunTotals(trainer.global_step, self._clock())
+        if self._flops_per_token is not None:
+            self._peak = job_peak_flops(pl_module, autocast_dtype(trainer))
         self._fire("on_train_begin", trainer, pl_module)
         self._running = True
         self._timer.start()
@@ -328,6 +334,7 @@ class LightningCallbacks:
             record["learning_rate"] = self._learning_rate
         if self._flops_per_token is not None and "compute_tokens" in sums:
             record["flos"] = self._flops_per_token * sums["compute_tokens"]
+            record["peak_flops"] = self._peak
         record["interval_seconds"] = interval.net_seconds
         record["data_wait_share"] = interval.data_wait_share
         self._logged_step = self._state.global_step

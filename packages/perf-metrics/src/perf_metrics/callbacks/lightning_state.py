@@ -43,6 +43,14 @@ class LightningTrainer(Protocol):
     logged_metrics: Mapping[str, Tensor]
     optimizers: list[Optimizer]
     strategy: Strategy
+    precision: str
+
+
+def autocast_dtype(trainer: LightningTrainer) -> str | None:
+    """The type that the trainer's precision casts to, as in "bf16-mixed"; None leaves it to the module."""
+    precision = str(trainer.precision)
+    types = {"bf16": "bf16", "16": "fp16", "transformer-engine": "fp8"}
+    return next((dtype for name, dtype in types.items() if precision.startswith(name)), None)
 
 
 class LightningModule(Protocol):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ..logs.log_file import is_evaluation, is_training
 from ..throughput import StretchTimer
-from ..utilization import check_peak, model_flops_utilization
+from ..utilization import check_peak, job_peak_flops, model_flops_utilization
 from . import EventHandlers
 
 _logger = logging.getLogger("perf_metrics")
@@ -58,6 +58,7 @@ class IntervalCounts(EventHandlers):
     | `input_tokens` | `state.num_input_tokens_seen` | `include_num_input_tokens_seen="no"` |
     | `compute_tokens` | `state.total_flos`, which counts padding too | the model is not a `PreTrainedModel` |
     | `flos` | `flops_per_token` x `compute_tokens` | either is missing |
+    | `peak_flops` | the peaks of all devices, for the type that arguments and model compute in | `flos` is |
 
     With `TrainingArguments(include_num_input_tokens_seen="non_padding")` the input tokens are those that the
     attention mask keeps. With "all" padding counts as input too, which is the same where rows are packed.
@@ -89,6 +90,7 @@ class IntervalCounts(EventHandlers):
         self._timer = StretchTimer(clock)
         self._predicting = False
         self._counter = _Counter("no", None)
+        self._peak: float | None = None
 
     def on_train_begin(
         self, args: object, state: CountingState, control: object, *, model: object = None, **_: object
@@ -99,6 +101,8 @@ class IntervalCounts(EventHandlers):
         self._predicting = False
         if state.is_world_process_zero:
             self._warn()
+        if self.flops_per_token is not None:
+            self._peak = job_peak_flops(model, _autocast_dtype(args))
         self._timer.start()
 
     def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
@@ -160,6 +164,7 @@ class IntervalCounts(EventHandlers):
             logs["compute_tokens"] = compute_tokens
             if self.flops_per_token is not None:
                 logs["flos"] = self.flops_per_token * compute_tokens
+                logs.setdefault("peak_flops", self._peak)
 
     def _warn(self) -> None:
         if self._counter.tokens == "no":
@@ -210,6 +215,11 @@ class _Counter:
 def _what_is_counted(args: object) -> str:
     setting = getattr(args, "include_num_input_tokens_seen", "no")
     return setting if isinstance(setting, str) else "no"
+
+
+def _autocast_dtype(args: object) -> str | None:
+    """The type of the matrix products that `TrainingArguments` ask for; None leaves it to the model."""
+    return next((name for name in ("bf16", "fp16", "tf32") if getattr(args, name, None) is True), None)
 
 
 def _flos_of_a_position(model: object) -> int | None:
