@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from checkpoint_core.encoding import local_ranges
     from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError
     from checkpoint_core.lease import DirectoryLease, LeaseHeldError, LeaseHolder, find_lease_holder
+    from checkpoint_core.lightning_io import LightningCheckpointIO
     from checkpoint_core.loading import LoadedCheckpoint
     from checkpoint_core.manager import CheckpointManager
     from checkpoint_core.model_directory import load_model_weights
@@ -32,6 +33,7 @@ __all__ = [
     "LeaseHeldError",
     "LeaseHolder",
     "LeaseLostError",
+    "LightningCheckpointIO",
     "LoadedCheckpoint",
     "LostRankError",
     "ModelState",
@@ -65,6 +67,7 @@ _NAMES = {
     "encoding": ("local_ranges",),
     "errors": ("CheckpointError", "LeaseLostError", "LostRankError"),
     "lease": ("DirectoryLease", "LeaseHeldError", "LeaseHolder", "find_lease_holder"),
+    "lightning_io": ("LightningCheckpointIO",),
     "loading": ("LoadedCheckpoint",),
     "manager": ("CheckpointManager",),
     "model_directory": ("load_model_weights",),
