@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         passes_for_shares,
         split_documents,
     )
+    from dataloader_dispatch.other_trainers import FabricLoader, LightningLoader, set_train_loader
     from dataloader_dispatch.rows import ignored_like, is_ignored
     from dataloader_dispatch.settings import RowSpan
     from dataloader_dispatch.sources.columns import ColumnDocuments
@@ -48,8 +49,10 @@ __all__ = [
     "EvaluationBatch",
     "EvaluationLoader",
     "EvaluationShard",
+    "FabricLoader",
     "FileDocuments",
     "GlobalMean",
+    "LightningLoader",
     "MixedDocuments",
     "ResumableDataLoader",
     "RowSpan",
@@ -69,6 +72,7 @@ __all__ = [
     "open_documents",
     "passes_for_shares",
     "set_loader_epoch",
+    "set_train_loader",
     "shard_for_evaluation",
     "split_documents",
     "sync_dataset_state_from_dataloader",
@@ -102,6 +106,11 @@ _NAMES = {
         "mix_documents",
         "passes_for_shares",
         "split_documents",
+    ),
+    "other_trainers": (
+        "FabricLoader",
+        "LightningLoader",
+        "set_train_loader",
     ),
     "rows": (
         "ignored_like",

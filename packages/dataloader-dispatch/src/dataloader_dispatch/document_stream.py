@@ -27,6 +27,7 @@ from dataloader_dispatch.rows import (
 )
 from dataloader_dispatch.settings import (
     RowSpan,
+    check_divided_once,
     check_encode,
     check_settings,
     check_source,
@@ -234,8 +235,10 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         Raises:
             DataError: A document cannot be read or encoded, or the epoch holds no row. The position stays
                 behind the last row delivered.
+            DataError: Accelerate would divide the rows of one of several ranks among all ranks once more.
             RuntimeError: The iterator is not the newest one.
         """
+        check_divided_once(self.world_size)
         position = self._position_here()
         return self._deliver(position, position.begin())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 from dataloader_dispatch.errors import DataError
 
@@ -209,3 +211,26 @@ def positive_batch_size(batch_size: int) -> int:
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise DataError(f"batch_size={batch_size!r} must be an integer of at least 1.")
     return batch_size
+
+
+def check_divided_once(world_size: int) -> None:
+    """Refuse to read a stream for a loader of `accelerator.prepare`, and so of `transformers.Trainer`.
+
+    It gives the rows of rank 0 to all ranks, or to each a part of its own; the rest would be lost in silence.
+    Nothing tells a dataset who reads it, but the reader is on the stack, also in a forked worker.
+
+    Raises:
+        DataError: The stream is a part of the data, and its reader divides it once more.
+    """
+    if world_size == 1 or "accelerate.data_loader" not in sys.modules:
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "accelerate.data_loader":
+            raise DataError(
+                f"world_size={world_size} divides the documents among the ranks, and Accelerate, or "
+                "transformers.Trainer, would divide this part once more. Leave rank and world_size out of "
+                "the DocumentStream; or use a StreamLoader, in Trainer by set_train_loader(trainer, loader) "
+                "and with Accelerate without prepare."
+            )
+        frame = frame.f_back

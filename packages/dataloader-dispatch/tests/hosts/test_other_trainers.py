@@ -1,0 +1,155 @@
+"""Under the trainers of others each document comes once, and a resumed run reads on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from dataloader_dispatch import (
+    DataError,
+    DocumentStream,
+    FabricLoader,
+    LightningLoader,
+    StreamLoader,
+    set_train_loader,
+)
+
+WORKERS = Path(__file__).parent / "workers"
+DOCUMENTS = 41
+OUTSIDE = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+}
+
+
+def launch(ranks: int, worker: str, *words: object) -> str:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*launcher, str(WORKERS / worker), *map(str, words)],
+        env=OUTSIDE | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def read(folder: Path, ranks: int) -> list[Any]:
+    return [json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_fabric_reads_each_document_once_and_resumes(tmp_path: Path) -> None:
+    assert launch(2, "fabric_two.py", tmp_path).count("done") == 2
+
+
+def in_lightning(folder: Path, steps: int, ranks: int, how: str = "begin", *more: object) -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    launch(ranks, "lightning_two.py", folder, steps, ranks, how, *more)
+    return read(folder, ranks)
+
+
+def test_lightning_resumes_behind_the_batch_in_training(tmp_path: Path) -> None:
+    """From the checkpoint of any step, the last one of an epoch and the one before it among them."""
+    (whole,) = in_lightning(tmp_path, 45, 1)
+    first = [numbers for _, epoch, numbers in whole if epoch == 0]
+    assert Counter(number for step in first for number in step) == Counter(range(1, DOCUMENTS + 1))
+    last = len(first)
+    assert whole[last][1] == 1
+    for step in (last - 1, last):
+        epoch = whole[step - 1][1]
+        saved = tmp_path / f"epoch={epoch}-step={step}.ckpt"
+        (resumed,) = in_lightning(tmp_path / "again", 45, 1, "resume", saved)
+        assert resumed == whole[step:], step
+
+
+def test_lightning_reads_each_document_once_on_two_ranks_and_on_fewer_after_a_resume(tmp_path: Path) -> None:
+    whole = in_lightning(tmp_path / "whole", 24, 2)
+    epoch = Counter(
+        number for rank in whole for _, epoch, numbers in rank if epoch == 0 for number in numbers
+    )
+    assert epoch == Counter(range(1, DOCUMENTS + 1))
+    cut = in_lightning(tmp_path / "cut", 5, 2)
+    assert in_lightning(tmp_path / "cut", 24, 2, "resume") == [rank[5:] for rank in whole]
+    saved = tmp_path / "cut" / "epoch=0-step=5.ckpt"
+    (alone,) = in_lightning(tmp_path / "alone", 40, 1, "resume", saved)
+    rest = [numbers for _, epoch, numbers in alone if epoch == 0]
+    begun = [numbers for rank in cut for _, _, numbers in rank]
+    assert Counter(number for step in begun + rest for number in step) == epoch
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_transformers_resumes_without_reading_again(tmp_path: Path, ranks: int) -> None:
+    def run(folder: Path, steps: int, how: str = "begin", *more: object) -> list[Any]:
+        folder.mkdir(exist_ok=True)
+        launch(ranks, "trainer_two.py", folder, steps, 2, how, *more)
+        return read(folder, ranks)
+
+    whole = run(tmp_path / "whole", 12)
+    for seen, _ in whole:
+        assert len(seen) == 24, "2 batches of each of 12 steps, none of them read ahead"
+    # 48 rows a rank: more than an epoch alone, and more than two on two ranks, of 20 or 21 documents each.
+    begun = [number for seen, _ in whole for step, numbers in seen if step < 5 for number in numbers]
+    assert max(Counter(begun).values()) == 1
+    run(tmp_path / "cut", 4)
+    if ranks == 1:  # the newest checkpoint of the run, and with two ranks one of another run
+        resumed = run(tmp_path / "cut", 12, "resume")
+    else:
+        resumed = run(tmp_path / "else", 12, "resume", tmp_path / "cut" / "checkpoint-4")
+    assert [seen for seen, _ in resumed] == [seen[8:] for seen, _ in whole]
+    assert [losses for _, losses in resumed] == [losses for _, losses in whole]
+
+
+@pytest.mark.parametrize("how", ["dispatch", "shard"])
+@pytest.mark.parametrize("what", ["stream", "loader"])
+def test_accelerate_does_not_divide_a_second_time(how: str, what: str) -> None:
+    assert launch(2, "accelerate_two.py", how, what).count("refused") == (1 if how == "dispatch" else 2)
+
+
+def test_accelerate_leaves_a_stream_loader_as_it_is() -> None:
+    launch(2, "accelerate_two.py", "as-it-is")
+
+
+def stream(**settings: Any) -> StreamLoader:
+    documents = [[number] * 7 for number in range(1, 20)]
+    return StreamLoader(DocumentStream(documents, sequence_length=8, eos_token_id=0, **settings), 2)
+
+
+@pytest.mark.parametrize("cls", [FabricLoader, LightningLoader])
+def test_what_has_no_position_or_another_rank_is_refused_by_name(cls: Any) -> None:
+    with pytest.raises(TypeError, match=rf"a DataLoader, which has no state_dict\(\), but {cls.__name__}"):
+        cls(DataLoader([1]))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="rank=1 and world_size=2 of the DocumentStream must be those"):
+        next(iter(cls(stream(rank=1, world_size=2, shards=4))))
+    with pytest.raises(DataError, match=f"the {cls.__name__} was taken apart"):
+        next(iter(cls(stream()).dataset))
+
+
+def test_a_trainer_that_would_misread_the_loader_is_refused_by_name(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    def trainer(**settings: Any) -> Any:
+        usual = {"output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 2}
+        return Trainer(torch.nn.Linear(1, 1), TrainingArguments(**{**usual, "use_cpu": True, **settings}))
+
+    with pytest.raises(DataError, match="max_steps=-1 must be 1 or more"):
+        set_train_loader(trainer(max_steps=-1), stream())
+    with pytest.raises(DataError, match=r"batch_size=2 of the loader differs from .*_batch_size=8"):
+        set_train_loader(trainer(per_device_train_batch_size=8), stream())
+    with pytest.raises(DataError, match="rank=0 and world_size=2 of the DocumentStream"):
+        set_train_loader(trainer(), stream(world_size=2, shards=4))
+    with pytest.raises(TypeError, match="loader is a DataLoader, which has no state_dict"):
+        set_train_loader(trainer(), DataLoader([1]))  # type: ignore[arg-type]
