@@ -1,39 +1,23 @@
-"""The examples of `pick-your-packages.md` also run on two ranks, and what it warns of is so."""
+"""The scripts of `pick-your-packages.md` also run on two ranks; its short forms have a file of their own."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "pick-your-packages.md"
 Run = Callable[..., list["subprocess.CompletedProcess[str]"]]
 CODE = re.compile(r"```(?:python|\{\.python continuation\})\n(.*?)```", re.DOTALL)
-ON_SEVERAL_RANKS = (
-    "A script for torchrun",
-    "In the Hugging Face Trainer",
-    "In Lightning",
-    "In Accelerate",
-    "Our loop with your model",
-)
+ON_SEVERAL_RANKS = ("A script for torchrun", "Our loop with your model")
 
 
 def code_of(heading: str) -> str:
     section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return "\n\n".join(CODE.findall(section))
-
-
-def definitions(heading: str) -> dict[str, Any]:
-    """What the examples of a section define, without the run at its end."""
-    code, _, run = code_of(heading).rpartition("\nwith DistributedEnvironment(")
-    assert "train(" in run
-    names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(code, heading, "exec"), names)
-    return names
 
 
 def check(done: Sequence[subprocess.CompletedProcess[str]]) -> None:
@@ -44,7 +28,7 @@ def check(done: Sequence[subprocess.CompletedProcess[str]]) -> None:
 def test_no_section_of_the_page_is_forgotten() -> None:
     headings = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
     with_code = {heading for heading in headings if code_of(heading)}
-    assert with_code == {"MFU in a torch loop", *ON_SEVERAL_RANKS}
+    assert with_code == {"Short forms", *ON_SEVERAL_RANKS}
 
 
 @pytest.mark.parametrize("heading", ON_SEVERAL_RANKS)
@@ -69,65 +53,6 @@ def test_one_process_goes_on_where_two_stopped(run_with_theirs: Run, tmp_path: P
     )
     check(run_with_theirs(str(begun), ranks=2))
     check(run_with_theirs(str(rest)))
-
-
-class Bare:
-    """A loader as it is, with the name that the example's callback calls."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def use_next(self) -> None:
-        pass
-
-
-def resumes_in_lightning(names: dict[str, Any], place: Path) -> bool:
-    with names["DistributedEnvironment"](no_accelerator=True) as env:
-        whole = names["train"](place / "whole", env, seed=0, steps=12)
-        names["train"](place / "stopped", env, seed=0, steps=7)
-        resumed = names["train"](place / "stopped", env, seed=1, steps=12)
-    assert len(resumed) == 6
-    return bool(resumed == whole[6:])
-
-
-def test_lightning_reads_ahead_of_a_loader_without_a_length(tmp_path: Path) -> None:
-    names = definitions("In Lightning")
-    names["ReadAhead"] = Bare
-    assert not resumes_in_lightning(names, tmp_path)
-
-
-def test_lightning_takes_a_loader_with_a_length_as_it_is(tmp_path: Path) -> None:
-    from dataloader_dispatch import build_loader
-
-    names = definitions("In Lightning")
-    rows = [{"input_ids": row, "labels": row} for row in names["torch"].randint(256, (20, 64))]
-
-    def loader(_: object) -> Bare:
-        return build_loader(rows, batch_size=4, shuffle=True, seed=0)  # type: ignore[no-any-return]
-
-    names["ReadAhead"] = loader
-    names["Checkpoints"].on_train_batch_start = lambda *_: None
-    assert resumes_in_lightning(names, tmp_path)
-
-
-def test_the_hugging_face_trainer_sets_the_epoch_of_a_bare_loader_back(tmp_path: Path) -> None:
-    names = definitions("In the Hugging Face Trainer")
-    names["WithoutEnd"] = Bare
-    with names["DistributedEnvironment"](no_accelerator=True):
-        begun = names["trainer"](tmp_path, seed=0)
-        begun.train()
-        position = begun.callback_handler.train_dataloader.state_dict()
-        assert position["epoch"] > 0
-        resumed = names["trainer"](tmp_path, seed=0)
-        resumed.args.max_steps = 21
-        resumed.train(resume_from_checkpoint=True)
-        assert resumed.callback_handler.train_dataloader.state_dict()["epoch"] == 0
 
 
 PREPARED = """

@@ -116,6 +116,25 @@ _SHORT_NAMES: Mapping[str, str] = {
     "bf16": "mixed_precision",
     "fp16": "mixed_precision",
     "resume": "resume_from_checkpoint",
+    # Hugging Face
+    "data_seed": "seed",
+    "label_smoothing_factor": "label_smoothing",
+    "optim_args": "optim_kwargs",
+    "tf32": "float32_matmul_precision",
+    # Lightning
+    "accelerator": "device",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "ckpt_path": "resume_from_checkpoint",
+    "default_root_dir": "output_dir",
+    "enable_checkpointing": "save_strategy",
+    "gradient_clip_val": "max_grad_norm",
+    "limit_val_batches": "max_eval_steps",
+    "log_every_n_steps": "logging_steps",
+    "logger": "report_to",
+    "max_epochs": "num_train_epochs",
+    "max_time": "max_train_seconds",
+    "precision": "mixed_precision",
+    "val_check_interval": "eval_steps",
 }
 """What people and other trainers call a setting, and what it is called here."""
 
