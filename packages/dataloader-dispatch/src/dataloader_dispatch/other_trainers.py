@@ -21,6 +21,7 @@ from dataloader_dispatch.batches import Uneven
 from dataloader_dispatch.document_stream import DocumentStream
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.synchronized.loader import SynchronizedDataLoader
+from dist_env import StaticDistributedEnvironment, gather_objects
 
 
 class ResumableLoader(Protocol):
@@ -104,11 +105,8 @@ class FabricLoader(DataLoader[Any]):
         """The positions of all ranks behind the batch in use; collective with several ranks."""
         source = self._of_this_rank()
         own = source.state_dict() if self._is_over or not self._places else self._places[0]
-        positions: list[dict[str, object] | None] = [own]
-        if _world_size() > 1:
-            positions = [None] * _world_size()
-            dist.all_gather_object(positions, own)
-        return {"positions": positions}
+        env = StaticDistributedEnvironment(rank=_rank(), world_size=_world_size())
+        return {"positions": gather_objects(own, env)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of this rank, or to its part where another number of ranks saved.

@@ -6,15 +6,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from .throughput import ThroughputMeter
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-Value = TypeVar("Value")
 
 
 def device_peak_flops(
@@ -128,14 +126,19 @@ def check_peak(setting: str, value: float) -> None:
         )
 
 
-def gather_over_ranks(value: Value) -> list[Value]:
-    """Return what each rank of the default process group gave; without a group this one's. Collective."""
+def gather_over_ranks(values: Sequence[float]) -> list[list[float]]:
+    """Return the numbers of each rank of the default process group, or of this process alone. Collective."""
     torch = sys.modules.get("torch")
     if torch is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [value]
-    gathered: list[Value | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, value)
-    return gathered  # type: ignore[return-value]  # each is filled
+        return [list(values)]
+    # Numbers in a tensor: gathering objects would unpickle what other ranks send.
+    device = (
+        "cpu" if "cpu" in torch.distributed.get_backend_config() else torch.accelerator.current_accelerator()
+    )
+    own = torch.tensor(values, dtype=torch.float64, device=device)
+    every = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(every, own)
+    return [one.tolist() for one in every]
 
 
 def job_peak_flops(model: object, autocast: str | None) -> float | None:
@@ -146,7 +149,8 @@ def job_peak_flops(model: object, autocast: str | None) -> float | None:
         autocast: The type that matrix products are cast to; None where they are not.
     """
     dtype = autocast or _parameter_dtype(model)
-    return sum_peaks(gather_over_ranks(None if dtype is None else device_peak_flops(dtype)))
+    own = None if dtype is None else device_peak_flops(dtype)
+    return sum_peaks(peak or None for (peak,) in gather_over_ranks([own or 0.0]))
 
 
 def _parameter_dtype(model: object) -> str | None:
@@ -255,16 +259,18 @@ class MFUMeter(ThroughputMeter):
             )
         _wait_for_device()
         lap = self.lap()
-        own = (int(self._tokens), int(self._positions), lap.net_seconds, self._peak)
+        own = [int(self._tokens), int(self._positions), lap.net_seconds, self._peak or 0.0]
         self._tokens = self._positions = 0
         every = gather_over_ranks(own) if all_ranks else [own]
-        tokens, positions = sum(rank[0] for rank in every), sum(rank[1] for rank in every)
+        tokens, positions = (int(sum(rank[place] for rank in every)) for place in (0, 1))
         seconds = max(rank[2] for rank in every)
         record: dict[str, float | None] = {"input_tokens": tokens, "interval_seconds": seconds}
         record["tok_per_sec"] = tokens / seconds if seconds > 0 else None
         if self._flops_per_token is not None:
             record["flos"] = flops = self._flops_per_token * positions
-            record["mfu"] = model_flops_utilization(flops, seconds, sum_peaks(rank[3] for rank in every))
+            record["mfu"] = model_flops_utilization(
+                flops, seconds, sum_peaks(rank[3] or None for rank in every)
+            )
         for phase in lap.phases:
             if self.is_measured(phase):
                 record[f"{phase}_share"] = lap.share(phase)
