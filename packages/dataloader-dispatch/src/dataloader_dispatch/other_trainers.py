@@ -8,9 +8,11 @@ here hands them over so that nothing is divided twice, read twice or left out.
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol, cast
 
 import torch
@@ -68,9 +70,6 @@ class FabricLoader(DataLoader[Any]):
         DataError: At the first use: the loader is for another rank or another number of ranks.
     """
 
-    _read_ahead = 0
-    """Batches that the trainer has read, but not used."""
-
     def __init__(self, loader: ResumableLoader, *, uneven: Uneven = "stop") -> None:
         name = type(self).__name__
         if not callable(getattr(loader, "state_dict", None)):
@@ -82,7 +81,8 @@ class FabricLoader(DataLoader[Any]):
         self._given = loader
         self._uneven: Uneven = uneven
         self._source: ResumableLoader | None = None
-        self._places: deque[dict[str, object]] = deque(maxlen=1 + self._read_ahead)
+        self._places: deque[dict[str, object]] = deque()
+        self._fetcher: Any = None
         self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # of torch's private iterator class
@@ -90,9 +90,11 @@ class FabricLoader(DataLoader[Any]):
         source = self._of_this_rank()
         self._places.clear()
         self._places.append(source.state_dict())
-        self._is_over = False
+        self._is_over, self._fetcher = False, _reader_in_lightning()
         for batch in source:
             self._places.append(source.state_dict())
+            while len(self._places) > 2 + self._read_ahead:
+                self._places.popleft()
             yield batch
         self._is_over = True
 
@@ -104,7 +106,8 @@ class FabricLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, object]:
         """The positions of all ranks behind the batch in use; collective with several ranks."""
         source = self._of_this_rank()
-        own = source.state_dict() if self._is_over or not self._places else self._places[0]
+        at_end = not self._places or (self._is_over and not self._read_ahead)
+        own = source.state_dict() if at_end else self._places[-1 - self._read_ahead]
         env = StaticDistributedEnvironment(rank=_rank(), world_size=_world_size())
         return {"positions": gather_objects(own, env)}
 
@@ -122,6 +125,11 @@ class FabricLoader(DataLoader[Any]):
         """Close the connections between the ranks; the loader cannot be iterated again."""
         if isinstance(self._source, SynchronizedDataLoader):
             self._source.close()
+
+    @property
+    def _read_ahead(self) -> int:
+        """Batches that Lightning has read, but not used."""
+        return len(getattr(self._fetcher, "batches", ()))
 
     def _of_this_rank(self) -> ResumableLoader:
         # Not at the beginning: these trainers open the process group after the loader was made.
@@ -143,27 +151,24 @@ class LightningLoader(FabricLoader):
     in training.
     """
 
-    # `_PrefetchDataFetcher(prefetch_batches=1)` of Lightning 2.6; a test resumes at each step of an epoch.
-    _read_ahead = 1
-
 
 def set_train_loader(trainer: Any, loader: ResumableLoader) -> None:
     """Let a `transformers.Trainer` train on a loader of this package, and resume where it stopped.
 
     The trainer counts steps, so ``max_steps`` must be set, and passes follow one another without end; each
-    rank goes on to its next pass by itself. Each rank writes its position to ``data.rank<k>.json`` in each
+    rank begins its next pass by itself. Each rank writes its position to ``data.rank<k>.json`` in each
     checkpoint, and ``train(resume_from_checkpoint=...)`` continues from there without reading what was read
     before: this sets ``args.ignore_data_skip``.
 
     Args:
-        trainer: The trainer, made without ``train_dataset``. loader: A `StreamLoader` of this rank with
-        ``per_device_train_batch_size`` rows a batch; with a single rank
-            any loader with ``state_dict`` and ``load_state_dict``.
+        trainer: The trainer, made without ``train_dataset``.
+        loader: A `StreamLoader` of this rank with ``per_device_train_batch_size`` rows a batch; with a single
+            rank any loader with ``state_dict`` and ``load_state_dict``.
 
     Raises:
-        TypeError: The loader has no position. DataError: ``max_steps`` is not set, the batch sizes differ, or
-        the loader is for another rank or another
-            number of ranks.
+        TypeError: The loader has no position.
+        DataError: ``max_steps`` is not set, the batch sizes differ, or the loader is for another rank or
+            another number of ranks.
     """
     from transformers import TrainerCallback
 
@@ -215,6 +220,31 @@ def set_train_loader(trainer: Any, loader: ResumableLoader) -> None:
     trainer.train = train
     trainer.get_train_dataloader = lambda: _Endless(loader)
     trainer.add_callback(Position())
+
+
+def _reader_in_lightning() -> object:
+    """The fetcher of Lightning's loop that is about to read, whose `batches` are not used yet; else None.
+
+    It reads ahead, or does not, as `limit_train_batches` and the lengths of other loaders have it, and keeps
+    this to itself: `loops.fetchers` is private to Lightning, here of 2.6.
+
+    Raises:
+        RuntimeError: A loop of Lightning reads, but by other means.
+    """
+    frame: FrameType | None = sys._getframe()
+    loops = False
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.endswith(".loops.fetchers") and "self" in frame.f_locals:
+            return frame.f_locals["self"]
+        loops = loops or module.startswith(("lightning.pytorch.loops.", "pytorch_lightning.loops."))
+        frame = frame.f_back
+    if loops:
+        raise RuntimeError(
+            "this version of Lightning reads its loaders in a way that LightningLoader does not know, so it "
+            "cannot tell which batch is in use. Use Lightning 2.6."
+        )
+    return None
 
 
 class _Endless:

@@ -20,6 +20,7 @@ from dataloader_dispatch import (
     FabricLoader,
     LightningLoader,
     StreamLoader,
+    build_loader,
     set_train_loader,
 )
 
@@ -70,9 +71,18 @@ def test_lightning_resumes_behind_the_batch_in_training(tmp_path: Path) -> None:
     last = len(first)
     assert whole[last][1] == 1
     for step in (last - 1, last):
-        epoch = whole[step - 1][1]
+        (resumed,) = in_lightning(tmp_path / "again", 45, 1, "resume", tmp_path / f"epoch=0-step={step}.ckpt")
+        assert resumed == whole[step:], step
+
+
+def test_lightning_does_not_read_ahead_where_it_knows_the_length(tmp_path: Path) -> None:
+    (whole,) = in_lightning(tmp_path, 9, 1, "begin", "", 4)
+    assert [epoch for _, epoch, _ in whole] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+    every = [number for _, _, numbers in whole for number in numbers]
+    assert len(set(every)) == len(every) == 18, "an epoch of 4 batches begins where the one before ended"
+    for epoch, step in ((0, 3), (0, 4)):
         saved = tmp_path / f"epoch={epoch}-step={step}.ckpt"
-        (resumed,) = in_lightning(tmp_path / "again", 45, 1, "resume", saved)
+        (resumed,) = in_lightning(tmp_path / "again", 9, 1, "resume", saved, 4)
         assert resumed == whole[step:], step
 
 
@@ -126,6 +136,38 @@ def test_accelerate_leaves_a_stream_loader_as_it_is() -> None:
 def stream(**settings: Any) -> StreamLoader:
     documents = [[number] * 7 for number in range(1, 20)]
     return StreamLoader(DocumentStream(documents, sequence_length=8, eos_token_id=0, **settings), 2)
+
+
+def ordinary(workers: int = 0) -> Any:
+    rows = [{"input_ids": torch.full((2,), number)} for number in range(11)]
+    return build_loader(rows, batch_size=2, shuffle=True, seed=3, num_workers=workers)
+
+
+@pytest.mark.parametrize("cls", [FabricLoader, LightningLoader])
+@pytest.mark.parametrize(
+    "make", [stream, ordinary, lambda: ordinary(2)], ids=["stream", "ordinary", "workers"]
+)
+def test_the_position_is_behind_the_last_batch(cls: Any, make: Any) -> None:
+    def ids(batches: Any) -> list[Any]:
+        return [batch["input_ids"].tolist() for batch in batches]
+
+    loader = cls(make())
+    whole = [*ids(loader), *ids(loader)]
+    length = len(whole) // 2
+    for read in (1, 2, length):
+        loader = cls(make())
+        batches = iter(loader)
+        for _ in range(read):
+            next(batches)
+        saved = json.loads(json.dumps(loader.state_dict()))
+        again = cls(make())
+        again.load_state_dict(saved)
+        rest = [*ids(again), *(ids(again) if read < length else [])]
+        assert rest == whole[read:], read
+    assert next(batches, None) is None
+    again = cls(make())
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert ids(again) == whole[length:], "the end of an epoch is the beginning of the next"
 
 
 @pytest.mark.parametrize("cls", [FabricLoader, LightningLoader])

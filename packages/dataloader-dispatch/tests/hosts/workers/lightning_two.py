@@ -11,6 +11,7 @@ from documents import loader, numbers
 from dataloader_dispatch import LightningLoader
 
 folder, steps, ranks, resume = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "resume"
+saved, limit = [*sys.argv[5:], "", ""][:2]
 
 
 class Module(pl.LightningModule):
@@ -33,6 +34,7 @@ module = Module()
 trainer = pl.Trainer(
     default_root_dir=folder,
     max_steps=steps,
+    limit_train_batches=int(limit) if limit else None,
     callbacks=[pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=-1)],
     accelerator="cpu",
     devices=ranks,
@@ -41,7 +43,7 @@ trainer = pl.Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(module, ckpt_path=(sys.argv[5] if len(sys.argv) > 5 else "last") if resume else None)
+trainer.fit(module, ckpt_path=(saved or "last") if resume else None)
 Path(folder, f"seen{trainer.global_rank}.json").write_text(json.dumps(module.seen))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
