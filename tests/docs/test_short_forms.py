@@ -143,7 +143,22 @@ for one, other in zip(model.parameters(), again.model.parameters(), strict=True)
 assert data.epoch == 1
 assert fabric.load("runs/fabric.ckpt")["data"]["positions"][rank] == data._source.state_dict()
 """,
-    "Data in Lightning": "",
+    # With the other short form: rank 0 writes one checkpoint, and each rank reads on at its own place.
+    "Data in Lightning": """
+from checkpoint_core import LightningCheckpointIO
+def trained(place, steps, resume=None):
+    pl.seed_everything(3 if resume else 1)
+    saving = pl.callbacks.ModelCheckpoint(place, every_n_train_steps=3, save_last=True)
+    trainer = pl.Trainer(max_steps=steps, callbacks=[saving], plugins=[LightningCheckpointIO()], logger=False,
+                         accelerator="cpu", devices=size)
+    module = WithDocuments()
+    trainer.fit(module, ckpt_path=resume)
+    return module
+whole = trained("runs/whole", 9)
+trained("runs/cut", 6)
+resumed = trained("runs/cut", 9, "last")
+assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+""",
 }
 
 
