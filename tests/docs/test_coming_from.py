@@ -14,10 +14,11 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
-from trainer_core import ConfigurationError, TrainingArguments, arguments_from_dict
+from trainer_core import ConfigurationError, Trainer, TrainingArguments, arguments_from_dict
 from trainer_core.errors import _SHORT_NAMES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "coming-from.md").read_text()
+SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
 OURS = {field.name for field in dataclasses.fields(TrainingArguments)}
 HUGGING_FACE = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
 OF_THE_COMMAND = {"sequence_length"}
@@ -93,20 +94,24 @@ def test_a_share_of_the_run_is_refused(name: str) -> None:
 
 def cells(task: int, column: int, part: int) -> list[str]:
     """The code in a cell of the tables of the fifteen tasks."""
-    rows = re.findall(rf"^\| {task} \|(.*)\|$", PAGE, re.MULTILINE)
+    rows = re.findall(rf"^\| {task}\. (.*) \|$", PAGE, re.MULTILINE)
     assert len(rows) == 2
-    return re.findall(r"`([^`]*)`", rows[part].split("|")[column])
+    return re.findall(r"`([^`]*)`", rows[part].split(" | ")[column])
 
 
 def test_what_the_tasks_name_exists_in_the_others() -> None:
     for task in range(1, 16):
+        assert cells(task, 1, 0) == cells(task, 1, 1), "the column of ours is the same in both tables"
         for name in re.findall(r"(\w+)=", " ".join(cells(task, 1, 0))):
+            assert name in OURS | {*inspect.signature(Trainer).parameters}, (task, name)
+            assert f"{name}=" in SCRIPT or name in ("max_steps", "activation_checkpointing"), (task, name)
+        for name in re.findall(r"(\w+)=", " ".join(cells(task, 2, 0))):
             known = HUGGING_FACE | {"train_dataset", "compute_metrics", "resume_from_checkpoint"}
             assert name in known, (task, name)
-        for name in re.findall(r"(\w+)=", " ".join(cells(task, 2, 0))):
+        for name in re.findall(r"(\w+)=", " ".join(cells(task, 3, 0))):
             known = {*inspect.signature(pl.Trainer).parameters, "ckpt_path", "every_n_train_steps", "monitor"}
             assert name in known, (task, name)
-        for code in cells(task, 1, 1):
+        for code in cells(task, 2, 1):
             for name in re.findall(r"(\w+)=", code):
                 known = {*inspect.signature(Accelerator).parameters}
                 known |= {*inspect.signature(ProjectConfiguration).parameters}
