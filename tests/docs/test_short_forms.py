@@ -195,3 +195,5 @@ def test_it_does_what_the_page_says(name: str, ranks: int, run_with_theirs: Run,
     script.write_text("\n".join((place, BEGINNING, RANK, BEFORE.get(name, ""), form, AFTER[name], END)))
     done = run_with_theirs(str(script), ranks=ranks)
     assert all(each.returncode == 0 for each in done), "".join(each.stderr[-3000:] for each in done)
+    if name == "MFU in the Hugging Face Trainer":
+        assert "tok_per_sec" in done[0].stdout + done[0].stderr, "the display of Trainer shows it"

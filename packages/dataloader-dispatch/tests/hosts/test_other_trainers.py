@@ -101,7 +101,7 @@ def test_lightning_reads_each_document_once_on_two_ranks_and_on_fewer_after_a_re
     assert Counter(number for step in begun + rest for number in step) == epoch
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_transformers_resumes_without_reading_again(tmp_path: Path, ranks: int) -> None:
     def run(folder: Path, steps: int, how: str = "begin", *more: object) -> list[Any]:
         folder.mkdir(exist_ok=True)
@@ -123,8 +123,15 @@ def test_transformers_resumes_without_reading_again(tmp_path: Path, ranks: int) 
     assert [losses for _, losses in resumed] == [losses for _, losses in whole]
 
 
-@pytest.mark.parametrize("how", ["dispatch", "shard"])
-@pytest.mark.parametrize("what", ["stream", "loader"])
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        ("stream", "dispatch"),
+        ("loader", "shard"),
+        pytest.param("stream", "shard", marks=pytest.mark.full),
+        pytest.param("loader", "dispatch", marks=pytest.mark.full),
+    ],
+)
 def test_accelerate_does_not_divide_a_second_time(how: str, what: str) -> None:
     assert launch(2, "accelerate_two.py", how, what).count("refused") == (1 if how == "dispatch" else 2)
 
