@@ -316,6 +316,13 @@ def full(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "nox", *session.posargs, env={"FULL_TESTS": "1"})
 
 
+@nox.session(name="first-hour", default=False)
+def first_hour(session: nox.Session) -> None:
+    """Type what a newcomer types in the first hour, here and with other trainers, and show what was seen."""
+    install_everything(session, "benchmarks")
+    session.run("python", "tests/first_hour/first_hour.py", *session.posargs, env={"PYTHONSAFEPATH": ""})
+
+
 @nox.session(default=False)
 def benchmarks(session: nox.Session) -> None:
     """Measure one benchmark; name it, with its options: `nox -s benchmarks -- checkpoint --scale 0.1`."""
