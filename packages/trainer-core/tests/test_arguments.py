@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import re
 import subprocess
 import sys
@@ -361,3 +363,45 @@ def test_hints_know_the_names_of_other_trainers(name: str, hint: str) -> None:
     options = ["--" + each.replace("_", "-") for each in known]
     told = suggest("--" + name.replace("_", "-"), options)
     assert told.startswith(re.sub("'.*'", lambda meant: f"--{meant[0][1:-1].replace('_', '-')}", hint))
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        # short names
+        ({"lr": 1e-3}, "lr=0.001 is not a known setting. Did you mean 'learning_rate'?"),
+        ({"epochs": 3}, "Did you mean 'num_train_epochs'?"),
+        ({"batch_size": 8}, "Did you mean 'per_device_train_batch_size'?"),
+        ({"wd": 0.1}, "Did you mean 'weight_decay'?"),
+        ({"ga": 4}, "Did you mean 'gradient_accumulation_steps'?"),
+        # Hugging Face
+        ({"bf16": True}, "Did you mean 'mixed_precision'?"),
+        ({"evaluation_strategy": "steps"}, "Did you mean 'eval_strategy'?"),
+        ({"label_smoothing_factor": 0.1}, "Did you mean 'label_smoothing'?"),
+        ({"warmup_step": 10}, "Did you mean 'warmup_steps'?"),
+        # Lightning
+        ({"max_epochs": 3}, "Did you mean 'num_train_epochs'?"),
+        ({"accumulate_grad_batches": 4}, "Did you mean 'gradient_accumulation_steps'?"),
+        ({"gradient_clip_val": 1.0}, "Did you mean 'max_grad_norm'?"),
+        ({"precision": "bf16-mixed"}, "Did you mean 'mixed_precision'?"),
+        # slips
+        ({"learning_rat": 1e-3}, "Did you mean 'learning_rate'?"),
+        ({"ouput_dir": "runs/a"}, "Did you mean 'output_dir'?"),
+        ({"zzz": 1}, "zzz=1 is not a known setting. See the list of settings"),
+    ],
+)
+def test_a_name_of_others_or_a_slip_in_a_script_is_answered_with_ours(
+    given: dict[str, object], hint: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(hint)):
+        TrainingArguments(output_dir="runs/a", **given)
+
+
+def test_a_setting_without_a_name_is_refused() -> None:
+    with pytest.raises(TypeError, match="got 'runs/a' without a name"):
+        TrainingArguments("runs/a")  # type: ignore[misc]
+
+
+def test_arguments_can_be_copied_and_pickled() -> None:
+    args = TrainingArguments(learning_rate=1e-3)
+    assert copy.deepcopy(args) == pickle.loads(pickle.dumps(args)) == dataclasses.replace(args) == args

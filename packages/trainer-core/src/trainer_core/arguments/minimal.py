@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from ..errors import ConfigurationError, Dependent, refuse_without_effect, suggest
 from . import rules
@@ -159,6 +159,24 @@ class MinimalTrainingArguments:
     """Clip the gradient to this norm; none or 0: measure only."""
     gradient_checkpointing: bool = False
     """Recompute every block in the backward pass; another name of activation_checkpointing=full."""
+
+    def __new__(cls, *unnamed: object, **given: object) -> Self:
+        """Refuse what the class does not have, with the name that was probably meant.
+
+        Raises:
+            TypeError: A setting is unknown, or has no name.
+        """
+        if unnamed:
+            raise TypeError(
+                f"{cls.__name__} got {unnamed[0]!r} without a name. Name each setting, as in "
+                "output_dir='runs/a'."
+            )
+        known = [each.name for each in fields(cls)]
+        for name in given.keys() - {*known}:
+            raise TypeError(
+                f"{cls.__name__}: {name}={given[name]!r} is not a known setting. {suggest(name, known)}"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self.check()
