@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.optim import AdamW, Muon
@@ -110,3 +113,19 @@ def test_nothing_to_train_and_nothing_for_one_of_the_two(named_net, arguments):
     model.layers[0]["linear"].weight.requires_grad_(True)
     adamw, muon = members(build_optimizer(arguments(optim="muon"), model))
     assert (names_in(model, adamw), names_in(model, muon)) == ([], HIDDEN[:1])
+
+
+def test_a_torch_without_the_private_parts_is_refused_only_where_they_are_used():
+    program = """
+import sys, torch
+sys.modules["torch.optim._muon"] = None  # as in a torch that has moved them
+from trainer_core.optimization.muon import ShardedMuon
+from trainer_core import Trainer, TrainingArguments
+TrainingArguments(optim="muon")
+try:
+    ShardedMuon([torch.nn.Parameter(torch.ones(2, 2))])
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("optim='muon' needs parts of torch's Muon that torch ")

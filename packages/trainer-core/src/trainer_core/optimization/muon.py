@@ -11,13 +11,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Muon
 
-# Private in torch 2.11 to 2.13: the iteration and the factor of the rate of `Muon.step`, which has no
-# place between gradient and iteration. A torch without them fails here, at the import.
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
-
 from ..arguments import MinimalTrainingArguments
 from ..distributed.executor import own_part
 from ..errors import ConfigurationError
+
+# Private in torch 2.11 to 2.13: the iteration and the factor of the rate of `Muon.step`, which has no
+# place between gradient and iteration. `ShardedMuon` is refused under a torch without them.
+try:
+    from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+except ImportError as error:
+    _missing: ImportError | None = error
+else:
+    _missing = None
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -85,7 +90,25 @@ class ShardedMuon(Muon):
     bfloat16 from the first, as the iteration begins with that: where ranks divide rows, each computes another
     matrix, else all compute the same. State stays divided as the parameters are. Gradients have to be placed
     as their parameters are.
+
+    Args:
+        params: As of `torch.optim.Muon`.
+        options: As of `torch.optim.Muon`.
+
+    Raises:
+        ConfigurationError: If this torch has no longer the parts of Muon that are used here.
     """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        if _missing is not None:
+            raise ConfigurationError(
+                "optim",
+                "muon",
+                f"needs parts of torch's Muon that torch {torch.__version__} does not have ({_missing}), "
+                "where ranks hold parts of a matrix",
+                "train with whole copies (dp), or with optim='adamw'",
+            )
+        super().__init__(params, **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
