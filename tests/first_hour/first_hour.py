@@ -166,8 +166,8 @@ ENTRIES = (
     Entry(
         "Ctrl-C",
         command(*_RUN, "--max-steps", "400", "--learning-rate", "0.002"),
-        r"saved|stopped|checkpoint",
-        code=130,
+        r"stopped by SIGINT after step \d+",
+        code=75,
         interrupt=" 24/400",
     ),
     Entry("the same command resumes", command(*_RUN, "--max-steps", "28"), r"resumed at step 2\d"),
