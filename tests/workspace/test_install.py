@@ -38,7 +38,9 @@ def run_in_fresh_environment(words: str, place: Path) -> Path:
     tools = place / "tools"
     tools.mkdir()
     (tools / "uv").symlink_to(uv)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | {
+    # What a session of nox says of its own environment would go before the new one.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "UV_PYTHON"))}
+    env = kept | {
         "REPOSITORY": ROOT.as_uri(),
         "VIRTUAL_ENV": str(home),
         "PATH": os.pathsep.join((str(home / "bin"), str(tools), os.environ["PATH"])),

@@ -39,7 +39,8 @@ def launch(ranks: int, worker: str, *words: object) -> str:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*launcher, str(WORKERS / worker), *map(str, words)],
-        env=OUTSIDE | {"OMP_NUM_THREADS": "1"},
+        # The workers share a module, which a safe path would not find.
+        env=OUTSIDE | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKERS)},
         capture_output=True,
         text=True,
         check=False,

@@ -64,7 +64,9 @@ def test_under_lightning(tmp_path: Path, llama: Any, rows: Any, precision: Any, 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters())
 
-    ours = LightningCallbacks([DefaultMetrics(), JsonLogger()], flops_per_token=1000.0)
+    ours = LightningCallbacks(
+        [DefaultMetrics(), JsonLogger()], flops_per_token=1000.0, framework="lightning.pytorch"
+    )
     trainer = pl.Trainer(
         default_root_dir=tmp_path,
         max_steps=2,
