@@ -104,7 +104,9 @@ def examine(
         PlanError: As for `check_plan`.
     """
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
-        raise PlanError(f"tensor={tensor!r} is not a number of ranks. Give an integer of 1 or more, such as tensor=2.")
+        raise PlanError(
+            f"tensor={tensor!r} is not a number of ranks. Give an integer of 1 or more, such as tensor=2."
+        )
     declared = match_plan(model, tensor_plan(model, plan))
     structure = _structure(model, declared)
     problems = _layer_problems(model, structure)
@@ -128,10 +130,14 @@ def _structure(model: nn.Module, declared: dict[str, str]) -> Structure:
     styles = {name: declared.get(name, "") for name in dict.fromkeys([*owners, *declared])}
     _share_styles_of_ties(model, styles)
     regions = list(
-        dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style in COLWISE and "." in name)
+        dict.fromkeys(
+            name.rpartition(".")[0] for name, style in styles.items() if style in COLWISE and "." in name
+        )
     )
     # A layer is what stands in a list; the outermost list counts.
-    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)}
+    lists = {
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)
+    }
     around = []
     for region in regions:
         inside = [name for name in (region, *ancestors(region)) if name and name.rpartition(".")[0] in lists]
@@ -219,23 +225,33 @@ def _layer_problems(model: nn.Module, structure: Structure) -> list[str]:
         if style in (*COLWISE, *ROWWISE):
             kind = type(module).__name__
             if not isinstance(module, nn.Linear) or not set(own) <= {"weight", "bias"}:
-                problems.append(f"{told} needs an nn.Linear with a weight and a bias, but it is a {kind}. Use 'replicate'.")
+                problems.append(
+                    f"{told} needs an nn.Linear with a weight and a bias, but it is a {kind}. Use 'replicate'."
+                )
         elif style == "embedding_rowwise":
             if not isinstance(module, nn.Embedding) or set(own) != {"weight"}:
-                problems.append(f"{told} needs an nn.Embedding, but it is a {type(module).__name__}. Use 'replicate'.")
+                problems.append(
+                    f"{told} needs an nn.Embedding, but it is a {type(module).__name__}. Use 'replicate'."
+                )
             elif module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
                 problems.append(
                     f"{told} divides an embedding with max_norm, scale_grad_by_freq or sparse, which needs all of its "
                     "rows in one place. Use 'replicate', or make it without them."
                 )
         elif style and not own:
-            problems.append(f"{told} is given to a module without parameters of its own. Name the layers in it.")
+            problems.append(
+                f"{told} is given to a module without parameters of its own. Name the layers in it."
+            )
         if style == "sequence" and (region := structure.region_of(name)):
             problems.append(
                 f"{told} stands in {collapsed(region)}, which works on the whole sequence. Use "
                 "'replicated_with_grad_allreduce' if it works on each rank's own heads, or 'replicate' if not."
             )
-        if not style and own and (region := structure.region_of(name) or (name if name in structure.regions else None)):
+        if (
+            not style
+            and own
+            and (region := structure.region_of(name) or (name if name in structure.regions else None))
+        ):
             problems.append(
                 f"The module {collapsed(name)} stands beside colwise layers in {collapsed(region)}, and the plan does "
                 "not say whether it works on each rank's own heads. Add it to the plan, as "
@@ -249,7 +265,9 @@ def _tie_problems(model: nn.Module, structure: Structure) -> list[str]:
     placed: dict[int, tuple[str, str]] = {}
     problems = []
     for name, style in structure.styles.items():
-        rows = "rows" if style in (*COLWISE, "embedding_rowwise") else "columns" if style in ROWWISE else "whole"
+        rows = (
+            "rows" if style in (*COLWISE, "embedding_rowwise") else "columns" if style in ROWWISE else "whole"
+        )
         for _, parameter in _own(module_at(model, name)):
             first, other = placed.setdefault(id(parameter), (name, rows))
             if other != rows:
@@ -272,7 +290,9 @@ def _size_problems(model: nn.Module, structure: Structure, tensor: int) -> list[
             if each.rpartition(".")[0] == region and structure.styles[each] in ROWWISE
         )
         if all_heads % tensor or (heads % tensor and tensor % heads):
-            fewest = min(count for each, count in structure.heads.items() if each.rpartition(".")[0] == region)
+            fewest = min(
+                count for each, count in structure.heads.items() if each.rpartition(".")[0] == region
+            )
             allowed = [
                 size
                 for size in range(1, all_heads + 1)
@@ -295,7 +315,9 @@ def _size_problems(model: nn.Module, structure: Structure, tensor: int) -> list[
         elif style in ROWWISE:
             width, what = module.in_features, "inputs"
         if style == "packed_colwise" and width % 2:
-            problems.append(f"plan[{collapsed(name)!r}]={style!r} needs an even number of outputs, but there are {width}.")
+            problems.append(
+                f"plan[{collapsed(name)!r}]={style!r} needs an even number of outputs, but there are {width}."
+            )
         width = width // 2 if style == "packed_colwise" else width
         # Parts are as large as the first one, and the last one is what is left, as torch.chunk has it.
         if what and -(-width // tensor) * (tensor - 1) >= width:
@@ -371,7 +393,9 @@ def shares(model: nn.Module, structure: Structure, tensor: int) -> list[LayerSha
             row[1] += parameter.numel()
             divided = parameter_name == "weight" or style in COLWISE
             part = parameter.numel() * local[0] * (local[1] if len(local) > 1 else 1)
-            row[2] += part // (shape[0] * (shape[1] if len(shape) > 1 else 1)) if divided else parameter.numel()
+            row[2] += (
+                part // (shape[0] * (shape[1] if len(shape) > 1 else 1)) if divided else parameter.numel()
+            )
     return [
         LayerShare(name, style, row[0], shape, kinds[name, style, shape], row[1], row[2])
         for (name, style, shape), row in rows.items()

@@ -121,7 +121,9 @@ def sharded_linear_cross_entropy(
             "shard_tensors has divided, whose style is 'colwise_gather_output'."
         )
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise PlanError(f"chunk_tokens={chunk_tokens} must be at least 1. Set it to 1 or more, or leave it out.")
+        raise PlanError(
+            f"chunk_tokens={chunk_tokens} must be at least 1. Set it to 1 or more, or leave it out."
+        )
     _check_settings(label_smoothing, z_loss)
     whole = style.enter(hidden)
     if whole.shape[:-1] != targets.shape:

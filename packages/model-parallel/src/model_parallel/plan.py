@@ -61,12 +61,18 @@ def tensor_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> dic
         PlanError: There is no plan, it is empty, or a style is unknown.
     """
     plan = _own_plan(model) if given is None else given
-    if not isinstance(plan, Mapping) or not all(isinstance(part, str) for rule in plan.items() for part in rule):
+    if not isinstance(plan, Mapping) or not all(
+        isinstance(part, str) for rule in plan.items() for part in rule
+    ):
         raise PlanError(
             f"plan={type(plan).__name__} must be a table of styles by the names of modules. Such as {_EXAMPLE}."
         )
     if not plan:
-        whose = f"The model {type(model).__name__} has no plan of its own" if given is None else "plan={} is empty"
+        whose = (
+            f"The model {type(model).__name__} has no plan of its own"
+            if given is None
+            else "plan={} is empty"
+        )
         raise PlanError(f"{whose}, so nothing would be divided. Give one, such as {_EXAMPLE}.")
     return {name: _style(name, style) for name, style in plan.items()}
 
@@ -140,7 +146,11 @@ def _unmatched(model: nn.Module, rule: str, names: list[str]) -> str:
         )
     known = list(dict.fromkeys(map(collapsed, names)))
     close = difflib.get_close_matches(rule, known, 1, 0.6)
-    hint = f"Did you mean {close[0]!r}?" if close else "Leave it out, or see model.named_modules() for the names."
+    hint = (
+        f"Did you mean {close[0]!r}?"
+        if close
+        else "Leave it out, or see model.named_modules() for the names."
+    )
     return f"plan names {rule!r}, and the model {type(model).__name__} has no such module. {hint}"
 
 

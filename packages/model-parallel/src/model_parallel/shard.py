@@ -75,7 +75,9 @@ def shard_tensors(
         if any(isinstance(module, Styled) for module in model.modules()) or any(
             isinstance(parameter, DTensor) for parameter in model.parameters()
         ):
-            raise PlanError("The model is divided already. Give shard_tensors a model as it was made, and only once.")
+            raise PlanError(
+                "The model is divided already. Give shard_tensors a model as it was made, and only once."
+            )
         structure = examine(model, plan, tensor=mesh.size(), sequence=sequence, loss=loss)
     except (PlanError, ValueError) as raised:
         error = raised
@@ -114,7 +116,9 @@ def _check_same(
         return
     refused = [rank for rank, each in enumerate(digests) if each == 0]
     if refused:
-        raise PlanError(f"The plan was refused on rank(s) {_listed(refused)} of the mesh. See the error there.")
+        raise PlanError(
+            f"The plan was refused on rank(s) {_listed(refused)} of the mesh. See the error there."
+        )
     other = [rank for rank, each in enumerate(digests) if each != digests[0]]
     raise PlanError(
         f"Rank(s) {_listed(other)} of the mesh have another model, plan or setting than rank 0. Give all ranks the same."

@@ -145,9 +145,18 @@ def local_parameters(
 
 
 def local_value(parameter: Tensor, mesh: DeviceMesh, *, sum_gradients: bool = False) -> Tensor:
-    """What this rank holds of a parameter; its gradient has the parameter's placement."""
+    """What this rank holds of a parameter; its gradient has the parameter's placement.
+
+    Raises:
+        RuntimeError: `fully_shard` has divided it, too, and has not gathered it.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
+    if parameter.device_mesh.ndim != 1:
+        raise RuntimeError(
+            "A module was called whose parameters fully_shard has not gathered. Call the module that was given to "
+            "fully_shard, and not a part of it, or give that part to fully_shard, too."
+        )
     local = parameter.to_local()
     return with_summed_gradient(local, mesh) if sum_gradients else local
 

@@ -63,7 +63,9 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each normed before."""
 
-    def __init__(self, width: int, inner: int, heads: int, kv_heads: int, norm: bool, bias: bool, stacked: bool) -> None:
+    def __init__(
+        self, width: int, inner: int, heads: int, kv_heads: int, norm: bool, bias: bool, stacked: bool
+    ) -> None:
         super().__init__()
         self.self_attn = Attention(width, heads, kv_heads, norm, bias)
         self.mlp = MLP(width, inner, bias, stacked)
@@ -94,7 +96,6 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.model = nn.Module()
         self.model = Backbone(vocabulary, width, inner, heads, kv_heads, layers, norm, bias, stacked)
         self.lm_head = nn.Linear(width, vocabulary, bias=bias)
         if tied:
@@ -116,7 +117,11 @@ class Decoder(nn.Module):
         attention, mlp = self.model.layers[0].self_attn, self.model.layers[0].mlp
         if isinstance(attention.q_norm, RMSNorm):
             names["self_attn.q_norm"] = "replicated_with_grad_allreduce"
-        names |= {"mlp.gate_up_proj": "packed_colwise"} if mlp.stacked else {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise"}
+        names |= (
+            {"mlp.gate_up_proj": "packed_colwise"}
+            if mlp.stacked
+            else {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise"}
+        )
         return {
             "model.embed_tokens": "embedding_rowwise",
             **{f"model.layers.*.{name}": style for name, style in names.items()},
@@ -131,11 +136,22 @@ class Backbone(nn.Module):
     """Everything but the output head."""
 
     def __init__(
-        self, vocabulary: int, width: int, inner: int, heads: int, kv_heads: int, layers: int, norm: bool, bias: bool, stacked: bool
+        self,
+        vocabulary: int,
+        width: int,
+        inner: int,
+        heads: int,
+        kv_heads: int,
+        layers: int,
+        norm: bool,
+        bias: bool,
+        stacked: bool,
     ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Layer(width, inner, heads, kv_heads, norm, bias, stacked) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            Layer(width, inner, heads, kv_heads, norm, bias, stacked) for _ in range(layers)
+        )
         self.norm = RMSNorm(width)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -159,7 +175,9 @@ def batches(vocabulary: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield tokens, targets
 
 
-def plain_loss(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+def plain_loss(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
     """Sum over the targets that count, from whole logits."""
     flat = logits.float().flatten(0, -2)
     total = F.cross_entropy(flat, targets.flatten(), reduction="sum", label_smoothing=label_smoothing)
@@ -177,22 +195,27 @@ def train(
     part: tuple[int, int] = (0, 1),
     total: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> SimpleNamespace:
-    """Train with clipping by torch's own functions; the loss and the norm of each step.
+    """Train with clipping by torch's own functions; loss and norm of each step, and gradients of the first.
 
     `part` is which of how many parts of each batch this rank has, and `total` sums a loss over them.
     """
     from torch.distributed.tensor import DTensor
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses, norms = [], []
+    losses, norms, gradients = [], [], {}
     for tokens, targets in batches(vocabulary, steps):
         count = (targets != -100).sum()
         tokens, targets = (each.chunk(part[1])[part[0]] for each in (tokens, targets))
         loss = loss_of(tokens, targets) / count
         loss.backward()
+        for name, each in () if gradients else list(model.named_parameters()):
+            assert isinstance(each, DTensor) == isinstance(each.grad, DTensor), name
+            if isinstance(each, DTensor):
+                assert each.placements == each.grad.placements, name
+            gradients[name] = (each.grad.full_tensor() if isinstance(each, DTensor) else each.grad).clone()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(total(loss.detach().clone())))
-    return SimpleNamespace(losses=losses, norms=norms)
+    return SimpleNamespace(losses=losses, norms=norms, gradients=gradients)
