@@ -138,7 +138,7 @@ def _add_styles(
         add_style(module_at(model, structure.backbone), Layers(mesh, sequence, progress))
         add_style(module_at(model, structure.layers[0]), FirstLayer(mesh, sequence, progress))
     for region in structure.regions:
-        style = Region(mesh, sequence)
+        style = Region(mesh, sequence, Scope(region))
         scopes[region] = style.scope
         add_style(module_at(model, region), style)
     for name in structure.styles:
@@ -181,7 +181,7 @@ def _style_of(
             output = "logits"
         return Colwise(mesh, sequence, output, scope, rows)
     if style in ("rowwise", "rowwise_split_input"):
-        return Rowwise(mesh, sequence, style == "rowwise_split_input")
+        return Rowwise(mesh, sequence, style == "rowwise_split_input", scope)
     if style == "embedding_rowwise":
         embedding = cast(nn.Embedding, module)
         first, count = local_size(embedding.num_embeddings, tensor, rank)

@@ -93,21 +93,68 @@ class _Gathered(torch.autograd.Function):
 class Scope:
     """The input that the colwise layers of one module share during its forward pass.
 
-    Its gradient is summed once for all of them, and not once for each.
+    Its gradient is summed once for all of them, and not once for each. In the first pass with gradients it is
+    checked that what the module computes of its own, between colwise and rowwise layers, comes from colwise
+    layers alone: the gradient of anything else would be a part of a sum that nobody adds up.
     """
 
+    name: str = ""
     source: Tensor | None = None
     entered: Tensor | None = None
+    checked: bool = False
+    inputs: list[object] = field(default_factory=list)
+    entries: list[object] = field(default_factory=list)
+
+    def begin(self, *given: object) -> None:
+        """Note what the module is given."""
+        if not self.checked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.inputs = [each.grad_fn for each in _tensors(given) if each.grad_fn is not None]
 
     def enter(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         """The input of a colwise layer, whose gradient each rank has a part of."""
         if self.entered is None or x is not self.source:
             self.source, self.entered = x, with_summed_gradient(x, mesh)
+        if self.inputs:
+            self.entries.append(self.entered.grad_fn)
         return self.entered
+
+    def leave(self, x: Tensor) -> None:
+        """Check the input of a rowwise layer.
+
+        Raises:
+            RuntimeError: It comes from an input of the module, and not through a colwise layer.
+        """
+        if not self.inputs or x.grad_fn is None:
+            return
+        seen, left = set(self.entries), [x.grad_fn]
+        while left:
+            node = left.pop()
+            if node in seen:
+                continue
+            if node in self.inputs:
+                raise RuntimeError(
+                    f"The module {self.name} uses its input beside its colwise layers, together with what they "
+                    "compute on each rank, so that its gradient would be wrong. Leave the layers of this module "
+                    "out of the plan, which keeps it whole on each rank."
+                )
+            seen.add(node)
+            left += [each for each, _ in node.next_functions if each is not None]
+        self.checked = True
 
     def clear(self) -> None:
         """Hold no activation any longer."""
         self.source = self.entered = None
+        self.inputs, self.entries = [], []
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
 
 
 @contextmanager
@@ -230,9 +277,11 @@ class Rowwise(Style):
 
     Attributes:
         split_input: Whether the input is whole on each rank.
+        scope: Of the module around it.
     """
 
     split_input: bool = False
+    scope: Scope | None = None
 
     def placement(self, name: str) -> Placement:
         """By columns; a bias is added once, to the sum."""
@@ -243,6 +292,8 @@ class Rowwise(Style):
         x, args, kwargs = take_stream(module, args, kwargs)
         if self.split_input:
             x = split(x, self.mesh, -1)
+        elif self.scope is not None:
+            self.scope.leave(x)
         with local_parameters(module, self.mesh, without=("bias",)):
             y: Tensor = call(x, *args, **kwargs)
         y = summed(y, self.mesh, Shard(SEQUENCE_DIM) if self.sequence else Replicate())
@@ -320,6 +371,7 @@ class Region(Style):
                 self.scope.source = whole
                 self.scope.entered = _Gathered.apply(part, whole.detach(), self.mesh)  # type: ignore[no-untyped-call]
                 args = (whole, *args)
+            self.scope.begin(args, kwargs)
             return call(*args, **kwargs)
         finally:
             self.scope.clear()

@@ -73,8 +73,10 @@ def run(case: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
 
     def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if kind == "fused":
+            hidden = model.model(tokens)
+            hidden = hidden if isinstance(hidden, torch.Tensor) else hidden.last_hidden_state
             return sharded_linear_cross_entropy(
-                model.model(tokens), model.lm_head, targets, chunk_tokens=case.get("chunk", 50), **extra
+                hidden, model.lm_head, targets, chunk_tokens=case.get("chunk", 50), **extra
             )
         found = logits(model, tokens)
         assert isinstance(found, DTensor) == (kind == "sharded")
