@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,5 +57,18 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Callabl
                 process.kill()
         assert set(codes) == {0}, "".join(each.read_text()[-4000:] for each in sorted(folder.glob("err-*")))
         return [json.loads((folder / f"notes-{rank}").read_text()) for rank in range(ranks)]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`python("-m", "model_parallel", "-h")`: one process without launcher variables, to its end."""
+
+    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *map(str, words)]
+        return subprocess.run(
+            command, env=clean_environ(), capture_output=True, text=True, timeout=240, check=False
+        )
 
     return run

@@ -21,13 +21,29 @@ def without(*names: str) -> dict[str, str]:
 
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "heads": ({"width": 48, "heads": 6, "kv_heads": 6}, {"tensor": 4}, "6 heads of .*self_attn. Allowed .* 1, 2, 3, 6."),
-    "key-value heads": ({"heads": 12, "width": 48, "kv_heads": 3}, {"tensor": 2}, "12 heads and 3 key-value .* 1, 3, 6, 12."),
+    "heads": (
+        {"width": 48, "heads": 6, "kv_heads": 6},
+        {"tensor": 4},
+        "6 heads of .*self_attn. Allowed .* 1, 2, 3, 6.",
+    ),
+    "key-value heads": (
+        {"heads": 12, "width": 48, "kv_heads": 3},
+        {"tensor": 2},
+        "12 heads and 3 key-value .* 1, 3, 6, 12.",
+    ),
     "width": ({"inner": 9}, {"tensor": 4}, r"without any of the 9 outputs of .*gate_proj. Allowed .* 3"),
     "vocabulary": ({"vocabulary": 5}, {"tensor": 4}, r"without any of the 5 rows of model.embed_tokens"),
-    "an unknown style": ({}, {"plan": {"lm_head": "colwsie"}}, "colwsie' is not a style. Did you mean 'colwise'"),
+    "an unknown style": (
+        {},
+        {"plan": {"lm_head": "colwsie"}},
+        "colwsie' is not a style. Did you mean 'colwise'",
+    ),
     "experts": ({}, {"plan": {"lm_head": "moe_tp_experts"}}, "divides experts"),
-    "a name that matches nothing": ({}, {"plan": {"model.layers.*.mlp.up": "colwise"}}, "Did you mean 'model.layers"),
+    "a name that matches nothing": (
+        {},
+        {"plan": {"model.layers.*.mlp.up": "colwise"}},
+        "Did you mean 'model.layers",
+    ),
     "a parameter": ({}, {"plan": {"lm_head.weight": "colwise"}}, "only modules can be divided"),
     "an empty plan": ({}, {"plan": {}}, "nothing would be divided"),
     "two rules": (
@@ -100,7 +116,6 @@ def test_every_rank_raises_and_none_hangs(refused: list[Any], name: str) -> None
     for rank, message in enumerate(RANKS[name]):
         kind, text, seconds = refused[rank][name]
         assert kind in ("PlanError", "ValueError", "IndexError", "RuntimeError")
-
 
         assert re.search(message, text), text
         assert seconds < 5.0

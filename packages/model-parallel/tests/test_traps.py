@@ -44,13 +44,17 @@ def test_the_gradient_of_a_shared_head_is_summed(notes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", ["after, False", "before, False", "before, True"])
-def test_what_a_module_does_with_its_input_outside_its_layers_is_right(notes: dict[str, Any], case: str) -> None:
+def test_what_a_module_does_with_its_input_outside_its_layers_is_right(
+    notes: dict[str, Any], case: str
+) -> None:
     """Its gradient is whole on each rank, and must not be summed."""
     assert notes[f"gated {case}"] < 1e-5
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_an_input_that_meets_what_each_rank_computes_is_refused(notes: dict[str, Any], sequence: bool) -> None:
+def test_an_input_that_meets_what_each_rank_computes_is_refused(
+    notes: dict[str, Any], sequence: bool
+) -> None:
     """Its gradient would be a part of a sum that nobody adds up."""
     assert "The module model.layers.0.mlp uses its input" in notes[f"gated between, {sequence}"]
 

@@ -104,7 +104,9 @@ def _report(options: argparse.Namespace) -> str:
 
 
 def _lines(table: list[LayerShare]) -> list[str]:
-    rows = [("module", "style", "layers", "weight", "on a rank", "parameters on a rank")]
+    rows: list[tuple[str, ...]] = [
+        ("module", "style", "layers", "weight", "on a rank", "parameters on a rank")
+    ]
     for each in table:
         shapes = [" x ".join(map(str, shape)) for shape in (each.shape, each.local_shape)]
         rows.append(
@@ -150,7 +152,7 @@ def _build(settings: Mapping[str, Any]) -> nn.Module:
     try:
         config = AutoConfig.for_model(str(family), **values)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)
+            model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as error:  # each family checks its settings in its own way
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"model_type={family!r} cannot be built by transformers: {reason}") from error

@@ -206,7 +206,7 @@ def _regroup(attention: nn.Module, structure: Structure, name: str, tensor: int)
     if isinstance(getattr(attention, "num_key_value_groups", None), int):
         region = name.rpartition(".")[0]
         queries = max(count for each, count in structure.heads.items() if each.rpartition(".")[0] == region)
-        attention.num_key_value_groups = queries // tensor
+        setattr(attention, "num_key_value_groups", queries // tensor)  # noqa: B010
 
 
 def _place_parameters(model: nn.Module, structure: Structure, mesh: DeviceMesh) -> None:

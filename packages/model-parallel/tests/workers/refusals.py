@@ -49,7 +49,9 @@ def cases(whole: DeviceMesh, mesh: DeviceMesh, other: bool) -> dict[str, Callabl
     logits, hidden, head = divided(tokens), divided.model(tokens), divided.lm_head
     return {
         "bad on each rank": lambda: shard_tensors(Decoder(width=48, heads=3, kv_heads=3), mesh),
-        "bad on one": lambda: shard_tensors(Decoder(), mesh, {**plan, "lm_head": "columns"} if other else plan),
+        "bad on one": lambda: shard_tensors(
+            Decoder(), mesh, {**plan, "lm_head": "columns"} if other else plan
+        ),
         "another plan on one": lambda: shard_tensors(
             Decoder(), mesh, {**plan, "model.norm": "replicate"} if other else plan
         ),
@@ -58,7 +60,9 @@ def cases(whole: DeviceMesh, mesh: DeviceMesh, other: bool) -> dict[str, Callabl
         "two dimensions": lambda: shard_tensors(Decoder(), whole["shard", "tensor"]),
         "a sequence that is no multiple": lambda: by_sequence(tokens[:, :3]),
         "whole logits": lambda: sharded_cross_entropy(torch.zeros(2, 4, 64), tokens),
-        "a head that is not divided": lambda: sharded_linear_cross_entropy(hidden, torch.nn.Linear(32, 64), tokens),
+        "a head that is not divided": lambda: sharded_linear_cross_entropy(
+            hidden, torch.nn.Linear(32, 64), tokens
+        ),
         "targets of another shape": lambda: sharded_linear_cross_entropy(hidden, head, tokens[:, 1:]),
         "a target outside": lambda: sharded_cross_entropy(logits, tokens + 64),
         "a token outside": lambda: divided(tokens + 64),

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -24,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_env import DistributedEnvironment, Meshes, ParallelLayout
 from model_parallel import shard_tensors
@@ -78,8 +78,15 @@ def by_torch(mesh: DeviceMesh, *, sequence: bool, tied: bool = False) -> nn.Modu
         plan[f"model.layers.*.{name}"] = RowwiseParallel(output_layouts=part)
     if sequence:
         gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-        plan |= {"model.layers.*.self_attn": gather, "model.layers.*.mlp": gather, "model.norm": SequenceParallel()}
-        plan |= {f"model.layers.*.{name}": SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
+        plan |= {
+            "model.layers.*.self_attn": gather,
+            "model.layers.*.mlp": gather,
+            "model.norm": SequenceParallel(),
+        }
+        plan |= {
+            f"model.layers.*.{name}": SequenceParallel()
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
     return parallelize_module(model, mesh, plan)
 
 
@@ -109,15 +116,24 @@ def gated(where: str) -> Decoder:
 GATED = {name: style for name, style in Decoder().tp_plan.items() if "gate_proj" not in name}
 
 
-def collectives(model: nn.Module) -> dict[str, int]:
-    with CommDebugMode() as counter:
-        backward(model)
-    found: dict[str, int] = {}
-    for name, count in counter.get_comm_counts().items():
+class Counter(TorchDispatchMode):
+    """Counts collectives. `CommDebugMode` adds hooks, with which each layer is given a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-            if kind in str(name):
-                found[kind] = found.get(kind, 0) + count
-    return found
+            if "c10d_functional" in str(func) and kind in str(func):
+                self.counts[kind] = self.counts.get(kind, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(model: nn.Module) -> dict[str, int]:
+    with Counter() as counter:
+        backward(model)
+    return counter.counts
 
 
 def clipping_by_torch(mesh: DeviceMesh) -> str:
@@ -150,7 +166,9 @@ def main() -> None:
         value = torch.tensor(notes["norm of local parts by torch"])
         torch.distributed.broadcast(value, 0)
         notes["norm of local parts by torch"] = float(value)
-        notes["norm of local parts"] = local_norm(backward(shard_tensors(Decoder(), mesh, sequence=True)), mesh)
+        notes["norm of local parts"] = local_norm(
+            backward(shard_tensors(Decoder(), mesh, sequence=True)), mesh
+        )
 
         notes["clipping by torch"] = clipping_by_torch(mesh)
         divided = backward(shard_tensors(Decoder(), mesh))
@@ -161,7 +179,9 @@ def main() -> None:
         normed = backward(Decoder(norm=True))
         plan = Decoder(norm=True).tp_plan
         wrong = {**plan, "model.layers.*.self_attn.q_norm": "replicate"}
-        notes["q_norm"] = difference(backward(shard_tensors(Decoder(norm=True), mesh, plan)), normed, "q_norm")
+        notes["q_norm"] = difference(
+            backward(shard_tensors(Decoder(norm=True), mesh, plan)), normed, "q_norm"
+        )
         wrongly = difference(backward(shard_tensors(Decoder(norm=True), mesh, wrong)), normed, "q_norm")
         value = torch.tensor(wrongly)
         torch.distributed.broadcast(value, 0)
@@ -192,7 +212,9 @@ def main() -> None:
         found = backward(shard_tensors(padded, mesh))
         notes["padding"] = float(whole(found.model.embed_tokens.weight.grad)[int(TOKENS[0, 0])].abs().max())
 
-        notes["checkpointed"] = difference(backward(checkpointed(shard_tensors(Decoder(), mesh, sequence=True))), single)
+        notes["checkpointed"] = difference(
+            backward(checkpointed(shard_tensors(Decoder(), mesh, sequence=True))), single
+        )
         compiled = shard_tensors(Decoder(), mesh, sequence=True)
         for layer in compiled.model.layers:
             layer.compile(backend="aot_eager", fullgraph=True)
