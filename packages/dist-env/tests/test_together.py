@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+from dist_env import StaticDistributedEnvironment
+from dist_env.coordination import Coordinator, RankRecord
 
 HOST = socket.gethostname()
 
@@ -108,3 +113,40 @@ def test_a_killed_rank_is_named(job: Any) -> None:
 def test_vanished_holder_of_the_store_is_told(job: Any) -> None:
     for rank in (1, 2):
         assert f"rank {rank} on {HOST} lost the store of the job" in job.notes[rank]["store_lost"]
+
+
+class ArrivesLast:
+    """A store in which another rank arrives just before this one looks whether it is there."""
+
+    def __init__(self, store: dist.Store, key: str, arrive: Callable[[], None]) -> None:
+        self._store, self._key, self._arrive = store, key, arrive
+
+    def check(self, keys: list[str]) -> bool:
+        if keys == [self._key]:
+            self._arrive()
+        return bool(self._store.check(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def record_of(rank: int) -> RankRecord:
+    return RankRecord.of(StaticDistributedEnvironment(rank=rank, world_size=2, local_world_size=2))
+
+
+def test_a_barrier_holds_if_the_last_comes_while_others_look_who_is_late() -> None:
+    store = dist.HashStore()
+    last = Coordinator(store, record_of(1))
+    came = threading.Event()
+
+    def arrive() -> None:
+        if not came.is_set():
+            came.set()
+            last.barrier([0, 1], "all", 5.0, "")
+
+    first = Coordinator(
+        ArrivesLast(store, "barrier/all/0/1", arrive),  # type: ignore[arg-type]
+        record_of(0),
+    )
+    first.barrier([0, 1], "all", 0.2, "")
+    assert came.is_set()

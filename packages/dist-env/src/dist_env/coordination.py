@@ -240,9 +240,9 @@ class Coordinator:
     def _late(self, late: list[int], total: int, what: str) -> RankTimeoutError:
         hosts = {rank: self.host_of(rank) for rank in late}
         named = ", ".join(f"rank {rank} ({host})" for rank, host in hosts.items())
+        who = f"{len(late)} of {total} ranks did not arrive: {named}" if late else "the last one is silent"
         return RankTimeoutError(
-            f"{what} passed on rank {self.record.rank} on {self.record.host}; "
-            f"{len(late)} of {total} ranks did not arrive: {named}.",
+            f"{what} passed on rank {self.record.rank} on {self.record.host}; {who}.",
             hosts,
         )
 
@@ -250,11 +250,11 @@ class Coordinator:
         self,
         arrived: Callable[[], bool],
         timeout: float,
-        missing: Callable[[], Exception],
+        missing: Callable[[], RankTimeoutError | _StillHere],
         look: Callable[[], None] | None = None,
     ) -> None:
         # Polled, because a blocking wait on a store holds its connection and logs every timeout.
-        deadline = time.monotonic() + timeout
+        deadline, all_came = time.monotonic() + timeout, False
         pause, next_look = 0.0005, time.monotonic() + 0.2
         while not arrived():
             now = time.monotonic()
@@ -264,7 +264,11 @@ class Coordinator:
                     look()
                 next_look = now + 0.2
             if now >= deadline:
-                raise missing()
+                error = missing()
+                if all_came or isinstance(error, _StillHere) or error.missing:
+                    raise error
+                # All came while this rank looked who had not: others continue, so it has to as well.
+                deadline, all_came = now + timeout, True
             time.sleep(pause)
             pause = min(pause * 1.3, 0.05)
 
