@@ -30,6 +30,7 @@ _DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not re.fullmatch(r"torch\.(u?int[1-7]|q.*)", str(dtype))
 }
+_WHOLE_DTYPES = frozenset(_DTYPES.values())
 # Elements that are their bytes on every machine: no objects, no records.
 _ARRAY_TYPE = re.compile(r"[<>|][biufcmMSU]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}(/\d{1,9})?\])?")
 _U32, _I64, _F64, _C128 = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<dd")
@@ -107,7 +108,7 @@ def _is_dense(value: object) -> bool:
         and value.layout is torch.strided  # type: ignore[attr-defined]
         and not value.is_nested  # type: ignore[attr-defined]
         and not value.is_meta  # type: ignore[attr-defined]
-        and _dtype_name(value.dtype) in _DTYPES  # type: ignore[attr-defined]
+        and value.dtype in _WHOLE_DTYPES  # type: ignore[attr-defined]
     )
 
 
@@ -298,7 +299,8 @@ class _Encoder:
         self.out.append(data)
 
     def _write_tensor(self, value: torch.Tensor) -> None:
-        value = value.detach()
+        if value.requires_grad or type(value) is not torch.Tensor:
+            value = value.detach()
         if self._tensors is not None:
             self.out.append(b"y" + _U32.pack(len(self._tensors)))
             self._tensors.append(value)
