@@ -242,7 +242,7 @@ print(glob.glob("**/events.out.tfevents*", recursive=True))
     ("two processes", "accelerate"): Task(
         "print('process of', Accelerator(cpu=True).num_processes)",
         r"process of 2",
-        words=("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "SCRIPT"),
+        words=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "SCRIPT"),
     ),
     ("a model of one's own", "transformers"): Task(
         """
@@ -250,8 +250,10 @@ class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
-    def forward(self, input_ids):
-        return self.head(self.embed(input_ids))
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embed(input_ids))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
 args = TrainingArguments(output_dir="own", max_steps=4, use_cpu=True, report_to="none")
 print(Trainer(Net(), args, train_dataset=data).train())
 """,

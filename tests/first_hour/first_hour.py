@@ -59,7 +59,7 @@ class Entry:
         code: The expected exit code.
         writes: A file or directory that must be there afterwards.
         interrupt: Send Ctrl-C once this is in the output.
-        visit: An address in the output, to read before Ctrl-C; the answer is searched too.
+        visit: An address in the output, to read before Ctrl-C; its page and /news are searched too.
     """
 
     name: str
@@ -131,7 +131,8 @@ from checkpoint_core import CheckpointManager, RNGState
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters())
 manager = CheckpointManager("runs/loop", {"model": model, "optimizer": optimizer, "rng": RNGState()})
-begin = manager.load() or 0
+loaded = manager.load()
+begin = loaded.step if loaded else 0
 for step in range(begin + 1, begin + 4):
     model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
@@ -207,7 +208,7 @@ ENTRIES = (
     Entry(
         "a live page",
         command("watch", "runs/first"),
-        r"<html.*first",
+        r"<html.*</html>.*runs/first",
         visit=r"http://(?:127\.0\.0\.1|localhost):\d+\S*",
     ),
     Entry(
@@ -249,8 +250,9 @@ def run(words: Sequence[str], folder: Path, entry: Entry | None = None) -> Seen:
                 continue
             address = re.search(entry.visit, line) if entry.visit else None
             if address:
-                with urllib.request.urlopen(address[0], timeout=20) as answer:
-                    lines.append(answer.read().decode())
+                for place in (address[0], address[0].rstrip("/") + "/news"):
+                    with urllib.request.urlopen(place, timeout=20) as answer:
+                        lines.append(answer.read().decode())
             if address or (entry.interrupt and entry.interrupt in line):
                 acted = True
                 os.killpg(process.pid, signal.SIGINT)
