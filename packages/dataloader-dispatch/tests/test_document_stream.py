@@ -318,7 +318,7 @@ def test_state_of_other_data_or_none_is_refused() -> None:
         packed([*documents[:-1], [1, 2, 3, 4, 5]]).load_state_dict(state)
     for damage, message in [
         ({"version": 99}, "version 99"),
-        ({"places": [[3, -1, 0]]}, r"\[3, -1, 0\] is no place of shard 0"),
+        ({"places": [[3, -1, 0]]}, r"\[3, -1, 0\] is not a position in shard 0"),
         ({"places": [[0, 0, 0], [1, 0, 0]]}, "not those of 1 shards"),
         ({"rank": -1}, "rank=-1 is not a count"),
         ({"world_size": 0}, "rank=0 of world_size=0.*damaged"),
@@ -326,7 +326,7 @@ def test_state_of_other_data_or_none_is_refused() -> None:
         ({"seed": torch.tensor([1, 2])}, "saved with seed=tensor"),
         ({"shuffle": 1}, "saved with shuffle=1"),
         ({"epoch": None}, "epoch=None"),
-        ({"places": [[21, 0, 0]]}, r"\[21, 0, 0\] is no place"),
+        ({"places": [[21, 0, 0]]}, r"\[21, 0, 0\] is not a position"),
         ({"shards": 2}, "shards=2.*shards=1"),
     ]:
         with pytest.raises(DataError, match=message):

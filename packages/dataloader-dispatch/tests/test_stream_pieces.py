@@ -151,7 +151,7 @@ def test_a_resume_in_the_middle_encodes_what_is_ahead(small: None) -> None:
     whole = DocumentStream(texts, sequence_length=16, encode=merged, eos_token_id=EOS, shuffle=False)
     whole.load_state_dict(state)
     assert rows_of(whole) == rest
-    with pytest.raises(DataError, match=r"is no place of shard 0"):
+    with pytest.raises(DataError, match=r"is not a position in shard 0"):
         again.load_state_dict({**state, "places": [[*place[:3], place[3], place[1] + 1]]})
     again.load_state_dict({**state, "places": [[0, 10**6, place[2], 10**6, 10**6]]})
     with pytest.raises(DataError, match="token=1000000 is beyond the 0 tokens"):

@@ -236,7 +236,7 @@ def test_a_port_that_is_taken_is_named(run, exporter) -> None:
 
 
 def test_an_address_of_another_machine_is_named(run) -> None:
-    with pytest.raises(OSError, match=r"host='192\.0\.2\.1' is no place where the exporter can listen"):
+    with pytest.raises(OSError, match=r"host='192\.0\.2\.1' is not an address where the exporter can listen"):
         run.fire("on_train_begin", PrometheusExporter(port=0, host="192.0.2.1"))
 
 

@@ -166,7 +166,7 @@ def _name(ranks: Sequence[int]) -> str:
 
 
 def _fingerprint(replica: Replica) -> bytes:
-    """What is compared of a state, by place; the order in which dictionaries were filled is no part of it."""
+    """What is compared of a state, by place; the order of dictionaries is not part of it."""
     entries: dict[str, _Entry] = {
         place: (text, []) for place, text in leaves(replica.state.document, "state")
     }

@@ -282,8 +282,8 @@ def _place(entry: object, number: int, shards: int, documents: int) -> Place:
         if inside and place.before <= place.token and bool(place.start) == bool(place.before):
             return place
     raise DataError(
-        f"data position: {entry!r} is no place of shard {number} among {documents} documents, so the state "
-        "is damaged."
+        f"data position: {entry!r} is not a position in shard {number} among {documents} documents, so the "
+        "state is damaged."
     )
 
 

@@ -205,7 +205,7 @@ class CallbackHandler:
         """Call every handler of an event.
 
         A handler may change the control it is given or return another one, whose raised flags are added.
-        An error in a handler goes on up, with a note that names callback and event.
+        An error in a handler propagates, with a note that names callback and event.
 
         Returns:
             The control after all handlers have run.

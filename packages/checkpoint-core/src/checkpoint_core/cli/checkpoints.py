@@ -490,7 +490,7 @@ def prune(directory: Path, *, keep: int, best: BestRule | None, all_runs: bool, 
         0.
 
     Raises:
-        CheckpointError: A run owns the directory, a save is going on there, or no checkpoint has the metric.
+        CheckpointError: A run owns the directory, saves there, or no checkpoint has the metric.
         OSError: A checkpoint cannot be deleted.
     """
     check_directory(directory)

@@ -56,8 +56,9 @@ class MetricsEndpoint:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"port={port}, host={host!r} is no place where the exporter can listen ({error.strerror}). "
-                "Give a free port and an address of this machine, or port=0 for any free port.",
+                f"port={port}, host={host!r} is not an address where the exporter can listen "
+                f"({error.strerror}). Give a free port and an address of this machine, or port=0 for any "
+                "free port.",
             ) from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
