@@ -15,47 +15,64 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from trainer_core import ConfigurationError, Trainer, TrainingArguments, arguments_from_dict
-from trainer_core.errors import _SHORT_NAMES
+from trainer_core.hints import _SHORT_NAMES, _WITHOUT_SETTING
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "coming-from.md").read_text()
 SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
 OURS = {field.name for field in dataclasses.fields(TrainingArguments)}
 HUGGING_FACE = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
-OF_THE_COMMAND = {"sequence_length"}
+HEADS = ("Hugging Face", "Lightning", "torchtitan", "short", "of `llama-pretrain` alone")
 
 
-def table(head: str) -> dict[str, str]:
-    """{name of theirs: ours} of the table with this head."""
-    body = PAGE.split(f"| {head} | here |\n|---|---|\n")[1].split("\n\n")[0]
+def table(head: str, second: str = "here") -> dict[str, str]:
+    """{name of theirs: what the table says} of the table with this head."""
+    body = PAGE.split(f"| {head} | {second} |\n|---|---|\n")[1].split("\n\n")[0]
     found = {}
     for row in body.splitlines():
         theirs, ours = row.strip("|").split("|")
-        for name in re.findall(r"`(\w+)`", theirs):
-            found[name] = re.findall(r"`(\w+)`", ours)[0]
+        for name in re.findall(r"`([\w.]+)`", theirs):
+            found[name] = ours.strip()
     return found
 
 
-RENAMED = {head: table(head) for head in ("Hugging Face", "Lightning", "short")}
+RENAMED = {head: table(head) for head in HEADS}
+INSTEAD = table("theirs", "the hint")
 
 
-@pytest.mark.parametrize("head", RENAMED)
+def refusal(name: str) -> str:
+    """What is said of a setting that does not exist."""
+    with pytest.raises(ConfigurationError) as refused:
+        arguments_from_dict(TrainingArguments, {name: 1})
+    return str(refused.value).partition("is not a known setting. ")[2]
+
+
+@pytest.mark.parametrize("head", HEADS[:4])
 def test_the_hint_for_each_name_is_the_one_of_the_table(head: str) -> None:
     for theirs, ours in RENAMED[head].items():
-        with pytest.raises(ConfigurationError) as refused:
-            arguments_from_dict(TrainingArguments, {theirs: 1})
-        if ours not in OF_THE_COMMAND:
-            assert f"Did you mean {ours!r}?" in str(refused.value)
+        meant = [name for name in re.findall(r"`([^`]*)`", ours) if name.partition("=")[0] in OURS]
+        told = refusal(theirs)
+        if meant:
+            assert told == f"Did you mean {meant[0] if '=' in meant[0] else repr(meant[0])}?"
+        else:
+            assert told == INSTEAD.get(theirs, "See the list of settings for what exists.")
+
+
+def test_the_hint_where_no_setting_is_needed_is_the_one_of_the_table() -> None:
+    assert {name: refusal(name) for name in INSTEAD} == INSTEAD == dict(_WITHOUT_SETTING)
 
 
 def test_the_tables_have_every_name_that_the_hints_know() -> None:
-    assert {name: ours for one in RENAMED.values() for name, ours in one.items()} == dict(_SHORT_NAMES)
+    listed = {name: ours for one in RENAMED.values() for name, ours in one.items()}
+    assert {name: " ".join(re.findall(r"`([^`]*)`", ours)) for name, ours in listed.items()} == dict(
+        _SHORT_NAMES
+    )
 
 
 def test_the_names_are_those_of_the_others() -> None:
     assert {*RENAMED["Hugging Face"]} <= HUGGING_FACE
     fit = inspect.signature(pl.Trainer.fit).parameters
     assert {*RENAMED["Lightning"]} <= {*inspect.signature(pl.Trainer).parameters, *fit}
-    assert not {*RENAMED["Hugging Face"], *RENAMED["Lightning"], *RENAMED["short"]} & OURS
+    assert not {name for head in HEADS[:4] for name in RENAMED[head]} & OURS
 
 
 def test_the_list_of_equal_names_is_complete() -> None:

@@ -156,6 +156,54 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
 
 
 @pytest.mark.parametrize(
+    ("words", "hints"),
+    [
+        # short
+        ("-lr 1e-3", "unknown argument '-lr'. Did you mean --learning-rate?"),
+        (
+            "-b 4 -e 3",
+            "Did you mean --per-device-train-batch-size? Unknown argument '-e'. Did you mean --num-train",
+        ),
+        ("--gpus 2", "Did you mean --mesh dp=2?"),
+        ("--wandb", "Did you mean --report-to wandb?"),
+        ("--block-size 512", "Did you mean --sequence-length?"),
+        ("--gradient-clipping 1", "Did you mean --max-grad-norm?"),
+        # Hugging Face
+        ("--bf16", "unknown argument '--bf16'. Did you mean --mixed-precision bf16?"),
+        ("--per_device_train_batch_size 8", "Did you mean --per-device-train-batch-size?"),
+        ("--do_train", "Training and evaluation are calls of their own: leave it out."),
+        ("--model_name_or_path 7b", "Did you mean --model?"),
+        ("--overwrite_output_dir", "Did you mean --fresh?"),
+        ("--fsdp full_shard", "Did you mean --mesh shard=2?"),
+        ("--no_cuda", "Did you mean --use-cpu?"),
+        # Lightning and torchtitan
+        ("--max_epochs=3", "Did you mean --num-train-epochs?"),
+        (
+            "--devices 4 --strategy ddp",
+            "Did you mean --mesh dp=2? Unknown argument '--strategy'. Did you mean --mesh?",
+        ),
+        ("--fast_dev_run", "Did you mean --dry-run?"),
+        (
+            "--optimizer.lr 1e-3 --training.steps 5",
+            "Did you mean --learning-rate? Unknown argument '--training.steps'",
+        ),
+        # slips
+        ("--learnig-rate 1", "Did you mean --learning-rate?"),
+        ("learning_rate=1e-3", "Did you mean --learning-rate?"),
+        ("--ddp.find_unused_parameters", "Did you mean --ddp.find-unused-parameters?"),
+    ],
+)
+def test_what_others_call_an_option_is_answered_with_ours(
+    words: str, hints: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        _resolve(*words.split())
+    told = capsys.readouterr().err
+    assert (caught.value.code, told.count("\n")) == (2, 1)
+    assert hints in told
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("max_step: 5", "max_step=5 is not a known setting. Did you mean 'max_steps'"),

@@ -375,7 +375,10 @@ def test_hints_know_the_names_of_other_trainers(name: str, hint: str) -> None:
         ({"wd": 0.1}, "Did you mean 'weight_decay'?"),
         ({"ga": 4}, "Did you mean 'gradient_accumulation_steps'?"),
         # Hugging Face
-        ({"bf16": True}, "Did you mean 'mixed_precision'?"),
+        ({"bf16": True}, "Did you mean mixed_precision='bf16'?"),
+        ({"push_to_hub": True}, "Nothing is uploaded. save_model(directory)"),
+        ({"fsdp": "full_shard"}, "choose DDPTrainer, FSDP2Trainer or PipelineTrainer"),
+        ({"eval_accumulation_steps": 2}, "Metrics are sums and counts, so no outputs pile up: leave it out."),
         ({"evaluation_strategy": "steps"}, "Did you mean 'eval_strategy'?"),
         ({"label_smoothing_factor": 0.1}, "Did you mean 'label_smoothing'?"),
         ({"warmup_step": 10}, "Did you mean 'warmup_steps'?"),
@@ -384,10 +387,17 @@ def test_hints_know_the_names_of_other_trainers(name: str, hint: str) -> None:
         ({"accumulate_grad_batches": 4}, "Did you mean 'gradient_accumulation_steps'?"),
         ({"gradient_clip_val": 1.0}, "Did you mean 'max_grad_norm'?"),
         ({"precision": "bf16-mixed"}, "Did you mean 'mixed_precision'?"),
+        ({"strategy": "ddp"}, "choose DDPTrainer, FSDP2Trainer or PipelineTrainer"),
         # slips
         ({"learning_rat": 1e-3}, "Did you mean 'learning_rate'?"),
         ({"ouput_dir": "runs/a"}, "Did you mean 'output_dir'?"),
         ({"zzz": 1}, "zzz=1 is not a known setting. See the list of settings"),
+        # several, in their order
+        (
+            {"epochs": 3, "bs": 4},
+            "Did you mean 'num_train_epochs'? bs=4 is not a known setting. Did you mean 'per_device",
+        ),
+        ({"gradient_clipping": 1.0}, "Did you mean 'max_grad_norm'?"),
     ],
 )
 def test_a_name_of_others_or_a_slip_in_a_script_is_answered_with_ours(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import shutil
 import sys
 import types
@@ -280,10 +281,15 @@ class Parser(argparse.ArgumentParser):
         """Return the options that were given, by field name; a mistake exits with code 2 and one line."""
         given, unknown = self.parse_known_args(argv)
         if unknown:
-            word = unknown[0].split("=")[0]
             options = [option for option in self._option_string_actions if option.startswith("--")]
-            hint = suggest(word, options, otherwise=f"`{self.prog} --help` lists the options.")
-            self.error(f"unknown argument {unknown[0]!r}. {hint}")
+            # The others are the values of unknown options, or belong to none.
+            named = [word for word in unknown if re.match("-+[A-Za-z]", word)] or unknown[:1]
+            hints = [
+                suggest(word.split("=")[0], options, otherwise=f"`{self.prog} --help` lists the options.")
+                for word in named
+            ]
+            told = (f"nknown argument {word!r}. {hint}" for word, hint in zip(named, hints, strict=True))
+            self.error("u" + " U".join(told))
         return vars(given)
 
     def error(self, message: str) -> NoReturn:

@@ -46,8 +46,9 @@ if TYPE_CHECKING:
         saved_buffers,
     )
     from .dry_run import DryRun, no_dry_run
-    from .errors import ConfigurationError, DataError, suggest
+    from .errors import ConfigurationError, DataError
     from .generation import Sampling, generators_of_rank_0, logits_of_one_rank, share_generators
+    from .hints import suggest
     from .inputs import TrainerOptions
     from .loss import (
         CausalLMLoss,
@@ -290,7 +291,6 @@ _NAMES = {
     "errors": (
         "ConfigurationError",
         "DataError",
-        "suggest",
     ),
     "generation": (
         "Sampling",
@@ -298,6 +298,7 @@ _NAMES = {
         "logits_of_one_rank",
         "share_generators",
     ),
+    "hints": ("suggest",),
     "inputs": ("TrainerOptions",),
     "loss": (
         "CausalLMLoss",

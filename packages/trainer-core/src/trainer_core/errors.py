@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from typing import NamedTuple
 
 
@@ -99,67 +98,3 @@ def default_of(args: object, name: str) -> object:
             factory = field.default_factory
             return field.default if factory is MISSING else factory()
     raise AttributeError(f"{type(args).__name__} has no field {name}")
-
-
-_SHORT_NAMES: Mapping[str, str] = {
-    "lr": "learning_rate",
-    "wd": "weight_decay",
-    "batch_size": "per_device_train_batch_size",
-    "bs": "per_device_train_batch_size",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "ga": "gradient_accumulation_steps",
-    "grad_accum": "gradient_accumulation_steps",
-    "epochs": "num_train_epochs",
-    "steps": "max_steps",
-    "warmup": "warmup_steps",
-    "seq_len": "sequence_length",
-    "bf16": "mixed_precision",
-    "fp16": "mixed_precision",
-    "resume": "resume_from_checkpoint",
-    # Hugging Face
-    "data_seed": "seed",
-    "label_smoothing_factor": "label_smoothing",
-    "optim_args": "optim_kwargs",
-    "tf32": "float32_matmul_precision",
-    # Lightning
-    "accelerator": "device",
-    "accumulate_grad_batches": "gradient_accumulation_steps",
-    "ckpt_path": "resume_from_checkpoint",
-    "default_root_dir": "output_dir",
-    "enable_checkpointing": "save_strategy",
-    "gradient_clip_val": "max_grad_norm",
-    "limit_val_batches": "max_eval_steps",
-    "log_every_n_steps": "logging_steps",
-    "logger": "report_to",
-    "max_epochs": "num_train_epochs",
-    "max_time": "max_train_seconds",
-    "precision": "mixed_precision",
-    "val_check_interval": "eval_steps",
-}
-"""What people and other trainers call a setting, and what it is called here."""
-
-
-def suggest(
-    name: str, known: Iterable[str], *, otherwise: str = "See the list of settings for what exists."
-) -> str:
-    """Say which known name a mistyped one most likely means.
-
-    Common short names go before edit distance, which finds nothing near `lr`, and `eval_steps` near `epochs`.
-
-    Args:
-        name: The mistyped name; an option may have its dashes.
-        known: The names that exist, written likewise.
-        otherwise: What to say where none is near.
-
-    Returns:
-        A sentence such as "Did you mean 'max_steps'?".
-    """
-    plain = {each.lstrip("-").replace("-", "_"): each for each in known}
-    short = name.lstrip("-").replace("-", "_")
-    near = plain.get(_SHORT_NAMES.get(short.lower(), ""))
-    if near is None:
-        close = get_close_matches(short, plain, n=1, cutoff=0.66)
-        if not close:
-            return otherwise
-        near = plain[close[0]]
-    return f"Did you mean {near}?" if near.startswith("--") else f"Did you mean {near!r}?"

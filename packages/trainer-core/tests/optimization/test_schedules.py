@@ -159,6 +159,8 @@ def test_stable_steps_stand_in_for_the_length(schedule):
     ("name", "options", "message"),
     [
         ("cosin", {}, "is not a known schedule. Did you mean 'cosine'"),
+        ("linear_with_warmup", {}, "Did you mean 'linear'"),
+        ("cosine_with_restart", {}, "Did you mean 'cosine_with_restarts'"),
         ("linear", {"num_cycles": 1}, r"lr_scheduler_kwargs\.num_cycles=1 is not an option of 'linear'"),
         ("cosine", {"num_cycle": 1}, "Did you mean 'num_cycles'"),
         ("cosine", {"num_cycles": 0}, "both excluded"),

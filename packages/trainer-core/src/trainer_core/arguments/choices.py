@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigurationError, suggest
+from ..errors import ConfigurationError
+from ..hints import suggest
 from . import rules
 
 _COSINE_FLOOR = ("num_cycles", "min_lr", "min_lr_rate")
@@ -207,7 +208,10 @@ def _check_floor(name: str, options: Mapping[str, object]) -> None:
 
 
 def _near(name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    slips = difflib.get_close_matches(name, list(known), n=1, cutoff=0.9)
+    # Others add to the same first word: adamw_torch_fused, linear_with_warmup.
+    beginnings = sorted((each for each in known if name.startswith(f"{each}_")), key=len, reverse=True)
+    matches = slips or beginnings or difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     if matches:
         return f"did you mean {matches[0]!r}?"
     return f"choose one of {', '.join(known)}" if known else "leave it out"

@@ -12,7 +12,8 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from ..errors import ConfigurationError, suggest
+from ..errors import ConfigurationError
+from ..hints import suggest
 from .choices import WITHOUT_TOTAL
 from .minimal import GUARDED, UNCHANGEABLE, epoch_limit
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Self
 
-from ..errors import ConfigurationError, Dependent, refuse_without_effect, suggest
+from ..errors import ConfigurationError, Dependent, refuse_without_effect
+from ..hints import suggest
 from . import rules
 from .choices import SCHEDULE_FREE, WITHOUT_WARMUP, check_optimizer, check_schedule, trackers_of
 from .rules import check_types
@@ -172,10 +173,12 @@ class MinimalTrainingArguments:
                 "output_dir='runs/a'."
             )
         known = [each.name for each in fields(cls)]
-        for name in given.keys() - {*known}:
-            raise TypeError(
-                f"{cls.__name__}: {name}={given[name]!r} is not a known setting. {suggest(name, known)}"
-            )
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            sentences = [
+                f"{name}={given[name]!r} is not a known setting. {suggest(name, known)}" for name in unknown
+            ]
+            raise TypeError(f"{cls.__name__}: {' '.join(sentences)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
