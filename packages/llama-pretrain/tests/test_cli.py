@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -196,6 +197,29 @@ def test_eval_gives_the_figure_of_the_run(work: Path, capsys: pytest.CaptureFixt
     assert "nats per byte" in as_in_the_run
     assert main(words) == 0
     assert _result(capsys) == as_in_the_run
+
+
+def test_eval_of_a_run_reads_no_setting_of_its_training(
+    work: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    output = work / "with_best"
+    shutil.copytree(work / "whole", output)
+    changed = {
+        "load_best_model_at_end": "true",
+        "ema_decay": "0.9",
+        "report_to": "tensorboard",
+        "save_steps": "20",
+    }
+    settings = (output / "config.yaml").read_text()
+    for name, value in changed.items():
+        settings = re.sub(f"^{name}: .*$", f"{name}: {value}", settings, count=1, flags=re.MULTILINE)
+    (output / "config.yaml").write_text(settings)
+    assert main(["eval", "--output-dir", str(work / "whole")]) == 0
+    of_the_run = _result(capsys)
+    assert main(["eval", "--output-dir", str(output)]) == 0
+    assert _result(capsys) == of_the_run
+    assert not caplog.records
+    assert not any(output.rglob("*tfevents*"))
 
 
 def test_eval_takes_rows_of_another_length(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -227,8 +227,7 @@ GROUP_NAMES = frozenset(item.name for item in fields(PretrainArguments) if is_da
 def settings_of(cls: type[Arguments], args: PretrainArguments) -> Arguments:
     """Return those settings of a run that the class of another trainer has too.
 
-    A run is not made of them, but what is done with its model without its trainer: an evaluation in one
-    process, plans of other layouts.
+    A run is not made of them, but plans of other layouts.
 
     Raises:
         ConfigurationError: For the first of its rules that is broken.

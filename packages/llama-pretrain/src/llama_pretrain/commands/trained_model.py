@@ -13,7 +13,7 @@ from dataloader_dispatch import DocumentSource
 from dist_env import DistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments
 
-from ..arguments import PretrainArguments, settings_of
+from ..arguments import PretrainArguments
 from ..console import PROG, printable
 from ..data import evaluation_loader, open_data
 from ..experiment import prepare
@@ -25,6 +25,13 @@ from .arguments import EvalArguments, ExportArguments, GenerateArguments, Import
 
 # Longest row that `eval` chooses by itself for a model of no run: scores stay comparable, and memory small.
 _LONGEST_ROW = 1024
+# The settings of a run that its figures depend on, or their speed; the others are about training.
+_OF_SCORING = (
+    *("output_dir", "device", "use_cpu", "seed", "per_device_eval_batch_size", "max_eval_steps"),
+    *("default_dtype", "mixed_precision", "fp8_recipe", "fp8_dim_alignment", "fp8_exclude", "fp8_emulate"),
+    *("qat_recipe", "float32_matmul_precision", "sdpa_backend", "sdpa_set_priority"),
+    *("label_smoothing", "z_loss", "fused_loss"),
+)
 
 
 def locate(args: ResultArguments) -> Path:
@@ -68,7 +75,7 @@ def evaluate(args: EvalArguments) -> dict[str, float]:
     loader = evaluation_loader(documents, tokenizer, settings)
     with DistributedEnvironment(always=False) as env:
         trainer = Trainer(
-            settings_of(TrainingArguments, settings),
+            TrainingArguments(**{name: getattr(settings, name) for name in _OF_SCORING}),
             model=load_pretrained(weights),
             eval_dataset=loader,
             callbacks=[],
@@ -88,7 +95,7 @@ def _what_to_score(args: EvalArguments, weights: Path) -> tuple[PretrainArgument
     """Return the settings, the tokenizer and the documents of an evaluation."""
     directory = RunDirectory(args.output_dir)
     own = directory.arguments() if args.checkpoint is None else PretrainArguments(tokenizer=str(weights))
-    own = replace(own, resume_from_checkpoint=False, eval_strategy="no", save_strategy="no")
+    own = replace(own, resume_from_checkpoint=False)
     settings = replace(
         own,
         sequence_length=_row_length(args, weights),
