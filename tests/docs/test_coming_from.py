@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from trainer_core import ConfigurationError, Trainer, TrainingArguments, arguments_from_dict
-from trainer_core.hints import _SHORT_NAMES, _WITHOUT_SETTING
+from trainer_core.hints import _INPUTS, _SHORT_NAMES, _WITHOUT_SETTING
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "coming-from.md").read_text()
 SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
@@ -66,6 +66,14 @@ def test_the_tables_have_every_name_that_the_hints_know() -> None:
     assert {name: " ".join(re.findall(r"`([^`]*)`", ours)) for name, ours in listed.items()} == dict(
         _SHORT_NAMES
     )
+
+
+def test_the_table_of_inputs_is_what_the_hints_know() -> None:
+    listed = {name: ours.strip("`") for name, ours in table("given to the trainer").items()}
+    assert listed == dict(_INPUTS)
+    for theirs, ours in listed.items():
+        with pytest.raises(TypeError, match=f"{theirs} is not an input of the trainer. Did you mean '{ours}'"):
+            Trainer(TrainingArguments(), **{theirs: None})
 
 
 def test_the_names_are_those_of_the_others() -> None:

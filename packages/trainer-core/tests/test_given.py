@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -129,3 +130,57 @@ def test_an_optimizer_class_counts_as_ones_own(start: Callable[..., Trainer]) ->
 def test_defaults_of_a_subclass_were_not_said_by_the_user(start: Callable[..., Trainer]) -> None:
     given = {"optimizer_factory": own_optimizer, "lr_scheduler_factory": own_schedule}
     assert start(OwnArguments, given).train().global_step == 2
+
+
+class OtherTrainer(Trainer):
+    """Takes one more input."""
+
+    def __init__(self, args: TrainingArguments, *, extra: int = 0, model: torch.nn.Module) -> None:
+        super().__init__(args, model=model)
+        self.extra = extra
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        (
+            {"compute_metrics": len},
+            "compute_metrics is not an input of the trainer. Did you mean 'eval_metrics'?",
+        ),
+        ({"tokenizer": None}, "Did you mean 'processing_class'?"),
+        ({"eval_datasets": []}, "Did you mean 'eval_dataset'?"),
+        ({"max_epochs": 3}, "Did you mean 'num_train_epochs', a setting of TrainingArguments?"),
+        (
+            {"lr": 3, "zzz": 1},
+            "'learning_rate', a setting of TrainingArguments? zzz is not an input of the trainer. L",
+        ),
+        ({"strategy": "ddp"}, "choose DDPTrainer, FSDP2Trainer or PipelineTrainer"),
+    ],
+)
+def test_an_input_that_does_not_exist_is_answered_with_ours(given: dict[str, object], hint: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(hint)):
+        Trainer(TrainingArguments(output_dir="run"), **given)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_arguments_come_first_and_nothing_else_has_no_name(order: int) -> None:
+    both = (torch.nn.Linear(1, 1), TrainingArguments(output_dir="run"))[::order]
+    for unnamed in (both, both[:1] if order == 1 else ("run",)):
+        with pytest.raises(
+            TypeError, match=r"the arguments come first, and only they have no name. Write Tr"
+        ):
+            Trainer(*unnamed)  # type: ignore[arg-type, misc]
+
+
+def test_a_subclass_has_inputs_of_its_own() -> None:
+    args = TrainingArguments(output_dir="run")
+    trainer = OtherTrainer(args, model=torch.nn.Linear(1, 1), extra=3)
+    assert trainer.extra == 3
+    with pytest.raises(TypeError, match="OtherTrainer: train_dataset is not an input"):
+        OtherTrainer(args, model=torch.nn.Linear(1, 1), train_dataset=[])  # type: ignore[call-arg]
+
+
+def test_help_shows_what_is_really_taken() -> None:
+    assert [*inspect.signature(Trainer).parameters][:3] == ["args", "model", "model_init"]
+    assert [*inspect.signature(OtherTrainer).parameters] == ["args", "extra", "model"]
+    assert "learning_rate" in inspect.signature(TrainingArguments).parameters

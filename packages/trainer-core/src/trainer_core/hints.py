@@ -6,8 +6,10 @@ both tables; a test compares them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from inspect import Parameter, Signature, signature
 
 _SHORT_NAMES: Mapping[str, str] = {
     # Short
@@ -171,6 +173,77 @@ _WITHOUT_SETTING: Mapping[str, str] = {
     "save_only_model": "A checkpoint can always be resumed. save_model(directory) writes the weights alone.",
 }
 """What others have a setting for and we do not, and what to do instead."""
+
+_INPUTS: Mapping[str, str] = {
+    # Hugging Face
+    "compute_loss": "compute_loss_func",
+    "compute_metrics": "eval_metrics",
+    "optimizers": "optimizer_factory",
+    "preprocess_logits_for_metrics": "eval_metrics",
+    "tokenizer": "processing_class",
+    # short
+    "collate_fn": "data_collator",
+    "criterion": "compute_loss_func",
+    "data": "train_dataset",
+    "dataset": "train_dataset",
+    "loss_fn": "compute_loss_func",
+    "lr_scheduler": "lr_scheduler_factory",
+    "metrics": "eval_metrics",
+    "optimizer": "optimizer_factory",
+    "scheduler": "lr_scheduler_factory",
+    "train_data": "train_dataset",
+    "train_dataloader": "train_dataset",
+    "train_loader": "train_dataset",
+    "val_dataset": "eval_dataset",
+}
+"""What people and other trainers call an input of a trainer, and its name here."""
+
+
+class SignatureOfInit:
+    """As `__signature__` of a class with a `__new__` that only checks: `help` and editors show `__init__`."""
+
+    def __get__(self, instance: object, owner: type) -> Signature:
+        whole = signature(owner.__init__)  # type: ignore[misc]
+        return whole.replace(parameters=[*whole.parameters.values()][1:])
+
+
+def wrong_inputs(
+    made: Signature, arguments_class: type, unnamed: Sequence[object], given: Iterable[str]
+) -> str:
+    """Say what is wrong with the inputs that a trainer is made of, and what was probably meant.
+
+    Args:
+        made: What its `__init__` takes, which a subclass may have changed.
+        arguments_class: Its arguments, a dataclass: others take as inputs what are settings here.
+        unnamed: The inputs without a name.
+        given: The names of the others.
+
+    Returns:
+        Sentences; "" if nothing is wrong.
+    """
+    inputs = [*made.parameters.values()][1:]
+    kinds = {each.kind for each in inputs}
+    if inputs and inputs[0].name == "args" and Parameter.VAR_POSITIONAL not in kinds and unnamed:
+        settings = is_dataclass(unnamed[0]) or isinstance(unnamed[0], Mapping)
+        if not settings or len(unnamed) > sum(each.kind < Parameter.VAR_POSITIONAL for each in inputs):
+            return (
+                "the arguments come first, and only they have no name. Write "
+                f"Trainer({arguments_class.__name__}(output_dir='runs/a'), model=model, train_dataset=data)."
+            )
+    if Parameter.VAR_KEYWORD in kinds:
+        return ""
+    names, sentences = [each.name for each in inputs], []
+    for name in given:
+        if name in names:
+            continue
+        hint = f"Did you mean {_INPUTS[name]!r}?" if _INPUTS.get(name) in names else ""
+        hint = hint or suggest(name, names, otherwise="")
+        if not hint:
+            hint = suggest(name, [each.name for each in fields(arguments_class)], otherwise="Leave it out.")
+            if hint.startswith("Did you mean"):
+                hint = f"{hint[:-1]}, a setting of {arguments_class.__name__}?"
+        sentences.append(f"{name} is not an input of the trainer. {hint}")
+    return " ".join(sentences)
 
 
 def suggest(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -39,6 +40,7 @@ from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, che
 from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
 from .errors import ConfigurationError, DataError
+from .hints import SignatureOfInit, wrong_inputs
 from .inputs import (
     OptimizerClass,
     TrainerInputs,
@@ -110,6 +112,18 @@ class Trainer:
 
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
     """What a dict of arguments becomes."""
+
+    __signature__ = SignatureOfInit()
+
+    def __new__(cls, *unnamed: object, **given: object) -> Self:
+        """Refuse an input that the class does not have, with what was probably meant.
+
+        Raises:
+            TypeError: An input is unknown, or has no name.
+        """
+        if told := wrong_inputs(signature(cls.__init__), cls.arguments_class, unnamed, given):
+            raise TypeError(f"{cls.__name__}: {told}")
+        return super().__new__(cls)
 
     def __init__(
         self,

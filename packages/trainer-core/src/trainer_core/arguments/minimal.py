@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from ..errors import ConfigurationError, Dependent, refuse_without_effect
-from ..hints import suggest
+from ..hints import SignatureOfInit, suggest
 from . import rules
 from .choices import SCHEDULE_FREE, WITHOUT_WARMUP, check_optimizer, check_schedule, trackers_of
 from .rules import check_types
@@ -160,6 +160,8 @@ class MinimalTrainingArguments:
     """Clip the gradient to this norm; none or 0: measure only."""
     gradient_checkpointing: bool = False
     """Recompute every block in the backward pass; another name of activation_checkpointing=full."""
+
+    __signature__ = SignatureOfInit()
 
     def __new__(cls, *unnamed: object, **given: object) -> Self:
         """Refuse what the class does not have, with the name that was probably meant.
