@@ -1,0 +1,88 @@
+"""What `python -m model_parallel plan` prints for configurations of transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+Plan = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, python: Callable[..., subprocess.CompletedProcess[str]]) -> Plan:
+    """`plan(settings, "--tensor", "4")` for a configuration."""
+
+    def run(settings: dict[str, object], *words: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        return python("-m", "model_parallel", "plan", tmp_path, *words)
+
+    return run
+
+
+def test_a_table_of_shares(plan: Plan) -> None:
+    done = plan(LLAMA_8B, "--tensor", "4", "--sequence", "--loss")
+    assert done.returncode == 0, done.stderr
+    rows = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "model.embed_tokens embedding_rowwise 1 128256 x 4096 32064 x 4096 131,334,144" in rows
+    assert "model.layers.*.self_attn.k_proj colwise 32 1024 x 4096 256 x 4096 33,554,432" in rows
+    assert "model.layers.*.mlp.down_proj rowwise 32 4096 x 14336 4096 x 3584 469,762,048" in rows
+    assert "model.layers.*.input_layernorm whole 32 4096 4096 131,072" in rows
+    assert rows[-1] == (
+        "tensor=4: 2,007,764,992 of 8,030,261,248 parameters on the rank that holds most (25.0%)"
+    )
+
+
+def test_json(plan: Plan) -> None:
+    done = plan(LLAMA_8B, "--tensor", "16", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    by_name = {each["name"]: each for each in found["layers"]}
+    # 8 key-value heads over 16 ranks are whole on each.
+    assert by_name["model.layers.*.self_attn.k_proj"]["local_shape"] == [1024, 4096]
+    assert by_name["model.layers.*.self_attn.q_proj"]["local_shape"] == [256, 4096]
+    assert found["parameters"] == 8030261248
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tensor", "3"], "Allowed values of tensor are 1, 2, 4, 8, 16, 32."),
+        (["--tensor", "0"], "tensor=0 is not a number of ranks"),
+    ],
+)
+def test_a_size_that_does_not_fit(plan: Plan, words: list[str], message: str) -> None:
+    done = plan(LLAMA_8B, *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_family_that_transformers_does_not_know(plan: Plan) -> None:
+    done = plan({"model_type": "nothing"}, "--tensor", "2")
+    assert done.returncode == 2
+    assert "model_type='nothing' cannot be built by transformers" in done.stderr
+
+
+def test_what_nothing_divides_is_said(plan: Plan) -> None:
+    settings = {"model_type": "gpt_neox", "vocab_size": 50432, "hidden_size": 1024, "num_hidden_layers": 2}
+    settings |= {"num_attention_heads": 16, "intermediate_size": 4096}
+    done = plan(settings, "--tensor", "2")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "gpt_neox.embed_in is whole on each rank: 51,642,368 parameters that nothing divides." in done.stdout
+    )
