@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from warm_start import WarmStart
 
+Done = subprocess.CompletedProcess[str]
 WORKERS = Path(__file__).parent / "workers"
 sys.path.insert(0, str(WORKERS))  # the models of the workers
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -25,13 +26,34 @@ def clean_environ() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[WarmStart]:
+def imported() -> list[str]:
+    """What the workers have imported when they start."""
+    return ["torch.distributed.tensor", "torch.distributed.fsdp", "dist_env", "model_parallel"]
+
+
+@pytest.fixture(scope="session")
+def warm(imported: list[str]) -> Iterator[WarmStart]:
     """Starts the workers."""
-    start = WarmStart(
-        ["torch.distributed.tensor", "torch.distributed.fsdp", "dist_env", "model_parallel"], clean_environ()
-    )
+    start = WarmStart(imported, clean_environ())
     yield start
     start.close()
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Callable[..., Done]:
+    """`alone("-m", "model_parallel", "-h")`: one process without launcher variables, to its end."""
+
+    def run(*words: str | Path) -> Done:
+        folder = tmp_path_factory.mktemp("alone")
+        out, err = folder / "out", folder / "err"
+        process = warm.start([*map(str, words)], clean_environ(), out, err)
+        try:
+            code = process.wait(240.0)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +84,10 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Callabl
 
 
 @pytest.fixture(scope="session")
-def python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`python("-m", "model_parallel", "-h")`: one process without launcher variables, to its end."""
+def python() -> Callable[..., Done]:
+    """The same of an interpreter that has imported nothing."""
 
-    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    def run(*words: str | Path) -> Done:
         command = [sys.executable, *map(str, words)]
         return subprocess.run(
             command, env=clean_environ(), capture_output=True, text=True, timeout=240, check=False

@@ -59,6 +59,11 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
             "sequence": True,
             "loss": "fused",
         },
+        "fully_shard x tensor, fused, vocabulary 251": {
+            "layout": "shard=2,tp=2",
+            "model": {"vocabulary": 251, "bias": True},
+            "loss": "fused",
+        },
     },
 }
 """By number of ranks: settings that the cases above combine with others."""

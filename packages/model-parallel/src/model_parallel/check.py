@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .plan import PlanError, ancestors, collapsed, match_plan, module_at, tensor_plan
+from .plan import PlanError, collapsed, match_plan, module_at, tensor_plan
+from .structure import (
+    COLWISE,
+    ROWWISE,
+    Structure,
+    is_shared_head,
+    local_size,
+    own_parameters,
+    structure_of,
+)
 
-COLWISE = ("colwise", "colwise_gather_output", "packed_colwise")
-ROWWISE = ("rowwise", "rowwise_split_input")
 _LARGE = 2**20
 """Parameters from which on it is said that nothing divides a layer."""
 
@@ -36,37 +45,6 @@ class LayerShare:
     local_shape: tuple[int, ...]
     parameters: int
     local_parameters: int
-
-
-@dataclass
-class Structure:
-    """What a plan means in a model.
-
-    Attributes:
-        styles: By the full name of each module that owns parameters.
-        declared: The part of it that the plan names.
-        regions: Names of modules around colwise layers.
-        heads: Heads that a layer's outputs are divided by, for layers of an attention.
-        backbone: Name of the module that has the layers; None if there are none.
-        layers: Names of the layers, in order.
-        head: Name of the output head; None if there is none.
-    """
-
-    styles: dict[str, str]
-    declared: dict[str, str]
-    regions: list[str]
-    heads: dict[str, int] = field(default_factory=dict)
-    backbone: str | None = None
-    layers: list[str] = field(default_factory=list)
-    head: str | None = None
-
-    def layer_of(self, name: str) -> str | None:
-        """The layer that a module is in."""
-        return next((each for each in (name, *ancestors(name)) if each in self.layers), None)
-
-    def region_of(self, name: str) -> str | None:
-        """The module around colwise layers that a module is in."""
-        return next((each for each in ancestors(name) if each in self.regions), None)
 
 
 def check_plan(
@@ -108,7 +86,7 @@ def examine(
             f"tensor={tensor!r} is not a number of ranks. Give an integer of 1 or more, such as tensor=2."
         )
     declared = match_plan(model, tensor_plan(model, plan))
-    structure = _structure(model, declared)
+    structure = structure_of(model, declared)
     problems = _layer_problems(model, structure)
     if not problems:
         problems = _size_problems(model, structure, tensor)
@@ -126,109 +104,47 @@ def examine(
     return structure
 
 
-def _structure(model: nn.Module, declared: dict[str, str]) -> Structure:
-    owners = [name for name, module in model.named_modules() if _own(module)]
-    styles = {name: declared.get(name, "") for name in dict.fromkeys([*owners, *declared])}
-    _share_styles_of_ties(model, styles)
-    regions = list(
-        dict.fromkeys(
-            name.rpartition(".")[0] for name, style in styles.items() if style in COLWISE and "." in name
-        )
-    )
-    # A layer is what stands in a list; the outermost list counts.
-    lists = {
-        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)
-    }
-    around = []
-    for region in regions:
-        inside = [name for name in (region, *ancestors(region)) if name and name.rpartition(".")[0] in lists]
-        around += inside[-1:]
-    lists_used = list(dict.fromkeys(name.rpartition(".")[0] for name in around))
-    structure = Structure(styles, declared, regions)
-    if len(lists_used) == 1:
-        structure.backbone = lists_used[0].rpartition(".")[0]
-        children = module_at(model, lists_used[0]).named_children()
-        structure.layers = [f"{lists_used[0]}.{name}" for name, _ in children]
-    heads = [name for name, style in styles.items() if style in COLWISE and structure.layer_of(name) is None]
-    if len(heads) == 1:
-        structure.head = heads[0]
-        # What stands beside the head, such as the backbone, has another input.
-        structure.regions = [region for region in regions if region != heads[0].rpartition(".")[0]]
-    structure.heads = _attention_heads(model, structure)
-    return structure
-
-
-def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, each) for name, each in module._parameters.items() if each is not None]
-
-
-def _share_styles_of_ties(model: nn.Module, styles: dict[str, str]) -> None:
-    """An embedding that no rule names is divided as the head that it is tied to."""
-    by_weight: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "weight", None), nn.Parameter):
-            by_weight.setdefault(id(module.weight), []).append(name)
-    for names in by_weight.values():
-        given = {styles[name] for name in names}
-        for name in names:
-            if styles[name] or len(names) == 1 or not given - {""}:
-                continue
-            if isinstance(module_at(model, name), nn.Embedding) and given <= {"", *COLWISE}:
-                styles[name] = "embedding_rowwise"
-            elif isinstance(module_at(model, name), nn.Linear) and given <= {"", "embedding_rowwise"}:
-                styles[name] = "colwise_gather_output"
-
-
-def _attention_heads(model: nn.Module, structure: Structure) -> dict[str, int]:
-    """For each colwise layer of an attention: by how many heads its outputs can be divided."""
-    found: dict[str, int] = {}
-    for region in structure.regions:
-        children = [name for name in structure.styles if name.rpartition(".")[0] == region]
-        size = _head_size(model, region)
-        rows = [name for name in children if structure.styles[name] in ROWWISE]
-        if size is None or not rows:
-            continue
-        width = module_at(model, rows[0]).in_features
-        for name in children:
-            if structure.styles[name] not in COLWISE:
-                continue
-            outputs = module_at(model, name).out_features
-            # One layer for queries, keys and values has them side by side for each head.
-            found[name] = width // size if outputs > width and outputs % width == 0 else outputs // size
-        found[rows[0]] = width // size
-    return found
-
-
-def _head_size(model: nn.Module, region: str) -> int | None:
-    module = module_at(model, region)
-    for name in ("head_dim", "head_size"):
-        if isinstance(size := getattr(module, name, None), int) and size > 0:
-            return size
-    if "att" not in region.rpartition(".")[2].lower():
-        return None
-    config = getattr(model, "config", None)
-    if isinstance(size := getattr(config, "head_dim", None), int):
-        return size
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else None
+def _parameter_problems(name: str, own: Mapping[str, nn.Parameter]) -> list[str]:
+    """Parameters whose values are not those of a plain tensor."""
+    problems = []
+    for each, parameter in own.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            problems.append(
+                f"The parameter {collapsed(name)}.{each} has no shape yet. Give the layer its sizes, or run "
+                "the model once before it is divided."
+            )
+        elif is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
+            # Quantized weights: their scales would have to be divided with them.
+            problems.append(
+                f"The parameter {collapsed(name)}.{each} is a {type(parameter).__name__}, which cannot be "
+                "divided into parts. Divide the model first, and quantize it afterwards."
+            )
+    return problems
 
 
 def _layer_problems(model: nn.Module, structure: Structure) -> list[str]:
     problems = []
+    # Of a model without a list of layers, such as an nn.Sequential, the model itself is around colwise
+    # layers.
+    at_root = structure.backbone is None and any(
+        style in ("colwise", "packed_colwise") and "." not in name for name, style in structure.styles.items()
+    )
     for name, style in structure.styles.items():
         module, told = module_at(model, name), f"plan[{collapsed(name)!r}]={style!r}"
-        own = dict(_own(module))
+        own = dict(own_parameters(module))
+        problems += _parameter_problems(name, own)
         if "forward" in vars(module):
             problems.append(
                 f"The module {collapsed(name)} has a forward that was replaced on the object, which tensor "
                 "parallelism would not be called by. Divide the model first, and replace it afterwards."
             )
         if style in (*COLWISE, *ROWWISE):
-            kind = type(module).__name__
-            if not isinstance(module, nn.Linear) or not set(own) <= {"weight", "bias"}:
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            if not isinstance(module, nn.Linear) or not {"weight"} <= set(own) <= {"weight", "bias"}:
                 problems.append(
-                    f"{told} needs an nn.Linear with a weight and a bias, but it is a {kind}. Use "
-                    "'replicate'."
+                    f"{told} needs an nn.Linear with a weight, and a bias or none, as its parameters, but "
+                    f"it is a {kind} with {', '.join(own) or 'none'}. Use 'replicate', or divide the model "
+                    "before adapters or parametrizations are added."
                 )
         elif style == "embedding_rowwise":
             if not isinstance(module, nn.Embedding) or set(own) != {"weight"}:
@@ -250,13 +166,11 @@ def _layer_problems(model: nn.Module, structure: Structure) -> list[str]:
                 "'replicated_with_grad_allreduce' if it works on each rank's own heads, or 'replicate' if "
                 "not."
             )
-        if (
-            not style
-            and own
-            and (region := structure.region_of(name) or (name if name in structure.regions else None))
-        ):
+        region = structure.region_of(name) or (name if name in structure.regions else None)
+        if not style and own and (region is not None or at_root):
             problems.append(
-                f"The module {collapsed(name)} stands beside colwise layers in {collapsed(region)}, and the "
+                f"The module {(collapsed(name) if region else name) or type(model).__name__} stands beside "
+                f"colwise layers in {collapsed(region) if region else 'the model itself'}, and the "
                 "plan does not say whether it works on each rank's own heads. Add it to the plan, as "
                 "'replicated_with_grad_allreduce' if it does, or as 'replicate' if not."
             )
@@ -271,7 +185,7 @@ def _tie_problems(model: nn.Module, structure: Structure) -> list[str]:
         rows = (
             "rows" if style in (*COLWISE, "embedding_rowwise") else "columns" if style in ROWWISE else "whole"
         )
-        for _, parameter in _own(module_at(model, name)):
+        for _, parameter in own_parameters(module_at(model, name)):
             first, other = placed.setdefault(id(parameter), (name, rows))
             if other != rows:
                 problems.append(
@@ -285,9 +199,11 @@ def _tie_problems(model: nn.Module, structure: Structure) -> list[str]:
 def _size_problems(model: nn.Module, structure: Structure, tensor: int) -> list[str]:
     problems = []
     for name, heads in structure.heads.items():
+        region = name.rpartition(".")[0]
+        if structure.styles[name] == "packed_colwise":
+            problems += _stacked_problems(model, structure, name, tensor)
         if structure.styles[name] not in ("rowwise", "colwise"):
             continue
-        region = name.rpartition(".")[0]
         all_heads = next(
             count
             for each, count in structure.heads.items()
@@ -318,6 +234,8 @@ def _size_problems(model: nn.Module, structure: Structure, tensor: int) -> list[
             width, what = module.out_features, "outputs"
         elif style in ROWWISE:
             width, what = module.in_features, "inputs"
+        if style == "packed_colwise" and name in structure.heads:
+            continue
         if style == "packed_colwise" and width % 2:
             problems.append(
                 f"plan[{collapsed(name)!r}]={style!r} needs an even number of outputs, but there are {width}."
@@ -332,6 +250,67 @@ def _size_problems(model: nn.Module, structure: Structure, tensor: int) -> list[
                 f"Allowed values of tensor near it are {', '.join(map(str, near))}."
             )
     return problems
+
+
+def _stacked_problems(model: nn.Module, structure: Structure, name: str, tensor: int) -> list[str]:
+    """Why a layer of an attention that stacks queries, keys and values cannot be divided part by part."""
+    outputs, parts, heads = module_at(model, name).out_features, structure.parts[name], structure.heads[name]
+    told, region = f"plan[{collapsed(name)!r}]='packed_colwise'", name.rpartition(".")[0]
+    rows = next(
+        each
+        for each in structure.styles
+        if structure.styles[each] in ROWWISE and each.rpartition(".")[0] == region
+    )
+    width = module_at(model, rows).in_features
+    if outputs % parts or (parts == 3 and outputs != 3 * width):
+        return [
+            f"{told} stacks queries, keys and values, which are not of equal size: there are {outputs} "
+            f"outputs, and the queries have {width}. Use 'colwise_gather_output' for it, and "
+            f"'rowwise_split_input' for {collapsed(rows)}, or layers of their own for queries, keys and "
+            "values."
+        ]
+    if heads % tensor:
+        allowed = [size for size in range(1, heads + 1) if heads % size == 0]
+        return [
+            f"tensor={tensor} does not divide the {heads} heads that {collapsed(name)} stacks. Allowed "
+            f"values of tensor are {', '.join(map(str, allowed))}."
+        ]
+    return []
+
+
+def stacked_by_head(model: nn.Module, structure: Structure) -> list[str]:
+    """Sentences about colwise layers of queries, keys and values that are right for one order of their "
+    "outputs."""
+    found = []
+    for name in structure.heads:
+        region = name.rpartition(".")[0]
+        columns = [
+            each
+            for each in structure.heads
+            if each.rpartition(".")[0] == region and structure.styles[each] in COLWISE
+        ]
+        if structure.styles[name] == "colwise" and columns == [name]:
+            found.append(
+                f"{collapsed(name)} computes queries, keys and values. 'colwise' divides it by heads, which "
+                "is right only if each head has its query, key and value side by side, as in GPT-NeoX. Use "
+                "'packed_colwise' if all queries come first, then all keys, then all values."
+            )
+    return list(dict.fromkeys(found))
+
+
+def own_forwards(model: nn.Module, structure: Structure) -> list[str]:
+    """Sentences about layers that may do more with their weight than multiply by it."""
+    found: dict[type[nn.Module], str] = {}
+    for name, style in structure.styles.items():
+        module = module_at(model, name)
+        if style in (*COLWISE, *ROWWISE) and type(module).forward is not nn.Linear.forward:
+            found.setdefault(type(module), collapsed(name))
+    return [
+        f"{name} is a {kind.__module__}.{kind.__qualname__} with a forward of its own, which is given this "
+        "rank's part of the weight. What it takes over a whole weight or input, such as a scale or a mean, "
+        "is taken over that part, so that the loss differs from that of one process."
+        for kind, name in found.items()
+    ]
 
 
 def _sequence_problems(model: nn.Module, structure: Structure) -> list[str]:
@@ -358,25 +337,13 @@ def _sequence_problems(model: nn.Module, structure: Structure) -> list[str]:
     return problems
 
 
-def local_size(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The first index and the number of those that a rank has, as `torch.chunk` divides."""
-    part = -(-size // ranks)
-    first = min(size, part * rank)
-    return first, min(size, first + part) - first
-
-
-def is_shared_head(structure: Structure, name: str, tensor: int) -> bool:
-    """Whether several ranks use one head of a layer, so that each of them has the whole layer."""
-    return structure.styles[name] == "colwise" and structure.heads.get(name, tensor) < tensor
-
-
 def shares(model: nn.Module, structure: Structure, tensor: int) -> list[LayerShare]:
     """What each rank holds of the layers."""
     rows: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     kinds: dict[tuple[str, str, tuple[int, ...]], tuple[int, ...]] = {}
     seen: set[int] = set()
     for name, style in structure.styles.items():
-        own = _own(module_at(model, name))
+        own = own_parameters(module_at(model, name))
         if not own:
             continue
         shape = tuple(own[0][1].shape)

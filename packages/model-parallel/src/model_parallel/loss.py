@@ -24,9 +24,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .check import local_size
 from .plan import PlanError
-from .styles import Colwise, styles_of
+from .structure import local_size
+from .styles import Colwise, check_ties, styles_of
 
 IGNORE_INDEX = -100
 _LOGITS_AT_A_TIME = 2**24
@@ -126,6 +126,7 @@ def sharded_linear_cross_entropy(
             f"chunk_tokens={chunk_tokens} must be at least 1. Set it to 1 or more, or leave it out."
         )
     _check_settings(label_smoothing, z_loss)
+    check_ties(head)
     whole = style.enter(hidden)
     if whole.shape[:-1] != targets.shape:
         raise PlanError(

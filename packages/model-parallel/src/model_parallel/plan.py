@@ -17,7 +17,7 @@ from torch import nn
 STYLES: Mapping[str, str] = {
     "colwise": "divides the outputs of a linear layer; each rank keeps its own",
     "colwise_gather_output": "divides the outputs of a linear layer, and gathers them, such as logits",
-    "packed_colwise": "colwise for a layer that stacks two, gate above up; each is divided by itself",
+    "packed_colwise": "colwise for a layer that stacks others of equal size; each is divided by itself",
     "rowwise": "divides the inputs of a linear layer, which a colwise layer has divided; outputs are summed",
     "rowwise_split_input": "rowwise for an input that is whole on each rank",
     "embedding_rowwise": "divides an embedding by its vocabulary",

@@ -9,13 +9,16 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dist_env import get_logger
 
-from .check import Structure, examine, is_shared_head, local_size, shares, undivided
+from .activations import Scope
+from .check import examine, own_forwards, shares, stacked_by_head, undivided
 from .plan import PlanError, module_at
+from .structure import Structure, is_shared_head, local_size
 from .styles import (
     Colwise,
     FirstLayer,
@@ -23,7 +26,6 @@ from .styles import (
     Progress,
     Region,
     Rowwise,
-    Scope,
     Style,
     Styled,
     Vocabulary,
@@ -49,8 +51,11 @@ def shard_tensors(
     gradient has the same placement. Weights that are tied stay tied. Each rank gives the same batch, and
     gets the same loss. The model is divided before `fully_shard`, over another dimension of the same mesh.
 
+    Make the optimizer afterwards, for the parameters are new ones.
+
     Key-value heads that are fewer than the ranks are whole on each rank, and each computes the one that its
-    queries need. Widths and vocabularies need not be a multiple of the ranks.
+    queries need. An attention that keeps its numbers of heads is told those of its rank. Widths and
+    vocabularies need not be a multiple of the ranks.
 
     Args:
         model: Parameters have values, of which those of the first rank count, or are on the meta device.
@@ -85,10 +90,14 @@ def shard_tensors(
     _check_same(model, structure, mesh, (sequence, loss))
     if error is not None or structure is None:
         raise error or PlanError("The plan was refused.")
-    for sentence in undivided(shares(model, structure, mesh.size())):
+    told = undivided(shares(model, structure, mesh.size())) + own_forwards(model, structure)
+    if plan is not None or not type(model).__module__.startswith("transformers."):
+        told += stacked_by_head(model, structure)
+    for sentence in told:
         _LOGGER.warning(sentence)
     _add_styles(model, structure, mesh, sequence=sequence, loss=loss)
     _place_parameters(model, structure, mesh)
+    _equal_buffers(model, mesh)
     return model
 
 
@@ -106,7 +115,11 @@ def _check_same(
     """Refuse different models, plans or settings, and let all ranks know of one that refuses."""
     digest = 0
     if structure is not None:
-        facts = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_parameters()]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        facts = [
+            (name, tuple(value.shape), str(value.dtype), value.requires_grad, value.is_meta)
+            for name, value in tensors
+        ]
         text = repr((facts, sorted(structure.styles.items()), settings))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") | 1
     mine = torch.tensor([digest], device=mesh.device_type)
@@ -140,18 +153,19 @@ def _add_styles(
         add_style(module_at(model, structure.backbone), Layers(mesh, sequence, progress))
         add_style(module_at(model, structure.layers[0]), FirstLayer(mesh, sequence, progress))
     for region in structure.regions:
-        style = Region(mesh, sequence, Scope(region))
+        style = Region(mesh, sequence, Scope(region), progress if structure.backbone is not None else None)
         scopes[region] = style.scope
         add_style(module_at(model, region), style)
     for name in structure.styles:
         module = module_at(model, name)
         if module._parameters:
+            # A layer shares the scope of its own module; what is whole is looked at by the nearest one.
             scope = scopes.get(name.rpartition(".")[0])
+            if structure.styles[name] in ("replicate", "replicated_with_grad_allreduce"):
+                scope = scopes.get(name) or scopes.get(structure.region_of(name) or "")
             add_style(module, _style_of(module, name, structure, mesh, sequence, loss, scope, progress))
-    tensor = mesh.size()
-    for name in structure.styles:
-        if is_shared_head(structure, name, tensor):
-            _regroup(module_at(model, name.rpartition(".")[0]), structure, name, tensor)
+    for region in structure.regions:
+        _count_own_heads(model, structure, region, mesh.size())
 
 
 def _style_of(
@@ -173,11 +187,13 @@ def _style_of(
             head = rank * structure.heads[name] // tensor
             rows = slice(head * size, (head + 1) * size)
         elif style == "packed_colwise":
-            # Whole, for torch's DTensor has no placement for two parts that full_tensor restores under FSDP.
-            half = cast(int, module.out_features) // 2
-            first, count = local_size(half, tensor, rank)
+            # Whole, for torch's DTensor has no placement for several parts that full_tensor restores under
+            # FSDP.
+            parts = structure.parts.get(name, 2)
+            size = cast(int, module.out_features) // parts
+            first, count = local_size(size, tensor, rank)
             own = torch.arange(first, first + count, device=mesh.device_type)
-            rows = torch.cat([own, own + half])
+            rows = torch.cat([own + part * size for part in range(parts)])
         output = "gathered" if style == "colwise_gather_output" else "local"
         if name == structure.head and loss:
             output = "logits"
@@ -194,26 +210,52 @@ def _style_of(
         return Vocabulary(mesh, sequence, first, count)
     in_layer = structure.layer_of(name) is not None
     if style == "replicated_with_grad_allreduce":
-        return Whole(mesh, sequence, sum_gradients=True)
+        return Whole(mesh, sequence, sum_gradients=True, name=name, scope=scope)
     if in_layer:
         # Between the modules that gather their input, everything works on a part of the sequence.
-        return Whole(mesh, sequence, sequence and structure.region_of(name) is None)
+        on_parts = sequence and structure.region_of(name) is None
+        return Whole(mesh, sequence, on_parts, name=name, scope=scope)
     on_parts = sequence and (style == "sequence" or (not style and not isinstance(module, nn.Embedding)))
-    return Whole(mesh, sequence, on_parts, progress, name)
+    return Whole(mesh, sequence, on_parts, progress, name, scope)
 
 
-def _regroup(attention: nn.Module, structure: Structure, name: str, tensor: int) -> None:
-    """Tell an attention how many of its queries share a key-value head, now that it has one of these."""
-    # So called in transformers, whose eager attention repeats keys and values by it.
-    if isinstance(getattr(attention, "num_key_value_groups", None), int):
-        region = name.rpartition(".")[0]
-        queries = max(count for each, count in structure.heads.items() if each.rpartition(".")[0] == region)
-        setattr(attention, "num_key_value_groups", queries // tensor)  # noqa: B010
+# What modules call the numbers of their heads: of queries, of keys and values, and of queries for each of
+# these.
+_QUERIES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+_GROUPS = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
+
+
+def _count_own_heads(model: nn.Module, structure: Structure, region: str, tensor: int) -> None:
+    """Tell an attention how many heads this rank has, if it keeps these numbers.
+
+    One that views its queries as [..., heads, -1] would otherwise compute with as many heads of another size.
+    """
+    counts = {
+        name: heads
+        for name, heads in structure.heads.items()
+        if name.rpartition(".")[0] == region
+        and structure.styles[name] in ("colwise", "packed_colwise", "rowwise")
+    }
+    rows = [heads for name, heads in counts.items() if structure.styles[name] == "rowwise"]
+    if not rows or len(counts) < 2:
+        return
+    queries, keys = rows[0], min(counts.values())
+    own = max(1, keys // tensor)
+    numbers = [(_QUERIES, queries, queries // tensor), (_KEYS, keys, own)]
+    numbers.append((_GROUPS, queries // keys, queries // tensor // own))
+    attention = module_at(model, region)
+    for names, whole, local in numbers:
+        for name in names:
+            value = getattr(attention, name, None)
+            if isinstance(value, int) and value == whole:
+                setattr(attention, name, local)
 
 
 def _place_parameters(model: nn.Module, structure: Structure, mesh: DeviceMesh) -> None:
     """Make every parameter a DTensor, and one that several modules share a single one."""
     placed: dict[int, nn.Parameter] = {}
+    first: dict[int, tuple[str, str]] = {}
     kept = []  # or a new parameter might get the id of an old one
     for name in structure.styles:
         module = module_at(model, name)
@@ -230,3 +272,33 @@ def _place_parameters(model: nn.Module, structure: Structure, mesh: DeviceMesh) 
                 placed[id(parameter)] = new
                 kept.append(parameter)
             module._parameters[own] = placed[id(parameter)]
+            other, there = first.setdefault(id(parameter), (name, own))
+            if other != name:
+                _tie(model, (name, own), (other, there))
+
+
+def _tie(model: nn.Module, one: tuple[str, str], other: tuple[str, str]) -> None:
+    """Let both modules notice when a parameter of theirs is not the same any more."""
+    here, there = (f"model.{'.'.join(each)}" for each in (one, other))
+    message = (
+        f"The modules {other[0]} and {one[0]} share a weight, and have two now, each trained by "
+        "itself. Keep them in one group of fully_shard, or tie them again before the optimizer is made: "
+        f"{here} = {there}."
+    )
+    for (name, own), (name_there, own_there) in ((one, other), (other, one)):
+        module = cast(Styled, module_at(model, name))
+        module._tensor_ties.append((own, module_at(model, name_there), own_there, message))
+
+
+@torch.no_grad()
+def _equal_buffers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all ranks the buffers of the first one, as they have its parameters."""
+    for buffer in model.buffers():
+        # A fake tensor, as of a dry run, has no values; it and this class of it are private to torch (2.13).
+        if buffer.is_meta or buffer.numel() == 0 or isinstance(buffer, FakeTensor):
+            continue
+        # As bytes, for gloo knows neither complex numbers nor all integers.
+        value = buffer.detach().to(mesh.device_type, copy=True).contiguous()
+        dist.broadcast(value.reshape(-1).view(torch.uint8), group=mesh.get_group(), group_src=0)
+        if not torch.equal(value, buffer.to(value.device)):
+            buffer.copy_(value)

@@ -15,146 +15,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-SEQUENCE_DIM = 1
-"""Activations are [batch, sequence, features]."""
+from .activations import (
+    SEQUENCE_DIM,
+    GatheredAgain,
+    Scope,
+    as_sharded,
+    gathered,
+    split,
+    summed,
+    with_summed_gradient,
+)
 
 Call = Callable[..., Any]
-
-
-def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same tensor on each rank; its gradient, of which each rank has a part, is summed."""
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-
-
-def summed(x: Tensor, mesh: DeviceMesh, to: Placement) -> Tensor:
-    """Sum a tensor of which each rank has a part, and leave it whole or divided; no sum in backward."""
-    return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[to]).to_local()
-
-
-def split(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's part of a tensor that is whole on each; the gradient is gathered."""
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(placements=[Shard(dim % x.ndim)]).to_local()
-
-
-def gathered(x: Tensor, mesh: DeviceMesh, dim: int, size: int, *, partial_gradient: bool = False) -> Tensor:
-    """The whole of a tensor that is divided over the ranks.
-
-    Args:
-        x: This rank's part.
-        mesh: The ranks.
-        dim: The dimension that is divided.
-        size: Its whole size.
-        partial_gradient: Whether each rank has a part of the gradient, so that it must be summed. If not, all
-            ranks have the whole gradient, and each takes its part.
-    """
-    gradient: Placement = Partial() if partial_gradient else Replicate()
-    whole = as_sharded(x, mesh, dim, size).redistribute(placements=[Replicate()])
-    return whole.to_local(grad_placements=[gradient])
-
-
-def as_sharded(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
-    """A DTensor of a local part. Parts may differ in size; the whole is then not a multiple of this one."""
-    shape = list(x.shape)
-    shape[dim] = size
-    stride = torch.empty(shape, device="meta").stride()
-    place = [Shard(dim % x.ndim)]
-    return DTensor.from_local(x, mesh, place, run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-class _GatheredContext(FunctionCtx):
-    mesh: DeviceMesh
-
-
-class _Gathered(torch.autograd.Function):
-    """A sequence that was gathered already, once more, for layers whose gradients are parts of a sum.
-
-    A module with colwise layers gathers its input once. What else it does with that input has the whole
-    gradient on each rank, and goes through the gathering itself. What the colwise layers send back comes
-    here, where it takes one reduce-scatter instead of an all-reduce for each of them.
-    """
-
-    @staticmethod
-    def forward(ctx: _GatheredContext, part: Tensor, whole: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return whole.view_as(whole)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _GatheredContext, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return summed(gradient, ctx.mesh, Shard(SEQUENCE_DIM)), None, None
-
-
-@dataclass(eq=False)
-class Scope:
-    """The input that the colwise layers of one module share during its forward pass.
-
-    Its gradient is summed once for all of them, and not once for each. In the first pass with gradients it is
-    checked that what the module computes of its own, between colwise and rowwise layers, comes from colwise
-    layers alone: the gradient of anything else would be a part of a sum that nobody adds up.
-    """
-
-    name: str = ""
-    source: Tensor | None = None
-    entered: Tensor | None = None
-    checked: bool = False
-    inputs: list[object] = field(default_factory=list)
-    entries: list[object] = field(default_factory=list)
-
-    def begin(self, *given: object) -> None:
-        """Note what the module is given."""
-        if not self.checked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.inputs = [each.grad_fn for each in _tensors(given) if each.grad_fn is not None]
-
-    def enter(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The input of a colwise layer, whose gradient each rank has a part of."""
-        if self.entered is None or x is not self.source:
-            self.source, self.entered = x, with_summed_gradient(x, mesh)
-        if self.inputs:
-            self.entries.append(self.entered.grad_fn)
-        return self.entered
-
-    def leave(self, x: Tensor) -> None:
-        """Check the input of a rowwise layer.
-
-        Raises:
-            RuntimeError: It comes from an input of the module, and not through a colwise layer.
-        """
-        if not self.inputs or x.grad_fn is None:
-            return
-        seen, left = set(self.entries), [x.grad_fn]
-        while left:
-            node = left.pop()
-            if node in seen:
-                continue
-            if node in self.inputs:
-                raise RuntimeError(
-                    f"The module {self.name} uses its input beside its colwise layers, together with what "
-                    "they compute on each rank, so that its gradient would be wrong. Leave the layers of "
-                    "this module out of the plan, which keeps it whole on each rank."
-                )
-            seen.add(node)
-            left += [each for each, _ in node.next_functions if each is not None]
-        self.checked = True
-
-    def clear(self) -> None:
-        """Hold no activation any longer."""
-        self.source = self.entered = None
-        self.inputs, self.entries = [], []
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
 
 
 @contextmanager
@@ -322,14 +197,18 @@ class Vocabulary(Style):
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look up this rank's tokens, and sum over the ranks."""
         ids, args, kwargs = take_stream(module, args, kwargs)
-        if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= cast(int, module.num_embeddings))).any()):
-            # Each rank would take such a token for one of another rank, and its embedding would be 0.
+        # Each rank would take such a token for one of another rank, and its embedding would be 0.
+        outside = (ids < 0) | (ids >= cast(int, module.num_embeddings))
+        looked = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+        if looked and bool(outside.any()):
             raise IndexError(f"A token is outside the vocabulary of {module.num_embeddings}.")
         local = ids - self.first
         elsewhere = (local < 0) | (local >= self.count)
         with local_parameters(module, self.mesh):
             y: Tensor = call(local.masked_fill(elsewhere, 0), *args, **kwargs)
-        return summed(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.mesh, Replicate())
+        y = summed(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.mesh, Replicate())
+        # To look would wait for an accelerator; NaN says it without.
+        return y if looked else y.masked_fill(outside.unsqueeze(-1), float("nan"))
 
 
 @dataclass(eq=False)
@@ -341,38 +220,57 @@ class Whole(Style):
             sequence or on its heads.
         progress: Says whether the sequence is divided by now; None inside layers.
         name: Of the module, for the message.
+        scope: Of the module around it that has colwise layers.
     """
 
     sum_gradients: bool = False
     progress: Progress | None = None
     name: str = ""
+    scope: Scope | None = None
 
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute with local tensors."""
         if self.progress is not None:
             self.progress.check(self.name, self.sum_gradients)
         with local_parameters(module, self.mesh, sum_gradients=self.sum_gradients):
+            if self.scope is not None:
+                self.scope.note(self.name, module, self.sum_gradients)
             return call(*args, **kwargs)
 
 
 @dataclass(eq=False)
 class Region(Style):
-    """A module around colwise layers: their shared input is gathered, and its gradient summed, once."""
+    """A module around colwise layers: their shared input is gathered, and its gradient summed, once.
+
+    Attributes:
+        scope: What its layers share.
+        progress: Says whether the sequence is divided by now.
+    """
 
     scope: Scope = field(default_factory=Scope)
+    progress: Progress | None = None
 
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module on the whole sequence."""
+        if self.sequence and self.progress is not None and self.progress.divided is False:
+            # Gathering a sequence that is whole would repeat it as often as there are ranks.
+            raise RuntimeError(
+                f"The module {self.scope.name} was called before the first layer, where sequence=True "
+                "divides the sequence. Call the layers in their order, the first one each time, or set "
+                "sequence=False."
+            )
         try:
             if self.sequence:
                 part, args, kwargs = take_stream(module, args, kwargs)
                 size = part.shape[SEQUENCE_DIM] * self.mesh.size()
                 whole = gathered(part, self.mesh, SEQUENCE_DIM, size)
                 self.scope.source = whole
-                self.scope.entered = _Gathered.apply(part, whole.detach(), self.mesh)  # type: ignore[no-untyped-call]
+                self.scope.entered = GatheredAgain.apply(part, whole.detach(), self.mesh)  # type: ignore[no-untyped-call]
                 args = (whole, *args)
             self.scope.begin(args, kwargs)
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            self.scope.end()
+            return result
         finally:
             self.scope.clear()
 
@@ -421,6 +319,8 @@ class FirstLayer(Style):
 
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer on this rank's part of the sequence."""
+        if self.progress.divided:
+            return call(*args, **kwargs)  # once more, in a model that goes through its layers several times
         x, args, kwargs = take_stream(module, args, kwargs)
         ranks = self.mesh.size()
         if x.ndim != 3 or x.shape[SEQUENCE_DIM] % ranks:
@@ -463,9 +363,12 @@ class Styled(nn.Module):
     """
 
     _tensor_styles: list[Style]
+    _tensor_ties: list[tuple[str, nn.Module, str, str]]
+    """For each parameter that another module shares: its name, that module, its name there, and a message."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward within its styles, the last one innermost."""
+        check_ties(self)
         call: Call = super().forward
         for style in reversed(self._tensor_styles):
             call = _within(style, self, call)
@@ -491,9 +394,22 @@ def add_style(module: nn.Module, style: Style) -> None:
             _CLASSES[cls] = type(f"TensorParallel{cls.__name__}", (Styled, cls), namespace)
         module.__class__ = _CLASSES[cls]
         module._tensor_styles = []  # type: ignore[assignment]
+        module._tensor_ties = []  # type: ignore[assignment]
     cast(Styled, module)._tensor_styles.append(style)
 
 
 def styles_of(module: nn.Module) -> list[Style]:
     """The styles of a module, outermost first."""
     return module._tensor_styles if isinstance(module, Styled) else []
+
+
+def check_ties(module: nn.Module) -> None:
+    """Check that parameters that were shared when the model was divided still are.
+
+    Raises:
+        RuntimeError: They are not, so that each would be trained by itself.
+    """
+    if isinstance(module, Styled) and not torch.compiler.is_compiling():
+        for name, other, name_there, message in module._tensor_ties:
+            if module._parameters[name] is not other._parameters[name_there]:
+                raise RuntimeError(message)

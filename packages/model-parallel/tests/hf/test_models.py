@@ -9,16 +9,12 @@ import pytest
 
 SEQUENCE = {"sequence": True, "loss": "sharded"}
 TWO: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama"},
     "llama, sequence and divided loss": {"family": "llama", "model": {"attention": "sdpa"}, **SEQUENCE},
     "llama, tied": {"family": "llama", "model": {"tie_word_embeddings": True}, **SEQUENCE},
     "llama, sequence and fused loss": {"family": "llama", "sequence": True, "loss": "fused"},
-    "qwen3": {"family": "qwen3"},
     "qwen3, sequence and divided loss": {"family": "qwen3", "model": {"attention": "sdpa"}, **SEQUENCE},
-    "gpt_neox": {"family": "gpt_neox"},
     "gpt_neox, sequence and divided loss": {"family": "gpt_neox", **SEQUENCE},
     "gpt_neox, tied": {"family": "gpt_neox", "model": {"tie_word_embeddings": True}},
-    "phi": {"family": "phi", "model": {"num_key_value_heads": 2}},
     "phi, sequence and divided loss": {"family": "phi", **SEQUENCE},
     "phi3": {"family": "phi3", **SEQUENCE},
     "gemma2, whose logits are capped": {"family": "gemma2", **SEQUENCE},
@@ -28,6 +24,12 @@ FOUR: dict[str, dict[str, Any]] = {
     "llama, 2 key-value heads over 4, sdpa": {"family": "llama", "model": {"attention": "sdpa"}, **SEQUENCE},
     "llama, fully_shard x tensor": {"family": "llama", "layout": "shard=2,tp=2", **SEQUENCE},
 }
+PLAIN: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "qwen3": {"family": "qwen3"},
+    "gpt_neox": {"family": "gpt_neox"},
+    "phi": {"family": "phi", "model": {"num_key_value_heads": 2}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +38,21 @@ def notes(launch: Callable[..., list[Any]]) -> dict[str, dict[str, Any]]:
     return dict(zip([*TWO, *FOUR], [*two, *four], strict=True))
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
-def test_the_curve_is_that_of_one_process(notes: dict[str, dict[str, Any]], name: str) -> None:
-    found = notes[name]
+def hold(found: dict[str, Any]) -> None:
     assert found["bitwise"], "initial values"
     assert found["names"]
     assert found["dtensors"]
     assert found["loss"] < 1e-5, found
     assert found["norm"] < 1e-5, found
     assert found["gradient"] < 1e-5, found
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_the_curve_is_that_of_one_process(notes: dict[str, dict[str, Any]], name: str) -> None:
+    hold(notes[name])
+
+
+@pytest.mark.full
+def test_the_same_without_sequence_parallelism(launch: Callable[..., list[Any]]) -> None:
+    for found in launch("curves.py", 2, *PLAIN.values())[0]:
+        hold(found)

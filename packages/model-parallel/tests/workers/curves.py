@@ -42,7 +42,7 @@ def make(case: dict[str, Any]) -> torch.nn.Module:
 def run(case: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
     """Deviations of one case."""
     vocabulary = case.get("model", {}).get("vocabulary", 64)
-    settings = {"vocabulary": vocabulary, "steps": case.get("steps", 5)}
+    settings = {"vocabulary": vocabulary, "steps": case.get("steps", 3)}
     kind, extra = case.get("loss", "plain"), case.get("settings", {})
 
     def logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
