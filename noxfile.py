@@ -56,7 +56,10 @@ PYTEST = (*PYTEST_ALONE, "-n", "2")
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
 # Packages whose README's example is also run by torchrun.
-EXAMPLE_OF_RANKS = {"dataloader-dispatch", "trainer-ddp", "trainer-fsdp2", "trainer-pipeline"}
+EXAMPLE_OF_RANKS = {
+    *("dataloader-dispatch", "model-parallel"),
+    *("trainer-ddp", "trainer-fsdp2", "trainer-pipeline"),
+}
 # Packages whose tests take longest, by the time of a core.
 LONGEST = ("llama-pretrain", "trainer-core", "trainer-fsdp2", "perf-metrics", "trainer-pipeline")
 # What these hold our programs against changes only with the pins.

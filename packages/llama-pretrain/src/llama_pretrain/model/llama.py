@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -239,6 +240,19 @@ class Llama(nn.Module):
     Args:
         config: Shape of the model. Kept as `.config`.
     """
+
+    tp_plan: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens": "embedding_rowwise",
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+    """How tensor parallelism divides the model: styles of `model_parallel` by names of modules."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -1,0 +1,415 @@
+"""What each style does to a module: how its parameters are placed, and what travels around its forward pass.
+
+A module computes with its own forward on local tensors. Only at its border does an activation change from one
+layout to another, by `torch.distributed.tensor`, whose redistributions carry their gradients. The gradient of
+every parameter comes out with the placement of the parameter: nothing is left Partial, so that any optimizer
+and any norm can work on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .activations import (
+    SEQUENCE_DIM,
+    GatheredAgain,
+    Scope,
+    as_sharded,
+    gathered,
+    split,
+    summed,
+    with_summed_gradient,
+)
+
+Call = Callable[..., Any]
+
+
+@contextmanager
+def local_parameters(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    sum_gradients: bool = False,
+    rows: Tensor | slice | None = None,
+    without: tuple[str, ...] = (),
+) -> Iterator[None]:
+    """Let a module compute with what this rank holds of its own parameters.
+
+    Args:
+        module: Its parameters are DTensors on `mesh`.
+        mesh: The ranks.
+        sum_gradients: Whether the gradient of a whole parameter is a sum over the ranks.
+        rows: Which rows of whole parameters this rank uses.
+        without: Parameters to leave out.
+    """
+    # nn.Module keeps parameters in this table; torch.func.functional_call swaps them in the same way.
+    kept = dict(module._parameters)
+    try:
+        for name, parameter in kept.items():
+            if parameter is None:
+                continue
+            value: Tensor | None = None
+            if name not in without:
+                value = local_value(parameter, mesh, sum_gradients=sum_gradients)
+                value = value if rows is None else value[rows]
+            module._parameters[name] = cast(nn.Parameter, value)
+        yield
+    finally:
+        module._parameters.update(kept)
+
+
+def local_value(parameter: Tensor, mesh: DeviceMesh, *, sum_gradients: bool = False) -> Tensor:
+    """What this rank holds of a parameter; its gradient has the parameter's placement.
+
+    Raises:
+        RuntimeError: `fully_shard` has divided it, too, and has not gathered it.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if parameter.device_mesh.ndim != 1:
+        raise RuntimeError(
+            "A module was called whose parameters fully_shard has not gathered. Call the module that was "
+            "given to fully_shard, and not a part of it, or give that part to fully_shard, too."
+        )
+    local = parameter.to_local()
+    return with_summed_gradient(local, mesh) if sum_gradients else local
+
+
+@dataclass(eq=False)
+class Style:
+    """How a module is divided. It has no state of its own beyond a forward pass.
+
+    Attributes:
+        mesh: The ranks, one dimension.
+        sequence: Whether activations between the modules are divided by the sequence.
+    """
+
+    mesh: DeviceMesh
+    sequence: bool = False
+
+    def placement(self, name: str) -> Placement:
+        """Where a parameter of the module lives."""
+        return Replicate()
+
+    def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module by `call`, its own forward."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: object) -> Style:
+        return self  # process groups cannot be copied, and a copy of the model uses the same ranks
+
+
+@dataclass(eq=False)
+class Colwise(Style):
+    """A linear layer divided by its outputs.
+
+    Attributes:
+        output: "local", "gathered", or "logits": a DTensor divided by the last dimension.
+        scope: Of the module around it; None where its input is its own affair, as for an output head.
+        rows: Where the parameters are whole: the rows that this rank uses, such as those of a key-value head
+            that several ranks share. Their gradients are summed.
+    """
+
+    output: str = "local"
+    scope: Scope | None = None
+    rows: Tensor | slice | None = None
+
+    def placement(self, name: str) -> Placement:
+        """By rows, unless all of them are everywhere."""
+        return Shard(0) if self.rows is None else Replicate()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The whole input, whose gradient is summed."""
+        if self.scope is not None:
+            return self.scope.enter(x, self.mesh)
+        if self.sequence:
+            size = x.shape[SEQUENCE_DIM] * self.mesh.size()
+            return gathered(x, self.mesh, SEQUENCE_DIM, size, partial_gradient=True)
+        return with_summed_gradient(x, self.mesh)
+
+    def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute this rank's outputs, and gather them if asked."""
+        x, args, kwargs = take_stream(module, args, kwargs)
+        with local_parameters(module, self.mesh, sum_gradients=self.rows is not None, rows=self.rows):
+            y: Tensor = call(self.enter(x), *args, **kwargs)
+        width = cast(int, module.out_features)
+        if self.output == "gathered":
+            return gathered(y, self.mesh, -1, width)
+        return as_sharded(y, self.mesh, -1, width) if self.output == "logits" else y
+
+
+@dataclass(eq=False)
+class Rowwise(Style):
+    """A linear layer divided by its inputs; what the ranks compute is summed.
+
+    Attributes:
+        split_input: Whether the input is whole on each rank.
+        scope: Of the module around it.
+    """
+
+    split_input: bool = False
+    scope: Scope | None = None
+
+    def placement(self, name: str) -> Placement:
+        """By columns; a bias is added once, to the sum."""
+        return Shard(1) if name == "weight" else Replicate()
+
+    def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute this rank's part of the outputs, and sum them."""
+        x, args, kwargs = take_stream(module, args, kwargs)
+        if self.split_input:
+            x = split(x, self.mesh, -1)
+        elif self.scope is not None:
+            self.scope.leave(x)
+        with local_parameters(module, self.mesh, without=("bias",)):
+            y: Tensor = call(x, *args, **kwargs)
+        y = summed(y, self.mesh, Shard(SEQUENCE_DIM) if self.sequence else Replicate())
+        bias = module._parameters.get("bias")
+        if bias is not None:
+            y = y + local_value(bias, self.mesh, sum_gradients=self.sequence).to(y.dtype)
+        return y
+
+
+@dataclass(eq=False)
+class Vocabulary(Style):
+    """An embedding divided by its rows.
+
+    Attributes:
+        first: The first row of this rank.
+        count: How many rows it has.
+    """
+
+    first: int = 0
+    count: int = 0
+
+    def placement(self, name: str) -> Placement:
+        """By rows."""
+        return Shard(0)
+
+    def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Look up this rank's tokens, and sum over the ranks."""
+        ids, args, kwargs = take_stream(module, args, kwargs)
+        # Each rank would take such a token for one of another rank, and its embedding would be 0.
+        outside = (ids < 0) | (ids >= cast(int, module.num_embeddings))
+        looked = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+        if looked and bool(outside.any()):
+            raise IndexError(f"A token is outside the vocabulary of {module.num_embeddings}.")
+        local = ids - self.first
+        elsewhere = (local < 0) | (local >= self.count)
+        with local_parameters(module, self.mesh):
+            y: Tensor = call(local.masked_fill(elsewhere, 0), *args, **kwargs)
+        y = summed(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.mesh, Replicate())
+        # To look would wait for an accelerator; NaN says it without.
+        return y if looked else y.masked_fill(outside.unsqueeze(-1), float("nan"))
+
+
+@dataclass(eq=False)
+class Whole(Style):
+    """A module that every rank has the whole of.
+
+    Attributes:
+        sum_gradients: Whether each rank's gradient is a part of a sum, as it works on its part of the
+            sequence or on its heads.
+        progress: Says whether the sequence is divided by now; None inside layers.
+        name: Of the module, for the message.
+        scope: Of the module around it that has colwise layers.
+    """
+
+    sum_gradients: bool = False
+    progress: Progress | None = None
+    name: str = ""
+    scope: Scope | None = None
+
+    def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute with local tensors."""
+        if self.progress is not None:
+            self.progress.check(self.name, self.sum_gradients)
+        with local_parameters(module, self.mesh, sum_gradients=self.sum_gradients):
+            if self.scope is not None:
+                self.scope.note(self.name, module, self.sum_gradients)
+            return call(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class Region(Style):
+    """A module around colwise layers: their shared input is gathered, and its gradient summed, once.
+
+    Attributes:
+        scope: What its layers share.
+        progress: Says whether the sequence is divided by now.
+    """
+
+    scope: Scope = field(default_factory=Scope)
+    progress: Progress | None = None
+
+    def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module on the whole sequence."""
+        if self.sequence and self.progress is not None and self.progress.divided is False:
+            # Gathering a sequence that is whole would repeat it as often as there are ranks.
+            raise RuntimeError(
+                f"The module {self.scope.name} was called before the first layer, where sequence=True "
+                "divides the sequence. Call the layers in their order, the first one each time, or set "
+                "sequence=False."
+            )
+        try:
+            if self.sequence:
+                part, args, kwargs = take_stream(module, args, kwargs)
+                size = part.shape[SEQUENCE_DIM] * self.mesh.size()
+                whole = gathered(part, self.mesh, SEQUENCE_DIM, size)
+                self.scope.source = whole
+                self.scope.entered = GatheredAgain.apply(part, whole.detach(), self.mesh)  # type: ignore[no-untyped-call]
+                args = (whole, *args)
+            self.scope.begin(args, kwargs)
+            result = call(*args, **kwargs)
+            self.scope.end()
+            return result
+        finally:
+            self.scope.clear()
+
+
+@dataclass(eq=False)
+class Progress:
+    """Whether a forward pass has divided the sequence; None outside the module with the layers."""
+
+    divided: bool | None = None
+
+    def check(self, name: str, on_parts: bool) -> None:
+        """Refuse a module that works on another layout of the sequence than its style says.
+
+        Raises:
+            RuntimeError: Its gradient would be wrong.
+        """
+        if self.divided is None or self.divided == on_parts:
+            return
+        where, style = ("parts of", "sequence") if self.divided else ("the whole of", "replicate")
+        raise RuntimeError(
+            f"The module {name} works on {where} the sequence, which its style does not say, so that its "
+            f"gradient would be wrong. Add {name!r}: {style!r} to the plan."
+        )
+
+
+@dataclass(eq=False)
+class Layers(Style):
+    """The module that holds the layers: before the first one the sequence is whole, afterwards divided."""
+
+    progress: Progress = field(default_factory=Progress)
+
+    def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it, knowing where it is."""
+        self.progress.divided = False
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.progress.divided = None
+
+
+@dataclass(eq=False)
+class FirstLayer(Style):
+    """The first layer: here the sequence is divided."""
+
+    progress: Progress = field(default_factory=Progress)
+
+    def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer on this rank's part of the sequence."""
+        if self.progress.divided:
+            return call(*args, **kwargs)  # once more, in a model that goes through its layers several times
+        x, args, kwargs = take_stream(module, args, kwargs)
+        ranks = self.mesh.size()
+        if x.ndim != 3 or x.shape[SEQUENCE_DIM] % ranks:
+            raise ValueError(
+                f"The input of the first layer has the shape {list(x.shape)}, and sequence=True needs "
+                f"[batch, sequence, features] with a sequence that is a multiple of tensor={ranks}. Pad the "
+                "sequence, or set sequence=False."
+            )
+        if self.progress.divided is not None:
+            self.progress.divided = True
+        return call(split(x, self.mesh, SEQUENCE_DIM), *args, **kwargs)
+
+
+_STREAM = ("hidden_states", "input", "input_ids", "x")
+
+
+def take_stream(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """The tensor that a module works on, and its other arguments.
+
+    Raises:
+        TypeError: There is none, as the first argument or by a usual name.
+    """
+    rest = dict(kwargs)
+    x = args[0] if args else next((rest.pop(name) for name in _STREAM if name in rest), None)
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{type(module).__name__} was called without the tensor that it works on. Pass it first, or as "
+            f"{' or '.join(_STREAM)}."
+        )
+    return x, args[1:], rest
+
+
+class Styled(nn.Module):
+    """A module with styles. The class of a module becomes one that has this and its own class as bases.
+
+    As `fully_shard` does: names of modules and parameters stay, `isinstance` too, and whoever replaces the
+    forward of the class sees that it is another one.
+    """
+
+    _tensor_styles: list[Style]
+    _tensor_ties: list[tuple[str, nn.Module, str, str]]
+    """For each parameter that another module shares: its name, that module, its name there, and a message."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward within its styles, the last one innermost."""
+        check_ties(self)
+        call: Call = super().forward
+        for style in reversed(self._tensor_styles):
+            call = _within(style, self, call)
+        return call(*args, **kwargs)
+
+
+def _within(style: Style, module: nn.Module, call: Call) -> Call:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return style.forward(module, call, args, kwargs)
+
+    return run
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def add_style(module: nn.Module, style: Style) -> None:
+    """Give a module a style, inside those that it has."""
+    cls = type(module)
+    if not isinstance(module, Styled):
+        if cls not in _CLASSES:
+            namespace = {"__module__": cls.__module__}
+            _CLASSES[cls] = type(f"TensorParallel{cls.__name__}", (Styled, cls), namespace)
+        module.__class__ = _CLASSES[cls]
+        module._tensor_styles = []  # type: ignore[assignment]
+        module._tensor_ties = []  # type: ignore[assignment]
+    cast(Styled, module)._tensor_styles.append(style)
+
+
+def styles_of(module: nn.Module) -> list[Style]:
+    """The styles of a module, outermost first."""
+    return module._tensor_styles if isinstance(module, Styled) else []
+
+
+def check_ties(module: nn.Module) -> None:
+    """Check that parameters that were shared when the model was divided still are.
+
+    Raises:
+        RuntimeError: They are not, so that each would be trained by itself.
+    """
+    if isinstance(module, Styled) and not torch.compiler.is_compiling():
+        for name, other, name_there, message in module._tensor_ties:
+            if module._parameters[name] is not other._parameters[name_there]:
+                raise RuntimeError(message)

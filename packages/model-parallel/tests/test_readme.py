@@ -1,0 +1,42 @@
+"""The example of the README prints the same losses as one process and on two ranks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+EXAMPLE = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)[0]
+
+
+Python = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_two_ranks_print_what_one_process_prints(tmp_path: Path, python: Python, alone: Python) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(EXAMPLE.replace("model = torch", "torch.manual_seed(0)\nmodel = torch"))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = [alone(script), python(*launcher, script)]
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
+    one, two = ([float(line) for line in each.stdout.split()] for each in done)
+    assert len(one) == 10
+    assert one[-1] < one[0]
+    assert two == pytest.approx(one, rel=1e-5, abs=1.1e-6)
+
+
+def test_the_example_is_short() -> None:
+    lines = EXAMPLE.partition("\n\n")[2].splitlines()
+    assert len(lines) <= 12, "lines after the imports"
+
+
+def test_the_table_has_every_style() -> None:
+    from model_parallel import STYLES
+
+    table = README.read_text().partition("## Plans")[2].partition("## What happens")[0]
+    assert set(
+        re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)))
+    ) == set(STYLES)

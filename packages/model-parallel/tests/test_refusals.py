@@ -1,0 +1,121 @@
+"""Plans and sizes that a model cannot be divided with: refused by name, with what would be allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from decoder import Decoder
+from torch import nn
+
+from model_parallel import PlanError, check_plan, tensor_plan
+
+PLAN = Decoder().tp_plan
+
+
+def without(*names: str) -> dict[str, str]:
+    return {name: style for name, style in PLAN.items() if not name.endswith(names)}
+
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "heads": (
+        {"width": 48, "heads": 6, "kv_heads": 6},
+        {"tensor": 4},
+        "6 heads of .*self_attn. Allowed .* 1, 2, 3, 6.",
+    ),
+    "key-value heads": (
+        {"heads": 12, "width": 48, "kv_heads": 3},
+        {"tensor": 2},
+        "12 heads and 3 key-value .* 1, 3, 6, 12.",
+    ),
+    "width": ({"inner": 9}, {"tensor": 4}, r"without any of the 9 outputs of .*gate_proj. Allowed .* 3"),
+    "vocabulary": ({"vocabulary": 5}, {"tensor": 4}, r"without any of the 5 rows of model.embed_tokens"),
+    "an unknown style": (
+        {},
+        {"plan": {"lm_head": "colwsie"}},
+        "colwsie' is not a style. Did you mean 'colwise'",
+    ),
+    "experts": ({}, {"plan": {"lm_head": "moe_tp_experts"}}, "divides experts"),
+    "a name that matches nothing": (
+        {},
+        {"plan": {"model.layers.*.mlp.up": "colwise"}},
+        "Did you mean 'model.layers",
+    ),
+    "a parameter": ({}, {"plan": {"lm_head.weight": "colwise"}}, "only modules can be divided"),
+    "an empty plan": ({}, {"plan": {}}, "nothing would be divided"),
+    "two rules": (
+        {},
+        {"plan": {**PLAN, "model.*.0.mlp.up_proj": "rowwise"}},
+        "both match the module model.layers.0.mlp.up_proj",
+    ),
+    "a norm beside colwise layers": ({"norm": True}, {"plan": PLAN}, "q_norm stands beside colwise layers"),
+    "a style for another layer": ({}, {"plan": {**PLAN, "model.norm": "rowwise"}}, "needs an nn.Linear"),
+    "an embedding's style": ({}, {"plan": {**PLAN, "lm_head": "embedding_rowwise"}}, "needs an nn.Embedding"),
+    "ties": ({"tied": True}, {"plan": {**PLAN, "lm_head": "rowwise"}}, "share a weight"),
+    "no ranks": ({}, {"tensor": 0}, "is not a number of ranks"),
+    "loss without a head": ({}, {"plan": without("lm_head"), "loss": True}, "loss=True needs an output head"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_before_any_rank_exists(name: str) -> None:
+    model, arguments, message = BAD[name]
+    with torch.device("meta"):
+        made = Decoder(**model)
+    with pytest.raises(PlanError, match=message) as raised:
+        check_plan(made, **{"tensor": 2, **arguments})
+    assert all(line.endswith((".", "?")) for line in str(raised.value).splitlines())
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"Linear has no plan of its own.*Give one, such as"):
+        tensor_plan(nn.Linear(2, 2))
+
+
+def test_sequences_need_to_be_divided_somewhere() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(PlanError, match="sequence=True needs the layers"):
+        check_plan(model, {"0": "colwise", "1": "rowwise"}, tensor=2, sequence=True)
+
+
+def test_a_replaced_forward_is_refused() -> None:
+    model = Decoder()
+    model.lm_head.forward = lambda x: x
+    with pytest.raises(PlanError, match="lm_head has a forward that was replaced"):
+        check_plan(model, tensor=2)
+
+
+@pytest.fixture(scope="module")
+def refused(launch: Callable[..., list[Any]]) -> list[Any]:
+    return launch("refusals.py", 2, timeout=60.0)
+
+
+RANKS = {
+    "bad on each rank": ["tensor=2 does not divide the 3 heads"] * 2,
+    "bad on one": ["refused on rank\\(s\\) 1 of the mesh", "is not a style"],
+    "another plan on one": ["Rank\\(s\\) 1 of the mesh have another model, plan or setting"] * 2,
+    "another setting on one": ["Rank\\(s\\) 1 of the mesh have another model, plan or setting"] * 2,
+    "divided already": ["The model is divided already"] * 2,
+    "two dimensions": ["mesh has 2 dimensions"] * 2,
+    "a sequence that is no multiple": ["a multiple of tensor=2"] * 2,
+    "whole logits": ["must be a DTensor divided by the vocabulary"] * 2,
+    "a head that is not divided": ["is not divided by its outputs"] * 2,
+    "targets of another shape": ["Give one target"] * 2,
+    "a target outside": ["The target 64 is outside the vocabulary of 64."] * 2,
+    "a token outside": ["A token is outside the vocabulary of 64."] * 2,
+    "label smoothing": ["label_smoothing=2.0 must be from 0 to 1"] * 2,
+    "an early norm": ["Add 'model.early': 'replicate' to the plan."] * 2,
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_every_rank_raises_and_none_hangs(refused: list[Any], name: str) -> None:
+    for rank, message in enumerate(RANKS[name]):
+        kind, text, seconds = refused[rank][name]
+        assert kind in ("PlanError", "ValueError", "IndexError", "RuntimeError")
+
+        assert re.search(message, text), text
+        assert seconds < 5.0
