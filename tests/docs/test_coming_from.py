@@ -72,7 +72,9 @@ def test_the_table_of_inputs_is_what_the_hints_know() -> None:
     listed = {name: ours.strip("`") for name, ours in table("given to the trainer").items()}
     assert listed == dict(_INPUTS)
     for theirs, ours in listed.items():
-        with pytest.raises(TypeError, match=f"{theirs} is not an input of the trainer. Did you mean '{ours}'"):
+        with pytest.raises(
+            TypeError, match=f"{theirs} is not an input of the trainer. Did you mean '{ours}'"
+        ):
             Trainer(TrainingArguments(), **{theirs: None})
 
 

@@ -10,9 +10,14 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from warm_start import WarmStart
+
+from dist_env import ParallelLayout
 
 SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 STEPS, SAVED = 6, 3
@@ -24,22 +29,28 @@ ENVIRON = {name: value for name, value in os.environ.items() if name not in LAUN
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[WarmStart]:
-    start = WarmStart(["trainer_core.build", "trainer_fsdp2", "torch._dynamo"], ENVIRON)
+    imported = [
+        *("trainer_core.build", "trainer_fsdp2", "torch._dynamo", "model_parallel.shard"),
+        *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+    ]
+    start = WarmStart(imported, ENVIRON)
     yield start
     start.close()
 
 
-def points(warm: WarmStart, folder: Path, batch: int, mesh: str | None = None) -> list[list[float]]:
-    """Loss and gradient norm of every logged step, which each rank prints alike."""
+def run(warm: WarmStart, folder: Path, words: list[str], mesh: str | None, *more: str) -> Any:
+    """What each rank of a mesh prints alike behind "points", as JSON."""
     with socket.create_server(("localhost", 0)) as probe:
         port = str(probe.getsockname()[1])
     told = folder.with_name(f"{folder.name}-told-{mesh}")
     told.mkdir(exist_ok=True)
-    ranks = [(str(rank), "4", str(rank), "4", "localhost", port) for rank in range(4)] if mesh else [()]
-    words = [str(SCRIPT), str(folder), str(batch), *([mesh] if mesh else [])]
+    size = str(ParallelLayout.parse(mesh).world_size) if mesh else "1"
+    ranks = (
+        [(str(rank), size, str(rank), size, "localhost", port) for rank in range(int(size))] if mesh else [()]
+    )
     started = [
         warm.start(
-            words,
+            [*words, *([mesh] if mesh else []), *more],
             ENVIRON | dict(zip(LAUNCHED, rank, strict=False)),
             told / f"out-{number}",
             told / f"err-{number}",
@@ -56,7 +67,12 @@ def points(warm: WarmStart, folder: Path, batch: int, mesh: str | None = None) -
     found = re.findall(r"points (.*)", printed)
     assert len(found) == len(ranks)
     assert len(set(found)) == 1
-    curve: list[list[float]] = json.loads(found[0])
+    return json.loads(found[0])
+
+
+def points(warm: WarmStart, folder: Path, batch: int, mesh: str | None = None) -> list[list[float]]:
+    """Loss and gradient norm of every logged step."""
+    curve: list[list[float]] = run(warm, folder, [str(SCRIPT), str(folder), str(batch)], mesh)
     return curve
 
 
@@ -82,3 +98,35 @@ def test_the_transform_is_small_and_uses_public_names() -> None:
     assert imported
     assert all("." not in module for module in imported)
     assert not re.search(r"\._[a-z]", inspect.cleandoc(body))
+
+
+HF_SCRIPT = SCRIPT.with_name("hf_tensor_trainer.py")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", pytest.param("gpt_neox", marks=pytest.mark.full)])
+def test_models_of_transformers_train_and_write_as_one_process(
+    warm: WarmStart, tmp_path: Path, name: str
+) -> None:
+    def trained(mesh: str | None, batch: int) -> Any:
+        folder = tmp_path / f"run-{mesh}"
+        words = [str(HF_SCRIPT), name, str(folder), str(batch)]
+        return run(warm, folder, words, mesh), load_file(folder / "weights" / "model.safetensors")
+
+    (whole, written), weights = trained(None, 8)
+    for mesh, batch in {"llama": (("tp=2", 8), ("shard=2,tp=2", 4))}.get(name, (("tp=2", 8),)):
+        (together, same), divided = trained(mesh, batch)
+        for found, expected in zip(together, whole, strict=True):
+            assert found == pytest.approx(expected, rel=1e-5)
+        assert same == written
+        assert divided.keys() == weights.keys()
+        for key, value in weights.items():
+            torch.testing.assert_close(divided[key], value, rtol=0, atol=2e-4)
+
+
+def test_sequences_are_divided_under_a_trainer(warm: WarmStart, tmp_path: Path) -> None:
+    words = [str(HF_SCRIPT), "llama", str(tmp_path / "whole"), "8"]
+    whole, _ = run(warm, tmp_path / "whole", words, None)
+    words = [str(HF_SCRIPT), "llama", str(tmp_path / "parts"), "4"]
+    parts, _ = run(warm, tmp_path / "parts", words, "shard=2,tp=2", "sequence")
+    for found, expected in zip(parts, whole, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -26,6 +26,7 @@ from .ddp_cases import DDP_CASES
 from .fsdp2_cases import FSDP2_CASES
 from .model import Untold
 from .pipeline_cases import PIPELINE_CASES
+from .tensor_cases import TENSOR_CASES
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 
@@ -166,4 +167,4 @@ ONE_DEVICE_CASES = [
     ),
 ]
 
-CASES = [*ONE_DEVICE_CASES, *DDP_CASES, *FSDP2_CASES, *PIPELINE_CASES]
+CASES = [*ONE_DEVICE_CASES, *DDP_CASES, *FSDP2_CASES, *PIPELINE_CASES, *TENSOR_CASES]

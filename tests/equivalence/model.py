@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,18 +21,20 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.head_size = width // HEADS
         self.qkv_proj = nn.Linear(width, 3 * width, bias=True)
         self.o_proj = nn.Linear(width, width, bias=False)
-        half = width // HEADS // 2
+        half = self.head_size // 2
         angles = torch.outer(torch.arange(LONGEST), 10_000.0 ** (-torch.arange(half) / half))
         self.register_buffer("rotation", torch.stack([angles.cos(), angles.sin()]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv_proj(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        batch, length, _ = x.shape
+        # Tensor parallelism leaves fewer heads to each rank.
+        heads = self.qkv_proj(x).view(batch, length, 3, -1, self.head_size).permute(2, 0, 3, 1, 4)
         q, k, v = self._rotate(heads[0]), self._rotate(heads[1]), heads[2]
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _rotate(self, x: Tensor) -> Tensor:
         cos, sin = self.rotation[:, : x.shape[-2]].to(x.dtype)
@@ -73,6 +78,16 @@ class Decoder(nn.Module):
         blocks: How many blocks.
         width: Size of the hidden states.
     """
+
+    tp_plan: ClassVar[Mapping[str, str]] = {
+        "embed": "embedding_rowwise",
+        "layers.*.attention.qkv_proj": "packed_colwise",
+        "layers.*.attention.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        "head": "colwise_gather_output",
+    }
 
     def __init__(
         self, *, tied: bool = False, dropout: float = 0.0, blocks: int = BLOCKS, width: int = WIDTH

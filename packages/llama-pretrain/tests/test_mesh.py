@@ -23,6 +23,9 @@ from trainer_core import ConfigurationError
         ("dp=3,pp=2", 6, "pipeline"),
         ("shard=2,pipeline=4", 8, "pipeline"),
         ("dp=2,shard=2,pp=2", 8, "pipeline"),
+        ("tp=2", 2, "ddp"),
+        ("shard=2,tp=2", 4, "fsdp2"),
+        ("pp=2,tp=2", 4, "pipeline"),
     ],
 )
 def test_the_trainer_follows_from_the_dimensions(text: str, size: int, trainer: str) -> None:
@@ -41,7 +44,7 @@ def test_the_trainer_follows_from_the_dimensions(text: str, size: int, trainer: 
         ("dp=0", "replicate='0' is not a possible size"),
         ("dp", "is not NAME=SIZE"),
         ("shard=auto", "shard=auto needs the world size"),
-        ("tp=2,dp=2", "dimension tensor, which no trainer here uses"),
+        ("cp=2,dp=2", "dimension context, which no trainer here uses"),
     ],
 )
 def test_what_is_no_mesh_is_refused(text: str, rule: str) -> None:

@@ -83,7 +83,7 @@ def test_the_cache_changes_nothing(small_model: Llama, pieces: list[int]) -> Non
 
 def test_a_cache_has_storage_for_those_layers_that_computed(small_config: MakeConfig) -> None:
     """As on a rank that has some of the layers."""
-    cache = KVCache(small_config(), batch_size=2, max_length=64)
+    cache = KVCache(max_length=64)
     new = torch.rand(2, 2, 5, 10)
     for layer in (2, 0):
         for kept in cache.extend(layer, new, new):

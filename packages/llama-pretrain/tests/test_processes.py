@@ -16,7 +16,7 @@ from llama_pretrain.cli import main
 
 Start = Callable[..., list[Any]]
 RANK_OF_TRAIN = str(Path(__file__).with_name("rank_of_train.py"))
-STEPS = 24
+STEPS = 30
 # As `train` does with the settings of `_words`.
 GENERATE_AS_AT_THE_END = ["generate", "--max-new-tokens", "12", "--temperature", "0.8", "--seed", "1"]
 
@@ -155,9 +155,16 @@ def test_one_curve_from_one_process_over_two_and_back(
     assert files == {"trainer_logs.json", "loss_curve.png", "config.yaml", "run.json", "sessions.json"}
     assert (work / "relay" / "checkpoint-18" / "manifest.json").is_file()
 
+    shown = _trained(start, _words(work, "relay", "--mesh", "tp=2", "--max-steps", "24"))
+    assert "resumed at step 18" in shown
+    assert "trainer    ddp, 2 processes (tp=2)" in shown
+    checkpoint = str(work / "relay" / "checkpoint-24")
     capsys.readouterr()
+    assert main([*GENERATE_AS_AT_THE_END, "--checkpoint", checkpoint]) == 0
+    assert "".join(capsys.readouterr().out.split()) in "".join(shown.split())
+
     assert main(_words(work, "relay")) == 0
-    assert "changed    trainer: pipeline at the last start, now single" in capsys.readouterr().out
+    assert "changed    trainer: ddp at the last start, now single" in capsys.readouterr().out
     for key in ("loss", "grad_norm", "learning_rate", "total_tokens", "eval_loss", "eval_tokens"):
         expected = _curve(work / "whole", key)
         assert _curve(work / "relay", key) == pytest.approx(expected, rel=1e-5), key

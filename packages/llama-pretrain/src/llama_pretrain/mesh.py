@@ -13,8 +13,6 @@ MOVED: Mapping[str, object] = {
     "pipeline.shard_replicas": False,
 }
 """Deprecated settings that say a part of what mesh says, and their defaults."""
-_TRAINED = ("pipeline", "replicate", "shard")
-"""Dimensions that a trainer of this application uses."""
 
 
 def parse_mesh(text: str) -> ParallelLayout:
@@ -29,13 +27,13 @@ def parse_mesh(text: str) -> ParallelLayout:
         layout = ParallelLayout.parse(text)
     except DistributedEnvironmentError as error:
         raise ConfigurationError("mesh", text, f"cannot be used: {error}", "change the mesh") from error
-    for name in ("context", "tensor", "expert"):
+    for name in ("context", "expert"):
         if getattr(layout, name) > 1:
             raise ConfigurationError(
                 "mesh",
                 text,
                 f"gives several processes to the dimension {name}, which no trainer here uses",
-                "use dp, shard and pp, such as mesh='dp=2,shard=4,pp=2'",
+                "use dp, shard, tp and pp, such as mesh='dp=2,shard=4,tp=2'",
             )
     return layout
 
@@ -46,7 +44,7 @@ def trainer_for(layout: ParallelLayout) -> str:
         return "pipeline"
     if layout.shard > 1:
         return "fsdp2"
-    return "ddp" if layout.replicate > 1 else "single"
+    return "ddp" if layout.replicate * layout.tensor > 1 else "single"
 
 
 def check_mesh(text: str, trainer: str) -> None:

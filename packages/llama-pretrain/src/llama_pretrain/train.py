@@ -208,7 +208,7 @@ def _told_processes(args: PretrainArguments, processes: int) -> str:
     if args.trainer == "pipeline":
         pipeline = args.pipeline
         return f"{processes} processes, {pipeline.schedule} with {pipeline.n_microbatches} microbatches"
-    return f"{processes} processes"
+    return f"{processes} processes" + (f" ({args.mesh})" if args.mesh else "")
 
 
 def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:

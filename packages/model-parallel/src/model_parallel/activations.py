@@ -12,12 +12,19 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 SEQUENCE_DIM = 1
 """Activations are [batch, sequence, features]."""
+
+
+def can_look_at(x: Tensor) -> bool:
+    """Whether values can be read without waiting for a device, or there being none."""
+    # A fake tensor, as of a dry run, has none; it and this class of it are private to torch (2.13).
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
 
 
 def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -59,6 +66,21 @@ def as_sharded(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     place = [Shard(dim % x.ndim)]
     return DTensor.from_local(x, mesh, place, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+class Unaliased(torch.autograd.Function):
+    """The same tensor, which autograd takes for one of its own and not for a view, as `to_local` returns.
+
+    What a model returns may be changed in place, and `fully_shard` could not follow that of a view.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class _GatheredContext(FunctionCtx):

@@ -24,6 +24,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from .activations import can_look_at
 from .plan import PlanError
 from .structure import local_size
 from .styles import Colwise, check_ties, styles_of
@@ -169,7 +170,7 @@ def _outside(targets: Tensor, vocabulary: int) -> Tensor:
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:
-    if targets.device.type == "cpu" and bool((wrong := _outside(targets, vocabulary)).any()):
+    if can_look_at(targets) and bool((wrong := _outside(targets, vocabulary)).any()):
         raise IndexError(f"The target {int(targets[wrong][0])} is outside the vocabulary of {vocabulary}.")
 
 

@@ -152,6 +152,8 @@ def _add_styles(
     if sequence and structure.backbone is not None:
         add_style(module_at(model, structure.backbone), Layers(mesh, sequence, progress))
         add_style(module_at(model, structure.layers[0]), FirstLayer(mesh, sequence, progress))
+        for name in structure.layers[1:]:
+            add_style(module_at(model, name), None)  # layers stay of one class, by which others find them
     for region in structure.regions:
         style = Region(mesh, sequence, Scope(region), progress if structure.backbone is not None else None)
         scopes[region] = style.scope

@@ -22,7 +22,9 @@ from .activations import (
     SEQUENCE_DIM,
     GatheredAgain,
     Scope,
+    Unaliased,
     as_sharded,
+    can_look_at,
     gathered,
     split,
     summed,
@@ -142,7 +144,7 @@ class Colwise(Style):
             y: Tensor = call(self.enter(x), *args, **kwargs)
         width = cast(int, module.out_features)
         if self.output == "gathered":
-            return gathered(y, self.mesh, -1, width)
+            return Unaliased.apply(gathered(y, self.mesh, -1, width))  # type: ignore[no-untyped-call]
         return as_sharded(y, self.mesh, -1, width) if self.output == "logits" else y
 
 
@@ -199,7 +201,7 @@ class Vocabulary(Style):
         ids, args, kwargs = take_stream(module, args, kwargs)
         # Each rank would take such a token for one of another rank, and its embedding would be 0.
         outside = (ids < 0) | (ids >= cast(int, module.num_embeddings))
-        looked = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+        looked = can_look_at(ids)
         if looked and bool(outside.any()):
             raise IndexError(f"A token is outside the vocabulary of {module.num_embeddings}.")
         local = ids - self.first
@@ -385,8 +387,8 @@ def _within(style: Style, module: nn.Module, call: Call) -> Call:
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def add_style(module: nn.Module, style: Style) -> None:
-    """Give a module a style, inside those that it has."""
+def add_style(module: nn.Module, style: Style | None) -> None:
+    """Give a module a style, inside those that it has; without one only the class that styled ones have."""
     cls = type(module)
     if not isinstance(module, Styled):
         if cls not in _CLASSES:
@@ -395,7 +397,8 @@ def add_style(module: nn.Module, style: Style) -> None:
         module.__class__ = _CLASSES[cls]
         module._tensor_styles = []  # type: ignore[assignment]
         module._tensor_ties = []  # type: ignore[assignment]
-    cast(Styled, module)._tensor_styles.append(style)
+    if style is not None:
+        cast(Styled, module)._tensor_styles.append(style)
 
 
 def styles_of(module: nn.Module) -> list[Style]:
@@ -411,5 +414,7 @@ def check_ties(module: nn.Module) -> None:
     """
     if isinstance(module, Styled) and not torch.compiler.is_compiling():
         for name, other, name_there, message in module._tensor_ties:
-            if module._parameters[name] is not other._parameters[name_there]:
+            here, there = module._parameters.get(name), other._parameters.get(name_there)
+            # A stage of a pipeline may have only one of the two.
+            if here is not None and there is not None and here is not there:
                 raise RuntimeError(message)

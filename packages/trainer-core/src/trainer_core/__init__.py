@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         own_part,
     )
     from .distributed.ranks import BatchPlacement, Ranks
+    from .distributed.tensor import TensorParallel
     from .distributed.transforms import (
         BuiltModel,
         ModelTransform,
@@ -155,6 +156,7 @@ __all__ = [
     "StepHooks",
     "StopCause",
     "TensorBoardCallback",
+    "TensorParallel",
     "TextSamples",
     "TargetLoss",
     "TokenLoss",
@@ -276,6 +278,7 @@ _NAMES = {
         "BatchPlacement",
         "Ranks",
     ),
+    "distributed.tensor": ("TensorParallel",),
     "distributed.transforms": (
         "BuiltModel",
         "ModelTransform",

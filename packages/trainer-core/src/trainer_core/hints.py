@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from inspect import Parameter, Signature, signature
+from typing import ClassVar, Self
 
 _SHORT_NAMES: Mapping[str, str] = {
     # Short
@@ -207,7 +208,24 @@ class SignatureOfInit:
         return whole.replace(parameters=[*whole.parameters.values()][1:])
 
 
-def wrong_inputs(
+class InputHints:
+    """A trainer that answers inputs which it does not have with what was probably meant."""
+
+    arguments_class: ClassVar[type]
+    __signature__ = SignatureOfInit()
+
+    def __new__(cls, *unnamed: object, **given: object) -> Self:
+        """Refuse what `__init__` does not take.
+
+        Raises:
+            TypeError: An input is unknown, or has no name.
+        """
+        if told := _wrong_inputs(signature(cls.__init__), cls.arguments_class, unnamed, given):
+            raise TypeError(f"{cls.__name__}: {told}")
+        return super().__new__(cls)
+
+
+def _wrong_inputs(
     made: Signature, arguments_class: type, unnamed: Sequence[object], given: Iterable[str]
 ) -> str:
     """Say what is wrong with the inputs that a trainer is made of, and what was probably meant.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -40,7 +39,7 @@ from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, che
 from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
 from .errors import ConfigurationError, DataError
-from .hints import SignatureOfInit, wrong_inputs
+from .hints import InputHints
 from .inputs import (
     OptimizerClass,
     TrainerInputs,
@@ -66,7 +65,7 @@ _OF_ONE_RANK = ("device", "logging_dir")
 """Arguments that may differ between ranks."""
 
 
-class Trainer:
+class Trainer(InputHints):
     """Trains a model: one loop, whatever the devices and how they are used.
 
     Everything is built once, at the first call that needs it. Only `train` continues from a checkpoint by
@@ -112,18 +111,6 @@ class Trainer:
 
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
     """What a dict of arguments becomes."""
-
-    __signature__ = SignatureOfInit()
-
-    def __new__(cls, *unnamed: object, **given: object) -> Self:
-        """Refuse an input that the class does not have, with what was probably meant.
-
-        Raises:
-            TypeError: An input is unknown, or has no name.
-        """
-        if told := wrong_inputs(signature(cls.__init__), cls.arguments_class, unnamed, given):
-            raise TypeError(f"{cls.__name__}: {told}")
-        return super().__new__(cls)
 
     def __init__(
         self,

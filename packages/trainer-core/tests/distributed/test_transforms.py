@@ -183,7 +183,7 @@ def test_transforms_are_in_one_order(tmp_path: Path) -> None:
     given = [Other(axis) for axis in ("replicate", "tensor", "pipeline", "shard", "expert", "context")]
     trainer = trainer_of(arguments(tmp_path, mesh="dp=1"), parallel=given)
     axes = [transform.axis for transform in trainer.transforms]
-    assert axes == ["pipeline", "expert", "tensor", "context", "shard", "replicate"]
+    assert axes == ["expert", "tensor", "context", "pipeline", "shard", "replicate"]
 
 
 @pytest.mark.parametrize(
@@ -245,6 +245,36 @@ def test_a_loss_scale_needs_undivided_tensors(tmp_path: Path) -> None:
     args = arguments(tmp_path, mesh="tp=2", mixed_precision="fp16")
     with pytest.raises(ConfigurationError, match=r"mixed_precision='fp16'.*layout tp=2 shards"):
         trainer_of(args, parallel=[Other("tensor")], distributed_env=env)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings", "sequence", "message"),
+    [
+        (
+            "tp=2",
+            {"fp8_recipe": "tensorwise"},
+            False,
+            r"fp8_recipe='tensorwise' replaces layers .*layout tp=2",
+        ),
+        (
+            "tp=2",
+            {"fused_loss": "chunked"},
+            False,
+            r"fused_loss='chunked' needs an output head that is whole",
+        ),
+        ("pp=2,tp=2", {}, True, r"mesh='pp=2,tp=2' .*TensorParallel\(sequence=True\) needs all layers"),
+    ],
+)
+def test_tensor_parallelism_refuses_what_needs_whole_layers(
+    tmp_path: Path, mesh: str, settings: dict[str, object], sequence: bool, message: str
+) -> None:
+    size = ParallelLayout.parse(mesh).world_size
+    env = StaticDistributedEnvironment(world_size=size, local_world_size=size)
+    args = arguments(tmp_path, mesh=mesh, **settings)
+    given = [trainer_core.TensorParallel(sequence=sequence)]
+    given += [Other("pipeline")] if "pp" in mesh else []  # type: ignore[list-item]
+    with pytest.raises(ConfigurationError, match=message):
+        trainer_of(args, parallel=given, distributed_env=env)
 
 
 def test_ranks_with_equal_batches_are_handed_them(tmp_path: Path) -> None:

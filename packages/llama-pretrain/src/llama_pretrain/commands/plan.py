@@ -179,7 +179,8 @@ def show_plans(args: PlanArguments) -> None:
         ConfigurationError: If there is no such model, or the settings do not fit it or the GPUs.
         OSError: If the file cannot be written.
     """
-    if args.mesh and parse_mesh(args.mesh).pipeline > 1:
+    layout = parse_mesh(args.mesh or "")
+    if layout.pipeline * layout.tensor > 1:
         raise ConfigurationError(
             "mesh", args.mesh, "has dimensions other than dp and shard", "leave them out, or give --config"
         )

@@ -35,13 +35,10 @@ class KVCache:
     Layers that other ranks compute take no memory.
 
     Args:
-        config: Shape of the model.
-        batch_size: Number of sequences.
         max_length: Number of positions there is room for.
     """
 
-    def __init__(self, config: LlamaConfig, batch_size: int, max_length: int) -> None:
-        self._shape = (batch_size, config.num_key_value_heads, max_length, config.head_dim)
+    def __init__(self, max_length: int) -> None:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.max_length = max_length
         self.length = 0
@@ -53,8 +50,10 @@ class KVCache:
         `length` stays as it is until every layer has stored its part: see `advance`.
         """
         if layer not in self._layers:
-            # Only here it is known where and in what the layer computes; sharding may decide that.
-            self._layers[layer] = keys.new_empty(self._shape), values.new_empty(self._shape)
+            # Only here it is known where and in what the layer computes, and how many heads this rank has of
+            # it; sharding may decide that.
+            shape = (*keys.shape[:2], self.max_length, keys.shape[3])
+            self._layers[layer] = keys.new_empty(shape), values.new_empty(shape)
         all_keys, all_values = self._layers[layer]
         end = self.length + keys.shape[2]
         all_keys[:, :, self.length : end] = keys
@@ -287,7 +286,7 @@ class Llama(nn.Module):
 
     def make_cache(self, rows: int, positions: int) -> KVCache:
         """Return an empty cache for the keys and values of `rows` sequences of up to `positions` tokens."""
-        return KVCache(self.config, rows, positions)
+        return KVCache(positions)
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the token embedding."""

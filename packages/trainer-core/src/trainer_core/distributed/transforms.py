@@ -28,8 +28,11 @@ from .ranks import Ranks
 if TYPE_CHECKING:
     from ..optimization.averaging import AveragedWeights
 
-ORDER = ("pipeline", "expert", "tensor", "context", "shard", "replicate")
-"""The order in which transforms are applied, by their axes, whatever the order in which they are given."""
+ORDER = ("expert", "tensor", "context", "pipeline", "shard", "replicate")
+"""The order in which transforms are applied, by their axes, whatever the order in which they are given.
+
+What divides layers comes before stages, for it has to see the whole model; nothing has storage yet.
+"""
 
 
 class ModelTransform(Protocol):
@@ -322,7 +325,7 @@ class ReplicateGradients(ModelTransform):
     def apply(self, built: BuiltModel) -> None:
         """Have the gradients of each part summed over its replicas."""
         meshes = built.ranks.meshes
-        if meshes is None:
+        if meshes is None or built.ranks.layout.replicate == 1:
             return
         group = meshes.replicate.get_group()
         if not any(parameter.is_meta for parameter in built.model.parameters()):

@@ -1,0 +1,98 @@
+"""Tensor parallelism as a transform: each rank of the dimension `tensor` computes a part of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
+
+from dist_env import ParallelLayout
+from model_parallel import PlanError, shard_tensors
+
+from ..arguments import TrainingArguments
+from ..errors import ConfigurationError
+from .ranks import Ranks
+from .transforms import BuiltModel, ModelTransform
+
+
+class TensorParallel(ModelTransform):
+    """Divides matrices and attention heads over the ranks of the dimension `tensor`.
+
+    These ranks get the same batches. It combines with what shards or replicates the divided model:
+    `Trainer(args, parallel=[TensorParallel(), FullyShard()])` with `mesh="shard=2,tp=2"`.
+
+    Args:
+        plan: Styles by names of modules, as in `model_parallel`; None: the model's own.
+        sequence: Whether activations between the layers are divided by the sequence. The length of each row
+            must then be a multiple of the ranks.
+    """
+
+    axis: ClassVar[str] = "tensor"
+
+    def __init__(self, plan: Mapping[str, str] | None = None, *, sequence: bool = False) -> None:
+        self._plan = plan
+        self._sequence = sequence
+
+    @classmethod
+    def from_args(cls, args: TrainingArguments) -> Self:
+        """The transform of a layout that nothing else is said about: with the model's own plan."""
+        return cls()
+
+    def check(self, args: TrainingArguments, ranks: Ranks) -> None:
+        """Refuse settings that go with whole layers only, and dimensions it does not combine with yet.
+
+        Raises:
+            ConfigurationError: Naming the setting.
+        """
+        if not self.is_active(ranks.layout):
+            return
+        for name in ("fp8_recipe", "qat_recipe"):
+            if (value := getattr(args, name)) is not None:
+                raise ConfigurationError(
+                    name,
+                    value,
+                    f"replaces layers by others that tensor parallelism (the layout {ranks.layout}) cannot "
+                    "divide",
+                    f"leave {name} out, or tp out of mesh",
+                )
+        if args.fused_loss != "no":
+            raise ConfigurationError(
+                "fused_loss",
+                args.fused_loss,
+                f"needs an output head that is whole, which the layout {ranks.layout} divides",
+                "set fused_loss='no', or leave tp out of mesh",
+            )
+
+        if self._sequence and ranks.layout.pipeline > 1:
+            raise ConfigurationError(
+                "mesh",
+                str(ranks.layout),
+                "cuts the model into stages, and TensorParallel(sequence=True) needs all layers of it",
+                "leave out sequence=True, or pp",
+            )
+
+    def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
+        """What stays whole on each rank."""
+        if self._sequence:
+            return ()
+        return ("activations between divided layers are whole on each rank of tp",)
+
+    def apply(self, built: BuiltModel) -> None:
+        """Divide the model in place; parameters become DTensors of the same names.
+
+        Raises:
+            ConfigurationError: If the model cannot be divided by the plan among so many ranks.
+        """
+        meshes = built.ranks.meshes
+        if meshes is None:
+            raise ConfigurationError(
+                "world_size",
+                built.ranks.env.world_size,
+                "has no process group to divide layers over",
+                "open a dist_env.DistributedEnvironment first and pass it as distributed_env",
+            )
+        try:
+            shard_tensors(built.model, meshes.tensor, self._plan, sequence=self._sequence)
+        except PlanError as error:
+            raise ConfigurationError(
+                "mesh", str(built.ranks.layout), f"cannot divide this model: {error}", "change tp or the plan"
+            ) from error

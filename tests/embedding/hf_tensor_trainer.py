@@ -1,0 +1,77 @@
+"""Trains an unmodified model of transformers: `hf_tensor_trainer.py MODEL FOLDER BATCH [MESH [sequence]]`.
+
+It prints loss and gradient norm of every step, and what the model writes; `torchrun` starts it on several
+ranks, which divide the model by its own plan.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from trainer_core import DataParallelArguments, TensorParallel, Trainer
+
+SIZES = {"vocab_size": 63, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.08}
+
+
+def build(name: str) -> PreTrainedModel:
+    """A small one, with fewer heads of keys and values than of queries where it can have that."""
+    if name == "llama":
+        return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES))
+    if name == "qwen3":
+        return Qwen3ForCausalLM(
+            Qwen3Config(num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, **SIZES)
+        )
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
+
+
+def main(name: str, folder: str, batch: int, mesh: str | None = None, sequence: str = "") -> None:
+    """Train, save the weights, and let the model write."""
+    tokens = torch.randint(0, SIZES["vocab_size"], (96, 12), generator=torch.Generator().manual_seed(0))
+    args = DataParallelArguments(
+        output_dir=folder,
+        mesh=mesh,
+        use_cpu=True,
+        seed=1,
+        per_device_train_batch_size=batch,
+        max_steps=6,
+        learning_rate=0.003,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        save_strategy="no",
+    )
+    trainer = Trainer(
+        args,
+        model_init=lambda: build(name),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        callbacks=[],
+        parallel=[TensorParallel(sequence=True)] if sequence else [],
+    )
+    trainer.train()
+    trainer.save_model(f"{folder}/weights")
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    points = [[entry["loss"], entry["grad_norm"]] for entry in logged]
+    written = None
+    if not sequence:
+        with trainer.generating(), torch.no_grad():
+            written = (
+                trainer.unwrapped_model().generate(tokens[:2, :4], max_new_tokens=5, do_sample=False).tolist()
+            )
+    # In one write, so that lines of several ranks do not mix.
+    sys.stdout.write(f"points {json.dumps([points, written])}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
