@@ -183,6 +183,27 @@ trainer(8, output_dir="rate", learning_rate=5e-4).train(resume_from_checkpoint=T
     ("a value out of range", "transformers"): Task(
         "trainer(4, learning_rate=-1.0).train()", r"learning.rate.*-1", succeeds=False
     ),
+    ("inputs of another trainer", "transformers"): Task(
+        "Trainer(llama(), TrainingArguments(output_dir='out', report_to='none'), eval_metrics=len)",
+        r"Did you mean.*compute_metrics",
+        succeeds=False,
+    ),
+    ("inputs of another trainer", "lightning"): Task(
+        "L.Trainer(num_train_epochs=3)", r"Did you mean.*max_epochs", succeeds=False
+    ),
+    ("score it", "transformers"): Task("print(trainer(4).evaluate(data))", r"'eval_loss': "),
+    ("score it", "lightning"): Task(
+        """
+class Scored(Module):
+    def validation_step(self, batch, _):
+        self.log("eval_loss", self.model(**batch).loss)
+print(trainer(4).validate(Scored(), loader))
+""",
+        r"'eval_loss': ",
+    ),
+    ("let it write", "transformers"): Task(
+        "print(llama().generate(rows[:1, :2], max_new_tokens=8, do_sample=True).shape)", r"\[1, 10\]"
+    ),
     ("load it in transformers", "transformers"): Task(
         """
 trainer(4).save_model("exported")

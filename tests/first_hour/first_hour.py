@@ -119,6 +119,10 @@ TYPO = """
 from trainer_core import TrainingArguments
 TrainingArguments(output_dir="runs/typo", learning_rat=1e-3)
 """
+INPUTS = """
+from trainer_core import Trainer, TrainingArguments
+Trainer(TrainingArguments(output_dir="runs/inputs"), compute_metrics=len)
+"""
 EXPORTED = """
 import torch
 from transformers import AutoModelForCausalLM
@@ -140,6 +144,19 @@ for step in range(begin + 1, begin + 4):
     manager.save(step)
 print("steps", begin + 1, "to", step)
 manager.close()
+"""
+LOOP = """
+import torch
+from perf_metrics import MFUMeter
+model = torch.nn.Sequential(torch.nn.Embedding(256, 128), torch.nn.Linear(128, 256))
+optimizer, ids = torch.optim.AdamW(model.parameters()), torch.randint(256, (8, 64))
+meter = MFUMeter(model, 64, "fp32", peak_flops=1e12)
+for step in range(3):
+    loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    loss.backward(), optimizer.step(), optimizer.zero_grad()
+    meter.add(ids)
+    read = meter.read()
+    print(f"step {step}: {read['tok_per_sec']:,.0f} tokens/s, MFU {read['mfu']:.1%}")
 """
 PEAK = """
 from hardware_table import peak_flops
@@ -188,10 +205,24 @@ ENTRIES = (
     ),
     Entry("a slip of the finger", command("train", "--max-step", "3"), r"Did you mean --max-steps\?", code=2),
     Entry("a name of Hugging Face", command("train", "--bf16"), r"--mixed-precision", code=2),
+    Entry(
+        "a name of Lightning",
+        command("train", "--max_epochs", "3"),
+        r"Did you mean --num-train-epochs\?",
+        code=2,
+    ),
     Entry("a value out of range", command("train", "--learning-rate", "-1"), r"from 0 to 1000", code=2),
     Entry("a slip in a script", TYPO, r"learning_rate", code=1),
-    Entry("score it", command("eval", "--data", "text", "--output-dir", "runs/first"), r"loss"),
-    Entry("let it write", command("generate", "def ", "--output-dir", "runs/first"), r"def "),
+    Entry(
+        "score it",
+        command("eval", "--data", "text", "--output-dir", "runs/first"),
+        r"loss +\d\.\d+ nats per byte",
+    ),
+    Entry(
+        "let it write",
+        command("generate", "def ", "--output-dir", "runs/first", "--max-new-tokens", "40"),
+        r"def .{40}",
+    ),
     Entry(
         "export it",
         command("export", "exported", "--output-dir", "runs/first"),
@@ -216,10 +247,12 @@ ENTRIES = (
         command(*_TRAIN, "--output-dir", "runs/two", "--mesh", "dp=2", "--max-steps", "4"),
         r"2 data-parallel.*4/4",
     ),
-    Entry("how much memory", command("plan", "--model", "7b", "--gpus", "8"), r"GiB"),
+    Entry("how much memory", command("plan", "--model", "7b", "--gpus", "8"), r"total +\d+\.\d+\n"),
     Entry("a model of one's own", OWN_MODEL, r"trained 24 steps", writes="runs/own"),
     Entry("a checkpoint in a loop of one's own", CHECKPOINT, r"steps 1 to 3"),
     Entry("the same loop again", CHECKPOINT, r"steps 4 to 6"),
+    Entry("inputs of another trainer", INPUTS, r"Did you mean 'eval_metrics'\?", code=1),
+    Entry("MFU in a loop of one's own", LOOP, r"step 2: [\d,]+ tokens/s, MFU \d"),
     Entry("what share of an H100", PEAK, r"40\.8% of the peak"),
 )
 
