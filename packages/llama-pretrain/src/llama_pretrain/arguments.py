@@ -94,9 +94,9 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     """single (one process), or how the processes that torchrun starts share the work: ddp (each holds the
     model), fsdp2 (each holds a part of every layer) or pipeline (each holds some of the layers)."""
     mesh: str = ""
-    """Processes in each dimension, such as dp=2,shard=4 or pp=2,dp=2: dp replicates the weights, shard
-    divides them, pp divides the layers. It chooses the trainer, and starts that many processes on this
-    machine unless a launcher has."""
+    """Processes in each dimension, such as dp=2,shard=4 or pp=2,tp=2: dp replicates the weights, shard
+    divides them, pp divides the layers, tp what each layer computes. It chooses the trainer, and starts that
+    many processes on this machine unless a launcher has."""
 
     output_dir: str = "runs/default"
     """Directory of checkpoints, logs, figures and config.yaml."""
