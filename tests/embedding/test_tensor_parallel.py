@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 from warm_start import WarmStart
 
-from dist_env import ParallelLayout
+from dist_env import ParallelLayout, fake_job
+from trainer_core import DataParallelArguments, Trainer
 
 SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 STEPS, SAVED = 6, 3
@@ -130,3 +132,41 @@ def test_sequences_are_divided_under_a_trainer(warm: WarmStart, tmp_path: Path) 
     parts, _ = run(warm, tmp_path / "parts", words, "shard=2,tp=2", "sequence")
     for found, expected in zip(parts, whole, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_rank_holds_its_part_and_sends_what_the_formula_says(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    config = LlamaConfig(num_attention_heads=4, **sizes)
+    tokens = torch.randint(0, 256, (64, 32))
+    args = DataParallelArguments(
+        output_dir=str(tmp_path),
+        mesh="shard=2,tp=2",
+        per_device_train_batch_size=8,
+        max_steps=1,
+        learning_rate=1e-3,
+        max_grad_norm=1.0,
+        use_cpu=True,
+    )
+    with fake_job(4) as env:
+        trainer = Trainer(
+            args,
+            model_init=lambda: LlamaForCausalLM(config),
+            train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+            callbacks=[],
+            distributed_env=env,
+        )
+        found = trainer.dry_run()
+    norms = 7 * 64  # whole on both ranks of tp
+    held = 4 * ((found.parameters - norms) // 4 + norms // 2)
+    assert (found.weights, found.gradients) == (held, held)
+    assert found.optimizer == pytest.approx(2 * held, rel=1e-2)  # AdamW's two moments, and counts of steps
+    sent = {each.kind: each for each in found.collectives if each.ranks == 2}
+    hidden, logits = 8 * 32 * 64 * 4, 8 * 32 * 256 * 4
+    # Behind attention and MLP, forward and backward; behind the embedding; before the head, backward. The
+    # rest are norms of gradients.
+    assert sent["all-reduce"].bytes == pytest.approx((4 * 3 + 2) * hidden, rel=1e-3)
+    # Weights of FSDP for the forward pass and, but for those of the root, for the backward pass; the logits.
+    layers = sum(each.numel() for each in LlamaForCausalLM(config).model.layers.parameters()) - 6 * 64
+    root = found.parameters - layers - norms
+    weights = 4 * (2 * (layers // 2 + 6 * 64) + root // 2 + 64)
+    assert sent["all-gather"].bytes == weights + logits
