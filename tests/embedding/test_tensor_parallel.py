@@ -170,3 +170,32 @@ def test_a_rank_holds_its_part_and_sends_what_the_formula_says(tmp_path: Path) -
     root = found.parameters - layers - norms
     weights = 4 * (2 * (layers // 2 + 6 * 64) + root // 2 + 64)
     assert sent["all-gather"].bytes == weights + logits
+
+
+def test_the_fused_loss_never_holds_the_logits(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 8192, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    config = LlamaConfig(num_attention_heads=4, **sizes)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 256, (32, 256))]
+    peaks = {}
+    for fused in ("no", "chunked"):
+        args = DataParallelArguments(
+            output_dir=str(tmp_path),
+            mesh="tp=2",
+            per_device_train_batch_size=16,
+            max_steps=1,
+            use_cpu=True,
+            fused_loss=fused,
+        )
+        with fake_job(2) as env:
+            trainer = Trainer(
+                args,
+                model_init=lambda: LlamaForCausalLM(config),
+                train_dataset=data,
+                callbacks=[],
+                distributed_env=env,
+            )
+            memory = trainer.dry_run().memory
+        assert memory is not None
+        peaks[fused] = memory.peak
+    logits = 16 * 256 * 8192 * 4
+    assert peaks["chunked"] + 2 * logits < peaks["no"]

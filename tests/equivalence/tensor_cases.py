@@ -103,7 +103,15 @@ TENSOR_CASES = [
         recipe=replace(SHORT, steps=14, ema_decay=0.9, evaluated=True),
         full=True,
     ),
-    _row("dp=2,tp=2", "accumulation 2", accumulation=2),
+    _row("dp=2,tp=2", "accumulation 2, fused loss", accumulation=2, settings={"fused_loss": "auto"}),
+    _row("tp=2", "fused loss, tied", recipe=SHORT_TIED, settings={"fused_loss": "chunked"}, full=True),
+    _row("shard=2,tp=2", "fused loss", settings={"fused_loss": "chunked"}, full=True),
+    _row(
+        "pp=2,tp=2",
+        "fused loss",
+        settings={"fused_loss": "chunked", "pipeline": PipelineArguments(n_microbatches=4)},
+        full=True,
+    ),
     _row(
         "shard=2,tp=2",
         "tied, checkpointing full",

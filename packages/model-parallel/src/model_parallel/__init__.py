@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from model_parallel.check import LayerShare, check_plan
-    from model_parallel.loss import sharded_cross_entropy, sharded_linear_cross_entropy
+    from model_parallel.loss import is_sharded_head, sharded_cross_entropy, sharded_linear_cross_entropy
     from model_parallel.plan import STYLES, PlanError, tensor_plan
     from model_parallel.shard import shard_tensors
 
@@ -13,6 +13,7 @@ __all__ = [
     "LayerShare",
     "PlanError",
     "check_plan",
+    "is_sharded_head",
     "shard_tensors",
     "sharded_cross_entropy",
     "sharded_linear_cross_entropy",
@@ -22,7 +23,7 @@ __all__ = [
 # A name loads its module when it is first used: the help of the command needs no torch.
 _NAMES = {
     "check": ("LayerShare", "check_plan"),
-    "loss": ("sharded_cross_entropy", "sharded_linear_cross_entropy"),
+    "loss": ("is_sharded_head", "sharded_cross_entropy", "sharded_linear_cross_entropy"),
     "plan": ("STYLES", "PlanError", "tensor_plan"),
     "shard": ("shard_tensors",),
 }

@@ -85,6 +85,16 @@ def sharded_cross_entropy(
     return total
 
 
+def is_sharded_head(module: nn.Module) -> bool:
+    """Whether `sharded_linear_cross_entropy` takes a layer: `shard_tensors` has divided it by its outputs."""
+    return _head_style(module) is not None and isinstance(module.weight, DTensor)
+
+
+def _head_style(module: nn.Module) -> Colwise | None:
+    style = next((each for each in styles_of(module) if isinstance(each, Colwise)), None)
+    return style if style is not None and style.rows is None else None
+
+
 def sharded_linear_cross_entropy(
     hidden: Tensor,
     head: nn.Module,
@@ -116,8 +126,8 @@ def sharded_linear_cross_entropy(
         PlanError: The head is not divided, or shapes differ.
         IndexError: As for `sharded_cross_entropy`.
     """
-    style = next((each for each in styles_of(head) if isinstance(each, Colwise)), None)
-    if style is None or style.rows is not None or not isinstance(head.weight, DTensor):
+    style = _head_style(head)
+    if style is None or not is_sharded_head(head):
         raise PlanError(
             f"head={type(head).__name__} is not divided by its outputs. Give the output head of a model that "
             "shard_tensors has divided, whose style is 'colwise_gather_output'."
@@ -142,7 +152,7 @@ def sharded_linear_cross_entropy(
     _check_targets(flat, vocabulary)
     bias = None if head.bias is None else _own_rows(cast(Tensor, head.bias))
     total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        whole.reshape(-1, whole.shape[-1]), _own_rows(head.weight), bias, flat, settings
+        whole.reshape(-1, whole.shape[-1]), _own_rows(cast(Tensor, head.weight)), bias, flat, settings
     )
     return total
 

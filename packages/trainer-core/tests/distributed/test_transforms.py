@@ -258,9 +258,9 @@ def test_a_loss_scale_needs_undivided_tensors(tmp_path: Path) -> None:
         ),
         (
             "tp=2",
-            {"fused_loss": "chunked"},
+            {"fused_loss": "torch"},
             False,
-            r"fused_loss='chunked' needs an output head that is whole",
+            r"fused_loss='torch' needs an output head that is whole",
         ),
         ("pp=2,tp=2", {}, True, r"mesh='pp=2,tp=2' .*TensorParallel\(sequence=True\) needs all layers"),
     ],

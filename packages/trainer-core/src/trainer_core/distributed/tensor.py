@@ -54,14 +54,13 @@ class TensorParallel(ModelTransform):
                     "divide",
                     f"leave {name} out, or tp out of mesh",
                 )
-        if args.fused_loss != "no":
+        if args.fused_loss not in ("no", "auto", "chunked"):
             raise ConfigurationError(
                 "fused_loss",
                 args.fused_loss,
                 f"needs an output head that is whole, which the layout {ranks.layout} divides",
-                "set fused_loss='no', or leave tp out of mesh",
+                "set fused_loss='chunked'",
             )
-
         if self._sequence and ranks.layout.pipeline > 1:
             raise ConfigurationError(
                 "mesh",

@@ -14,7 +14,7 @@ from dist_env import get_logger
 
 from ..errors import ConfigurationError
 from .chunked import LOGITS_AT_A_TIME, ChunkedOptions, chunked_linear_cross_entropy
-from .head import HeadBypass, checked_head
+from .head import HeadBypass, checked_head, is_divided
 from .token_loss import IGNORE_INDEX, NextTokenLoss
 
 
@@ -254,9 +254,10 @@ class FusedLinearCrossEntropy(NextTokenLoss):
     """Cross-entropy of the next token from hidden states, for large vocabularies.
 
     Same numbers as `CausalLMLoss` over the logits of the head, without the logits: their memory, tokens x
-    vocabulary, is the largest of a training step. The head's weight may be a DTensor (FSDP2, tensor
-    parallel): it is gathered for the call, and its gradient reduced to the shards as the SUM over the ranks,
-    so give FSDP2 a gradient divide factor of 1.
+    vocabulary, is the largest of a training step. The head's weight may be a DTensor (FSDP2): it is gathered
+    for the call, and its gradient reduced to the shards as the SUM over the ranks, so give FSDP2 a gradient
+    divide factor of 1. Of a head that `model_parallel` has divided each rank computes its part of the
+    vocabulary, with the backends auto and chunked.
 
     Args:
         head: The model's output head, a plain nn.Linear. Its weight may be tied or frozen.
@@ -302,6 +303,13 @@ class FusedLinearCrossEntropy(NextTokenLoss):
             label_smoothing=label_smoothing,
             z_loss=z_loss,
         )
+        if backend not in ("auto", "chunked") and is_divided(self.head):
+            raise ConfigurationError(
+                "fused_loss",
+                backend,
+                "needs an output head that is whole, and tensor parallelism has divided it by the vocabulary",
+                "set fused_loss='chunked'",
+            )
         self._bypass = HeadBypass(self.head)
         self._options: dict[torch.dtype, ChunkedOptions] = {}
 
@@ -346,6 +354,8 @@ class FusedLinearCrossEntropy(NextTokenLoss):
             hidden = whole(hidden, None)  # a DTensor here is data that all ranks of its mesh share
         else:
             same_data = self.same_data
+        if is_divided(self.head):
+            return self._by_vocabulary(hidden, predictions.autocast_dtype, targets)
         self._check_shapes(hidden, targets)
         head, options = self.head, self._options_for(predictions.autocast_dtype or hidden.dtype)
         return BACKENDS[self._backend_for(options)](
@@ -354,6 +364,20 @@ class FusedLinearCrossEntropy(NextTokenLoss):
             None if head.bias is None else whole(head.bias, same_data),
             targets.reshape(-1),
             options,
+        )
+
+    def _by_vocabulary(self, hidden: Tensor, autocast_dtype: torch.dtype | None, targets: Tensor) -> Tensor:
+        """The sum, of a head whose ranks each have a part of the vocabulary."""
+        from model_parallel import sharded_linear_cross_entropy
+
+        self.backend_in_use = "chunked"
+        return sharded_linear_cross_entropy(
+            hidden if autocast_dtype is None else hidden.to(autocast_dtype),
+            self.head,
+            targets,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            chunk_tokens=self.chunk_tokens,
         )
 
     def _check_shapes(self, hidden: Tensor, targets: Tensor) -> None:

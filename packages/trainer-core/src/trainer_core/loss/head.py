@@ -57,7 +57,8 @@ def checked_head(head: object) -> nn.Linear:
             "is not an nn.Linear, which the output head must be",
             _LEAVE_OUT,
         )
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+    plain = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+    if not plain and not is_divided(head):
         raise ConfigurationError(
             "fused_loss",
             f"{type(head).__module__}.{type(head).__name__}",
@@ -74,6 +75,15 @@ def checked_head(head: object) -> nn.Linear:
             "leave the head out of the quantisation, or set fused_loss='no'",
         )
     return head
+
+
+def is_divided(head: nn.Linear) -> bool:
+    """Whether tensor parallelism has divided the head by the vocabulary."""
+    if type(head) is nn.Linear:
+        return False
+    from model_parallel import is_sharded_head  # seconds, which other heads do not take
+
+    return is_sharded_head(head)
 
 
 def _is_quantised(weight: Tensor) -> bool:
