@@ -59,6 +59,7 @@ def main(name: str, folder: str, batch: int, mesh: str | None = None, sequence: 
         callbacks=[],
         parallel=[TensorParallel(sequence=True)] if sequence else [],
     )
+    trainer.save_model(f"{folder}/initial")
     trainer.train()
     trainer.save_model(f"{folder}/weights")
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]

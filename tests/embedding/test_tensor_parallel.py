@@ -111,12 +111,16 @@ def test_models_of_transformers_train_and_write_as_one_process(
 ) -> None:
     def trained(mesh: str | None, batch: int) -> Any:
         folder = tmp_path / f"run-{mesh}"
-        words = [str(HF_SCRIPT), name, str(folder), str(batch)]
-        return run(warm, folder, words, mesh), load_file(folder / "weights" / "model.safetensors")
+        printed = run(warm, folder, [str(HF_SCRIPT), name, str(folder), str(batch)], mesh)
+        saved = [load_file(folder / name / "model.safetensors") for name in ("initial", "weights")]
+        return printed, *saved
 
-    (whole, written), weights = trained(None, 8)
-    for mesh, batch in {"llama": (("tp=2", 8), ("shard=2,tp=2", 4))}.get(name, (("tp=2", 8),)):
-        (together, same), divided = trained(mesh, batch)
+    (whole, written), initial, weights = trained(None, 8)
+    for mesh, batch in {"llama": (("tp=2", 8), ("shard=2,tp=2", 4), ("pp=2,tp=2", 8))}.get(
+        name, (("tp=2", 8),)
+    ):
+        (together, same), begun, divided = trained(mesh, batch)
+        assert all(torch.equal(begun[key], value) for key, value in initial.items())
         for found, expected in zip(together, whole, strict=True):
             assert found == pytest.approx(expected, rel=1e-5)
         assert same == written
