@@ -98,10 +98,10 @@ class TrainingLoop:
         while not (ended or self._run_is_over()):
             with run.meter.measure("data"):
                 window = next_window(batches, run.args.gradient_accumulation_steps, run.loss)
-                run.ranks.share_generator()
             if window is not None:
                 run.state.epoch_data_ended = len(window.batches) < run.args.gradient_accumulation_steps
-                self._train_step(window)
+                with run.ranks.equal_draws(run.loader):
+                    self._train_step(window)
                 self._sync_control()
                 if self.actions.after_step():
                     self._sync_control()

@@ -35,7 +35,7 @@ from .checkpointing import (
 )
 from .data.loaders import Collator, EvalMetric, check_data, evaluation_sets, loaders_of, names_of_sets
 from .distributed.build import layout_of, transforms_for
-from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, check_several
+from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, check_several, loading_paused
 from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
 from .errors import ConfigurationError, DataError
@@ -256,8 +256,7 @@ class Trainer(InputHints):
             return self._evaluate(eval_dataset)
 
     def _evaluate(self, eval_dataset: object | None) -> dict[str, float]:
-        run = self._prepare()
-        data = run.evaluation
+        run, data = self._prepare(), self._prepare().evaluation
         self.ranks.check_same(
             {"eval_dataset of evaluate()": None if eval_dataset is None else names_of_sets(eval_dataset)}
         )
@@ -389,7 +388,7 @@ class Trainer(InputHints):
 
     def remove_callback(self, callback: object) -> None:
         """Take out a callback by identity or exact class, if it is there."""
-        self._events.pop(callback)
+        self.pop_callback(callback)
 
     def log(self, record: dict[str, object]) -> None:
         """Put an entry into the log and show it to the callbacks."""
@@ -407,11 +406,12 @@ class Trainer(InputHints):
     def generating(self) -> Iterator[None]:
         """A context to let the model write text: all ranks call the model alike, and write the same.
 
-        The model is in evaluation mode, without gradients; modes and random generators are put back. The time
-        does not count as training. Where the model is sharded, no rank can write alone.
+        It is in evaluation mode, without gradients; modes and random generators are put back. The time does
+        not count as training, and nothing is loaded ahead.
         """
-        model = self.unwrapped_model()
-        with self.untimed("text samples"), inference_mode_guard(model), self._prepare().built.generating():
+        run, untimed = self._prepare(), self.untimed("text samples")
+        model, paused = run.built.model, loading_paused(run.loader)
+        with untimed, inference_mode_guard(model), paused, run.built.generating():
             yield
 
     def synced_weights(self) -> AbstractContextManager[None]:

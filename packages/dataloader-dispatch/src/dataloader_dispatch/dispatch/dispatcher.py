@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Generic, NamedTuple, SupportsIndex, TypeVar, get_args
 
@@ -243,6 +244,14 @@ class DataloaderDispatcher(Generic[Batch]):
         self, states: Sequence[Mapping[str, object]], /, *, rank: int, world_size: int
     ) -> None:
         self._role.move(lambda position: position.load_resharded(states))
+
+    def paused(self) -> AbstractContextManager[object]:
+        """A context in which nothing is loaded ahead on this rank; it begins when a batch under way is there.
+
+        For what must not mix its random numbers with those of a loader: threads of a process share torch's
+        generator of the CPU.
+        """
+        return self._role.paused() if isinstance(self._role, Source) else nullcontext()
 
     def end_workers(self) -> None:
         """Leave the pass, and end the worker processes of the first rank's loader; the position stays.

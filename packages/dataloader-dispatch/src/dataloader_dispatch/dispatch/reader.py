@@ -6,6 +6,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +125,8 @@ class Reader:
         self._width = width
         self._uneven = uneven
         self._make_dummy = make_dummy or masked_dummy
-        self._lock = threading.Lock()
+        # Whoever has paused it may ask for the position meanwhile.
+        self._lock = threading.RLock()
         self._iterator: Iterator[Any] | None = None
         self._begun = 0
         self._rounds = 0
@@ -171,6 +173,10 @@ class Reader:
             return self._consumed._replace(state=copy.deepcopy(self._consumed.state))
         with self._lock:
             return self._look()
+
+    def paused(self) -> AbstractContextManager[object]:
+        """A context in which no other thread has the loader work."""
+        return self._lock
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, or leave the position alone if the loader does so."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -124,6 +124,9 @@ class Source:
     def move(self, go: Callable[[Position], None]) -> None:
         self._retire()
         self._reader.move(go)
+
+    def paused(self) -> AbstractContextManager[object]:
+        return self._reader.paused()
 
     def end_workers(self) -> None:
         self._leave_pass()

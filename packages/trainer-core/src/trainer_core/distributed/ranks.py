@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
@@ -199,22 +199,35 @@ class Ranks:
         gathered = self._hosts.sum(places)
         return [gathered[rank * size : (rank + 1) * size] for rank in ranks]
 
-    def share_generator(self) -> None:
-        """Give ranks that divide tensors the generator of the host that their first one has; collective.
+    @contextmanager
+    def equal_draws(self, loader: object) -> Iterator[None]:
+        """A context in which ranks that divide tensors draw the same random numbers on the host; collective.
 
         Only one rank reads the data, so a collator that draws random numbers moves the generator of that rank
-        alone. What the ranks do not divide, such as a mask of dropout, each of them computes, and it has to
-        be equal. On an accelerator the model draws from the generator of the device, which no data moves.
+        alone, and may do so while a step computes. What the ranks do not divide, such as a mask of dropout,
+        each of them computes, and it has to be equal. On an accelerator the model draws from the generator of
+        the device, which no data moves.
+
+        Args:
+            loader: Of the training data; what reads ahead is paused.
         """
         if self.meshes is None or self.layout.tensor == 1 or self.device.type != "cpu":
+            yield
             return
-        state = torch.get_rng_state()
-        dist.broadcast(state, group=self.meshes.tensor.get_group(), group_src=0)
-        torch.set_rng_state(state)
+        with loading_paused(loader):
+            state = torch.get_rng_state()
+            dist.broadcast(state, group=self.meshes.tensor.get_group(), group_src=0)
+            torch.set_rng_state(state)
+            yield
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether any rank has raised it; asked by the hosts, which wait for no device."""
         return list(flags) if self._hosts is None else [total > 0 for total in self._hosts.sum(flags)]
+
+
+def loading_paused(loader: object) -> AbstractContextManager[object]:
+    """A context in which no thread of this process loads training data, which may draw random numbers."""
+    return loader.paused() if isinstance(loader, DataloaderDispatcher) else nullcontext()
 
 
 def check_device_settings(args: TrainingArguments, device: torch.device) -> None:

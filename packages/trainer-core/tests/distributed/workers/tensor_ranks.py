@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
@@ -46,13 +47,18 @@ class Divided(ModelTransform):
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Draws random numbers, as one does that masks or crops; only the rank that reads the data calls it."""
-    torch.rand(3)
+    """Draws random numbers, as one does that masks or crops; only the rank that reads the data calls it.
+
+    For so long that it still draws while the first steps compute.
+    """
+    for _ in range(50):
+        torch.rand(3)
+        time.sleep(0.002)
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def main() -> None:
-    rows = [{"input_ids": row, "labels": row} for row in torch.arange(32 * 6).view(32, 6) % 7]
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(64 * 6).view(64, 6) % 7]
     args = DataParallelArguments(
         output_dir=str(FOLDER / "run"),
         mesh="tp=2",
@@ -60,7 +66,8 @@ def main() -> None:
         seed=3,
         seed_per_rank=True,
         learning_rate=0.1,
-        max_steps=3,
+        max_steps=6,
+        per_device_train_batch_size=4,
         save_strategy="no",
     )
     trainer = Trainer(
