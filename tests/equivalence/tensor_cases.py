@@ -77,7 +77,6 @@ MOVED = {
     ("tp=2", ""),
     ("", "tp=2"),
     ("shard=2,tp=2", "tp=4"),
-    ("tp=2", "pp=2,tp=2"),
     ("pp=2,tp=2", "shard=2"),
 }
 """Those of them that the tests have."""
