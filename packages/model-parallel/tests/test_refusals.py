@@ -100,7 +100,7 @@ RANKS = {
     "another setting on one": ["Rank\\(s\\) 1 of the mesh have another model, plan or setting"] * 2,
     "divided already": ["The model is divided already"] * 2,
     "two dimensions": ["mesh has 2 dimensions"] * 2,
-    "a sequence that is no multiple": ["a multiple of tensor=2"] * 2,
+    "a sequence that is not a multiple": ["a multiple of tensor=2"] * 2,
     "whole logits": ["must be a DTensor divided by the vocabulary"] * 2,
     "a head that is not divided": ["is not divided by its outputs"] * 2,
     "targets of another shape": ["Give one target"] * 2,

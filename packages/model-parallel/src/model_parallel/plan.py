@@ -59,7 +59,7 @@ def tensor_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> dic
         Styles by name, each a key of `STYLES`.
 
     Raises:
-        PlanError: There is no plan, it is empty, or a style is unknown.
+        PlanError: The plan is missing or empty, or a style is unknown.
     """
     plan = _own_plan(model) if given is None else given
     if not isinstance(plan, Mapping) or not all(

@@ -8,6 +8,7 @@ and any norm can work on it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ def local_value(parameter: Tensor, mesh: DeviceMesh, *, sum_gradients: bool = Fa
 
 
 @dataclass(eq=False)
-class Style:
+class Style(ABC):
     """How a module is divided. It has no state of its own beyond a forward pass.
 
     Attributes:
@@ -101,9 +102,9 @@ class Style:
         """Where a parameter of the module lives."""
         return Replicate()
 
+    @abstractmethod
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module by `call`, its own forward."""
-        raise NotImplementedError
 
     def __deepcopy__(self, memo: object) -> Style:
         return self  # process groups cannot be copied, and a copy of the model uses the same ranks

@@ -58,7 +58,7 @@ def cases(whole: DeviceMesh, mesh: DeviceMesh, other: bool) -> dict[str, Callabl
         "another setting on one": lambda: shard_tensors(Decoder(), mesh, sequence=other),
         "divided already": lambda: shard_tensors(divided, mesh, plan),
         "two dimensions": lambda: shard_tensors(Decoder(), whole["shard", "tensor"]),
-        "a sequence that is no multiple": lambda: by_sequence(tokens[:, :3]),
+        "a sequence that is not a multiple": lambda: by_sequence(tokens[:, :3]),
         "whole logits": lambda: sharded_cross_entropy(torch.zeros(2, 4, 64), tokens),
         "a head that is not divided": lambda: sharded_linear_cross_entropy(
             hidden, torch.nn.Linear(32, 64), tokens
