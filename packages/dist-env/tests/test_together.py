@@ -150,3 +150,15 @@ def test_a_barrier_holds_if_the_last_comes_while_others_look_who_is_late() -> No
     )
     first.barrier([0, 1], "all", 0.2, "")
     assert came.is_set()
+
+
+def test_a_barrier_holds_if_the_last_dies_before_it_says_that_all_have_come() -> None:
+    store = dist.HashStore()
+
+    class Dies(ArrivesLast):
+        def add(self, key: str, amount: int) -> int:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Coordinator(Dies(store, "", print), record_of(1)).barrier([0, 1], "all", 5.0, "")  # type: ignore[arg-type]
+    Coordinator(store, record_of(0)).barrier([0, 1], "all", 0.2, "")

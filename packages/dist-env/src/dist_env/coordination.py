@@ -146,9 +146,14 @@ class Coordinator:
         count = self.next_call(f"barrier/{scope}")
         here, before = f"barrier/{scope}/{count}", f"barrier/{scope}/{count - 1}"
 
-        def missing() -> RankTimeoutError:
+        def missing() -> RankTimeoutError | None:
             late = [rank for rank in ranks if not self.store.check([f"{here}/{rank}"])]
-            return self._late(late, len(ranks), f"barrier{f' {tag!r}' if tag else ''}: timeout={timeout:g} s")
+            if late and not self.store.check([f"{here}/done"]):
+                what = f"barrier{f' {tag!r}' if tag else ''}: timeout={timeout:g} s"
+                return self._late(late, len(ranks), what)
+            # The last one came, or even went on, while this rank looked; or it died before it could say so.
+            self.store.set(f"{here}/done", "1")
+            return None
 
         with self._connected():
             self.store.set(f"{here}/{self.record.rank}", tag)
@@ -240,9 +245,9 @@ class Coordinator:
     def _late(self, late: list[int], total: int, what: str) -> RankTimeoutError:
         hosts = {rank: self.host_of(rank) for rank in late}
         named = ", ".join(f"rank {rank} ({host})" for rank, host in hosts.items())
-        who = f"{len(late)} of {total} ranks did not arrive: {named}" if late else "the last one is silent"
         return RankTimeoutError(
-            f"{what} passed on rank {self.record.rank} on {self.record.host}; {who}.",
+            f"{what} passed on rank {self.record.rank} on {self.record.host}; "
+            f"{len(late)} of {total} ranks did not arrive: {named}.",
             hosts,
         )
 
@@ -250,11 +255,11 @@ class Coordinator:
         self,
         arrived: Callable[[], bool],
         timeout: float,
-        missing: Callable[[], RankTimeoutError | _StillHere],
+        missing: Callable[[], RankTimeoutError | _StillHere | None],
         look: Callable[[], None] | None = None,
     ) -> None:
         # Polled, because a blocking wait on a store holds its connection and logs every timeout.
-        deadline, all_came = time.monotonic() + timeout, False
+        deadline = time.monotonic() + timeout
         pause, next_look = 0.0005, time.monotonic() + 0.2
         while not arrived():
             now = time.monotonic()
@@ -263,12 +268,8 @@ class Coordinator:
                 if look is not None:
                     look()
                 next_look = now + 0.2
-            if now >= deadline:
-                error = missing()
-                if all_came or isinstance(error, _StillHere) or error.missing:
-                    raise error
-                # All came while this rank looked who had not: others continue, so it has to as well.
-                deadline, all_came = now + timeout, True
+            if now >= deadline and (error := missing()) is not None:
+                raise error
             time.sleep(pause)
             pause = min(pause * 1.3, 0.05)
 
