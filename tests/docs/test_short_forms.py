@@ -162,6 +162,12 @@ assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.paramet
 }
 
 
+RANKS_MATTER = {
+    *("MFU with Accelerate", "Checkpoints beside Accelerate"),
+    *("Data in the Hugging Face Trainer", "Data in Fabric", "Data in Lightning"),
+}
+"""Those that the tests run on two ranks, where the ranks share what is counted, written or read."""
+
 END = """
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
@@ -184,9 +190,15 @@ def test_each_has_at_most_ten_lines() -> None:
 
 
 # The plain loop has one rank; that with Accelerate stands for several.
+BY_RANKS = {
+    **{(name, 0): name not in RANKS_MATTER for name in AFTER},
+    **{(name, 2): name in RANKS_MATTER for name in AFTER if name != "MFU in a torch loop"},
+}
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [(name, ranks) for name in AFTER for ranks in (0, 2) if not (ranks and name == "MFU in a torch loop")],
+    [pytest.param(*case, marks=() if usual else pytest.mark.full) for case, usual in BY_RANKS.items()],
 )
 def test_it_does_what_the_page_says(name: str, ranks: int, run_with_theirs: Run, tmp_path: Path) -> None:
     # Processors do not tell how many ranks there are to be, as the number of GPUs does.

@@ -75,9 +75,7 @@ LAYOUTS = ("", "tp=2", "tp=4", "dp=2,tp=2", "shard=2,tp=2", "pp=2,tp=2", "shard=
 """Each is resumed as each."""
 MOVED = {
     ("tp=2", ""),
-    ("", "tp=2"),
     ("shard=2,tp=2", "tp=4"),
-    ("pp=2,tp=2", "shard=2"),
 }
 """Those of them that the tests have."""
 

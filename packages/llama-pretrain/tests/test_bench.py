@@ -106,7 +106,9 @@ def test_figures_follow_from_trials(small: BenchArguments) -> None:
     assert (unknown.mfu, unknown.peak_memory_bytes, unknown.over_torch) == (None, None, None)
 
 
-@pytest.mark.parametrize(("name", "value"), [("LEARNING_RATE", 3.3e-4), ("CLIP_NORM", 1e9)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("LEARNING_RATE", 3.3e-4), pytest.param("CLIP_NORM", 1e9, marks=pytest.mark.full)]
+)
 def test_other_work_is_found(
     small: BenchArguments, name: str, value: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -120,6 +122,7 @@ def test_other_work_is_found(
     assert other.other_work() == ["ours"]
 
 
+@pytest.mark.full
 def test_a_baseline_that_fails_takes_no_further_trials(
     small: BenchArguments, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +185,7 @@ def test_wrong_input_is_one_line(words: list[str], told: str, capsys: pytest.Cap
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_sigterm_leaves_no_baseline_and_no_files(tmp_path: Path) -> None:
     temporary, result = tmp_path / "temporary", tmp_path / "bench.json"
     temporary.mkdir()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dist_env import fake_job
-from llama_pretrain import PretrainArguments
+from llama_pretrain import PretrainArguments, preset
 from llama_pretrain.cli import main
 from llama_pretrain.commands.plan_config import show_plan
 from llama_pretrain.commands.recipes import tokens_per_step
@@ -70,7 +70,9 @@ def test_hybrid_sharding_asks_for_what_it_should(texts: Path, tmp_path: Path) ->
     assert seen["all-reduce"] == (2, whole // 2 + 8)
 
 
-@pytest.mark.parametrize("name", ["tiny-sharded", "tiny-pipeline", "tiny-pipelines"])
+@pytest.mark.parametrize(
+    "name", ["tiny-sharded", "tiny-pipelines", pytest.param("tiny-pipeline", marks=pytest.mark.full)]
+)
 def test_the_command_tells_what_was_done_and_what_was_not(
     name: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,8 +112,15 @@ def test_what_training_would_refuse_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_fits_a_laptop(texts: Path, tmp_path: Path) -> None:
-    """7B on 512 processes, in one that may take 3 GiB of memory in all; the weights alone are 25 GiB."""
+@pytest.mark.parametrize("layers", [8, pytest.param(32, marks=pytest.mark.full)])
+def test_it_fits_a_laptop(layers: int, texts: Path, tmp_path: Path) -> None:
+    """7B on 512 processes, in one that may take 3 GiB of memory in all; the weights alone are 25 GiB.
+
+    A quarter of its layers weighs 7 GiB.
+    """
+    shape = preset("7b", num_hidden_layers=layers)
+    (tmp_path / "shape").mkdir()
+    shape.save(tmp_path / "shape")
     script = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (3 * 2**30,) * 2); "
         "from llama_pretrain.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -119,6 +128,8 @@ def test_it_fits_a_laptop(texts: Path, tmp_path: Path) -> None:
     words = [
         "--config",
         "7b-512gpus",
+        "--model",
+        str(tmp_path / "shape"),
         "--data",
         str(texts),
         "--output-dir",
@@ -133,6 +144,8 @@ def test_it_fits_a_laptop(texts: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "model      7b, 6,738,415,616 parameters" in done.stdout
+    count = 262_148_096 + layers * 202_383_360
+    assert count == 6_738_415_616 or layers < 32
+    assert f"{count:,} parameters" in done.stdout
     assert "512 processes (dp=64,shard=8), of which this is rank 0" in done.stdout
     assert "left out: torch_compile" in done.stdout

@@ -83,6 +83,7 @@ def test_large_gpus_take_whole_copies(planned: Ask) -> None:
     assert (args.trainer, args.mixed_precision, args.per_device_train_batch_size) == ("ddp", "bf16", 2)
 
 
+@pytest.mark.full
 def test_small_gpus_take_everything_that_saves_memory(planned: Ask) -> None:
     words = ("--gpus", "16", "--per-device-train-batch-size", "8", "--fused-loss", "chunked")
     text, values = planned(*words, "--gpu-memory", "3.3", "--no-fsdp2.shard-transformer-layers")
@@ -110,6 +111,7 @@ def test_share_of_checkpointed_blocks_survives_the_command_line(planned: Ask) ->
     assert args.sequence_length == 2048
 
 
+@pytest.mark.full
 def test_what_does_not_fit_has_no_command(planned: Ask) -> None:
     text, values = planned("--gpus", "8", "--gpu-memory", "1.5")
     assert values["recommended"]["command"] is None
@@ -117,6 +119,7 @@ def test_what_does_not_fit_has_no_command(planned: Ask) -> None:
     assert "torchrun" not in text
 
 
+@pytest.mark.full
 def test_several_models_make_a_table(shape: Path) -> None:
     args = plan_arguments({"per_device_train_batch_size": 8})
     config = LlamaConfig.load(shape)

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+# Kills behind other launchers are in the tests of resilience and llama-pretrain.
+pytestmark = pytest.mark.full
+
 KILL_AT, SAVED_BEFORE, STEPS = 7, 6, 14
 
 

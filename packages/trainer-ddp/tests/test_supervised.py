@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_the_curve_is_that_of_a_plain_loop(launch: Callable[..., Any], ranks: int) -> None:
     job = launch("supervised.py", ranks, timeout=240)
     assert [process.code for process in job.processes] == [0] * ranks, job.told

@@ -151,7 +151,7 @@ def _vocabulary(args: PretrainArguments, tokenizer: Tokenizer) -> int:
 
 
 def _checked_vocabulary(config: LlamaConfig, args: PretrainArguments, tokenizer: Tokenizer) -> LlamaConfig:
-    if args.vocab_size is not None:
+    if args.vocab_size not in (None, config.vocab_size):
         raise ConfigurationError(
             "vocab_size",
             args.vocab_size,

@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, 6), (4, 7)])
+@pytest.mark.parametrize(("ranks", "cases"), [pytest.param(2, 6, marks=pytest.mark.full), (4, 7)])
 def test_gradients_equal_those_of_one_process(
     launch: Callable[[str, int], list[dict[str, float]]], ranks: int, cases: int
 ) -> None:

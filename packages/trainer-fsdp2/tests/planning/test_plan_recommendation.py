@@ -83,6 +83,7 @@ def test_one_node_needs_no_second_kind_of_sharding(recommended: Callable[..., Re
     assert recommended(0.1, gpus=1).rejected[0].layout == "one GPU"
 
 
+@pytest.mark.full
 def test_state_goes_to_the_host_only_if_gpus_are_too_few(recommended: Callable[..., Recommendation]) -> None:
     short = recommended(4, gpus=8)
     assert short.fits
