@@ -114,13 +114,16 @@ def counter() -> Callable[..., Counter]:
 def run_worker(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., "subprocess.CompletedProcess[str]"]]:
-    """Runs a script of the folder `workers`, which must end well, and returns what it printed."""
+    """Runs a script, or one of `workers`, which must end well, and returns what it printed."""
     folder = Path(__file__).parent / "workers"
     # A safe path does not hold the script's folder, where some workers have further modules.
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
-    warm = WarmStart(["torch.distributed", "checkpoint_core"], environ)
+    # What the workers would import: theirs are processes that fork ranks.
+    warm = WarmStart(["torch._dynamo", "torch.distributed.fsdp", "checkpoint_core.manager"], environ)
 
-    def run(script: str, *arguments: object, timeout: float = 600) -> "subprocess.CompletedProcess[str]":
+    def run(
+        script: str | Path, *arguments: object, timeout: float = 600
+    ) -> "subprocess.CompletedProcess[str]":
         words = [str(folder / script), *map(str, arguments)]
         out, err = (tmp_path_factory.mktemp("told") / name for name in ("out", "err"))
         process = warm.start(words, environ, out, err)
@@ -129,7 +132,7 @@ def run_worker(
         finally:
             process.kill()
         done = subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stderr + done.stdout
         return done
 
     yield run

@@ -5,8 +5,8 @@ import logging
 import math
 import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -282,15 +282,8 @@ def test_summary(tmp_path: Path) -> None:
     assert make_manager(tmp_path).best_checkpoints() == ()
 
 
-def test_every_rank_sees_what_rank_0_sees(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+def test_every_rank_sees_what_rank_0_sees(run_worker: Callable[..., object], tmp_path: Path) -> None:
+    run_worker(Path(__file__), tmp_path)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert [(step, value) for _, step, value in first["best"]] == [(3, -math.inf), (1, 1.0)]

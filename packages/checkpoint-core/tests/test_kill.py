@@ -4,8 +4,8 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,23 +13,16 @@ import pytest
 from checkpoint_core import find_latest_checkpoint
 from checkpoint_core.directory import DELETED, REPLACED, STAGING, temporary_path
 
-DRIVER = Path(__file__).parent / "workers" / "kill_driver.py"
-
 
 @pytest.mark.parametrize(("mode", "kills"), [("one", 12), ("async", 12), ("two-ranks", 8), ("nodes", 8)])
-def test_kills_at_random_instants(tmp_path: Path, mode: str, kills: int) -> None:
-    command = [sys.executable, str(DRIVER), str(tmp_path / "job"), "--kills", str(kills), "--mode", mode]
-    done = subprocess.run(
-        [*command, "--seed", "7", "--timeout", "4"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.stdout, done.stderr
+def test_kills_at_random_instants(
+    run_worker: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, mode: str, kills: int
+) -> None:
+    options = ["--kills", kills, "--mode", mode, "--seed", 7, "--timeout", 4]
+    done = run_worker("kill_driver.py", tmp_path / "job", *options, timeout=240)
     result = json.loads(done.stdout)
     print(result)
-    assert (result["failures"], done.returncode) == ([], 0)
+    assert result["failures"] == []
     assert sum(result["phases"].values()) == result["kills"]
     assert kills <= result["kills"] <= 4 * kills
     # The kills must have hit saves, and left something to clean, or nothing was tested.

@@ -50,7 +50,8 @@ class Rank:
 @pytest.fixture(scope="session")
 def warm() -> Iterator[WarmStart]:
     """Starts the workers."""
-    start = WarmStart(["torch.distributed", "dataloader_dispatch"], _environ())
+    modules = ["dispatch.dispatcher", "synchronized.evaluation", "cli.tokenize"]
+    start = WarmStart([f"dataloader_dispatch.{module}" for module in modules], _environ())
     yield start
     start.close()
 

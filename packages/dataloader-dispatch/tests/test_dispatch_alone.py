@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections import UserDict, namedtuple
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,16 +98,19 @@ for lock in locks:
 """
 
 
-def test_collecting_a_dispatcher_while_a_thread_starts_does_not_wait_for_that_thread() -> None:
+def run(launch: Callable[..., list[Any]], folder: Path, code: str) -> Any:
+    """A process that runs some code, to its end."""
+    script = folder / "script.py"
+    script.write_text(code)
+    return launch(str(script), 1)[0]
+
+
+def test_collecting_a_dispatcher_while_a_thread_starts_does_not_wait_for_that_thread(
+    launch: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     """And what it has begun to close is closed before Python ends."""
-    done = subprocess.run(
-        [sys.executable, "-c", COLLECTED_WHILE_A_THREAD_STARTS],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+    done = run(launch, tmp_path, COLLECTED_WHILE_A_THREAD_STARTS)
+    assert (done.code, done.out) == (0, "closed\n"), done.err
 
 
 HELD_BY_WHAT_CLOSES = """
@@ -126,11 +129,12 @@ run_finalizer(Connections().close, wait=False)
 """
 
 
-def test_what_a_collected_dispatcher_held_is_gone_before_python_ends() -> None:
+def test_what_a_collected_dispatcher_held_is_gone_before_python_ends(
+    launch: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     """Connections that go in a thread of their own while Python ends abort the process."""
-    command = [sys.executable, "-c", HELD_BY_WHAT_CLOSES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "closed\ngone\n"), done.stderr
+    done = run(launch, tmp_path, HELD_BY_WHAT_CLOSES)
+    assert (done.code, done.out) == (0, "closed\ngone\n"), done.err
 
 
 def test_set_epoch_reaches_the_sampler_of_a_plain_loader() -> None:

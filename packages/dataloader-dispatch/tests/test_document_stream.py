@@ -280,9 +280,9 @@ def test_state_after_many_rows_is_as_small_as_at_first() -> None:
     dataset = DocumentStream(CountingDocuments(200_000), sequence_length=64, eos_token_id=EOS, shards=2)
     sizes = []
     iterator = iter(dataset)
-    for number in range(20_000):
+    for number in range(4_000):
         next(iterator)
-        if number in (9, 19_999):
+        if number in (9, 3_999):
             sizes.append(len(json.dumps(dataset.state_dict())))
     assert sizes[1] - sizes[0] < 20  # only digits
 

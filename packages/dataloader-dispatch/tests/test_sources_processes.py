@@ -37,7 +37,8 @@ def make(root: Path, kind: str) -> DocumentSource:
     return open_documents(root)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+# Rows of spawned workers are those of test_stream_workers.py.
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_workers_read_at_once(tmp_path: Path, method: str) -> None:
     sources = [make(tmp_path / kind, kind) for kind in ("txt", "jsonl", "parquet", "arrow")]
     # What this process has read and mapped must do no harm to those it starts.

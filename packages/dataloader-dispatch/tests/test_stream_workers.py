@@ -246,7 +246,7 @@ def test_workers_may_be_spawned() -> None:
     before = torch.multiprocessing.get_start_method()
     torch.multiprocessing.set_start_method("spawn", force=True)
     try:
-        assert rows_of(StreamLoader(stream_of(), 4, num_workers=2)) == expected
+        assert rows_of(StreamLoader(stream_of(), 4, num_workers=1)) == expected
     finally:
         torch.multiprocessing.set_start_method(before, force=True)
 

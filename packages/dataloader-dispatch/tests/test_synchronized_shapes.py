@@ -5,8 +5,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
+from warm_start import WarmProcess, WarmStart
 
 RANKS = 4
 START_SECONDS = 120.0
@@ -103,14 +102,20 @@ def length_of(count: int, lengths: str) -> st.SearchStrategy[int | None]:
 class Job:
     """Ranks that wait for orders."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, warm: WarmStart) -> None:
         self.logs = [folder / f"rank-{rank}.log" for rank in range(RANKS)]
+        self.orders = [folder / f"orders-{rank}" for rank in range(RANKS)]
+        self.answered = [folder / f"answers-{rank}" for rank in range(RANKS)]
+        for pipe in (*self.orders, *self.answered):
+            os.mkfifo(pipe)
         with socket.create_server(("localhost", 0)) as probe:
             port = str(probe.getsockname()[1])
-        self.ranks = [self._start(rank, port) for rank in range(RANKS)]
+        self.ranks = [self._start(warm, rank, port) for rank in range(RANKS)]
         self.answers: list[queue.Queue[str]] = [queue.Queue() for _ in self.ranks]
-        for process, answers in zip(self.ranks, self.answers, strict=True):
-            threading.Thread(target=self._listen, args=(process, answers), daemon=True).start()
+        for pipe in zip(self.answered, self.answers, strict=True):
+            threading.Thread(target=self._listen, args=pipe, daemon=True).start()
+        # For reading too, so that opening it does not wait for a rank that has died.
+        self.pipes = [os.fdopen(os.open(orders, os.O_RDWR), "w") for orders in self.orders]
         self.hang = ""
         for answers in self.answers:
             assert answers.get(timeout=START_SECONDS) == "ready\n"
@@ -119,10 +124,8 @@ class Job:
         """What each rank answers; fails when one does not within the time limit."""
         if self.hang:
             pytest.fail(self.hang)  # the example is run again, for the report
-        for process in self.ranks:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
+        for pipe in self.pipes:
+            print(json.dumps(order), file=pipe, flush=True)
         answers = []
         for rank, answered in enumerate(self.answers):
             try:
@@ -136,15 +139,17 @@ class Job:
         """End the job and tell where each rank was."""
         for process in self.ranks:
             process.send_signal(signal.SIGABRT)
-            process.wait()
+            process.wait(60)
         return "\n".join(file.read_text() for file in self.logs)
 
     def kill(self) -> None:
         for process in self.ranks:
             process.kill()
-            process.wait()
+            process.wait(60)
+        for pipe in self.pipes:
+            pipe.close()
 
-    def _start(self, rank: int, port: str) -> subprocess.Popen[str]:
+    def _start(self, warm: WarmStart, rank: int, port: str) -> WarmProcess:
         variables = {
             "RANK": str(rank),
             "WORLD_SIZE": str(RANKS),
@@ -153,25 +158,19 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(WORKER.parent),
         }
-        return subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-W", "ignore", str(WORKER)],
-            env={**os.environ, **variables},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.logs[rank].open("w"),
-            text=True,
-        )
+        words = [str(WORKER), str(self.orders[rank]), str(self.answered[rank])]
+        return warm.start(words, {**os.environ, **variables}, Path(os.devnull), self.logs[rank])
 
     @staticmethod
-    def _listen(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            answers.put(line)
+    def _listen(answered: Path, answers: queue.Queue[str]) -> None:
+        with answered.open() as lines:
+            for line in lines:
+                answers.put(line)
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    job = Job(tmp_path_factory.mktemp("job"))
+def job(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Iterator[Job]:
+    job = Job(tmp_path_factory.mktemp("job"), warm)
     yield job
     job.kill()
 

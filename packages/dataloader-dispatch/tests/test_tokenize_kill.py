@@ -12,12 +12,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from warm_start import WarmProcess, WarmStart
 
 from dataloader_dispatch import open_documents
 from dataloader_dispatch.cli import main
 
+DOCUMENTS = 150_000
 WORKERS = Path(__file__).parent / "workers"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKERS)}
 
@@ -77,22 +80,27 @@ def test_ended_before_the_manifest_has_its_name(tmp_path: Path, monkeypatch: pyt
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[[int], subprocess.Popen[str]]:
-    """Start the command in processes of its own; the argument is the number of workers."""
-    corpus = write_corpus(tmp_path / "a.jsonl", 300_000)
+class Command(NamedTuple):
+    """The command in a process of its own."""
 
-    def start(workers: int) -> subprocess.Popen[str]:
+    process: WarmProcess
+    stderr: Path
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code, and what it said on standard error, once it has ended."""
+        return self.process.wait(60), self.stderr.read_text()
+
+
+@pytest.fixture
+def run(tmp_path: Path, warm: WarmStart) -> Callable[[int], Command]:
+    """Start the command; the argument is the number of workers."""
+    corpus = write_corpus(tmp_path / "a.jsonl", DOCUMENTS)
+
+    def start(workers: int) -> Command:
         options = ["--tokenizer", "bytes", "--part-size", "150KB", "--workers", str(workers)]
-        command = ["-m", "dataloader_dispatch", "tokenize", str(corpus), str(tmp_path / "out"), *options]
-        return subprocess.Popen(
-            [sys.executable, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT,
-            start_new_session=True,
-        )
+        words = ["-m", "dataloader_dispatch", "tokenize", str(corpus), str(tmp_path / "out"), *options]
+        said = tmp_path / "stderr"
+        return Command(warm.start(words, ENVIRONMENT, tmp_path / "stdout", said), said)
 
     return start
 
@@ -110,16 +118,16 @@ def writing(out: Path, finished: int, workers: int) -> list[int]:
     raise AssertionError(f"no {workers} workers are writing {out}")
 
 
-def test_workers_that_are_still_starting_die_with_the_command(
-    run: Callable[[int], subprocess.Popen[str]],
-) -> None:
-    command = run(2)
-    while len(workers := children(command.pid)) < 2:
-        assert command.poll() is None
+# Workers of any loader that are still starting are killed in test_worker_ends.py.
+@pytest.mark.full
+def test_workers_that_are_still_starting_die_with_the_command(run: Callable[[int], Command]) -> None:
+    process = run(2).process
+    while len(workers := children(process.pid)) < 2:
+        assert process.returncode is None
         time.sleep(0.001)
     time.sleep(0.1)
-    command.kill()
-    command.wait()
+    process.kill()
+    process.wait(60)
     wait_for_the_end_of(workers)
 
 
@@ -144,14 +152,14 @@ def is_alive(process: int) -> bool:
     return False
 
 
-def test_kills_and_ctrl_c_with_workers(run: Callable[[int], subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_kills_and_ctrl_c_with_workers(run: Callable[[int], Command], tmp_path: Path) -> None:
     out = tmp_path / "out"
     # A worker is killed: the command says which, and ends.
     command = run(2)
     workers = writing(out, 3, 2)
     os.kill(workers[1], signal.SIGKILL)
-    _, said = command.communicate(timeout=60)
-    assert command.returncode == 1, said
+    code, said = command.end()
+    assert code == 1, said
     assert f"(process {workers[1]}) was killed by SIGKILL while it made part-000" in said
     assert "Run the same command again to continue" in said
     assert "Traceback" not in said
@@ -162,17 +170,18 @@ def test_kills_and_ctrl_c_with_workers(run: Callable[[int], subprocess.Popen[str
     # The command itself is killed: its workers do not write on.
     command = run(1)
     workers = writing(out, done + 2, 1)
-    command.kill()
-    command.communicate(timeout=60)
+    command.process.kill()
+    command.end()
     wait_for_the_end_of(workers)
     done = len(list((out / ".unfinished").glob("part-*.json")))
 
     # Ctrl-C reaches all processes of a terminal.
     command = run(1)
     workers = writing(out, done + 2, 1)
-    os.killpg(command.pid, signal.SIGINT)
-    _, said = command.communicate(timeout=60)
-    assert command.returncode == 130, said
+    for process in (command.process.pid, *workers):
+        os.kill(process, signal.SIGINT)
+    code, said = command.end()
+    assert code == 130, said
     assert "interrupted. Run the same command again to continue" in said
     assert "Traceback" not in said
     assert not any(map(is_alive, workers))
@@ -182,4 +191,4 @@ def test_kills_and_ctrl_c_with_workers(run: Callable[[int], subprocess.Popen[str
     for directory in (out, tmp_path / "whole"):
         assert main(["tokenize", str(tmp_path / "a.jsonl"), str(directory), *options]) == 0
     assert content(out) == content(tmp_path / "whole")
-    assert len(open_documents(out)) == 300_000
+    assert len(open_documents(out)) == DOCUMENTS

@@ -112,7 +112,7 @@ def torchrun() -> Callable[..., Finished]:
 @pytest.fixture(scope="session")
 def warm() -> Iterator[WarmStart]:
     """Starts the workers."""
-    start = WarmStart(["torch.distributed", "dist_env"], clean_environ())
+    start = WarmStart(["dist_env.environment", "dist_env.heartbeat", "dist_env.doctor"], clean_environ())
     yield start
     start.close()
 
@@ -121,16 +121,18 @@ def warm() -> Iterator[WarmStart]:
 def launch(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Callable[..., Job]:
     """`launch("exchange.py", 4)`: bare processes with the six variables set; a worker may write notes.
 
-    `unset` names variables to leave out.
+    In place of a worker `("-m", "dist_env")` names a module. `unset` names variables to leave out.
     """
 
     def run(
-        worker: str,
+        worker: str | tuple[str, ...],
         ranks: int,
         *arguments: str,
         unset: Sequence[str] = (),
         timeout: float = 120.0,
+        **more: str,
     ) -> Job:
+        script = [str(WORKERS / worker)] if isinstance(worker, str) else list(worker)
         port = str(free_port())
         folder = tmp_path_factory.mktemp("job")
         processes = []
@@ -145,9 +147,9 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Callabl
                 "MASTER_PORT": port,
                 "NOTES": str(folder / f"notes-{rank}.json"),
             }
-            environ = {k: v for k, v in clean_environ(**variables).items() if k not in unset}
+            environ = {k: v for k, v in clean_environ(**(variables | more)).items() if k not in unset}
             told = (folder / f"out-{rank}", folder / f"err-{rank}")
-            processes.append(warm.start([str(WORKERS / worker), *arguments], environ, *told))
+            processes.append(warm.start([*script, *arguments], environ, *told))
         seconds = []
         try:
             for process in processes:

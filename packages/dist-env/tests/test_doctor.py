@@ -14,11 +14,14 @@ import pytest
 
 HOST = socket.gethostname()
 DOCTOR = ("-m", "dist_env", "doctor")
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def test_four_ranks(torchrun: Callable[..., Any]) -> None:
-    done = torchrun(4, *DOCTOR, NCCL_DEBUG="INFO", TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    assert done.code == 0, done.err
+def test_four_ranks(launch: Callable[..., Any]) -> None:
+    job = launch(DOCTOR, 4, NCCL_DEBUG="INFO", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert job.codes == [0] * 4, job.err
+    done, *others = job.processes
+    assert [other.out for other in others] == [""] * 3
     rows = [line.split() for line in done.out.splitlines()]
     ranks = [row for row in rows if len(row) > 4 and row[2] == HOST]
     assert [row[0] for row in ranks] == ["0", "1", "2", "3"]
@@ -32,15 +35,23 @@ def test_four_ranks(torchrun: Callable[..., Any]) -> None:
     assert float(seconds[1]) < 20
 
 
-def test_stalled_rank_is_named_with_its_phase(torchrun: Callable[..., Any]) -> None:
-    done = torchrun(4, *DOCTOR, "--stall-timeout", "5", DIST_ENV_TEST_STALL="2:all_reduce")
-    assert done.code == 1
-    assert f"missing: rank 2 on {HOST}, last seen at step 2 in phase 'all_reduce'" in done.err
-    assert done.err.count("waiting for other ranks") == 3
+# torchrun starts ranks in test_two_ranks.py.
+@pytest.mark.full
+def test_under_torchrun(torchrun: Callable[..., Any]) -> None:
+    done = torchrun(2, *DOCTOR)
+    assert done.code == 0, done.err
+    assert "healthy: 2 rank(s)" in done.out
 
 
-def test_one_process_json_and_bad_input(python: Callable[..., Any]) -> None:
-    alone = python(*DOCTOR, "--json", "--max-bytes", "40000")
+def test_stalled_rank_is_named_with_its_phase(launch: Callable[..., Any]) -> None:
+    job = launch(DOCTOR, 4, "--stall-timeout", "5", DIST_ENV_TEST_STALL="2:all_reduce")
+    assert job.codes == [1] * 4
+    assert f"missing: rank 2 on {HOST}, last seen at step 2 in phase 'all_reduce'" in job.err
+    assert job.err.count("waiting for other ranks") == 3
+
+
+def test_one_process_json_and_bad_input(launch: Callable[..., Any]) -> None:
+    (alone,) = launch(DOCTOR, 1, "--json", "--max-bytes", "40000", unset=VARIABLES).processes
     assert alone.code == 0, alone.err
     found = json.loads(alone.out)
     assert found["ok"] is True
@@ -49,7 +60,7 @@ def test_one_process_json_and_bad_input(python: Callable[..., Any]) -> None:
         (1024, [], None),
         (32768, [], None),
     ]
-    refused = python(*DOCTOR, RANK="two")
+    (refused,) = launch(DOCTOR, 1, unset=VARIABLES[1:], RANK="two").processes
     assert (refused.code, refused.out) == (2, "")
     assert refused.err == "dist_env doctor: RANK='two' is not an integer. Set a number, or unset RANK.\n"
 

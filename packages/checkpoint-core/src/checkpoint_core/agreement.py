@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from checkpoint_core.encoding import EncodedState
 from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError, describe_error
-from checkpoint_core.tensor_files import DTYPE_CODES, DTYPES
+from checkpoint_core.tensor_files import JsonSpec, TensorSpec, spec_of
 from dist_env import ControlGroup, DistributedEnvInterface, RankFailedError, RankTimeoutError, barrier
 
+_OPENING = "opening the checkpoint manager"
 _CHUNK_BYTES = 64 * 1024 * 1024
 _MOST_REPORT_BYTES = 1 << 30
 _SILENT_SECONDS = 10.0
@@ -64,14 +65,17 @@ class RankAgreement:
         if self.world_size > 1:
             _check_default_group(self.rank, self.world_size)
             self._default = dist.group.WORLD
-            self._group = _open(self.world_size, timeout_seconds)
+            try:
+                self._group = ControlGroup(range(self.world_size), timeout_seconds, doing=_OPENING)
+            except RankFailedError as error:
+                raise LostRankError(str(error)) from error
         if each_node:
             self._check_nodes()
 
     def _check_nodes(self) -> None:
         # Together, because one rank alone may see nothing wrong, and would wait for the others.
         env = self._env
-        local = self.run("opening the checkpoint manager", lambda: [env.local_rank, env.local_world_size])
+        local = self.run(_OPENING, lambda: [env.local_rank, env.local_world_size])
         size = local[0][1]
         for rank, (local_rank, local_size) in enumerate(local):
             if local_size != size or local_rank != rank % size or self.world_size % size:
@@ -201,14 +205,14 @@ class RankAgreement:
         Raises:
             CheckpointError: A rank failed or did not arrive within the timeout.
         """
-        outlines = self.run_on_main(
-            phase, lambda: [(each.document, _layout(each.tensors)) for each in states]
-        )
+        outlines = self.run_on_main(phase, lambda: [_outline(each) for each in states])
         received: list[EncodedState] = []
 
         def take() -> None:
-            empty = [EncodedState(document, _allocate(layout)) for document, layout in outlines if self.rank]
-            received.extend(empty if self.rank else states)
+            for document, specs in outlines if self.rank else ():
+                tensors = {name: TensorSpec.from_json(spec).empty() for name, spec in specs.items()}
+                received.append(EncodedState(document, tensors))
+            received.extend(states if self.rank == 0 else ())
 
         # Together: a rank without memory for it would otherwise leave the others waiting in the broadcast.
         self.run(phase, take)
@@ -295,7 +299,8 @@ class RankAgreement:
 
     def _lost(self, phase: str, error: RankFailedError | RankTimeoutError) -> LostRankError:
         if isinstance(error, RankTimeoutError):
-            reason = f"no answer within {self._timeout_seconds:g} s from {_named(error)}"
+            missing = ", ".join(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
+            reason = f"no answer within {self._timeout_seconds:g} s from {missing}"
             advice = (
                 ". Look at the log of that rank. If it is only slow, raise CheckpointConfig.timeout_seconds"
             )
@@ -314,17 +319,6 @@ class RankAgreement:
             return error  # Ctrl-C stays Ctrl-C where it was pressed.
         reason = describe_error(error).removesuffix(".")
         return CheckpointError(f"{phase}: {reason}. Close the manager before the process group is destroyed.")
-
-
-def _open(world_size: int, timeout_seconds: float) -> ControlGroup:
-    try:
-        return ControlGroup(range(world_size), timeout_seconds, doing="opening the checkpoint manager")
-    except RankFailedError as error:
-        raise LostRankError(str(error)) from error
-
-
-def _named(error: RankTimeoutError) -> str:
-    return ", ".join(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
 
 
 def _check_default_group(rank: int, world_size: int) -> None:
@@ -368,9 +362,5 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield batch
 
 
-def _layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[int]]]:
-    return {name: (DTYPE_CODES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
-
-
-def _allocate(layout: Mapping[str, tuple[str, list[int]]]) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(shape, dtype=DTYPES[code]) for name, (code, shape) in layout.items()}
+def _outline(state: EncodedState) -> tuple[object, dict[str, JsonSpec]]:
+    return state.document, {name: spec_of(tensor).to_json() for name, tensor in state.tensors.items()}

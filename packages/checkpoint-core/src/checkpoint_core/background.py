@@ -230,7 +230,6 @@ def _check_dense(key: object, tensor: torch.Tensor) -> None:
         )
 
 
-_logger = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 """Seconds until a signal that was not noticed is sent again, at first and later on."""
 

@@ -1,7 +1,7 @@
 """One load: components are matched with what is stored of them, then read, then restored."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +15,12 @@ from checkpoint_core.encoding import TAG, EncodedState, decode_state, local_part
 from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.files import read_json
 from checkpoint_core.manifest import STATE_FORMAT, WEIGHTS_FORMAT, ComponentPart, ComponentRecord, Manifest
-from checkpoint_core.model_state import (
-    ModelState,
-    OptimizerState,
-    check_tie,
-)
+from checkpoint_core.model_state import ModelState, OptimizerState, check_tie
 from checkpoint_core.selection import select_checkpoint
 from checkpoint_core.tensor_files import (
-    DTYPE_CODES,
-    DTYPES,
     FORMAT_ENTRY,
     FileLayout,
+    JsonSpec,
     TensorFileReader,
     TensorSpec,
 )
@@ -48,7 +43,7 @@ class RestorePlan:
 class Outline(TypedDict):
     """Stored state without the values of its tensors."""
 
-    specs: dict[str, tuple[str, list[int]]]
+    specs: dict[str, JsonSpec]
     aliases: dict[str, str]
     document: object
 
@@ -89,7 +84,7 @@ class StoredState:
 
     def outline(self) -> Outline:
         """What matching needs, in a form that travels as JSON."""
-        specs = {name: (DTYPE_CODES[spec.dtype], list(spec.shape)) for name, spec in self.specs.items()}
+        specs = {name: spec.to_json() for name, spec in self.specs.items()}
         return Outline(specs=specs, aliases=self.aliases, document=self.document)
 
     @property
@@ -137,7 +132,7 @@ def plan_restore(stateful: Stateful, stored: StoredState) -> RestorePlan:
         return _plan_weights(stateful, stored)
     if isinstance(stateful, OptimizerState):
         return _plan_optimizer(stateful, stored)
-    return _plan_state(stateful, stored.document, stored, lambda _, spec: _fresh(spec), [])
+    return _plan_state(stateful, stored.document, stored, lambda _, spec: spec.empty(), [])
 
 
 def check_outline(stateful: Stateful, outline: Outline) -> None:
@@ -151,8 +146,7 @@ def check_outline(stateful: Stateful, outline: Outline) -> None:
         CheckpointError: The state does not fit the object; names what does not.
     """
     if isinstance(stateful, ModelState):
-        stored = outline["specs"].items()
-        specs = {name: TensorSpec(DTYPES[code], tuple(shape)) for name, (code, shape) in stored}
+        specs = {name: TensorSpec.from_json(spec) for name, spec in outline["specs"].items()}
         check_unclaimed(stateful, stateful.match(specs, outline["aliases"]).unexpected)
     elif isinstance(stateful, OptimizerState):
         check_unclaimed(stateful, stateful.match(_optimizer_document(outline["document"])))
@@ -183,7 +177,7 @@ def read_all(stored: StoredState, threads: int) -> tuple[object, dict[str, torch
         The document and the tensors by name, on the CPU. For weights the document tells which names share
         a tensor.
     """
-    tensors = {name: _fresh(spec) for name, spec in stored.specs.items()}
+    tensors = {name: spec.empty() for name, spec in stored.specs.items()}
     stored.fill(list(tensors.items()), threads)
     if stored.document is not None:
         return stored.document, tensors
@@ -238,7 +232,7 @@ def _plan_optimizer(optimizer: OptimizerState, stored: StoredState) -> RestorePl
     def target(name: str, spec: TensorSpec) -> torch.Tensor:
         parameter = owner.get(name)
         if parameter is None or not spec.shape or spec.shape != tuple(parameter.shape):
-            return _fresh(spec)
+            return spec.empty()
         # State of the parameter's shape is placed as the parameter is: on its device, with its shards.
         return torch.empty_like(parameter.detach(), dtype=spec.dtype)
 
@@ -258,10 +252,9 @@ def _plan_state(
     target: Callable[[str, TensorSpec], torch.Tensor],
     unclaimed: Sequence[str],
 ) -> RestorePlan:
-    names = list(dict.fromkeys(_tensor_names(document)))
-    if lost := [name for name in names if name not in stored.specs]:
-        raise CheckpointError(f"the state refers to tensor {lost[0]}, which its files do not hold.")
-    tensors = {name: target(name, stored.specs[name]) for name in names}
+    tensors = {
+        name: target(name, stored.specs[name]) for name in _tensor_names(document) if name in stored.specs
+    }
     # Now, so that a malformed document is found before anything changes; the values come in place later.
     state = decode(document, tensors)
 
@@ -271,18 +264,17 @@ def _plan_state(
     return RestorePlan(list(tensors.items()), finish, unclaimed)
 
 
-def _tensor_names(document: object) -> Iterator[str]:
+def _tensor_names(document: object) -> dict[str, None]:
+    """Names of the tensors that a document refers to, each once, in order."""
+    names: dict[str, None] = {}
     waiting = [document]
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict) and node.get(TAG) == "tensor":
-            yield str(node.get("name"))
+            names[str(node.get("name"))] = None
         elif isinstance(node, (dict, list)):
             waiting.extend(reversed(node.values() if isinstance(node, dict) else node))
-
-
-def _fresh(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype)
+    return names
 
 
 def _stored_aliases(layout: FileLayout) -> dict[str, str]:
@@ -573,12 +565,10 @@ class _Restoring:
                 raise
             except Exception as error:
                 record = self._manifest.component(key)
-                parts = [] if record is None else record.parts
-                files = ", ".join(name for part in parts for name in part.files)
-                kind = type(stateful).__name__
                 raise CheckpointError(
-                    f"{kind}.{method}() failed ({describe_error(error).removesuffix('.')}). Mend the object, "
-                    f"or delete {files} from the checkpoint to begin with fresh state for this component."
+                    f"{type(stateful).__name__}.{method}() failed "
+                    f"({describe_error(error).removesuffix('.')}). Mend the object, or "
+                    f"{_fresh_start(cast(ComponentRecord, record))}."
                 ) from error
 
         self._ranks.run(what, read)

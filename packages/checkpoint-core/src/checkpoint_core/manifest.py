@@ -10,14 +10,7 @@ from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.files import (
-    ALGORITHM,
-    FileRecord,
-    checksum_file,
-    digest,
-    json_bytes,
-    read_json,
-)
+from checkpoint_core.files import ALGORITHM, FileRecord, checksum_file, digest, json_bytes, read_json
 
 WEIGHTS_FORMAT = "weights"
 STATE_FORMAT = "state"

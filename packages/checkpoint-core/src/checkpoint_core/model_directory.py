@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -17,21 +17,15 @@ from checkpoint_core.files import checksum_file, read_json, sync_file
 from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.loading import StoredState, check_unclaimed, plan_restore
 from checkpoint_core.manifest import MANIFEST_NAME, WEIGHTS_FORMAT, read_manifest, wrong_content
-from checkpoint_core.model_state import (
-    ModelState,
-)
+from checkpoint_core.model_state import ModelState
 from checkpoint_core.saving import (
     ComponentFiles,
     Preprocessor,
-    capture,
-    own_state,
-    plan_files,
+    capture_all,
+    divide_into_files,
     save_preprocessor,
 )
-from checkpoint_core.sharded import WholeState, join_states
-from checkpoint_core.tensor_files import (
-    MODEL_STEM,
-)
+from checkpoint_core.tensor_files import MODEL_STEM
 
 _WEIGHTS = re.compile(
     r"model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors"
@@ -74,23 +68,12 @@ class ModelExport:
         try:
             ranks.run_on_leaders(phase, self._claim)
             captured: dict[str, EncodedState] = {}
-            ranks.run(phase, lambda: self._capture(captured))
-            joined: dict[str, WholeState] = {}
-            if self.plan.patterns[MODEL_STEM] is SharingPattern.SHARDED:
-                joined = join_states(ranks, phase, captured, self.config.on_replica_mismatch)
-            files: list[ComponentFiles] = []
-
-            def divide() -> None:
-                if joined or (ranks.is_leader and captured):
-                    model = self.plan.assignments[MODEL_STEM].component.stateful
-                    whole = joined[MODEL_STEM] if joined else own_state(captured[MODEL_STEM])
-                    files.append(plan_files(model, MODEL_STEM, whole, self.config.max_shard_size))
-
-            ranks.run(phase, divide)
-            staging = self.output_dir / ranks.run_on_leaders(phase, lambda: self._begin(files))
+            ranks.run(phase, lambda: captured.update(capture_all(ranks, self._model_plan())))
+            files = divide_into_files(ranks, phase, self._model_plan(), captured, self.config)
+            staging = self.output_dir / ranks.run_on_leaders(phase, lambda: self._begin([*files.values()]))
 
             def write() -> None:
-                for each in files:
+                for each in files.values():
                     each.write(staging, ranks.threads)
 
             ranks.run(phase, write)
@@ -109,19 +92,19 @@ class ModelExport:
             # Again, for what another export has left meanwhile.
             check_export_target(target, overwrite=self.overwrite, setting=setting)
 
-    def _capture(self, captured: dict[str, EncodedState]) -> None:
+    def _model_plan(self) -> Plan:
+        """The plan of the model alone, which the leader of every node writes under its usual name."""
         pattern = self.plan.patterns.get(MODEL_STEM)
-        if self.ranks.rank != 0 and pattern is SharingPattern.GLOBAL:
-            return
+        if pattern is SharingPattern.GLOBAL and self.ranks.rank != 0:
+            return Plan({MODEL_STEM: pattern}, {})
         assignment = self.plan.assignments.get(MODEL_STEM)
-        if assignment is None or not isinstance(assignment.component.stateful, ModelState):
+        if pattern is None or assignment is None or not isinstance(assignment.component.stateful, ModelState):
             raise CheckpointError(
                 "save_model() needs a component with key 'model' whose stateful is a ModelState, but "
                 f"declared are {sorted(self.plan.assignments)}."
             )
-        # Every replica is asked, because taking the state may itself need all ranks.
-        sharded = pattern is SharingPattern.SHARDED
-        captured[MODEL_STEM] = capture(assignment.component.stateful, sharded=sharded)
+        mine = replace(assignment, writer=self.ranks.leader, stem=MODEL_STEM)
+        return Plan({MODEL_STEM: pattern}, {MODEL_STEM: mine})
 
     def _begin(self, files: Sequence[ComponentFiles]) -> str:
         clean_leftovers(self.output_dir)

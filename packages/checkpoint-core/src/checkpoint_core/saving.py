@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 
@@ -59,9 +59,6 @@ from checkpoint_core.tensor_files import (
     spec_of,
     write_parts,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _logger = logging.getLogger(__name__)
 METRICS_NAME = "eval_metrics.json"
@@ -192,6 +189,56 @@ def plan_files(stateful: Stateful, stem: str, state: WholeState, max_shard_size:
     return ComponentFiles(WEIGHTS_FORMAT, layouts, {}, companions, state.tied, state.parts)
 
 
+def capture_all(ranks: RankAgreement, plan: Plan) -> dict[str, EncodedState]:
+    """Take the state out of all components of this rank.
+
+    Raises:
+        CheckpointError: A state cannot be stored; names component and place.
+    """
+    captured: dict[str, EncodedState] = {}
+    for key, assignment in plan.assignments.items():
+        pattern = assignment.component.sharing_pattern
+        if pattern is SharingPattern.GLOBAL and ranks.rank != 0:
+            continue
+        # Every replica is asked, because taking the state may itself need all ranks.
+        sharded = pattern is SharingPattern.SHARDED
+        try:
+            captured[key] = capture(assignment.component.stateful, sharded=sharded)
+        except Exception as error:
+            raise CheckpointError(f"component {key!r}: {describe_error(error)}") from error
+    return captured
+
+
+def divide_into_files(
+    ranks: RankAgreement,
+    phase: str,
+    plan: Plan,
+    captured: Mapping[str, EncodedState],
+    config: CheckpointConfig,
+) -> dict[str, ComponentFiles]:
+    """The files that this rank makes, or writes a part of, by component. Collective.
+
+    Raises:
+        CheckpointError: On every rank, when any failed.
+    """
+    sharded = {key: captured[key] for key in plan.sharded}
+    joined = join_states(ranks, phase, sharded, config.on_replica_mismatch)
+    files: dict[str, ComponentFiles] = {}
+
+    def divide() -> None:
+        for key, assignment in plan.assignments.items():
+            if key in joined or assignment.writer == ranks.rank:
+                stateful = assignment.component.stateful
+                try:
+                    whole = joined[key] if key in joined else own_state(captured[key])
+                    files[key] = plan_files(stateful, assignment.stem, whole, config.max_shard_size)
+                except CheckpointError as error:
+                    raise CheckpointError(f"component {key!r}: {error}") from error
+
+    ranks.run(phase, divide)
+    return files
+
+
 class Preprocessor(Protocol):
     """What is saved beside the weights: a tokenizer or processor."""
 
@@ -245,10 +292,15 @@ class CheckpointSave:
             CheckpointError: On every rank, when any failed.
         """
         captured: dict[str, EncodedState] = {}
-        metrics = self.ranks.run(self._phase, lambda: self._capture(captured))[0]
+
+        def take() -> dict[str, object] | None:
+            captured.update(capture_all(self.ranks, self.plan))
+            return None if self.metrics is None else metrics_document(self.metrics)
+
+        metrics = self.ranks.run(self._phase, take)[0]
         self.metrics = None if metrics is None else parse_metrics(metrics)
         self._check_replicas(captured)
-        self._plan_files(captured)
+        self._files = divide_into_files(self.ranks, self._phase, self.plan, captured, self.config)
         if staging is not None:
             self.ranks.run(self._phase, lambda: self._stage(staging))
 
@@ -279,19 +331,6 @@ class CheckpointSave:
             raise
         return self.final
 
-    def _capture(self, captured: dict[str, EncodedState]) -> dict[str, object] | None:
-        for key, assignment in self.plan.assignments.items():
-            pattern = assignment.component.sharing_pattern
-            if pattern is SharingPattern.GLOBAL and self.ranks.rank != 0:
-                continue
-            # Every replica is asked, because taking the state may itself need all ranks.
-            sharded = pattern is SharingPattern.SHARDED
-            try:
-                captured[key] = capture(assignment.component.stateful, sharded=sharded)
-            except Exception as error:
-                raise CheckpointError(f"component {key!r}: {describe_error(error)}") from error
-        return None if self.metrics is None else metrics_document(self.metrics)
-
     def _check_replicas(self, captured: Mapping[str, EncodedState]) -> None:
         replicas = [
             Replica(key, component.validation_level, assignment.holders, captured[key])
@@ -305,23 +344,6 @@ class CheckpointSave:
         if self.ranks.rank == 0:
             for message in messages:
                 _logger.warning("%s: %s", self._phase, message)
-
-    def _plan_files(self, captured: Mapping[str, EncodedState]) -> None:
-        sharded = {key: captured[key] for key in self.plan.sharded}
-        mismatch = self.config.on_replica_mismatch
-        joined = join_states(self.ranks, self._phase, sharded, mismatch) if sharded else {}
-
-        def divide() -> None:
-            for key, assignment in self.plan.assignments.items():
-                if key in joined or self._makes(key):
-                    stateful, size = assignment.component.stateful, self.config.max_shard_size
-                    try:
-                        whole = joined[key] if key in joined else own_state(captured[key])
-                        self._files[key] = plan_files(stateful, assignment.stem, whole, size)
-                    except CheckpointError as error:
-                        raise CheckpointError(f"component {key!r}: {error}") from error
-
-        self.ranks.run(self._phase, divide)
 
     def _stage(self, staging: StagingBuffer) -> None:
         live = {

@@ -329,9 +329,6 @@ def _ranges(sizes: dict[str, int], begin: int, end: int) -> list[_Range]:
     return result
 
 
-_logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class BestCheckpoint:
     """A checkpoint and the value that ranks it."""

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -11,20 +11,10 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 import torch
 
 from checkpoint_core.agreement import RankAgreement
-from checkpoint_core.encoding import (
-    EncodedState,
-    LocalPart,
-    in_order,
-    is_sharded,
-    local_part,
-)
+from checkpoint_core.encoding import TAG, EncodedState, LocalPart, in_order, is_sharded, local_part
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.files import digest
-from checkpoint_core.tensor_files import (
-    DTYPE_CODES,
-    DTYPES,
-    TensorSpec,
-)
+from checkpoint_core.tensor_files import DTYPE_CODES, DTYPES, JsonSpec, TensorSpec, spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -50,8 +40,8 @@ class WholeState:
 class _Table(TypedDict):
     """What one rank tells of its part of a component."""
 
-    tensors: dict[str, tuple[str, list[int], str]]
-    """Dtype, shape, and for plain tensors a digest of some values."""
+    tensors: dict[str, tuple[JsonSpec, str]]
+    """Dtype and shape, and for plain tensors a digest of some values."""
     tied: dict[str, str]
     document: str
 
@@ -98,7 +88,7 @@ def join_states(
 
 
 def _table(key: str, captured: EncodedState, ranks: RankAgreement) -> _Table:
-    tensors: dict[str, tuple[str, list[int], str]] = {}
+    tensors: dict[str, tuple[JsonSpec, str]] = {}
     for name, tensor in captured.tensors.items():
         if is_sharded(tensor):
             held, needed = _parts_among(tensor, ranks.site) if len(ranks.sites()) > 1 else (1, 1)
@@ -110,11 +100,7 @@ def _table(key: str, captured: EncodedState, ranks: RankAgreement) -> _Table:
                 )
             if ranks.rank != _speaker(tensor, ranks):
                 continue
-        tensors[name] = (
-            DTYPE_CODES.get(tensor.dtype, str(tensor.dtype)),
-            list(tensor.shape),
-            _sample(tensor),
-        )
+        tensors[name] = spec_of(tensor).to_json(), _sample(tensor)
     text = json.dumps(captured.document, allow_nan=False)
     return _Table(tensors=tensors, tied=dict(captured.tied), document=digest(text.encode("ascii")))
 
@@ -146,13 +132,13 @@ def _join(
     tied: dict[str, str] = {}
     for rank, table in enumerate(tables):
         tied.update(table["tied"])
-        for name, (code, shape, _) in table["tensors"].items():
-            if code not in DTYPES:
+        for name, (described, _) in table["tensors"].items():
+            if (code := described[0]) not in DTYPES:
                 raise CheckpointError(
                     f"component {key!r}: {name} has dtype {code} on rank {rank}, which cannot be stored. "
                     f"Convert it to one of {', '.join(str(dtype) for dtype in DTYPE_CODES)}."
                 )
-            spec = TensorSpec(DTYPES[code], tuple(shape))
+            spec = TensorSpec.from_json(described)
             known = specs.setdefault(name, spec)
             if known != spec:
                 raise CheckpointError(
@@ -185,7 +171,7 @@ def _sample_conflict(key: str, tables: Sequence[_Table]) -> str | None:
     """What is wrong when ranks hold different plain tensors under one name; None when they do not."""
     seen: dict[str, tuple[int, str]] = {}
     for rank, table in enumerate(tables):
-        for name, (_, _, sample) in table["tensors"].items():
+        for name, (_, sample) in table["tensors"].items():
             first, known = seen.setdefault(name, (rank, sample)) if sample else (rank, sample)
             if known != sample:
                 return (
@@ -263,31 +249,26 @@ def _parts_among(tensor: "DTensor", ranks: range) -> tuple[int, int]:
 def _merge(key: str, documents: Sequence[object]) -> object:
     merged = documents[0]
     for rank, document in enumerate(documents[1:], 1):
-        merged = _merge_two(merged, document, (), lambda path, rank=rank: _conflict(key, path, rank))  # type: ignore[misc]
+        merged = _merge_two(key, rank, merged, document, ())
     return merged
 
 
-def _merge_two(
-    left: object, right: object, path: tuple[str, ...], conflict: Callable[[tuple[str, ...]], CheckpointError]
-) -> object:
-    if isinstance(left, dict) and isinstance(right, dict) and "$" not in left and "$" not in right:
+def _merge_two(key: str, rank: int, left: object, right: object, path: tuple[str, ...]) -> object:
+    """What the ranks before one hold, and what it holds."""
+    if isinstance(left, dict) and isinstance(right, dict) and TAG not in left and TAG not in right:
         both = {
-            name: _merge_two(left[name], right[name], (*path, name), conflict)
+            name: _merge_two(key, rank, left[name], right[name], (*path, name))
             for name in left
             if name in right
         }
         return {**left, **right, **both}
     if left != right:
-        raise conflict(path)
+        raise CheckpointError(
+            f"component {key!r}: rank {rank} holds another value of {'.'.join(path) or 'the state'} than "
+            "the ranks before it, but a SHARDED state is put together by name, so what several ranks hold "
+            "must be equal. Declare what differs between ranks as a PER_RANK component of its own."
+        )
     return left
-
-
-def _conflict(key: str, path: tuple[str, ...], rank: int) -> CheckpointError:
-    return CheckpointError(
-        f"component {key!r}: rank {rank} holds another value of {'.'.join(path) or 'the state'} than the "
-        "ranks before it, but a SHARDED state is put together by name, so what several ranks hold must be "
-        "equal. Declare what differs between ranks as a PER_RANK component of its own."
-    )
 
 
 def _show(spec: TensorSpec) -> str:

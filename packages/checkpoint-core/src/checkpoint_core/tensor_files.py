@@ -59,6 +59,7 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
 """The safetensors name of each dtype that can be stored."""
 DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 """The dtype of each safetensors name."""
+JsonSpec = tuple[str, list[int]]
 FORMAT_ENTRY = "format"
 MODEL_STEM = "model"
 _PIECE_BYTES = 8 * 1024 * 1024
@@ -76,6 +77,19 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes of its values."""
         return prod(self.shape) * self.dtype.itemsize
+
+    def to_json(self) -> JsonSpec:
+        """Code of the dtype, or its name where the format has none, and shape."""
+        return DTYPE_CODES.get(self.dtype, str(self.dtype)), list(self.shape)
+
+    @classmethod
+    def from_json(cls, spec: JsonSpec) -> Self:
+        """The inverse, of a dtype that has a code."""
+        return cls(DTYPES[spec[0]], tuple(spec[1]))
+
+    def empty(self) -> torch.Tensor:
+        """A CPU tensor for the values."""
+        return torch.empty(self.shape, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -365,8 +379,7 @@ class TensorFileReader:
         Returns:
             A new CPU tensor of the stored dtype and shape.
         """
-        spec = self.layout.places[name].spec
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        tensor = self.layout.places[name].spec.empty()
         self.fill([(name, tensor)])
         return tensor
 

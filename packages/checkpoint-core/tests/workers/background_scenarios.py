@@ -5,6 +5,7 @@ does. Its standard error goes to DIRECTORY/<name>.err, its action writes DIRECTO
 codes of all go to DIRECTORY/codes.json (negative: the signal that ended it).
 """
 
+import gc
 import json
 import logging
 import os
@@ -268,6 +269,8 @@ def send_signals(directory: Path, name: str, child: int, signals: tuple[int, ...
 
 def main(directory: Path) -> None:
     children: dict[str, int] = {}
+    # A child that looks for garbage in what is there now, as at its end, would copy all of its pages.
+    gc.freeze()
     for scenario in SCENARIOS:
         child = fork_scenario(directory, scenario)
         if child == 0:

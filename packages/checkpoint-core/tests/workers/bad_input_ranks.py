@@ -5,7 +5,6 @@ once. All groups run at the same time.
 """
 
 import gc
-import importlib
 import json
 import os
 import signal
@@ -66,8 +65,6 @@ def start_store() -> tuple[int, int]:
 def main() -> None:
     directory = Path(sys.argv[1])
     torch.set_num_threads(1)
-    # Optimizers import this when they are first used; once here is cheaper than once in each process.
-    importlib.import_module("torch._dynamo")
     launcher, port = start_store()
     children: dict[int, tuple[str, int]] = {}
     for group in GROUPS:

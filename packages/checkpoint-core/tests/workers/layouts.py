@@ -4,8 +4,8 @@ Saves the same state under each layout, then loads each checkpoint under each la
 object: what each rank saw. Ranks are forked from this process, so that torch is imported once.
 """
 
+import functools
 import gc
-import importlib
 import json
 import os
 import sys
@@ -259,13 +259,7 @@ class Job:
         return {**self.compare(held), **counts(held, loaded), "read by the system": total}
 
     def compare(self, held: Held) -> dict[str, object]:
-        torch.manual_seed(1)
-        whole = Model()
-        trained = train_whole(whole)
-        expected = dict(whole.state_dict())
-        for name, state in trained.items():
-            expected.update({f"{name}.{key}": value for key, value in state.items()})
-        expected["lr"] = torch.tensor(0.01)
+        expected = expected_values()
         found = held.whole()
         wrong = []
         for name, value in found.items():
@@ -273,6 +267,18 @@ class Job:
             if not torch.equal(value, expected[alias]):
                 wrong.append(name)
         return {"compared": len(found), "wrong": wrong}
+
+
+@functools.cache
+def expected_values() -> dict[str, torch.Tensor]:
+    """What one process has after its training."""
+    torch.manual_seed(1)
+    whole = Model()
+    trained = train_whole(whole)
+    expected = dict(whole.state_dict())
+    for name, state in trained.items():
+        expected.update({f"{name}.{key}": value for key, value in state.items()})
+    return {**expected, "lr": torch.tensor(0.01)}
 
 
 def counts(held: Held, loaded: LoadedCheckpoint) -> dict[str, object]:
@@ -330,10 +336,6 @@ def main() -> None:
     directory = Path(sys.argv[1])
     layouts = sys.argv[2:] or list(LAYOUTS)
     torch.set_num_threads(1)
-    # Optimizers import this when they are first used; once here is cheaper than once in each process.
-    importlib.import_module("torch._dynamo")
-    # A rank that looked for garbage in what is there now would copy all of its pages.
-    gc.freeze()
     results = {"save": {name: run_ranks(directory, name, "save") for name in layouts}}
     results["load"] = {}
     for target in layouts:

@@ -1,6 +1,7 @@
 """Two ranks give a manager their objects, not how they share them. Usage: short_form.py DIRECTORY."""
 
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -94,4 +94,7 @@ def rank_main(rank: int, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(rank_main, (Path(sys.argv[1]),), nprocs=2)
+    child = os.fork()
+    rank_main(0 if child else 1, Path(sys.argv[1]))
+    if child and os.waitpid(child, 0)[1]:
+        raise SystemExit("rank 1 has failed")

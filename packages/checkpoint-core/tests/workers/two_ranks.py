@@ -4,7 +4,6 @@ The second rank is forked from the first, before any process group exists, so th
 """
 
 import gc
-import importlib
 import json
 import os
 import resource
@@ -246,8 +245,6 @@ def run_rank(rank: int, directory: Path) -> None:
 def main() -> None:
     directory = Path(sys.argv[1])
     torch.set_num_threads(1)
-    # DDP imports this when it is first constructed; once here is cheaper than once in each process.
-    importlib.import_module("torch._dynamo")
     child = os.fork()
     run_rank(0 if child else 1, directory)
     if child:

@@ -3,6 +3,7 @@
 A loader is used again for the next shape of its kind, unless an error ended it.
 """
 
+import faulthandler
 import json
 import sys
 from collections.abc import Iterator
@@ -70,8 +71,10 @@ def main() -> None:
     begin()
     groups = {world: group_of(world) for world in range(1, WORLD_SIZE + 1)}
     loaders: dict[tuple[str, int], Any] = {}
-    print("ready", flush=True)
-    for line in sys.stdin:
+    faulthandler.enable()
+    answers = open(sys.argv[2], "w")  # noqa: PTH123, SIM115
+    print("ready", file=answers, flush=True)
+    for line in open(sys.argv[1]):  # noqa: PTH123, SIM115
         order = json.loads(line)
         kind, world = order["kind"], order["world"]
         if world > RANK and (kind, world) not in loaders:
@@ -84,7 +87,7 @@ def main() -> None:
             answer = read(loader, groups[world], order["in_step"])
         if order["is_error"]:
             loaders.pop((kind, world), None)
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 main()

@@ -7,6 +7,14 @@ from dist_env.orphans import die_with_torchrun as _die_with_torchrun
 
 if TYPE_CHECKING:
     from dist_env.collectives import barrier, broadcast_object, gather_objects, main_process_first
+    from dist_env.command_line import (
+        HelpFormatter,
+        add_version,
+        leave_broken_pipe,
+        parse_size,
+        printable,
+        size_text,
+    )
     from dist_env.control_group import ControlGroup
     from dist_env.encoding import decode_value, encode_value
     from dist_env.environment import DistributedEnvironment
@@ -26,6 +34,7 @@ __all__ = [
     "DistributedEnvironment",
     "DistributedEnvironmentError",
     "Heartbeat",
+    "HelpFormatter",
     "HostSums",
     "Meshes",
     "ParallelLayout",
@@ -34,6 +43,7 @@ __all__ = [
     "RankTimeoutError",
     "StallReport",
     "StaticDistributedEnvironment",
+    "add_version",
     "barrier",
     "broadcast_object",
     "decode_value",
@@ -46,14 +56,21 @@ __all__ = [
     "gather_objects",
     "get_logger",
     "is_alone",
+    "leave_broken_pipe",
     "main_process_first",
     "naming_lost_ranks",
+    "parse_size",
+    "printable",
+    "size_text",
     "tie_loader_workers",
 ]
 
 # A name loads its module when it is first used: a layout, and the help of the command, need no torch.
 _NAMES = {
     "collectives": ("barrier", "broadcast_object", "gather_objects", "main_process_first"),
+    "command_line": (
+        *("HelpFormatter", "add_version", "leave_broken_pipe", "parse_size", "printable", "size_text"),
+    ),
     "control_group": ("ControlGroup",),
     "encoding": ("decode_value", "encode_value"),
     "environment": ("DistributedEnvironment",),

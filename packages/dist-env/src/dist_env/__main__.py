@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from rich_argparse import RichHelpFormatter
+
+from dist_env.command_line import add_version
 
 
 def main() -> int:
@@ -17,7 +18,7 @@ def main() -> int:
         description="Which rank am I, on what device, and is the process group healthy?",
         formatter_class=_Help,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    add_version(parser, "dist-env")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_doctor(
         commands.add_parser(
@@ -52,15 +53,6 @@ def main() -> int:
 
 class _Help(RichHelpFormatter):
     text_markup = help_markup = False  # square brackets are text
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        # Imported here: it takes longer than all the rest of a help text.
-        from importlib.metadata import version
-
-        print(f"dist-env {version('dist-env')}")
-        parser.exit()
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

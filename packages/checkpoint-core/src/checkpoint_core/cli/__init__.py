@@ -2,32 +2,16 @@
 
 import argparse
 import io
-import os
-import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
-
-from rich_argparse import RawDescriptionRichHelpFormatter
 
 from checkpoint_core.errors import CheckpointError, describe_error
+from dist_env import HelpFormatter, add_version, leave_broken_pipe, parse_size, printable
 
 _UNUSABLE = 2
-_BROKEN_PIPE = 141
 _INTERRUPTED = 130
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 DTYPES = ("keep", "bf16", "fp16", "fp32")
 """What ``export --dtype`` takes."""
 
@@ -45,21 +29,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: With code 2 after a usage error, with code 0 after ``--help``.
     """
-    arguments = make_parser().parse_args(argv)
+    arguments = vars(make_parser().parse_args(argv))
+    command = arguments.pop("command")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names in a checkpoint may have letters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = _run(arguments)
+        # Each command is imported when it is called, so that help and usage errors come at once.
+        module, function = arguments.pop("function")
+        code: int = getattr(import_module(f"checkpoint_core.cli.{module}"), function)(**arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes once more at its end, which must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+        return leave_broken_pipe()
     except KeyboardInterrupt:
         return _INTERRUPTED
     except (CheckpointError, OSError) as error:
-        print(f"checkpoint-core {arguments.command}: {_one_line(error)}", file=sys.stderr)
+        print(f"checkpoint-core {command}: {_one_line(error)}", file=sys.stderr)
         return _UNUSABLE
     return code
 
@@ -69,128 +54,39 @@ def _one_line(error: CheckpointError | OSError) -> str:
         text = f"{error.filename}: permission denied. Run the command as a user who may use that path."
     else:
         text = describe_error(error)
-    from checkpoint_core.cli.checkpoints import printable
-
     return printable(" ".join(text.split()))
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    # Each command is imported when it is called, so that help and usage errors come at once.
-    match arguments.command:
-        case "ls":
-            from checkpoint_core.cli.checkpoints import list_checkpoints
-
-            return list_checkpoints(arguments.directory)
-        case "show":
-            from checkpoint_core.cli.contents import show_checkpoint
-
-            return show_checkpoint(arguments.checkpoint)
-        case "verify":
-            from checkpoint_core.cli.checkpoints import verify
-
-            return verify(arguments.path)
-        case "diff":
-            from checkpoint_core.cli.contents import diff
-
-            return diff(arguments.a, arguments.b)
-        case "export":
-            from checkpoint_core.cli.contents import export
-
-            return export(
-                arguments.checkpoint,
-                arguments.out,
-                dtype=arguments.dtype,
-                max_shard_size=arguments.max_shard_size,
-                overwrite=arguments.overwrite,
-            )
-        case _:
-            from checkpoint_core.cli.checkpoints import BestRule, prune
-
-            return prune(
-                arguments.directory,
-                keep=arguments.keep,
-                best=BestRule.from_arguments(arguments),
-                all_runs=arguments.all_runs,
-                delete=arguments.yes,
-            )
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line.
 
     Returns:
-        The parser. Its result has ``command`` and the options of that command.
+        The parser. Its result has ``command``, the ``function`` to call and its arguments.
     """
     parser = argparse.ArgumentParser(
         prog="checkpoint-core",
         description="Look at checkpoints, prove them whole, compare, export and prune them.",
         epilog="Exit codes: 0 fine, 1 damage or difference found, 2 wrong usage or unreadable input.\n"
         "Nothing is ever unpickled.",
-        formatter_class=_Help,
+        formatter_class=HelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    add_version(parser, "checkpoint-core")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_ls(commands)
-    _add_show(commands)
-    _add_verify(commands)
-    _add_diff(commands)
-    _add_export(commands)
-    _add_prune(commands)
-    return parser
 
+    def add(module: str, function: str, text: str, example: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            example.partition(" ")[0],
+            help=text.partition(".")[0].partition("\n")[0],
+            description=text,
+            epilog=f"Example:\n  checkpoint-core {example}",
+            formatter_class=HelpFormatter,
+        )
+        command.set_defaults(function=(module, function))
+        return command
 
-class _Help(RawDescriptionRichHelpFormatter):
-    text_markup = help_markup = False  # square brackets are text
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        # Imported here: it takes longer than all the rest of a help text.
-        from importlib.metadata import version
-
-        print(f"checkpoint-core {version('checkpoint-core')}")
-        parser.exit()
-
-
-def parse_size(text: str) -> int:
-    """A size such as ``5GB``, ``500 MiB`` or ``1000000``.
-
-    Args:
-        text: A number, and a unit: KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB,
-            TiB (powers of 1024) or none.
-
-    Returns:
-        Bytes, at least 1.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is no such size.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or (size := int(float(match[1]) * unit)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size of 1 byte or more, such as 5GB or 500MiB")
-    return size
-
-
-_Commands = argparse._SubParsersAction  # argparse has no public name for it
-
-
-def _add(
-    commands: "_Commands[argparse.ArgumentParser]", name: str, text: str, example: str
-) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=text.partition(".")[0].partition("\n")[0],
-        description=text,
-        epilog=f"Example:\n  checkpoint-core {example}",
-        formatter_class=_Help,
-    )
-
-
-def _add_ls(commands: "_Commands[argparse.ArgumentParser]") -> None:
-    parser = _add(
-        commands,
-        "ls",
+    ls = add(
+        "checkpoints",
+        "list_checkpoints",
         "List the checkpoints of a directory.\n\n"
         "One line a checkpoint, highest step first: step, age, size, ranks that saved, metrics and state.\n"
         "The state is 'committed', 'torn' (no manifest) or 'damaged', by file sizes; 'verify' also compares\n"
@@ -198,36 +94,30 @@ def _add_ls(commands: "_Commands[argparse.ArgumentParser]") -> None:
         "a checkpoint is torn or damaged.",
         "ls runs/small",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="directory that holds checkpoint-<step>")
+    ls.add_argument("directory", type=Path, metavar="DIR", help="directory that holds checkpoint-<step>")
 
-
-def _add_show(commands: "_Commands[argparse.ArgumentParser]") -> None:
-    parser = _add(
-        commands,
-        "show",
+    show = add(
+        "contents",
+        "show_checkpoint",
         "Show what is in a checkpoint.\n\n"
         "Step, versions, metrics, components, and every tensor with dtype, shape and bytes. Only the\n"
         "manifest and the headers of the tensor files are read.",
         "show runs/small/checkpoint-300",
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="one checkpoint-<step> directory")
+    show.add_argument("checkpoint", type=Path, metavar="CKPT", help="one checkpoint-<step> directory")
 
-
-def _add_verify(commands: "_Commands[argparse.ArgumentParser]") -> None:
-    parser = _add(
-        commands,
+    verify = add(
+        "checkpoints",
         "verify",
         "Compare every file with the size and checksum in the manifest.\n\n"
         "Exits with 1 and names each damaged file when there is one. Also named are component files that\n"
         "were deleted, which is the way to start that component fresh, and files unknown to the manifest.",
         "verify runs/small/checkpoint-300",
     )
-    parser.add_argument("path", type=Path, metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
+    verify.add_argument("path", type=Path, metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
 
-
-def _add_diff(commands: "_Commands[argparse.ArgumentParser]") -> None:
-    parser = _add(
-        commands,
+    diff = add(
+        "contents",
         "diff",
         "Compare two checkpoints tensor by tensor and entry by entry.\n\n"
         "Tensors are equal when their bits are, so NaN equals the same NaN and 0.0 differs from -0.0.\n"
@@ -236,37 +126,33 @@ def _add_diff(commands: "_Commands[argparse.ArgumentParser]") -> None:
         "differs.",
         "diff runs/a/checkpoint-300 runs/b/checkpoint-300",
     )
-    parser.add_argument("a", type=Path, metavar="A", help="a checkpoint")
-    parser.add_argument("b", type=Path, metavar="B", help="the checkpoint to compare with it")
+    diff.add_argument("a", type=Path, metavar="A", help="a checkpoint")
+    diff.add_argument("b", type=Path, metavar="B", help="the checkpoint to compare with it")
 
-
-def _add_export(commands: "_Commands[argparse.ArgumentParser]") -> None:
-    parser = _add(
-        commands,
+    export = add(
+        "contents",
         "export",
         "Write the weights of a checkpoint as a Hugging Face directory.\n\n"
         "With config.json and the tokenizer's files, and the dtype in config.json after a cast. The files\n"
         "are verified first. Tensors are streamed, so memory does not grow with the model.",
         "export runs/small/checkpoint-300 small-hf --dtype bf16",
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="one checkpoint-<step> directory")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write; made if needed")
-    parser.add_argument(
+    export.add_argument("checkpoint", type=Path, metavar="CKPT", help="one checkpoint-<step> directory")
+    export.add_argument("out", type=Path, metavar="OUT", help="the directory to write; made if needed")
+    export.add_argument(
         "--dtype", choices=DTYPES, default="keep", help="cast floating point tensors (default: keep)"
     )
-    parser.add_argument(
+    export.add_argument(
         "--max-shard-size",
         type=parse_size,
         default=parse_size("5GB"),
         metavar="SIZE",
         help="tensor data per file; larger models are divided and get an index (default: 5GB)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace weights that are in OUT already")
+    export.add_argument("--overwrite", action="store_true", help="replace weights that are in OUT already")
 
-
-def _add_prune(commands: "_Commands[argparse.ArgumentParser]") -> None:
-    parser = _add(
-        commands,
+    prune = add(
+        "checkpoints",
         "prune",
         "Delete old checkpoints.\n\n"
         "Without --yes nothing is deleted: what would go is printed, and why the others stay. Kept are the\n"
@@ -275,18 +161,17 @@ def _add_prune(commands: "_Commands[argparse.ArgumentParser]") -> None:
         "progress is refused.",
         "prune runs/small --keep 3 --keep-best 1 --metric eval_loss",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="directory that holds checkpoint-<step>")
-    parser.add_argument(
+    prune.add_argument("directory", type=Path, metavar="DIR", help="directory that holds checkpoint-<step>")
+    prune.add_argument(
         "--keep", type=_count, required=True, metavar="N", help="how many of the newest to keep, at least 1"
     )
-    parser.add_argument("--keep-best", type=_count, metavar="K", help="how many of the best to keep as well")
-    parser.add_argument("--metric", help="the metric that tells which are best")
-    direction = parser.add_mutually_exclusive_group()
+    prune.add_argument("--keep-best", type=_count, metavar="K", help="how many of the best to keep as well")
+    prune.add_argument("--metric", help="the metric that tells which are best")
+    direction = prune.add_mutually_exclusive_group()
     direction.add_argument(
         "--greater-is-better",
         action="store_true",
         default=None,
-        dest="greater_is_better",
         help="the best has the highest metric",
     )
     direction.add_argument(
@@ -296,8 +181,9 @@ def _add_prune(commands: "_Commands[argparse.ArgumentParser]") -> None:
         dest="greater_is_better",
         help="the best has the lowest metric (default when its name contains 'loss' or 'perplexity')",
     )
-    parser.add_argument("--all-runs", action="store_true", help="treat checkpoints of all runs alike")
-    parser.add_argument("--yes", action="store_true", help="delete; without it this is a dry run")
+    prune.add_argument("--all-runs", action="store_true", help="treat checkpoints of all runs alike")
+    prune.add_argument("--yes", action="store_true", help="delete; without it this is a dry run")
+    return parser
 
 
 def _count(text: str) -> int:

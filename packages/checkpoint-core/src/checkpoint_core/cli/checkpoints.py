@@ -1,6 +1,5 @@
 """``ls``, ``verify`` and ``prune``: the checkpoints of a directory, their state, and which of them may go."""
 
-import argparse
 import io
 import re
 import shutil
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import Self
 
 from rich.console import Console
 from rich.table import Table
@@ -31,30 +29,10 @@ from checkpoint_core.errors import CheckpointError
 from checkpoint_core.files import FileRecord, checksum_file, read_json
 from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.manifest import MANIFEST_NAME, SCHEMA_VERSION, Manifest, read_manifest
+from dist_env import printable, size_text
 
 _WIDEST = 100_000
-_UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _AGES = (("d", 86400), ("h", 3600), ("min", 60))
-
-
-def printable(text: str) -> str:
-    """Text from a file, safe to show: control characters appear as escapes.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        The text on one line, without anything that a terminal would obey.
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def size_text(size: int) -> str:
-    """Bytes with a unit, a power of 1000."""
-    for unit, factor in _UNITS:
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size} B"
 
 
 def age_text(seconds: float) -> str:
@@ -413,43 +391,33 @@ class BestRule:
     greater_is_better: bool
     """The direction."""
 
-    @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> Self | None:
-        """The rule that the command line states.
-
-        Args:
-            arguments: The parsed command line.
-
-        Returns:
-            The rule, or None without ``--keep-best``.
-
-        Raises:
-            CheckpointError: Options that belong together are not all given.
-        """
-        metric, count, direction = arguments.metric, arguments.keep_best, arguments.greater_is_better
-        if count is None and (metric is not None or direction is not None):
-            raise CheckpointError(
-                "--metric and its direction need --keep-best K, the number of best to keep."
-            )
-        if count is None:
-            return None
-        if metric is None:
-            raise CheckpointError(
-                f"--keep-best {count} needs --metric NAME. `checkpoint-core ls` shows the metrics."
-            )
-        try:
-            lower = lower_is_better(metric, direction)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"--metric {metric} does not tell by its name which value is better. Add "
-                "--greater-is-better or --lower-is-better."
-            ) from error
-        return cls(metric, count, not lower)
-
     def value(self, manifest: Manifest) -> float | None:
         """The metric of a checkpoint; None when it has none, or NaN, which is never the best."""
         value = (manifest.metrics or {}).get(self.metric)
         return None if value is None or value != value else value
+
+
+def _best_rule(metric: str | None, count: int | None, greater_is_better: bool | None) -> BestRule | None:
+    """The rule that the command line states; None without ``--keep-best``.
+
+    Raises:
+        CheckpointError: Options that belong together are not all given.
+    """
+    if count is None and (metric is not None or greater_is_better is not None):
+        raise CheckpointError("--metric and its direction need --keep-best K, the number of best to keep.")
+    if count is None:
+        return None
+    if metric is None:
+        raise CheckpointError(
+            f"--keep-best {count} needs --metric NAME. `checkpoint-core ls` shows the metrics."
+        )
+    try:
+        return BestRule(metric, count, not lower_is_better(metric, greater_is_better))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"--metric {metric} does not tell by its name which value is better. Add "
+            "--greater-is-better or --lower-is-better."
+        ) from error
 
 
 _Candidate = tuple[Path, Manifest]
@@ -476,23 +444,36 @@ class _Verdicts:
         return self._whole[path]
 
 
-def prune(directory: Path, *, keep: int, best: BestRule | None, all_runs: bool, delete: bool) -> int:
+def prune(
+    directory: Path,
+    *,
+    keep: int,
+    keep_best: int | None,
+    metric: str | None,
+    greater_is_better: bool | None,
+    all_runs: bool,
+    yes: bool,
+) -> int:
     """Print which checkpoints go and why the others stay; delete them when told to.
 
     Args:
         directory: The directory that holds the checkpoints.
         keep: How many of the newest stay, at least 1.
-        best: Which stay besides, as the best.
+        keep_best: How many of the best stay besides.
+        metric: What tells which are the best.
+        greater_is_better: Its direction; None goes by the name.
         all_runs: Treat checkpoints of all runs alike. Otherwise only those of the newest one's run may go.
-        delete: Delete. Otherwise nothing is changed.
+        yes: Delete. Otherwise nothing is changed.
 
     Returns:
         0.
 
     Raises:
-        CheckpointError: A run owns the directory, saves there, or no checkpoint has the metric.
+        CheckpointError: A run owns the directory, saves there, no checkpoint has the metric, or options that
+            belong together are not all given.
         OSError: A checkpoint cannot be deleted.
     """
+    best = _best_rule(metric, keep_best, greater_is_better)
     check_directory(directory)
     _refuse_if_live(directory)
     verdicts = _Verdicts()
@@ -511,7 +492,7 @@ def prune(directory: Path, *, keep: int, best: BestRule | None, all_runs: bool, 
         print("nothing to delete")
         return 0
     what = f"{len(doomed)} checkpoint(s), {size_text(sum(total_bytes(path) for path, _ in doomed))}"
-    if not delete:
+    if not yes:
         print(f"dry run: --yes would delete {what}")
         return 0
     # A run that begins meanwhile would resume from what goes, and one under way deletes by itself.

@@ -18,8 +18,6 @@ from checkpoint_core.cli.checkpoints import (
     number_text,
     open_checkpoint,
     print_table,
-    printable,
-    size_text,
     survey,
 )
 from checkpoint_core.components import SharingPattern
@@ -49,6 +47,7 @@ from checkpoint_core.tensor_files import (
     plan_weights,
     read_layout,
 )
+from dist_env import printable, size_text
 
 _PIECE_ELEMENTS = 1024 * 1024
 """Elements held at once."""
@@ -179,11 +178,11 @@ def other_files(manifest: Manifest) -> list[str]:
     return [name for name in manifest.files if name not in owned and not name.endswith(_INDEX_SUFFIX)]
 
 
-def show_checkpoint(path: Path) -> int:
+def show_checkpoint(checkpoint: Path) -> int:
     """Print the manifest and every tensor of a checkpoint, from the headers alone.
 
     Args:
-        path: The checkpoint.
+        checkpoint: Its directory.
 
     Returns:
         0, or 1 when a file is damaged as far as its size and header tell.
@@ -191,11 +190,11 @@ def show_checkpoint(path: Path) -> int:
     Raises:
         CheckpointError: It is not a checkpoint, or its manifest is damaged.
     """
-    manifest = open_checkpoint(path)
-    found = survey(path, checksums=False)
+    manifest = open_checkpoint(checkpoint)
+    found = survey(checkpoint, checksums=False)
     problems = list(found.problems)
     facts = {
-        "checkpoint": str(path),
+        "checkpoint": str(checkpoint),
         "step": str(manifest.step),
         "ranks": str(manifest.world_size),
         "run": manifest.run_id,
@@ -209,7 +208,7 @@ def show_checkpoint(path: Path) -> int:
     print()
     files: list[list[str]] = []
     tensors: list[list[str]] = []
-    for section in sections(path, manifest):
+    for section in sections(checkpoint, manifest):
         record, size = section.record, sum(manifest.files[name].size for name in section.files)
         files.append([section.label, record.pattern, record.format, str(size), ", ".join(section.files)])
         try:

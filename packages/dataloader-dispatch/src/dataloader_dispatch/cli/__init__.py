@@ -6,38 +6,20 @@ import argparse
 import io
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
-from rich_argparse import RawDescriptionRichHelpFormatter
+from dist_env import HelpFormatter, add_version, leave_broken_pipe, parse_size
 
-_SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 FINE = 0
 """Exit code: all is done."""
 STOPPED = 1
 """Exit code: the run stopped before its end; the same command continues with it."""
 UNUSABLE = 2
 """Exit code: wrong usage, or input or output that cannot be used."""
-_BROKEN_PIPE = 141
 _INTERRUPTED = 130
-
-
-class _Help(RawDescriptionRichHelpFormatter):
-    text_markup = help_markup = False  # square brackets are text
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        # Imported here: it takes longer than all the rest of a help text.
-        from importlib.metadata import version
-
-        print(f"dataloader-dispatch {version('dataloader-dispatch')}")
-        parser.exit()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,31 +33,12 @@ def make_parser() -> argparse.ArgumentParser:
         description="Make token ids of documents, once, for many training runs.",
         epilog="Exit codes: 0 done; 1 stopped before the end, and the same command resumes; 2 wrong usage,\n"
         "or input or output that cannot be used; 130 interrupted by Ctrl-C, and the same command resumes.",
-        formatter_class=_Help,
+        formatter_class=HelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    add_version(parser, "dataloader-dispatch")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_tokenize(commands)
     return parser
-
-
-def parse_size(text: str) -> int:
-    """A size such as ``64MB``, ``1 GiB`` or ``1000000``.
-
-    Args:
-        text: A number, and a unit: KB, MB, GB (powers of 1000), KiB, MiB, GiB (powers of 1024) or none.
-
-    Returns:
-        Bytes, at least 1.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is no such size.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    unit = _SIZE_UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or (size := int(float(match[1]) * unit)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size of 1 byte or more, such as 64MB or 1GiB")
-    return size
 
 
 def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -94,7 +57,7 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         epilog="Examples:\n"
         "  dataloader-dispatch tokenize corpus/ notes.jsonl tokens/ --tokenizer bytes\n"
         "  dataloader-dispatch tokenize 'dump/**/*.parquet' tokens/ --tokenizer ./my-tokenizer --workers 8",
-        formatter_class=_Help,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a directory, a glob (in quotes) or a file")
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write; made if needed")
@@ -113,22 +76,6 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="N",
         help="worker processes; 0 works in the process itself (default: one a processor, here %(default)s)",
     )
-    _add_reading(parser)
-    parser.add_argument(
-        "--part-size",
-        type=parse_size,
-        default=parse_size("64MB"),
-        metavar="SIZE",
-        help="bytes of input files that make a part, about (default: 64MB)",
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="begin anew where OUT holds tokens already, finished or made with other settings or input",
-    )
-
-
-def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-column",
         default="text",
@@ -161,6 +108,18 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         default=parse_size("1GiB"),
         metavar="SIZE",
         help="size of the largest document to read (default: 1GiB)",
+    )
+    parser.add_argument(
+        "--part-size",
+        type=parse_size,
+        default=parse_size("64MB"),
+        metavar="SIZE",
+        help="bytes of input files that make a part, about (default: 64MB)",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="begin anew where OUT holds tokens already, finished or made with other settings or input",
     )
 
 
@@ -198,9 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokenize(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes once more at its end, which must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+        return leave_broken_pipe()
     except KeyboardInterrupt:
         say(f"\n{arguments.command}: interrupted. Run the same command again to continue")
         return _INTERRUPTED

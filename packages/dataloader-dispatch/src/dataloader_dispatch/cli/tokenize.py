@@ -32,8 +32,8 @@ from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.files import FileDocuments, FileRange
 from dataloader_dispatch.sources.open_documents import open_documents
 from dataloader_dispatch.sources.token_binary import ITEM_BYTES, TokenManifest, read_manifest
+from dist_env import printable, size_text
 
-_UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _LOG_SECONDS = 30.0
 _SCREEN_SECONDS = 0.2
 _console = Console(stderr=True)
@@ -46,16 +46,7 @@ def say(text: str) -> None:
 
 def one_line(message: object) -> str:
     """A message without line ends, and without anything that a terminal would obey."""
-    words = " ".join(str(message).split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in words)
-
-
-def size_text(size: float) -> str:
-    """Bytes with a unit, a power of 1000."""
-    for unit, factor in _UNITS:
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size:.0f} B"
+    return printable(" ".join(str(message).split()))
 
 
 class Progress:

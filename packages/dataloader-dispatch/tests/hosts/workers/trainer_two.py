@@ -1,5 +1,6 @@
 """Ranks under transformers' Trainer: train to a step, perhaps from a checkpoint, and report its documents."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -39,5 +40,9 @@ set_train_loader(trainer, loader(rank=args.process_index, world_size=args.world_
 trainer.train(resume_from_checkpoint=(sys.argv[5] if len(sys.argv) > 5 else True) if resume else None)
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 Path(folder, f"seen{args.process_index}.json").write_text(json.dumps([seen, losses]))
+# With the model goes the last that holds the process group, whose threads are joined then. A thread that lets
+# go of tensors while Python ends aborts the process ("terminate called without an active exception").
+del trainer
+gc.collect()
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
