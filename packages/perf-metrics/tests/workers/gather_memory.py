@@ -17,8 +17,8 @@ for lie in (b"[1, 2]", b"cposix\nabort\n(tR.", b"[" * 5000):
     try:
         if rank == 0:
             # By hand, what no release sends.
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-            dist.all_gather(sizes, torch.tensor([len(lie)]))
+            sizes = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
+            dist.all_gather(sizes, torch.tensor([float(len(lie))], dtype=torch.float64))
             text = torch.tensor(list(lie.ljust(int(max(sizes)))), dtype=torch.uint8)
             dist.all_gather([torch.empty_like(text) for _ in range(2)], text)
         else:

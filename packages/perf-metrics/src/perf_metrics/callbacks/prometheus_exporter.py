@@ -96,13 +96,7 @@ class PrometheusExporter(EventHandlers):
         self._endpoint.tell(self._figures(state))
 
     def on_log(
-        self,
-        args: object,
-        state: ProgressState,
-        control: object,
-        *,
-        logs: Mapping[str, object],
-        **_: object,
+        self, args: object, state: ProgressState, control: object, *, logs: Mapping[str, object], **_: object
     ) -> None:
         """Serve the figures of a record."""
         if self._endpoint is None:
