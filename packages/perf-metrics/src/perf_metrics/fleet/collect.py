@@ -68,10 +68,7 @@ _Values: TypeAlias = dict[float, float | None]
 """By Unix time in seconds; None for a blank."""
 _Identity: TypeAlias = tuple[str | None, ...]
 
-_RUN_LABELS = {
-    "pod": ("namespace", "pod_uid"),
-    "exported_pod": ("exported_namespace", "exported_pod_uid"),
-}
+_RUN_LABELS = {"pod": ("namespace", "pod_uid"), "exported_pod": ("exported_namespace", "exported_pod_uid")}
 """Labels that part jobs of one name, where that name is one of a pod. Other jobs have several pods, and with
 them these labels may be those of the exporter's own."""
 
@@ -134,10 +131,7 @@ def collect_fleet(
     fleet = FleetSamples(start, end, step_s, tensor_mhz, run_gap_s)
     labels = tuple(job_labels)
     parting = labels_of_runs(labels, run_labels)
-    activity, clock = (
-        activity_query(labels, selector, step_s),
-        clock_query(labels, selector, step_s),
-    )
+    activity, clock = (activity_query(labels, selector, step_s), clock_query(labels, selector, step_s))
     tally = _Tally()
 
     def read(first: float, last: float) -> int:

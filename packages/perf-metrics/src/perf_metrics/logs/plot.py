@@ -403,12 +403,7 @@ def _draw_curve(axes: Axes, run: RunLog, curve: Curve, pen: Pen, *, x: XAxis, sm
 
 
 def _draw_line(
-    axes: Axes,
-    places: Sequence[float],
-    values: Sequence[float],
-    curve: Curve,
-    pen: Pen,
-    alpha: float = 1.0,
+    axes: Axes, places: Sequence[float], values: Sequence[float], curve: Curve, pen: Pen, alpha: float = 1.0
 ) -> None:
     axes.plot(
         places,
