@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from perf_metrics import MFUMeter, model_flops_per_token
 
@@ -60,9 +63,13 @@ def test_an_unknown_peak_is_none_and_never_zero(model: nn.Module, clock: Clock) 
     assert meter.read()["mfu"] is None
 
 
-def test_the_wrappers_of_a_model_are_seen_through(model: nn.Module) -> None:
-    compiled = torch.compile(model, backend="eager")
-    assert MFUMeter(compiled, LENGTH, "fp32")._flops_per_token == model_flops_per_token(model, LENGTH)
+def test_the_wrappers_of_a_model_are_seen_through(model: nn.Module, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        wrapped = torch.compile(DistributedDataParallel(model), backend="eager")
+        assert MFUMeter(wrapped, LENGTH, "fp32")._flops_per_token == model_flops_per_token(model, LENGTH)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_what_cannot_be_counted_is_refused_by_name(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

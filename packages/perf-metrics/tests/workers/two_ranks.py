@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from perf_metrics import MFUMeter
 from perf_metrics.callbacks.device_metrics import (
@@ -24,7 +23,7 @@ from perf_metrics.callbacks.device_metrics import (
 def meter(rank: int) -> dict[str, float | None]:
     """100 and 200 tokens in 2 and 3 seconds, on devices of one and two MFLOP/s."""
     seconds = [0.0]
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)))
+    model = torch.nn.Sequential(torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32))
     meter = MFUMeter(model, 16, "fp32", peak_flops=1e6 * (1 + rank), clock=lambda: seconds[0])
     meter.add(100 * (1 + rank))
     seconds[0] = 2.0 + rank
