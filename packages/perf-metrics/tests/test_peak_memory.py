@@ -1,8 +1,3 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -51,29 +46,3 @@ def test_one_rank_alone_is_a_list_of_one() -> None:
     figures = MemoryFigures(allocated=1, reserved=2, retries=0)
     assert gather_memory_figures(figures) == [figures]
     assert gather_memory_figures(None) is None
-
-
-def test_two_ranks_in_the_order_of_ranks() -> None:
-    worker = Path(__file__).parent / "workers" / "gather_memory.py"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(worker),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    both = [MemoryFigures(10, 20, 0), MemoryFigures(11, 21, 1)]
-    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
-    for rank in "01":
-        # A rank without figures leaves all without: a shorter list would not tell whose they are.
-        memory, rest = lines[rank].split("; ")
-        assert memory.startswith(f"{both} None {{'loss': 1.0")
-        assert ACCELERATOR or memory.endswith("{'loss': 1.0}")
-        assert rest.startswith("[(0.5, None), (None, 'no \u2018NVML\u2019')]")
-        # What a stranger could send in place of a rank is refused by the name of that rank.
-        refused = ["rank 0 tells figures that cannot be read"[:40]] * 3 if rank == "1" else []
-        assert rest.endswith(str(refused))

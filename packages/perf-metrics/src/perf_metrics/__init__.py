@@ -81,13 +81,7 @@ if TYPE_CHECKING:
     )
     from .ofu.trace import TraceFileError, TraceOverhead, trace_overhead
     from .throughput import Lap, ThroughputMeter, exclude_compilation
-    from .utilization import (
-        MFUMeter,
-        device_peak_flops,
-        mixed_peak_flops,
-        model_flops_utilization,
-        sum_peaks,
-    )
+    from .utilization import MFUMeter, device_peak_flops, mixed_peak_flops, model_flops_utilization, sum_peaks
 
 __all__ = [
     "Application",

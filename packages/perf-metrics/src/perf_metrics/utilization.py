@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .throughput import ThroughputMeter
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 
@@ -75,9 +76,8 @@ def mixed_peak_flops(shares: Mapping[str, float], peaks: Mapping[str, float | No
 
 
 def _check_shares(shares: Mapping[str, float]) -> None:
-    numbers = [share for share in shares.values() if isinstance(share, int | float)]
-    wrong = len(numbers) < len(shares) or any(not share >= 0 for share in numbers)
-    if wrong or not math.isclose(sum(numbers), 1.0):
+    right = all(isinstance(share, int | float) and share >= 0 for share in shares.values())
+    if not right or not math.isclose(sum(shares.values()), 1.0):
         raise ValueError(f"shares={dict(shares)!r} must be 0 or more each, and 1 together.")
 
 
@@ -126,19 +126,34 @@ def check_peak(setting: str, value: float) -> None:
         )
 
 
+def has_process_group() -> bool:
+    """Whether this process is one of several ranks; does not load torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def gather_over_ranks(values: Sequence[float]) -> list[list[float]]:
     """Return the numbers of each rank of the default process group, or of this process alone. Collective."""
-    torch = sys.modules.get("torch")
-    if torch is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not has_process_group():
         return [list(values)]
+    import torch
+
     # Numbers in a tensor: gathering objects would unpickle what other ranks send.
-    device = (
-        "cpu" if "cpu" in torch.distributed.get_backend_config() else torch.accelerator.current_accelerator()
-    )
-    own = torch.tensor(values, dtype=torch.float64, device=device)
+    own = torch.tensor(values, dtype=torch.float64, device=gathering_device())
     every = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(every, own)
     return [one.tolist() for one in every]
+
+
+def gathering_device() -> torch.device:
+    """Where tensors must be to be gathered: a group for accelerators only takes none of the CPU."""
+    import torch
+
+    if "cpu" in torch.distributed.get_backend_config():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    assert accelerator is not None  # the group has a backend for it alone
+    return accelerator
 
 
 def job_peak_flops(model: object, autocast: str | None) -> float | None:
@@ -252,12 +267,12 @@ class MFUMeter(ThroughputMeter):
             RuntimeError: `all_ranks` is True, WORLD_SIZE says that there are others, and there is no process
                 group.
         """
-        if all_ranks and os.environ.get("WORLD_SIZE", "1") != "1" and not _has_group():
+        if all_ranks and os.environ.get("WORLD_SIZE", "1") != "1" and not has_process_group():
             raise RuntimeError(
                 f"all_ranks=True needs a process group for the {os.environ['WORLD_SIZE']} ranks of "
                 "WORLD_SIZE. Open one first, such as with dist_env.DistributedEnvironment."
             )
-        _wait_for_device()
+        wait_for_device()
         lap = self.lap()
         own = [int(self._tokens), int(self._positions), lap.net_seconds, self._peak or 0.0]
         self._tokens = self._positions = 0
@@ -277,12 +292,6 @@ class MFUMeter(ThroughputMeter):
         return record
 
 
-def _has_group() -> bool:
-    import torch
-
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model itself; DDP and Lightning Fabric keep it as `module`, `torch.compile` as `_orig_mod`."""
     wrappers = {
@@ -295,7 +304,16 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _wait_for_device() -> None:
+def check_flops_per_token(value: float | None) -> None:
+    """Raise ValueError unless `value` is None or a positive number of FLOPs."""
+    if value is not None and not value > 0:
+        raise ValueError(
+            f"flops_per_token={value!r} must be a positive number of FLOPs, or None when it is unknown."
+        )
+
+
+def wait_for_device() -> None:
+    """Return when all that is queued on the accelerator is done."""
     import torch
 
     if torch.accelerator.is_available():

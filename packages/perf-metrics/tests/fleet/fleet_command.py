@@ -1,13 +1,16 @@
-"""The command `perf-metrics fleet` as a user runs it: in a process of its own."""
+"""The command `perf-metrics fleet` as a user runs it."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from perf_metrics.commands.main import main
 
 from .prometheus_server import PrometheusServer
 from .synthetic_fleet import SyntheticFleet
@@ -41,9 +44,20 @@ def fleet_command(*options: str) -> list[str]:
     return [sys.executable, "-m", "perf_metrics", "fleet", *options]
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+@dataclass(frozen=True)
+class Done:
+    """How a command ended, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(command: list[str]) -> Done:
+    """Run a command to its end, in this process: of a process of its own, the imports take longest."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as error:
+        code = main(command[command.index("fleet") :])
+    return Done(code, out.getvalue(), error.getvalue())
 
 
 def report_of(command: list[str], folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 
 from perf_metrics.commands.main import main
 
-from .fleet_command import ServedFleet
+from .fleet_command import ServedFleet, fleet_command, run
 
 pytestmark = pytest.mark.xdist_group("fleet")
 
@@ -64,8 +64,7 @@ def test_the_files_are_written_though_nobody_reads_the_text(small_fleet: ServedF
 
 def test_a_fleet_without_jobs_is_told_by_the_exit_status(small_fleet: ServedFleet) -> None:
     words = ["--start", "2025-01-01", "--end", "2025-01-02"]
-    command = [sys.executable, "-m", "perf_metrics", "fleet", "--prometheus", small_fleet.server.url, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = run(fleet_command("--prometheus", small_fleet.server.url, *words))
     assert done.returncode == 1
     assert "0 jobs on 0 devices" in done.stdout
 

@@ -242,7 +242,8 @@ def test_a_clock_that_is_given_comes_before_that_of_the_table(tmp_path: Path) ->
     fleet.expect(5, "sort(sum by (gpu) (gpu:ofu:ratio))", ({"gpu": "0"}, 0.5), ({"gpu": "1"}, 0.5))
 
 
-def test_every_gpu_of_the_table_has_its_clock(fleet: RuleTest) -> None:
+def test_every_gpu_of_the_table_has_its_clock(tmp_path: Path) -> None:
+    fleet = RuleTest(tmp_path, recording_and_alert_rules(), every_clock=True)
     clocks = known_tensor_clocks()
     assert len(clocks) > 70
     assert {"NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA B200", "NVIDIA GB200"} < set(clocks)

@@ -251,14 +251,17 @@ LAZY = """
 import sys
 from perf_metrics.callbacks.lightning import LightningCallbacks
 print(sorted({"torch", "lightning", "pytorch_lightning"} & set(sys.modules)))
-ours = LightningCallbacks([])
-print("pytorch_lightning" in sys.modules, isinstance(ours, sys.modules["lightning.pytorch"].Callback))
+if sys.argv[1:]:
+    ours = LightningCallbacks([])
+    print("pytorch_lightning" in sys.modules, isinstance(ours, sys.modules["lightning.pytorch"].Callback))
 """
 
 
-def test_lightning_is_imported_when_an_instance_is_made() -> None:
-    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["[]", "False True"], done.stderr
+@pytest.mark.parametrize("make", [[], pytest.param(["make"], marks=pytest.mark.full)], ids=["import", "make"])
+def test_lightning_is_imported_when_an_instance_is_made(make: list[str]) -> None:
+    command = [sys.executable, "-c", LAZY, *make]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["[]", *(["False True"] if make else [])], done.stderr
 
 
 def test_settings() -> None:

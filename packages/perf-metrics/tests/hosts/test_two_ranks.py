@@ -2,24 +2,42 @@
 
 import json
 import os
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
+from warm_start import WarmStart
+
+WORKER = Path(__file__).parent / "workers" / "two_ranks.py"
+# Imported once for both ranks, which takes longer than what they do.
+MODULES = (
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "lightning.pytorch",
+    "perf_metrics",
+)
 
 
 def test_two_ranks_under_both_trainers(tmp_path: Path) -> None:
-    worker = Path(__file__).parent / "workers" / "two_ranks.py"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, str(worker), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    with socket.create_server(("localhost", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    environ = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    warm = WarmStart(MODULES, environ)
+    try:
+        processes = [
+            warm.start(
+                [str(WORKER), str(tmp_path)],
+                environ | {"RANK": rank, "LOCAL_RANK": rank},
+                tmp_path / f"out-{rank}",
+                tmp_path / f"err-{rank}",
+            )
+            for rank in "01"
+        ]
+        codes = [process.wait(300) for process in processes]
+    finally:
+        warm.close()
+    assert codes == [0, 0], "".join((tmp_path / f"err-{rank}").read_text() for rank in "01")
     for host in ("transformers", "lightning"):
         entries = json.loads((tmp_path / host / "trainer_logs.json").read_text())
         records = [entry for entry in entries if "loss" in entry]

@@ -1,10 +1,6 @@
 """The callback, against the compiled library: figures in the record, and one warning where there are none."""
 
-import json
 import logging
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -135,32 +131,6 @@ def test_one_record_is_measured_once(run) -> None:
     logs["ofu"] = 0.25
     run.fire("on_log", metrics, logs=logs)
     assert logs["ofu"] == 0.25
-
-
-def test_two_ranks_in_the_order_of_ranks(fake_nvml) -> None:
-    worker = Path(__file__).parent / "fake_nvml" / "two_ranks.py"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(worker),
-    ]
-    environment = fake_nvml.environment("gpus 3\nactivity 0 20\nactivity 1 60\ngpm 2 0\n")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    first, second = [json.loads(line.partition(": ")[2]) for line in lines if line[:3] in ("0: ", "1: ")]
-    assert first == second
-    assert (
-        first[:2] == [{"loss": 1.0, "ofu": pytest.approx(0.4), "ofu_per_rank": pytest.approx([0.2, 0.6])}] * 2
-    )
-    # Not the mean of the others, and no list: a shorter one would not tell whose figures they are.
-    assert first[2:] == [{"loss": 1.0, "ofu": None}] * 2
-    said = [line for line in lines if line.startswith("ofu is not known")]
-    reason = f"{GPU}2: unavailable: no tensor activity: the device has no GPM, which needs Hopper or newer"
-    assert said == [f"ofu is not known on 1 of 2 ranks; rank 1: {reason}"]
 
 
 def test_the_device_of_this_process(run, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,8 +10,7 @@ class LoggingArguments(Protocol):
     """Arguments of a run, as far as logging needs them; `logging_dir` is read too where there is one."""
 
     @property
-    def output_dir(self) -> str:
-        """Directory of the run."""
+    def output_dir(self) -> str: ...
 
 
 class ProgressState(Protocol):

@@ -7,12 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from ..logs.log_file import is_training
 from ..ofu.nvml import UnavailableError
 from ..ofu.sampler import OFUSampler, mean_of_all
+from ..utilization import gather_over_ranks, gathering_device, has_process_group
 from . import EventHandlers
 
 # Figures of all ranks travel as JSON in tensors: what other ranks send is read, never unpickled.
@@ -21,15 +22,6 @@ T = TypeVar("T")
 
 _MOST_BYTES = 1 << 20
 """Of the figures of one rank; far more than any callback has to tell."""
-
-
-def world_size() -> int:
-    """Ranks of the default process group, 1 without one."""
-    if "torch" not in sys.modules:
-        return 1
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def gather(value: object, read: Callable[[object], T]) -> list[T]:
@@ -42,28 +34,21 @@ def gather(value: object, read: Callable[[object], T]) -> list[T]:
     Raises:
         RuntimeError: A rank told something that cannot be read.
     """
-    if world_size() == 1:
+    if not has_process_group():
         return [read(value)]
     import torch
-    import torch.distributed as dist
 
-    # Of a group for accelerators only, as nccl forms, no tensor may be on the CPU.
-    on_cpu = "cpu" in dist.get_backend_config()
-    device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator(check_available=True)
     message = json.dumps(value).encode()
-    length = torch.tensor([len(message)], device=device)
-    lengths = [torch.zeros_like(length) for _ in range(world_size())]
-    dist.all_gather(lengths, length)
-    sizes = [int(each) for each in lengths]
+    sizes = [size for (size,) in gather_over_ranks([len(message)])]
     for rank, size in enumerate(sizes):
         if not 0 < size <= _MOST_BYTES:
             raise RuntimeError(
-                f"rank {rank} tells its figures in {size} bytes. Do all ranks run one release?"
+                f"rank {rank} tells its figures in {size:g} bytes. Do all ranks run one release?"
             )
-    padded = bytearray(message.ljust(max(sizes)))
-    own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    padded = bytearray(message.ljust(int(max(sizes))))
+    own = torch.frombuffer(padded, dtype=torch.uint8).to(gathering_device())
     parts = [torch.empty_like(own) for _ in sizes]
-    dist.all_gather(parts, own)
+    torch.distributed.all_gather(parts, own)
     return [_read(bytes(part.tolist()), rank, read) for rank, part in enumerate(parts)]
 
 
@@ -96,7 +81,30 @@ class MemoryFigures:
     retries: int
 
 
-class PeakMemory(EventHandlers):
+class _IntervalFigures(EventHandlers):
+    """Adds figures to the record of each interval once, in whichever event the trainer has."""
+
+    _seen: object = None
+
+    def on_log_step(
+        self, args: object, state: object, control: object, *, logs: MutableMapping[str, object], **_: object
+    ) -> None:
+        """Add the figures to the record of an interval; every rank has to call this."""
+        self._seen = logs
+        self._add(logs, state)
+
+    def on_log(
+        self, args: object, state: object, control: object, *, logs: MutableMapping[str, object], **_: object
+    ) -> None:
+        """Add the figures where the trainer has no `on_log_step`."""
+        if is_training(logs) and logs is not self._seen:
+            self.on_log_step(args, state, control, logs=logs)
+
+    def _add(self, logs: MutableMapping[str, object], state: object) -> None:
+        raise NotImplementedError
+
+
+class PeakMemory(_IntervalFigures):
     """Adds `peak_mem_allocated`, `peak_mem_reserved` and `alloc_retries` to the record of each interval.
 
     All three are lists with one entry per rank, also where there is one rank. The peaks are in bytes, the
@@ -112,44 +120,29 @@ class PeakMemory(EventHandlers):
 
     def __init__(self) -> None:
         self._retries_before = 0
-        self._seen: object = None
         self._nothing_to_tell = False
 
     def on_train_begin(self, args: object, state: object, control: object, **_: object) -> None:
         """Begin the first interval here."""
         # Once for the whole run: to ask torch at each step takes longer than all else that happens here.
-        self._nothing_to_tell = not _has_accelerator() and world_size() == 1
+        self._nothing_to_tell = not _has_accelerator() and not has_process_group()
         figures = take_memory_figures()
         self._retries_before = figures.retries if figures is not None else 0
 
-    def on_log_step(
-        self, args: object, state: object, control: object, *, logs: MutableMapping[str, object], **_: object
-    ) -> None:
-        """Add the figures to the record of an interval; every rank has to call this."""
-        self._seen = logs
+    def _add(self, logs: MutableMapping[str, object], state: object) -> None:
         if self._nothing_to_tell:
             return
         figures = take_memory_figures()
-        ranks = gather_memory_figures(self._within_interval(figures))
+        if figures is not None:
+            before, self._retries_before = self._retries_before, figures.retries
+            figures = replace(figures, retries=figures.retries - before)
+        ranks = gather_memory_figures(figures)
         if ranks is None:
             return
         if "peak_mem_allocated" not in logs:
             logs["peak_mem_allocated"] = [rank.allocated for rank in ranks]
             logs["peak_mem_reserved"] = [rank.reserved for rank in ranks]
         logs["alloc_retries"] = [rank.retries for rank in ranks]
-
-    def on_log(
-        self, args: object, state: object, control: object, *, logs: MutableMapping[str, object], **_: object
-    ) -> None:
-        """Add the figures where the trainer has no `on_log_step`."""
-        if is_training(logs) and logs is not self._seen:
-            self.on_log_step(args, state, control, logs=logs)
-
-    def _within_interval(self, figures: MemoryFigures | None) -> MemoryFigures | None:
-        if figures is None:
-            return None
-        before, self._retries_before = self._retries_before, figures.retries
-        return MemoryFigures(figures.allocated, figures.reserved, figures.retries - before)
 
 
 def take_memory_figures() -> MemoryFigures | None:
@@ -203,7 +196,7 @@ RankOFU: TypeAlias = tuple[float | None, str | None]
 """OFU of one rank, and what keeps it from having one."""
 
 
-class OFUMetrics(EventHandlers):
+class OFUMetrics(_IntervalFigures):
     """Adds `ofu` and `ofu_per_rank` to the record of each interval.
 
     | added | what it is | where a rank has no figure |
@@ -244,7 +237,6 @@ class OFUMetrics(EventHandlers):
         self._tensor_mhz = tensor_mhz
         self._problem: str | None = "the training did not begin"
         self._said = self._evaluating = False
-        self._seen: object = None
 
     def on_train_begin(self, args: object, state: object, control: object, **_: object) -> None:
         """Begin to sample."""
@@ -261,11 +253,7 @@ class OFUMetrics(EventHandlers):
         else:
             self._problem = None
 
-    def on_log_step(
-        self, args: object, state: object, control: object, *, logs: MutableMapping[str, object], **_: object
-    ) -> None:
-        """Add the figures to the record of an interval; every rank has to call this."""
-        self._seen = logs
+    def _add(self, logs: MutableMapping[str, object], state: object) -> None:
         ranks = gather_ofu(self._take())
         mean = mean_of_all(figure for figure, _ in ranks)
         logs["ofu"] = mean
@@ -273,13 +261,6 @@ class OFUMetrics(EventHandlers):
             logs["ofu_per_rank"] = [figure for figure, _ in ranks]
         elif getattr(state, "is_world_process_zero", True):
             self._say_why(ranks)
-
-    def on_log(
-        self, args: object, state: object, control: object, *, logs: MutableMapping[str, object], **_: object
-    ) -> None:
-        """Add the figures where the trainer has no `on_log_step`."""
-        if is_training(logs) and logs is not self._seen:
-            self.on_log_step(args, state, control, logs=logs)
 
     def on_prediction_step(self, args: object, state: object, control: object, **_: object) -> None:
         """An evaluation has begun."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from ..throughput import Kind, StretchTimer
-from ..utilization import job_peak_flops
+from ..utilization import check_flops_per_token, job_peak_flops
 from .lightning_state import (
     IntervalSums,
     LightningModule,
@@ -56,27 +56,21 @@ def framework_in_use() -> Framework:
     )
 
 
-def callback_base(framework: Framework) -> type:
-    """Return `Callback` of a framework.
+def base_of(framework: Framework, name: str) -> type:
+    """Return a base class of a framework: "Callback", or "Checkpoint" of those that save and come last.
 
     Raises:
         ValueError: The framework is not known.
     """
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework={framework!r} must be one of {', '.join(FRAMEWORKS)}, or None.")
-    base: type = importlib.import_module(framework).Callback
-    return base
-
-
-def checkpoint_base(framework: Framework) -> type:
-    """Return the base class of the callbacks that save, which a framework puts last."""
-    base: type = importlib.import_module(f"{framework}.callbacks").Checkpoint
+    base: type = getattr(importlib.import_module(f"{framework}.callbacks"), name)
     return base
 
 
 def as_callback(cls: type[Made], framework: Framework) -> type[Made]:
     """Return a subclass of `cls` that is a callback of the framework as well; `cls` itself if it is one."""
-    base = callback_base(framework)
+    base = base_of(framework, "Callback")
     if issubclass(cls, base):
         return cls
 
@@ -86,11 +80,6 @@ def as_callback(cls: type[Made], framework: Framework) -> type[Made]:
 
     body = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}
     return type(cls.__name__, (cls, base), body)
-
-
-def callback_of(framework: Framework, **hooks: Callable[..., None]) -> object:
-    """Return a callback of the framework with these hooks."""
-    return type("AfterOthers", (callback_base(framework),), hooks)()
 
 
 def _remake(cls: type[Made], framework: Framework) -> Made:
@@ -153,11 +142,7 @@ class LightningCallbacks:
         framework: Framework | None = None,
     ) -> None:
         super().__init__()
-        if flops_per_token is not None and not flops_per_token > 0:
-            raise ValueError(
-                f"flops_per_token={flops_per_token!r} must be a positive number of FLOPs, or None when it "
-                "is unknown."
-            )
+        check_flops_per_token(flops_per_token)
         self.callbacks = list(callbacks)
         self._flops_per_token = flops_per_token
         self._count_tokens = count_tokens
@@ -186,13 +171,13 @@ class LightningCallbacks:
 
     def on_fit_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         """Get told when the other callbacks have had their turn, and when those that save, the last, have."""
-        self._marker = callback_of(
-            self._framework,
-            on_train_batch_end=self._after_others("train"),
-            on_validation_end=self._after_others("evaluate"),
-            on_train_epoch_end=self._after_others("train"),
-        )
-        saving = checkpoint_base(self._framework)
+        hooks = {
+            "on_train_batch_end": self._after_others("train"),
+            "on_validation_end": self._after_others("evaluate"),
+            "on_train_epoch_end": self._after_others("train"),
+        }
+        self._marker = type("AfterOthers", (base_of(self._framework, "Callback"),), hooks)()
+        saving = base_of(self._framework, "Checkpoint")
         others = [callback for callback in trainer.callbacks if not isinstance(callback, saving)]
         savers = [callback for callback in trainer.callbacks if isinstance(callback, saving)]
         trainer.callbacks = [*others, self._marker, *savers, self._marker]
@@ -348,8 +333,8 @@ class LightningCallbacks:
             self._uncounted_batch_named = True
             _logger.warning(
                 "the log will have no tokens: a batch of type %s is not a mapping with input_ids and no "
-                "integer "
-                "tensor; give LightningCallbacks(count_tokens=...) a function that returns TokenCounts",
+                "integer tensor; give LightningCallbacks(count_tokens=...) a function that returns "
+                "TokenCounts",
                 type(batch).__name__,
             )
         return counts

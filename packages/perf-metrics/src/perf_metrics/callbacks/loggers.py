@@ -101,13 +101,7 @@ class ProgressCallback(EventHandlers):
             self._bar.update(state.global_step - self._bar.n)
 
     def on_log(
-        self,
-        args: object,
-        state: ProgressState,
-        control: object,
-        *,
-        logs: Mapping[str, object],
-        **_: object,
+        self, args: object, state: ProgressState, control: object, *, logs: Mapping[str, object], **_: object
     ) -> None:
         """Print a row, or the closing summary for the final metrics."""
         if not state.is_world_process_zero:

@@ -10,7 +10,13 @@ from typing import Protocol
 
 from ..logs.log_file import is_evaluation, is_training
 from ..throughput import StretchTimer
-from ..utilization import check_peak, job_peak_flops, model_flops_utilization
+from ..utilization import (
+    check_flops_per_token,
+    check_peak,
+    job_peak_flops,
+    model_flops_utilization,
+    wait_for_device,
+)
 from . import EventHandlers
 
 _logger = logging.getLogger("perf_metrics")
@@ -19,29 +25,19 @@ _logger = logging.getLogger("perf_metrics")
 class CountingState(Protocol):
     """What a `transformers.TrainerState` has counted, summed over all processes."""
 
-    @property
-    def num_input_tokens_seen(self) -> int:
-        """Tokens, as `TrainingArguments(include_num_input_tokens_seen=...)` wants them counted."""
-
-    @property
-    def total_flos(self) -> float:
-        """6 x positions x parameters outside embeddings, brought up to date before each record."""
-
-    @property
-    def is_world_process_zero(self) -> bool:
-        """Whether this process is the one that speaks for the job."""
+    num_input_tokens_seen: int
+    """Tokens, as `TrainingArguments(include_num_input_tokens_seen=...)` wants them counted."""
+    total_flos: float
+    """6 x positions x parameters outside embeddings, brought up to date before each record."""
+    is_world_process_zero: bool
+    """Whether this process is the one that speaks for the job."""
 
 
 class StepControl(Protocol):
-    """The requests of a step."""
+    """What comes after a step."""
 
-    @property
-    def should_evaluate(self) -> bool:
-        """Whether an evaluation comes next."""
-
-    @property
-    def should_save(self) -> bool:
-        """Whether a checkpoint comes next."""
+    should_evaluate: bool
+    should_save: bool
 
 
 class IntervalCounts(EventHandlers):
@@ -81,11 +77,7 @@ class IntervalCounts(EventHandlers):
     def __init__(
         self, flops_per_token: float | None = None, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        if flops_per_token is not None and not flops_per_token > 0:
-            raise ValueError(
-                f"flops_per_token={flops_per_token!r} must be a positive number of FLOPs, or None when it "
-                "is unknown."
-            )
+        check_flops_per_token(flops_per_token)
         self.flops_per_token = flops_per_token
         self._timer = StretchTimer(clock)
         self._predicting = False
@@ -116,7 +108,8 @@ class IntervalCounts(EventHandlers):
     def on_step_end(self, args: object, state: object, control: StepControl, **_: object) -> None:
         """The step has been queued, if not done."""
         if control.should_evaluate or control.should_save:
-            _wait_for_device()
+            # Else queued training would pass for the evaluation or the save that follows.
+            wait_for_device()
         self._timer.end("train")
 
     def on_prediction_step(self, args: object, state: object, control: object, **_: object) -> None:
@@ -129,17 +122,13 @@ class IntervalCounts(EventHandlers):
         self._predicting = False
         self._timer.end("evaluate")
 
-    def on_predict(self, args: object, state: object, control: object, **_: object) -> None:
-        """A prediction, which is not part of training either, is over."""
-        self.on_evaluate(args, state, control)
+    on_predict = on_evaluate  # not part of training either
 
     def on_save(self, args: object, state: object, control: object, **_: object) -> None:
-        """A checkpoint has been written."""
+        """A checkpoint has been written, or is about to be uploaded."""
         self._timer.end("save")
 
-    def on_push_begin(self, args: object, state: object, control: object, **_: object) -> None:
-        """What was saved is about to be uploaded."""
-        self._timer.end("save")
+    on_push_begin = on_save
 
     def on_log(
         self,
@@ -228,14 +217,6 @@ def _flos_of_a_position(model: object) -> int | None:
     return 6 * count(exclude_embeddings=True) or None if callable(count) else None
 
 
-def _wait_for_device() -> None:
-    """Let queued training finish, or it would pass for the evaluation or the save that follows."""
-    import torch
-
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
 _NO_COUNTS = (
     "DefaultMetrics adds nothing to the log: the records of this trainer have no interval_seconds. Put "
     "IntervalCounts() before it, with FLOPs per token for mfu: callbacks=[IntervalCounts("
@@ -281,9 +262,9 @@ class DefaultMetrics(EventHandlers):
     ) -> None:
         """Add the derived entries to `logs`."""
         self._add_rates(logs)
-        for share, rate in (("mfu", "flops_per_second"), ("hfu", "hardware_flops_per_second")):
-            if (flops := _number(logs, rate)) is not None:
-                logs[share] = model_flops_utilization(flops, 1.0, self._peak(logs))
+        # Of the final metrics.
+        self._add_share(logs, "mfu", "flops_per_second", 1.0)
+        self._add_share(logs, "hfu", "hardware_flops_per_second", 1.0)
         if "peak_mem_allocated" in logs:
             logs["peak_mem"] = logs["peak_mem_allocated"]
 
@@ -301,16 +282,15 @@ class DefaultMetrics(EventHandlers):
         seconds = _number(logs, "interval_seconds")
         if seconds is None or seconds <= 0:
             return
-        tokens = _number(logs, "input_tokens")
-        if tokens is not None:
+        if (tokens := _number(logs, "input_tokens")) is not None:
             logs["tok_per_sec"] = tokens / seconds
-        for share, count in (("mfu", "flos"), ("hfu", "hardware_flos")):
-            flops = _number(logs, count)
-            if flops is not None:
-                logs[share] = model_flops_utilization(flops, seconds, self._peak(logs))
+        self._add_share(logs, "mfu", "flos", seconds)
+        self._add_share(logs, "hfu", "hardware_flos", seconds)
 
-    def _peak(self, logs: Mapping[str, object]) -> float | None:
-        return self.peak_hardware_flops or _number(logs, "peak_flops")
+    def _add_share(self, logs: MutableMapping[str, object], share: str, count: str, seconds: float) -> None:
+        if (flops := _number(logs, count)) is not None:
+            peak = self.peak_hardware_flops or _number(logs, "peak_flops")
+            logs[share] = model_flops_utilization(flops, seconds, peak)
 
 
 def _number(logs: Mapping[str, object], key: str) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -17,12 +16,11 @@ from ..monitoring.series import (
     figures_of_interval,
     number,
 )
+from ..ofu.counter_files import LABEL
 from . import EventHandlers, ProgressState
 
 if TYPE_CHECKING:
     from .prometheus_endpoint import MetricsEndpoint
-
-_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class PrometheusExporter(EventHandlers):
@@ -96,13 +94,7 @@ class PrometheusExporter(EventHandlers):
         self._endpoint.tell(self._figures(state))
 
     def on_log(
-        self,
-        args: object,
-        state: ProgressState,
-        control: object,
-        *,
-        logs: Mapping[str, object],
-        **_: object,
+        self, args: object, state: ProgressState, control: object, *, logs: Mapping[str, object], **_: object
     ) -> None:
         """Serve the figures of a record."""
         if self._endpoint is None:
@@ -129,7 +121,7 @@ class PrometheusExporter(EventHandlers):
 
 def _check_labels(labels: Mapping[str, str]) -> None:
     for name, value in labels.items():
-        if not isinstance(name, str) or not _LABEL.fullmatch(name) or name.startswith("__"):
+        if not isinstance(name, str) or not LABEL.fullmatch(name) or name.startswith("__"):
             raise ValueError(
                 f"labels={labels!r} has {name!r}, which is not the name of a label. Use letters, digits and "
                 "_, and begin neither with a digit nor with __, such as hpc_job."

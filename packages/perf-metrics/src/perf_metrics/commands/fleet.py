@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -204,10 +203,18 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 
 def _time(text: str, name: str, now: datetime) -> float:
-    if text[-1:] in _UNITS and _is_number(text[:-1]):
-        return _in_range(now.timestamp() - float(text[:-1]) * _UNITS[text[-1]], text, name)
-    if _is_number(text):
-        return _in_range(float(text), text, name)
+    unit = _UNITS.get(text[-1:])
+    try:
+        number = float(text if unit is None else text[:-1])
+    except ValueError:
+        return _iso_time(text, name)
+    time_s = number if unit is None else now.timestamp() - number * unit
+    if not _YEAR_2000 <= time_s < _YEAR_2100:
+        raise ValueError(f"{name}={text!r} is not in this century. Give Unix seconds, ISO 8601 or an age.")
+    return time_s
+
+
+def _iso_time(text: str, name: str) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -219,19 +226,13 @@ def _time(text: str, name: str, now: datetime) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _in_range(time_s: float, text: str, name: str) -> float:
-    if not _YEAR_2000 <= time_s < _YEAR_2100:
-        raise ValueError(f"{name}={text!r} is not in this century. Give Unix seconds, ISO 8601 or an age.")
-    return time_s
-
-
 def _clock(text: str) -> tuple[str, float]:
     name, _, mhz = text.rpartition("=")
     try:
         check_tensor_mhz(float(mhz))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} must be MHz, such as 1830, or NAME=MHZ") from None
-    return name, float(mhz)
+    return name.strip(), float(mhz)
 
 
 def _clocks(given: Sequence[tuple[str, float]]) -> float | dict[str, float] | None:
@@ -239,13 +240,6 @@ def _clocks(given: Sequence[tuple[str, float]]) -> float | dict[str, float] | No
     if "" in clocks and len(clocks) > 1:
         raise ValueError("tensor_mhz must be one clock for all devices, or NAME=MHZ for each, not both.")
     return clocks.get("", clocks or None)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def _labels(text: str) -> tuple[str, ...]:
@@ -293,22 +287,14 @@ def fill_fleet_files(parser: OneLineParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     labels = {"job_label": options.job_label, "cluster_label": options.cluster_label}
-    clocks = dict(_tensor_clock(text) for text in options.tensor_mhz)
+    clocks = dict(map(_tensor_clock, options.tensor_mhz))
     dashboard = json.dumps(grafana_dashboard(**labels), indent=2)
-    _write(
-        options.folder,
-        {
-            "ofu-rules.yml": recording_and_alert_rules(**labels, tensor_mhz=clocks),
-            "ofu-dashboard.json": f"{dashboard}\n",
-            "prometheus.yml": example_config(**labels),
-        },
-    )
-    return 0
-
-
-def _write(folder: Path, files: Mapping[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = {folder / name: text for name, text in files.items()}
+    paths = {
+        options.folder / "ofu-rules.yml": recording_and_alert_rules(**labels, tensor_mhz=clocks),
+        options.folder / "ofu-dashboard.json": f"{dashboard}\n",
+        options.folder / "prometheus.yml": example_config(**labels),
+    }
+    options.folder.mkdir(parents=True, exist_ok=True)
     for path, text in paths.items():
         # Somebody's own work, such as the server's config, must not be lost.
         if path.exists() and path.read_text(encoding="utf-8") != text:
@@ -318,14 +304,14 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
     for path, text in paths.items():
         path.write_text(text, encoding="utf-8")
         print(path)
+    return 0
 
 
 def _tensor_clock(text: str) -> tuple[str, float]:
-    name, equals, mhz = text.rpartition("=")
+    name, _, mhz = text.rpartition("=")
     try:
-        clock = float(mhz)
+        if name.strip():
+            return name.strip(), float(mhz)
     except ValueError:
-        clock = None
-    if not equals or not name.strip() or clock is None:
-        raise ValueError(f"tensor_mhz={text!r} must be NAME=MHZ, such as 'NVIDIA H100 80GB HBM3=1830'.")
-    return name.strip(), clock
+        pass
+    raise ValueError(f"tensor_mhz={text!r} must be NAME=MHZ, such as 'NVIDIA H100 80GB HBM3=1830'.")

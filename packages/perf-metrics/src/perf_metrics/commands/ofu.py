@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -43,6 +43,8 @@ def short_name(name: str) -> str:
 
 
 _LONGEST_BETWEEN_SAMPLES_S = 1.0
+_CLOCKS = ("sm_mhz", "lowest_sm_mhz", "highest_sm_mhz", "tensor_mhz")
+_IN_LINES = ("uuid", "name", "ofu", "tensor_activity", *_CLOCKS, "samples")
 _HEADER = ("GPU", "name", "OFU", "tensor active", "SM MHz", "lowest", "highest", "tensor MHz", "")
 _CLEAR, _HOME, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[2J", "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -128,13 +130,12 @@ def _show(devices: Sequence[DeviceWindow], now: float, *, live: bool, first: boo
 
 
 def _device_row(device: DeviceWindow) -> tuple[str, ...]:
-    clocks = (device.sm_mhz, device.lowest_sm_mhz, device.highest_sm_mhz, device.tensor_mhz)
     return (
         device.label,
         device.name,
         _text(device.ofu, ".1%"),
         _text(device.tensor_activity, ".1%"),
-        *(_text(clock, ".0f") for clock in clocks),
+        *(_text(getattr(device, clock), ".0f") for clock in _CLOCKS),
         device.reason or device.problem or "",
     )
 
@@ -149,15 +150,7 @@ def _append(lines: TextIO, devices: Sequence[DeviceWindow], now: float) -> None:
         entry = {
             "timestamp": now,
             "gpu": device.label,
-            "uuid": device.uuid,
-            "name": device.name,
-            "ofu": device.ofu,
-            "tensor_activity": device.tensor_activity,
-            "sm_mhz": device.sm_mhz,
-            "lowest_sm_mhz": device.lowest_sm_mhz,
-            "highest_sm_mhz": device.highest_sm_mhz,
-            "tensor_mhz": device.tensor_mhz,
-            "samples": device.samples,
+            **{name: getattr(device, name) for name in _IN_LINES},
             "seconds": round(device.seconds, 3),
             "sm_cycles_elapsed": None if cycles is None else cycles.elapsed,
             "sm_cycles_active": None if cycles is None else cycles.active,
@@ -351,13 +344,8 @@ def _gemm_json(
     asked: _Asked, rows: list[tuple[GemmKernel, EffectiveSizes]], *, predicted: bool
 ) -> dict[str, object]:
     return {
-        "m": asked.m,
-        "n": asked.n,
-        "k": asked.k,
-        "dtype": asked.dtype,
         "device": asked.device_name,
-        "flops": asked.flops,
-        "peak_flops": asked.peak_flops,
+        **{name: getattr(asked, name) for name in ("m", "n", "k", "dtype", "flops", "peak_flops")},
         "seconds_at_peak": asked.seconds(asked.flops),
         "predicted": predicted,
         "note": _NOTE if predicted else None,
@@ -484,12 +472,9 @@ def _kernels(trace: TraceOverhead) -> str:
 
 
 def _grids(kernel: KernelOverhead) -> str:
-    counts = (
-        (kernel.grids.agree, "agree"),
-        (kernel.grids.differ, "DIFFER"),
-        (kernel.grids.unchecked, "unchecked"),
-    )
-    return ", ".join(f"{count:,} {word}" for count, word in counts if count)
+    grids = kernel.grids
+    counts = {"agree": grids.agree, "DIFFER": grids.differ, "unchecked": grids.unchecked}
+    return ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
 
 
 def _mismatch(kernel: KernelOverhead) -> str:
@@ -527,9 +512,10 @@ def _trace_json(trace: TraceOverhead, ofu: float | None) -> dict[str, object]:
         "ofu": ofu,
         "adjusted_ofu": None if ofu is None or overhead is None else adjusted_ofu(ofu, overhead),
         "kernels": [_kernel_json(trace, kernel) for kernel in trace.kernels],
-        "unreadable": [_left_json(trace, kernel) for kernel in trace.unreadable],
-        "without_sizes": [_left_json(trace, kernel) for kernel in trace.without_sizes],
-        "plain_cores": [_left_json(trace, kernel) for kernel in trace.plain_cores],
+        **{
+            name: [_left_json(trace, kernel) for kernel in getattr(trace, name)]
+            for name in ("unreadable", "without_sizes", "plain_cores")
+        },
     }
 
 
@@ -545,20 +531,9 @@ def _kernel_json(trace: TraceOverhead, kernel: KernelOverhead) -> dict[str, obje
         "exact": kernel.inexact is None,
         "inexact": kernel.inexact,
         "linear_pass": kernel.kernel.linear_pass,
-        "grids": {
-            "agree": kernel.grids.agree,
-            "differ": kernel.grids.differ,
-            "unchecked": kernel.grids.unchecked,
-            "example": kernel.grids.example,
-        },
+        "grids": asdict(kernel.grids),
     }
 
 
 def _left_json(trace: TraceOverhead, kernel: LeftOut) -> dict[str, object]:
-    return {
-        "name": kernel.name,
-        "reason": kernel.reason,
-        "calls": kernel.calls,
-        "seconds": kernel.seconds,
-        "time_share": trace.share(kernel.seconds),
-    }
+    return {**asdict(kernel), "time_share": trace.share(kernel.seconds)}

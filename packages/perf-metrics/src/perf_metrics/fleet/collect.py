@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TypeAlias
 
-from ..ofu.counter_files import CLOCK_NAME, TENSOR_NAMES, blank_reason, device_of, present_labels
+from ..ofu.counter_files import CLOCK_NAME, LABEL, TENSOR_NAMES, blank_reason, device_of, present_labels
 from ..ofu.samples import Device
 from .job_samples import RUN_GAP_S, FleetSamples, RunLabels
 from .prometheus_api import Progress, PrometheusAPI, RangeSeries, read_in_chunks
-
-_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 def activity_query(job_labels: Sequence[str], selector: str, step_s: float) -> str:
@@ -31,8 +28,9 @@ def activity_query(job_labels: Sequence[str], selector: str, step_s: float) -> s
     Raises:
         ValueError: A name is not one of a label.
     """
+    check_labels(job_labels)
     names = "|".join(TENSOR_NAMES)
-    matchers = [f'__name__=~"{names}"', *(f'{_checked(label)}!=""' for label in job_labels)]
+    matchers = [f'__name__=~"{names}"', *(f'{label}!=""' for label in job_labels)]
     return _last(",".join([*matchers, *([selector] if selector else [])]), step_s)
 
 
@@ -50,13 +48,8 @@ def check_labels(labels: Sequence[str]) -> None:
     if not labels:
         raise ValueError("job_labels is empty. Give the label that names a job, such as hpc_job.")
     for label in labels:
-        _checked(label)
-
-
-def _checked(label: str) -> str:
-    if not _LABEL.fullmatch(label):
-        raise ValueError(f"job_label={label!r} is not the name of a label, such as hpc_job or pod.")
-    return label
+        if not LABEL.fullmatch(label):
+            raise ValueError(f"job_label={label!r} is not the name of a label, such as hpc_job or pod.")
 
 
 def _last(matchers: str, step_s: float) -> str:
@@ -68,10 +61,7 @@ _Values: TypeAlias = dict[float, float | None]
 """By Unix time in seconds; None for a blank."""
 _Identity: TypeAlias = tuple[str | None, ...]
 
-_RUN_LABELS = {
-    "pod": ("namespace", "pod_uid"),
-    "exported_pod": ("exported_namespace", "exported_pod_uid"),
-}
+_RUN_LABELS = {"pod": ("namespace", "pod_uid"), "exported_pod": ("exported_namespace", "exported_pod_uid")}
 """Labels that part jobs of one name, where that name is one of a pod. Other jobs have several pods, and with
 them these labels may be those of the exporter's own."""
 
@@ -134,15 +124,12 @@ def collect_fleet(
     fleet = FleetSamples(start, end, step_s, tensor_mhz, run_gap_s)
     labels = tuple(job_labels)
     parting = labels_of_runs(labels, run_labels)
-    activity, clock = (
-        activity_query(labels, selector, step_s),
-        clock_query(labels, selector, step_s),
-    )
+    queries = activity_query(labels, selector, step_s), clock_query(labels, selector, step_s)
     tally = _Tally()
 
     def read(first: float, last: float) -> int:
         chunk = _Chunk()
-        answers = [server.query_range(query, first, last, step_s) for query in (activity, clock)]
+        answers = [server.query_range(query, first, last, step_s) for query in queries]
         _read_activity(chunk, answers[0], labels, parting, tally)
         _read_clocks(chunk, answers[1], tally)
         _add_chunk(fleet, chunk, tally)
@@ -257,14 +244,11 @@ def _add_chunk(fleet: FleetSamples, chunk: _Chunk, tally: _Tally) -> None:
         if not values or (not (device := devices[identity]).is_slice and (job, identity) in sliced):
             continue
         own = chunk.clocks.get(identity, {})
-        whole: _Values = {}
-        if device.is_slice:
-            whole = chunk.clocks.get(_whole(device), {})
+        whole = chunk.clocks.get(_whole(device), {}) if device.is_slice else {}
         tally.samples += len(values)
         for time_s, activity in sorted(values.items()):
             mhz = own.get(time_s)
-            if mhz is None and whole:
-                mhz = whole.get(time_s)
+            mhz = whole.get(time_s) if mhz is None else mhz
             if mhz is None:
                 tally.without_clock += 1
             fleet.add(job, device, time_s, activity, mhz, labels)

@@ -122,11 +122,7 @@ def time_of_one_gpu(spans: Sequence[Span], start: float, step_s: float) -> tuple
             ),
         )
     # In any step a GPU can be busy for no longer than the step.
-    sums: dict[int, tuple[float, float]] = {}
-    for span in ordered:
-        for number, place, second in cells(span.times, span.seconds, start, step_s):
-            length, work = sums.get(number, (0.0, 0.0))
-            sums[number] = length + second, work + span.ofu[place] * second
+    sums = _by_step(ordered, start, step_s)
     lengths = {number: min(length, step_s) for number, (length, _) in sums.items()}
     works = (work / length * lengths[number] for number, (length, work) in sums.items() if length)
     return math.fsum(lengths.values()), math.fsum(works)

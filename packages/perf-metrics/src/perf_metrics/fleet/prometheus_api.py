@@ -165,10 +165,7 @@ class PrometheusAPI:
             return None, f"{type(error).__name__}: {error}".rstrip(": ")
         try:
             body = json.loads(text)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # too many digits; brackets within brackets, by thousands
+        except (ValueError, RecursionError) as error:  # too many digits; brackets by thousands
             return None, self._not_json(response, error)
         if response.status_code in _REFUSED or _ran_out_of_time(body):
             raise self._refusal(body, form["query"])

@@ -261,14 +261,12 @@ def report_as_json(report: FleetReport) -> dict[str, Json]:
         "step_s": report.step_s,
         "fleet": {
             "jobs": len(report.jobs),
-            "devices": report.devices,
-            "device_hours": report.device_hours,
             "samples": sum(job.figures.samples for job in report.jobs),
-            "ofu_mean": report.ofu_mean,
+            **{name: getattr(report, name) for name in ("devices", "device_hours", "ofu_mean")},
         },
         "agreement": {
-            "all": _agreement_json(report.agreement),
-            "buckets": [_agreement_json(bucket) for bucket in report.buckets],
+            "all": None if report.agreement is None else asdict(report.agreement),
+            "buckets": [asdict(bucket) for bucket in report.buckets],
         },
         "outliers": [job.figures.job for job in report.outliers],
         "regressions": [_regression_json(one) for one in report.regressions],
@@ -284,21 +282,9 @@ def iso(time_s: float) -> str | None:
     return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def _agreement_json(one: Agreement | None) -> Json:
-    return None if one is None else asdict(one)
-
-
 def _regression_json(one: Regression) -> Json:
-    return {
-        "job": one.job,
-        "kind": one.kind,
-        "time": iso(one.time_s),
-        "before": one.before,
-        "after": one.after,
-        "fall": one.fall,
-        "lost_gpus": one.lost_gpus,
-        "detail": one.detail,
-    }
+    told = {name: getattr(one, name) for name in ("before", "after", "fall", "lost_gpus", "detail")}
+    return {"job": one.job, "kind": one.kind, "time": iso(one.time_s), **told}
 
 
 def _job(job: JobReport) -> Json:
@@ -313,39 +299,20 @@ def _job(job: JobReport) -> Json:
         "difference_points": None if pair is None else pair.points,
         "ratio": pair.mfu / pair.ofu if pair is not None and pair.ofu else None,
         "outlier": job.outlier,
-        "candidates": [
-            {
-                "name": one.name,
-                "expected": list(one.expected),
-                "distance": one.distance,
-                "arithmetic": one.arithmetic,
-                "check": one.check,
-            }
-            for one in job.candidates
-        ],
+        "candidates": [{**asdict(one), "expected": list(one.expected)} for one in job.candidates],
     }
 
 
 def _odd_device_json(odd: OddDevice) -> Json:
-    figures = odd.figures
-    return {
-        "kind": odd.kind,
-        "device": str(figures.device),
-        "ofu": figures.ofu,
-        "tensor_activity": figures.tensor_activity,
-        "sm_mhz": figures.sm_mhz,
-        "samples": figures.samples,
-    }
+    told = {name: getattr(odd.figures, name) for name in ("ofu", "tensor_activity", "sm_mhz", "samples")}
+    return {"kind": odd.kind, "device": str(odd.figures.device), **told}
 
 
 def _measured(figures: JobFigures) -> dict[str, Json]:
     return {
         "start": iso(figures.start),
         "end": iso(figures.end),
-        "cut": figures.cut,
-        "device_hours": figures.device_hours,
-        "samples": figures.samples,
-        "left_out": figures.left_out,
+        **{name: getattr(figures, name) for name in ("cut", "device_hours", "samples", "left_out")},
         "ofu": None if figures.ofu is None else asdict(figures.ofu),
         "imbalance": figures.imbalance,
         "odd_devices": [_odd_device_json(odd) for odd in figures.odd_devices],
@@ -362,13 +329,9 @@ _LONGEST_NAME = 60
 
 def report_as_text(report: FleetReport) -> str:
     """Return the report as tables."""
-    sections = [
-        _summary(report),
-        _agreement_section(report),
-        *_findings(report),
-        _lowest(report),
-        *_notes_section(report),
-    ]
+    sections = [_summary(report), _agreement_section(report), *_findings(report), _lowest(report)]
+    if report.notes:
+        sections.append("Notes\n" + "\n".join(f"- {_printable(note)}" for note in report.notes))
     return "\n\n".join(section for section in sections if section)
 
 
@@ -384,7 +347,7 @@ def number(value: float | None, fmt: str = ".1f") -> str:
 
 def plain(text: str) -> str:
     """Return a name as a terminal can show it: one line, no control characters, not too long."""
-    shown = "".join(letter if letter.isprintable() else "?" for letter in text)
+    shown = _printable(text)
     return shown if len(shown) <= _LONGEST_NAME else shown[: _LONGEST_NAME - 3] + "..."
 
 
@@ -440,8 +403,7 @@ def _findings(report: FleetReport) -> Iterator[str]:
 
 
 def _outlier(job: JobReport) -> tuple[str, ...]:
-    pair = job.pair
-    mfu, ofu = (None, None) if pair is None else (pair.mfu, pair.ofu)
+    mfu, ofu = job.application.mfu, job.compared_ofu
     ratio = mfu / ofu if mfu is not None and ofu else None
     return (
         plain(job.figures.job),
@@ -460,15 +422,8 @@ def _regression_row(one: Regression) -> tuple[str, ...]:
 
 def _odd_device_row(job: str, one: OddDevice) -> tuple[str, ...]:
     device = one.figures
-    clock = f"{device.sm_mhz:.0f}"
-    return (
-        plain(job),
-        one.kind,
-        share(device.ofu),
-        share(device.tensor_activity),
-        clock,
-        plain(str(device.device)),
-    )
+    figures = share(device.ofu), share(device.tensor_activity), f"{device.sm_mhz:.0f}"
+    return plain(job), one.kind, *figures, plain(str(device.device))
 
 
 def _lowest(report: FleetReport) -> str:
@@ -480,10 +435,7 @@ def _lowest(report: FleetReport) -> str:
             plain(job.figures.job),
             str(job.gpus),
             f"{job.figures.device_hours:.1f}",
-            share(ofu.mean),
-            share(ofu.p10),
-            share(ofu.p50),
-            share(ofu.p90),
+            *map(share, (ofu.mean, ofu.p10, ofu.p50, ofu.p90)),
             number(None if job.figures.imbalance is None else 100 * job.figures.imbalance),
         )
         for ofu, job in told[:10]
@@ -492,12 +444,7 @@ def _lowest(report: FleetReport) -> str:
     return _table("Where most GPU time goes without tensor work", header, rows) if rows else ""
 
 
-def _notes_section(report: FleetReport) -> Iterator[str]:
-    if report.notes:
-        yield "Notes\n" + "\n".join(f"- {_note(note)}" for note in report.notes)
-
-
-def _note(text: str) -> str:
+def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

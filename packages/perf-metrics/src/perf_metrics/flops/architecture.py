@@ -319,16 +319,13 @@ def _counter(architecture: Architecture, length: int) -> float:
 
 
 def _executed(architecture: Architecture, length: int) -> float:
-    return _executed_part(architecture.per_token(length, "half"))
-
-
-def _executed_part(flops: FlopsPerToken) -> float:
+    flops = architecture.per_token(length, "half")
     return flops.matmul + flops.attention * _FUSED + flops.state
 
 
 def _executed_twice(architecture: Architecture, length: int) -> float:
     flops = architecture.per_token(length, "half")
-    return _executed_part(flops) + hardware_flops_per_token(flops, "full") - flops.total
+    return _executed(architecture, length) + hardware_flops_per_token(flops, "full") - flops.total
 
 
 def _llm_foundry_hardware(architecture: Architecture, length: int) -> float:
@@ -407,7 +404,7 @@ def convention(name: str) -> Convention:
     Raises:
         ValueError: There is none of that name.
     """
-    for known in CONVENTIONS:
-        if known.name == name:
-            return known
-    raise ValueError(f"convention {name!r} is not one of {', '.join(known.name for known in CONVENTIONS)}.")
+    known = {convention.name: convention for convention in CONVENTIONS}
+    if name not in known:
+        raise ValueError(f"convention {name!r} is not one of {', '.join(known)}.")
+    return known[name]

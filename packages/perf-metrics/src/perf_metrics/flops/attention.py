@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 
 class UnknownShapeError(ValueError):
@@ -22,26 +22,15 @@ class Settings:
     def __init__(self, config: object) -> None:
         inner = _read(config, "text_config")
         self._config = config if inner is None else inner
-        self._defaults: Mapping[str, object] = {}
 
     def or_else(self, defaults: Mapping[str, object]) -> Settings:
-        """The same, with figures for what is not there."""
-        filled = Settings(self._config)
-        filled._defaults = defaults
-        return filled
+        """The same mapping, with figures for what is not there; what is null stays so."""
+        return Settings({**defaults, **cast("Mapping[str, object]", self._config)})
 
     def get(self, *names: str) -> object:
         """The first of these settings that is there and not None; otherwise None."""
-        for name in names:
-            value = self._value(name)
-            if value is not None:
-                return value
-        return None
-
-    def _value(self, name: str) -> object:
-        """A setting, or its default where it is not there; one that is null stays so."""
-        is_there = not isinstance(self._config, Mapping) or name in self._config
-        return _read(self._config, name) if is_there else self._defaults.get(name)
+        found = (_read(self._config, name) for name in names)
+        return next((value for value in found if value is not None), None)
 
     def count(self, *names: str) -> int:
         """The first of these settings that is there, a positive integer.

@@ -183,10 +183,7 @@ class CountedFlops:
 
 
 def count_flops(
-    model: nn.Module,
-    sequence_length: int | None = None,
-    *,
-    inputs: Mapping[str, Tensor] | None = None,
+    model: nn.Module, sequence_length: int | None = None, *, inputs: Mapping[str, Tensor] | None = None
 ) -> CountedFlops:
     """Count the FLOPs of one training step of this very model, by torch's formulas for its operators.
 

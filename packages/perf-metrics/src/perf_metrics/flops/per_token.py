@@ -150,10 +150,9 @@ class ModelFlops:
         if length in self._by_length or len(self._by_length) < _COUNTED_AS_ASKED:
             return self._counted_at(length)
         below, above = grid_around(length)
+        share = (length - below) / (above - below)
         try:
-            return between(
-                self._counted_at(below), self._counted_at(above), (length - below) / (above - below)
-            )
+            return between(self._counted_at(below), self._counted_at(above), share)
         except FlopsUnknownError:
             # Beyond what the model takes, though the length itself is not.
             return self._counted_at(length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import logging
 import math
@@ -10,7 +9,7 @@ import os
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, Union
+from typing import Any, NamedTuple, TypeAlias, Union
 
 JsonValue: TypeAlias = Union[str, int, float, bool, "list[JsonValue]", "dict[str, JsonValue]", None]
 LogEntry: TypeAlias = dict[str, JsonValue]
@@ -38,14 +37,6 @@ LOG_FILENAME = "trainer_logs.json"
 STATE_FILENAME = "trainer_state.json"
 _STEP_KEYS = ("global_step", "step")
 _NO_ENTRY = (b"", b"[", b"]", b"[]")
-_MARKS = (
-    (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
-"""Of UTF-32 first: the mark of UTF-16 is the beginning of its own."""
 
 
 def find_log(path: Path) -> Path:
@@ -98,29 +89,25 @@ def parse_entries(data: bytes) -> tuple[list[LogEntry], bool]:
 
 def _as_utf8(data: bytes) -> bytes:
     """Return a text in UTF-8 without a mark: shells of Windows write UTF-16 with one."""
-    for mark, name in _MARKS:
-        if data.startswith(mark):
-            # What is torn within a letter ends before it.
-            return data.decode(name, errors="ignore").removeprefix("\ufeff").encode(errors="replace")
-    return data
+    encoding = json.detect_encoding(data)
+    if encoding == "utf-8":
+        return data
+    # What is torn within a letter ends before it.
+    return data.decode(encoding, errors="ignore").removeprefix("\ufeff").encode(errors="replace")
 
 
 def _parse_array(data: bytes) -> tuple[ParsedLog, bool]:
-    try:
-        whole = json.loads(data)
-    except (ValueError, RecursionError):  # RecursionError: brackets within brackets, by thousands
-        opening, *lines = data.split(b"\n")
-        is_array = opening.strip() == b"["
-        return (_objects_on(lines, 2) if is_array else None) or ParsedLog([]), False
+    whole = _json(data)
     if _is_array_of_objects(whole):
         return ParsedLog(whole), True
-    return ParsedLog([]), False
+    opening, *lines = data.split(b"\n")
+    is_torn = whole is None and opening.strip() == b"["
+    return (_objects_on(lines, 2) if is_torn else None) or ParsedLog([]), False
 
 
 def _parse_state_or_lines(data: bytes) -> ParsedLog | None:
-    try:
-        whole = json.loads(data)
-    except (ValueError, RecursionError):
+    whole = _json(data)
+    if whole is None:
         return _objects_on(data.split(b"\n"), 1)
     if not isinstance(whole, dict):
         return None
@@ -137,8 +124,8 @@ def _objects_on(lines: list[bytes], first: int) -> ParsedLog | None:
     bad: list[int] = []
     told = [(number, line) for number, line in enumerate(lines, start=first) if line.strip() not in _NO_ENTRY]
     for number, line in told:
-        entry = _object_on(line)
-        if entry is not None:
+        entry = _json(line.strip().removesuffix(b","))
+        if isinstance(entry, dict):
             entries.append(entry)
         elif not entries:
             return None
@@ -151,12 +138,12 @@ def _is_array_of_objects(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
-def _object_on(line: bytes) -> LogEntry | None:
+def _json(data: bytes) -> Any:
+    """Return what a text of JSON says; None where it is none."""
     try:
-        entry = json.loads(line.strip().removesuffix(b","))
-    except (ValueError, RecursionError):
+        return json.loads(data)
+    except (ValueError, RecursionError):  # RecursionError: brackets within brackets, by thousands
         return None
-    return entry if isinstance(entry, dict) else None
 
 
 def _with_global_step(entry: LogEntry) -> LogEntry:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .summary import TOKEN_KEYS, RunLog, Series, default_names, read_run
 
@@ -200,8 +200,8 @@ LINE_STYLES: dict[CurveStyle, str | tuple[float, tuple[float, ...]]] = {
     "line": "-",
     "dashed": (0, (4, 2)),
     "dotted": (0, (1, 1.5)),
-    "points": (0, (4, 2)),
 }
+POINTS: dict[str, Any] = {"marker": "o", "ls": (0, (4, 2)), "lw": 0.8, "ms": 5.5, "mec": "white"}
 
 
 @dataclass(frozen=True)
@@ -310,10 +310,7 @@ def _explain(curve: Curve, runs: Sequence[RunLog], pen: Pen, *, told: bool, smoo
     from matplotlib.patches import Patch
 
     if curve.style == "points":
-        style = LINE_STYLES["points"]
-        colour = pen.points_colour
-        points = Line2D([], [], color=colour, marker="o", ls=style, lw=0.8, ms=5.5, mec="white")
-        return [(points, curve.meaning)]
+        return [(Line2D([], [], color=pen.points_colour, **POINTS), curve.meaning)]
     found: list[Entry] = []
     line = Line2D([], [], color=pen.colour, ls=LINE_STYLES[curve.style], lw=1.5)
     if smooth:
@@ -380,17 +377,7 @@ def _draw_curve(axes: Axes, run: RunLog, curve: Curve, pen: Pen, *, x: XAxis, sm
     places = _places(run, series, x)
     values = [value * curve.scale for value in series.values]
     if curve.style == "points":
-        axes.plot(
-            places,
-            values,
-            marker="o",
-            linestyle=LINE_STYLES["points"],
-            color=pen.points_colour,
-            lw=0.8,
-            ms=5.5,
-            mec="white",
-            zorder=3,
-        )
+        axes.plot(places, values, color=pen.points_colour, zorder=3, **POINTS)
         return
     if curve.band:
         lowest = [value * curve.scale for value in run.series(curve.key, min).values]
@@ -403,12 +390,7 @@ def _draw_curve(axes: Axes, run: RunLog, curve: Curve, pen: Pen, *, x: XAxis, sm
 
 
 def _draw_line(
-    axes: Axes,
-    places: Sequence[float],
-    values: Sequence[float],
-    curve: Curve,
-    pen: Pen,
-    alpha: float = 1.0,
+    axes: Axes, places: Sequence[float], values: Sequence[float], curve: Curve, pen: Pen, alpha: float = 1.0
 ) -> None:
     axes.plot(
         places,

@@ -67,12 +67,7 @@ def time_series(
         **_panel("timeseries", title, text, _targets(queries, instant=False)),
         "fieldConfig": _fields({**_PALETTE, **field, "custom": lines}),
         "options": {
-            "legend": {
-                "calcs": figures,
-                "displayMode": legend,
-                "placement": "bottom",
-                "showLegend": True,
-            },
+            "legend": {"calcs": figures, "displayMode": legend, "placement": "bottom", "showLegend": True},
             "tooltip": {"mode": "multi", "sort": "desc"},
         },
     }

@@ -213,8 +213,7 @@ def _device_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
     average = f"avg by ({labels.of_fleet})" if labels.of_fleet else "avg"
     yield RecordingRule(series.FLEET_OFU, f"{average} ({series.OFU})")
     yield RecordingRule(
-        series.FLEET_OFU_IN_JOBS,
-        f"{average} ({series.OFU} and ignoring ({labels.job}) {_with_job(labels)})",
+        series.FLEET_OFU_IN_JOBS, f"{average} ({series.OFU} and ignoring ({labels.job}) {_with_job(labels)})"
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from ..ofu.counter_files import LABEL
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,6 @@ JOB_MFU_MINUS_OFU_1H = "job:mfu_minus_ofu:ratio_avg1h"
 
 _DEVICE_LABELS = ("hostname", "gpu", "UUID", "modelName", "GPU_I_PROFILE", "GPU_I_ID")
 """What says which GPU or MIG slice it is, by the names of the present dcgm-exporter."""
-_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class FleetLabels:
     def __post_init__(self) -> None:
         given = {"job_label": self.job} | ({} if self.cluster is None else {"cluster_label": self.cluster})
         for setting, name in given.items():
-            if not _LABEL.fullmatch(name):
+            if not LABEL.fullmatch(name):
                 raise ValueError(
                     f"{setting}={name!r} is not the name of a label. Use one such as hpc_job or pod."
                 )

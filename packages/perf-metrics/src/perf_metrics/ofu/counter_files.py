@@ -18,6 +18,8 @@ TENSOR_NAMES = ("DCGM_FI_PROF_TENSOR_UTIL_RATIO", "DCGM_FI_PROF_PIPE_TENSOR_ACTI
 """Field 1004, since DCGM 4.6.0 and before; the old name stays as an alias (`dcgmlib/dcgm_fields.h`)."""
 CLOCK_NAME = "DCGM_FI_DEV_SM_CLOCK"
 """Field 100, SM clock in MHz."""
+LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+"""The name of a label, to Prometheus."""
 JOB_LABELS = ("hpc_job", "namespace", "pod", "container")
 """Labels of dcgm-exporter that say who uses a device."""
 
@@ -348,19 +350,17 @@ class _Lines:
 
     def _number(self, cells: dict[str, str], column: str) -> float | None:
         text = cells.get(column)
-        if text is None:
-            return None
         if text == _BLANK:
             self.blank[column] += 1
+        if text is None or text == _BLANK:
             return None
         try:
-            value = float(text)
+            if 0 <= (value := float(text)) < math.inf:
+                return value
         except ValueError:
-            value = -1.0
-        if not 0 <= value < float("inf"):
-            self.wrong[column] += 1
-            return None
-        return value
+            pass
+        self.wrong[column] += 1
+        return None
 
 
 def _notes(lines: _Lines) -> Iterator[str]:

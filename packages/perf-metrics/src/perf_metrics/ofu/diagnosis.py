@@ -73,35 +73,33 @@ def _distributed(torch: ModuleType | None) -> Iterator[Finding]:
         )
 
 
+_SLOW_VARIABLES = {
+    "CUDA_LAUNCH_BLOCKING": (
+        ("", "0"),
+        "every kernel launch waits for the kernel, so that the device idles between kernels",
+    ),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (
+        ("",),  # any value switches it on
+        "every tensor is a cudaMalloc and a cudaFree, which wait for the device",
+    ),
+    "TORCH_NCCL_BLOCKING_WAIT": (
+        ("", "0"),
+        "the host waits for each collective before it launches more",
+    ),
+}
+"""Variables, the values that leave them off, and what they do."""
+
+
 def _environment() -> Iterator[Finding]:
-    if _on("CUDA_LAUNCH_BLOCKING"):
-        yield _variable(
-            "CUDA_LAUNCH_BLOCKING",
-            "every kernel launch waits for the kernel, so that the device idles between kernels",
-        )
-    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
-        yield _variable(
-            "PYTORCH_NO_CUDA_MEMORY_CACHING",
-            "every tensor is a cudaMalloc and a cudaFree, which wait for the device",
-        )
-    if _on("TORCH_NCCL_BLOCKING_WAIT"):
-        yield _variable(
-            "TORCH_NCCL_BLOCKING_WAIT", "the host waits for each collective before it launches more"
-        )
-    yield from _nccl_logging()
-
-
-def _nccl_logging() -> Iterator[Finding]:
+    for name, (off, effect) in _SLOW_VARIABLES.items():
+        if os.environ.get(name, "").strip() not in off:
+            yield _variable(name, effect)
     level = os.environ.get("NCCL_DEBUG", "").upper()
     subsystems = os.environ.get("NCCL_DEBUG_SUBSYS", "").upper()
     if level == "TRACE":
         yield _variable("NCCL_DEBUG", "NCCL logs every call", "use WARN")
     elif level == "INFO" and {"COLL", "P2P", "CALL", "ALL"} & set(subsystems.split(",")):
         yield _variable("NCCL_DEBUG_SUBSYS", "with NCCL_DEBUG=INFO NCCL logs every call", "use INIT,ENV")
-
-
-def _on(name: str) -> bool:
-    return os.environ.get(name, "").strip() not in ("", "0")
 
 
 def _variable(name: str, effect: str, fix: str = "unset it") -> Finding:
@@ -227,10 +225,13 @@ class JobFacts:
     findings: Sequence[Finding] = ()
 
     def __post_init__(self) -> None:
-        for name in ("total_parameters", "active_parameters", "sequence_length", "width", "n_layers"):
-            _check_positive(name, getattr(self, name))
-        for name in ("matmul_parameters", "tensor_mhz", "boost_mhz", "usual_ofu"):
-            _check_positive(name, getattr(self, name))
+        for name in (
+            *("total_parameters", "active_parameters", "sequence_length", "width", "n_layers"),
+            *("matmul_parameters", "tensor_mhz", "boost_mhz", "usual_ofu"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value!r} must be a positive number, or None when it is unknown.")
         for name in ("compute_dtype", "peak_dtype"):
             if getattr(self, name) not in (None, *RATES):
                 raise ValueError(
@@ -238,11 +239,6 @@ class JobFacts:
                 )
         if self.tile_overhead is not None and not 0 <= self.tile_overhead < math.inf:
             raise ValueError(f"tile_overhead={self.tile_overhead!r} must be a share of 0 or more.")
-
-
-def _check_positive(name: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r} must be a positive number, or None when it is unknown.")
 
 
 # What parts MFU from OFU, each cause with the ratio that it alone would give. Signatures: "Instant GPU
@@ -269,6 +265,11 @@ class MfuGapCause:
     check: str
     in_ofu: bool = False
 
+    @classmethod
+    def of(cls, name: str, ratio: float, why: str, check: str, *, in_ofu: bool = False) -> MfuGapCause:
+        """Return a cause that gives one number."""
+        return cls(name, ratio, ratio, why, check, in_ofu)
+
 
 def mfu_gap_causes(ofu: float, facts: JobFacts) -> Iterator[MfuGapCause | str]:
     """Yield each cause, or why it cannot be judged."""
@@ -282,18 +283,16 @@ def mfu_gap_causes(ofu: float, facts: JobFacts) -> Iterator[MfuGapCause | str]:
 
 def _slow(ofu: float, facts: JobFacts) -> Iterator[MfuGapCause]:
     for finding in facts.findings:
-        yield MfuGapCause(
+        yield MfuGapCause.of(
             f"slowed by {finding.setting}",
-            1.0,
             1.0,
             f"the count is right and the tensor cores wait ({finding.setting}={finding.value}): 1",
             f"{finding.effect}; {finding.fix}",
         )
     fallen = facts.usual_ofu is not None and ofu < facts.usual_ofu * (1 - FITS)
     was = f", OFU was {facts.usual_ofu:.1%}" if fallen else ""
-    yield MfuGapCause(
+    yield MfuGapCause.of(
         "tensor cores wait" if fallen else "MFU and OFU agree",
-        1.0,
         1.0,
         f"the count is right{was}: 1",
         "if both are low: check_process() in the job, then a profiler trace",
@@ -305,9 +304,8 @@ def _count(facts: JobFacts) -> Iterator[MfuGapCause | str]:
     yield (
         f"{name}: the job recomputes nothing"
         if facts.recomputes is False
-        else MfuGapCause(
+        else MfuGapCause.of(
             name,
-            0.75,
             0.75,
             "MFU counts 3 passes where full recomputation runs 4: 3/4",
             "is activation checkpointing on? MFU leaves it out by definition; compare HFU with OFU then",
@@ -317,9 +315,8 @@ def _count(facts: JobFacts) -> Iterator[MfuGapCause | str]:
     yield (
         f"{name}: the layers are all of one kind"
         if facts.hybrid is False
-        else MfuGapCause(
+        else MfuGapCause.of(
             name,
-            HYBRID,
             HYBRID,
             "an 8B hybrid of the paper, 24.51 / 15.56; other models give other numbers",
             "count FLOPs per layer type",
@@ -336,17 +333,14 @@ def _experts(facts: JobFacts) -> Iterator[MfuGapCause | str]:
     if facts.total_parameters is None or facts.active_parameters is None:
         yield f"{dense}: needs total_parameters and active_parameters"
     else:
-        share = facts.total_parameters / facts.active_parameters
-        yield MfuGapCause(
+        yield MfuGapCause.of(
             dense,
-            share,
-            share,
+            facts.total_parameters / facts.active_parameters,
             f"all parameters / active ones: {facts.total_parameters:.4g} / {facts.active_parameters:.4g}",
             "does the count take the experts a token is sent to, and not all of them?",
         )
-    yield MfuGapCause(
+    yield MfuGapCause.of(
         latent,
-        LATENT_EXPERTS,
         LATENT_EXPERTS,
         "a 16B model of the paper that routes 512 of 2048 features, 54.27 / 25.58; others give other numbers",
         "are the expert products counted at the width after the projection?",
@@ -367,13 +361,12 @@ def _causal(facts: JobFacts) -> MfuGapCause | str:
     share = (6 * weights + 12 * width * length) / (6 * weights + 7 * width * length)
     per_layer = f"N/L = {weights:.4g}" + ("" if known else " (12 d^2)")
     why = f"(6 N + 12 L d S) / (6 N + 7 L d S) with {per_layer}, d = {width}, S = {length}"
-    return MfuGapCause(name, share, share, why, check)
+    return MfuGapCause.of(name, share, why, check)
 
 
 def _peak(facts: JobFacts) -> Iterator[MfuGapCause | str]:
-    yield MfuGapCause(
+    yield MfuGapCause.of(
         "sparse peak used",
-        0.5,
         0.5,
         "the peak with structured sparsity is twice the dense one: 1/2",
         "is the peak the dense one of the data sheet (H100 SXM, BF16: 989 TFLOP/s)?",
@@ -386,18 +379,17 @@ def _peak(facts: JobFacts) -> Iterator[MfuGapCause | str]:
         yield (
             f"peak of the wrong type: work and peak are {run} and {peak}, which have the same"
             if share == 1
-            else MfuGapCause(name, share, share, f"peak of {run} / peak of {peak}", check)
+            else MfuGapCause.of(name, share, f"peak of {run} / peak of {peak}", check)
         )
         return
-    yield MfuGapCause("peak of a slower type", 2.0, 2.0, "such as fp8 work against the bf16 peak: 2/1", check)
-    yield MfuGapCause("peak of a faster type", 0.5, 0.5, "such as bf16 work against the fp8 peak: 1/2", check)
+    yield MfuGapCause.of("peak of a slower type", 2.0, "such as fp8 work against the bf16 peak: 2/1", check)
+    yield MfuGapCause.of("peak of a faster type", 0.5, "such as bf16 work against the fp8 peak: 1/2", check)
 
 
 def _counters(facts: JobFacts) -> Iterator[MfuGapCause]:
     clocks = facts.boost_mhz / facts.tensor_mhz
-    yield MfuGapCause(
+    yield MfuGapCause.of(
         "OFU taken with the boost clock",
-        clocks,
         clocks,
         f"OFU is low by {1 - 1 / clocks:.1%} when {facts.boost_mhz:g} MHz stands for {facts.tensor_mhz:g}: "
         f"{facts.boost_mhz:g} / {facts.tensor_mhz:g}",
@@ -488,15 +480,10 @@ def diagnose(mfu: float, ofu: float, facts: JobFacts | None = None) -> Diagnosis
             raise ValueError(f"{name}={share!r} must be a share above 0, such as 0.42 for 42 %.")
     facts = facts or JobFacts()
     ratio = mfu / ofu
-    judged: list[Candidate] = []
-    not_judged: list[str] = []
-    for cause in mfu_gap_causes(ofu, facts):
-        if isinstance(cause, str):
-            not_judged.append(cause)
-        else:
-            judged.append(_held_against(cause, mfu, ofu))
+    causes = list(mfu_gap_causes(ofu, facts))
+    judged = [_held_against(cause, mfu, ofu) for cause in causes if isinstance(cause, MfuGapCause)]
     judged.sort(key=lambda one: (not one.fits, one.fits and one.expected[0] != one.expected[1], one.distance))
-    return Diagnosis(ratio, tuple(judged), tuple(not_judged))
+    return Diagnosis(ratio, tuple(judged), tuple(cause for cause in causes if isinstance(cause, str)))
 
 
 def _held_against(cause: MfuGapCause, mfu: float, ofu: float) -> Candidate:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 # There is no published grammar for cuBLAS's names. The rules here are read from names in public traces (the
 # list in the tests); CUTLASS documents its own. A name that does not follow them is not read at all:
@@ -128,6 +128,7 @@ _NVJET = re.compile(
     r"_(?P<m>\d+)x(?P<n>\d+)(?:_(?P<k>\d+)x(?P<stages>\d+))?(?:_(?P<cm>\d+)x(?P<cn>\d+))?"
     r"(?P<two>_2cta)?(?P<words>(?:_[A-Za-z0-9]+)*?)(?:_(?P<ops>[NT]{2})[NT])?"
 )
+_OPERANDS = ("a", "b", "c", "accumulate", "d")
 _NVJET_WORD = re.compile(r"v|h|bz|badd|bx|coop[AB]|splitK|bias|ovscale|algo\d+|[AB]vec\d+U[A-Z0-9]+")
 
 
@@ -141,7 +142,7 @@ def _nvjet(name: str) -> GemmKernel | str:
     match = _NVJET.fullmatch(name)
     if match is None:
         return "an nvjet name of another form than nvjet_[smXX_]TYPES_MxN_KxSTAGES_CMxCN_..._OPS"
-    words = tuple(word for word in match["words"].split("_") if word)
+    words = _words(match)
     unknown = [word for word in words if not _NVJET_WORD.fullmatch(word)]
     if unknown:
         return f"an nvjet name with words of unknown meaning: {', '.join(unknown)}"
@@ -151,7 +152,9 @@ def _nvjet(name: str) -> GemmKernel | str:
     letters = match["types"]
     if len(letters) == 3:
         letters = letters[0] * 2 + letters[2] + letters[1] + letters[2]
-    a, b, c, accumulate, d = (_FORMATS.get(letter) for letter in letters)
+    formats: dict[str, Any] = {
+        name: _FORMATS.get(letter) for name, letter in zip(_OPERANDS, letters, strict=True)
+    }
     return GemmKernel(
         name=name,
         family="nvjet",
@@ -160,11 +163,7 @@ def _nvjet(name: str) -> GemmKernel | str:
         stages=_number(match["stages"]),
         two_cta=match["two"] is not None,
         split_k="splitK" in words,
-        a=a,
-        b=b,
-        accumulate=accumulate,
-        c=c,
-        d=d,
+        **formats,
         ops=match["ops"],
         flags=((match["path"],) if match["path"] else ()) + words,
     )
@@ -189,7 +188,8 @@ def _cutlass3(name: str) -> GemmKernel | str:
     match = _CUTLASS3.fullmatch(name)
     if match is None:
         return "a CUTLASS 3 name of another form than ..gemm_A_B_ACC_C_D_MxNxK_CMxCNx1_STAGES_LAYOUTS.."
-    words = tuple(word for word in match["words"].split("_") if word)
+    words = _words(match)
+    formats: dict[str, Any] = {name: _cutlass_format(match[name]) for name in _OPERANDS}
     return GemmKernel(
         name=name,
         family="cutlass3x",
@@ -197,11 +197,7 @@ def _cutlass3(name: str) -> GemmKernel | str:
         tile=_tile(match),
         stages=_number(match["stages"]) or None,
         split_k=any(word in ("stream", "streamk", "splitk") for word in words),
-        a=_cutlass_format(match["a"]),
-        b=_cutlass_format(match["b"]),
-        accumulate=_cutlass_format(match["accumulate"]),
-        c=_cutlass_format(match["c"]),
-        d=_cutlass_format(match["d"]),
+        **formats,
         ops=match["ops"].upper(),
         row_major=match["out"] == "t",
         flags=words,
@@ -223,7 +219,7 @@ def _cutlass2(name: str) -> GemmKernel | str:
     match = _CUTLASS2.fullmatch(name)
     if match is None:
         return "a cutlass_80 name of another form than cutlass_80_tensorop_.._MxN_KxSTAGES_OPS_alignX"
-    words = tuple(word for word in match["words"].split("_") if word)
+    words = _words(match)
     return GemmKernel(
         name=name,
         family="cutlass_80",
@@ -252,13 +248,14 @@ def _xmma(name: str) -> GemmKernel | str:
     match = _XMMA.fullmatch(name)
     if match is None:
         return "an XMMA name of another form than smXX_xmma_gemm_TYPES_OPS_L_tilesizeMxNxK.."
-    words = tuple(word for word in match["words"].split("_") if word)
+    words = _words(match)
     if "ffma" in words:
         return PLAIN_CORES
     tile = _tile(match)
     if int(match["sm"]) < 90:
         tile = TileShape(tile.m, tile.n, tile.k, 1, 1)
     pair = re.match(r"([a-z]+\d+)\1(?:_|$)", match["types"])
+    operand = _cutlass_format(pair[1]) if pair else None
     return GemmKernel(
         name=name,
         family="xmma",
@@ -266,8 +263,8 @@ def _xmma(name: str) -> GemmKernel | str:
         tile=tile,
         stages=_number(match["stages"]),
         split_k="segment_k_on" in match["words"],
-        a=_cutlass_format(pair[1]) if pair else None,
-        b=_cutlass_format(pair[1]) if pair else None,
+        a=operand,
+        b=operand,
         ops=match["ops"].upper(),
         row_major=match["out"] == "t",
         flags=words,
@@ -277,6 +274,10 @@ def _xmma(name: str) -> GemmKernel | str:
 def _tile(match: re.Match[str]) -> TileShape:
     m, n, k, cluster_m, cluster_n = (_number(match[key]) for key in ("m", "n", "k", "cm", "cn"))
     return TileShape(m or 0, n or 0, k, cluster_m, cluster_n)
+
+
+def _words(match: re.Match[str]) -> tuple[str, ...]:
+    return tuple(word for word in match["words"].split("_") if word)
 
 
 def _number(text: str | None) -> int | None:
@@ -487,11 +488,9 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _inexact(tile: TileShape, split_k: bool) -> str | None:
-    reasons = []
-    if split_k:
-        reasons.append("k is split, and each part may be rounded up")
-    if tile.k is None:
-        reasons.append("the name has no depth of a step")
-    if tile.cluster_m is None or tile.cluster_n is None:
-        reasons.append("the name has no cluster")
-    return "; ".join(reasons) or None
+    reasons = {
+        "k is split, and each part may be rounded up": split_k,
+        "the name has no depth of a step": tile.k is None,
+        "the name has no cluster": tile.cluster_m is None or tile.cluster_n is None,
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds) or None

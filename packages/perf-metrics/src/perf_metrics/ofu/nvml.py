@@ -6,9 +6,9 @@ import importlib
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType, TracebackType
+from types import ModuleType
+from typing import Any
 
 _INSTALL = "pip install 'perf-metrics[nvml]'"
 # After an error of one of these kinds the next call may do; after another it would fail again.
@@ -73,21 +73,17 @@ class Nvml:
 
     def __init__(self) -> None:
         self.bindings = _bindings()
-        with self.errors("nvmlInit"):
-            self.bindings.nvmlInit()
+        self.call("nvmlInit")
 
     def __enter__(self) -> Nvml:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Close NVML; other users in this process keep theirs, as NVML counts them."""
-        with self.errors("nvmlShutdown"):
-            self.bindings.nvmlShutdown()
+        self.call("nvmlShutdown")
 
     def devices(self) -> tuple[Device, ...]:
         """List the GPUs of the node; of a GPU in MIG mode its slices.
@@ -97,8 +93,7 @@ class Nvml:
         Raises:
             UnavailableError: The number of devices cannot be told.
         """
-        with self.errors("nvmlDeviceGetCount"):
-            count = int(self.bindings.nvmlDeviceGetCount())
+        count = int(self.call("nvmlDeviceGetCount"))
         return tuple(device for index in range(count) for device in self._at(index))
 
     def find(self, identifier: str) -> Device:
@@ -117,7 +112,14 @@ class Nvml:
             call, names = "nvmlDeviceGetHandleByPciBusId", [identifier]
         else:
             call, names = "nvmlDeviceGetHandleByUUID", [f"GPU-{identifier}", f"MIG-{identifier}"]
-        handle = self._first_handle(call, names, identifier)
+        for name in names:
+            try:
+                handle = self.call(call, name)
+                break
+            except UnavailableError as error:
+                reason = error.reason
+        else:
+            raise UnavailableError(f"no device {identifier!r}: {reason}")
         if self._is_slice(handle):
             return self._slice(handle, "")
         device = self._whole(handle, "")
@@ -127,40 +129,29 @@ class Nvml:
             )
         return device
 
-    @contextmanager
-    def errors(self, call: str) -> Iterator[None]:
-        """Turn NVML's errors into `UnavailableError`, with the name of the call."""
+    def call(self, name: str, *arguments: object) -> Any:
+        """Call a function of NVML; its errors become `UnavailableError`, with the name of the call."""
         try:
-            yield
+            return getattr(self.bindings, name)(*arguments)
         except self.bindings.NVMLError as error:
-            raise UnavailableError(
-                self._reason(call, error.value), passing=self._code_is(error.value, *_PASSING)
-            ) from None
+            raise self.error(name, error.value) from None
 
-    def _reason(self, call: str, code: int) -> str:
+    def error(self, what: str, code: int) -> UnavailableError:
+        """Return the error for a code that NVML has answered with."""
+        reason = f"{what}: {self.bindings.NVMLError(code)}"
         if self._code_is(code, "NVML_ERROR_LIBRARY_NOT_FOUND"):
-            return "libnvidia-ml.so.1 not found: no NVIDIA driver here"
-        if self._code_is(code, "NVML_ERROR_FUNCTION_NOT_FOUND"):
-            return f"the installed driver has no {call}"
-        return f"{call}: {self.bindings.NVMLError(code)}"
+            reason = "libnvidia-ml.so.1 not found: no NVIDIA driver here"
+        elif self._code_is(code, "NVML_ERROR_FUNCTION_NOT_FOUND"):
+            reason = f"the installed driver has no {what}"
+        return UnavailableError(reason, passing=self._code_is(code, *_PASSING))
 
     def _code_is(self, code: int, *names: str) -> bool:
         return any(code == getattr(self.bindings, name, None) for name in names)
 
-    def _first_handle(self, call: str, names: list[str], identifier: str) -> object:
-        for name in names:
-            try:
-                with self.errors(call):
-                    return getattr(self.bindings, call)(name)
-            except UnavailableError as error:
-                last = error
-        raise UnavailableError(f"no device {identifier!r}: {last.reason}")
-
     def _at(self, index: int) -> Iterator[Device]:
         label = str(index)
         try:
-            with self.errors("nvmlDeviceGetHandleByIndex"):
-                handle = self.bindings.nvmlDeviceGetHandleByIndex(index)
+            handle = self.call("nvmlDeviceGetHandleByIndex", index)
             whole = self._whole(handle, label)
             slices = tuple(self._slices(handle, label)) if self._in_mig_mode(handle) else None
         except UnavailableError as error:
@@ -175,42 +166,34 @@ class Nvml:
             yield Device(label, whole.name, whole.chip, whole.uuid, problem=problem)
 
     def _slices(self, handle: object, label: str) -> Iterator[Device]:
-        with self.errors("nvmlDeviceGetMaxMigDeviceCount"):
-            most = int(self.bindings.nvmlDeviceGetMaxMigDeviceCount(handle))
+        most = int(self.call("nvmlDeviceGetMaxMigDeviceCount", handle))
         for index in range(most):
             try:
-                with self.errors("nvmlDeviceGetMigDeviceHandleByIndex"):
-                    part = self.bindings.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                part = self.call("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
             except UnavailableError:
                 continue  # not every place need hold a slice; NVML answers "Not Found" for the others
             yield self._slice(part, f"{label}/{index}")
 
     def _slice(self, part: object, label: str) -> Device:
-        with self.errors("nvmlDeviceGetDeviceHandleFromMigDeviceHandle"):
-            handle = self.bindings.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
-        with self.errors("nvmlDeviceGetGpuInstanceId"):
-            instance = int(self.bindings.nvmlDeviceGetGpuInstanceId(part))
+        handle = self.call("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", part)
+        instance = int(self.call("nvmlDeviceGetGpuInstanceId", part))
         own, whole = self._whole(part, label), self._whole(handle, label)
         return Device(label, own.name, whole.name, own.uuid, gpu_instance=instance, handle=handle)
 
     def _whole(self, handle: object, label: str) -> Device:
-        with self.errors("nvmlDeviceGetName"):
-            name = str(self.bindings.nvmlDeviceGetName(handle))
-        with self.errors("nvmlDeviceGetUUID"):
-            uuid = str(self.bindings.nvmlDeviceGetUUID(handle))
+        name = str(self.call("nvmlDeviceGetName", handle))
+        uuid = str(self.call("nvmlDeviceGetUUID", handle))
         return Device(label or uuid, name, name, uuid, handle=handle)
 
     def _in_mig_mode(self, handle: object) -> bool:
         try:
-            with self.errors("nvmlDeviceGetMigMode"):
-                return bool(self.bindings.nvmlDeviceGetMigMode(handle)[0])
+            return bool(self.call("nvmlDeviceGetMigMode", handle)[0])
         except UnavailableError:
             return False  # devices that cannot be divided answer "Not Supported"
 
     def _is_slice(self, handle: object) -> bool:
         try:
-            with self.errors("nvmlDeviceIsMigDeviceHandle"):
-                return bool(self.bindings.nvmlDeviceIsMigDeviceHandle(handle).value)
+            return bool(self.call("nvmlDeviceIsMigDeviceHandle", handle).value)
         except UnavailableError:
             return False  # drivers older than MIG have no such function
 
@@ -286,8 +269,7 @@ class TensorMeter:
             raise UnavailableError(device.problem)
         pynvml = nvml.bindings
         self._nvml, self._pynvml, self._device = nvml, pynvml, device
-        with nvml.errors("nvmlGpmQueryDeviceSupport"):
-            support = pynvml.nvmlGpmQueryDeviceSupport(device.handle)
+        support = nvml.call("nvmlGpmQueryDeviceSupport", device.handle)
         if not support.isSupportedDevice:
             raise UnavailableError("no tensor activity: the device has no GPM, which needs Hopper or newer")
         names = ("SM_CYCLES_ELAPSED", "SM_CYCLES_ACTIVE", "MMA_CYCLES_ACTIVE")
@@ -302,8 +284,7 @@ class TensorMeter:
         self._taken_at: float | None = None
         try:
             for _ in range(2):
-                with nvml.errors("nvmlGpmSampleAlloc"):
-                    self._samples.append(pynvml.nvmlGpmSampleAlloc())
+                self._samples.append(nvml.call("nvmlGpmSampleAlloc"))
         except UnavailableError:
             self.close()
             raise
@@ -329,32 +310,25 @@ class TensorMeter:
         earlier, later = self._samples
         self._take(later)
         now = time.monotonic()
-        sm_mhz = self._sm_mhz()
+        clock = self._nvml.call("nvmlDeviceGetClockInfo", self._device.handle, self._pynvml.NVML_CLOCK_SM)
         self._samples = [later, earlier]
         self._taken_at = now
         if before is None:
             return None
         percent = self._metrics(earlier, later, [self._pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL])[0]
-        return Reading(percent / 100, sm_mhz, now - before, self._cycles(earlier, later))
+        return Reading(percent / 100, float(clock), now - before, self._cycles(earlier, later))
 
     def close(self) -> None:
         """Free the two samples; may be called again."""
         while self._samples:
-            with self._nvml.errors("nvmlGpmSampleFree"):
-                self._pynvml.nvmlGpmSampleFree(self._samples.pop())
+            self._nvml.call("nvmlGpmSampleFree", self._samples.pop())
 
     def _take(self, sample: object) -> None:
         handle, instance = self._device.handle, self._device.gpu_instance
         if instance is None:
-            with self._nvml.errors("nvmlGpmSampleGet"):
-                self._pynvml.nvmlGpmSampleGet(handle, sample)
+            self._nvml.call("nvmlGpmSampleGet", handle, sample)
         else:
-            with self._nvml.errors("nvmlGpmMigSampleGet"):
-                self._pynvml.nvmlGpmMigSampleGet(handle, instance, sample)
-
-    def _sm_mhz(self) -> float:
-        with self._nvml.errors("nvmlDeviceGetClockInfo"):
-            return float(self._pynvml.nvmlDeviceGetClockInfo(self._device.handle, self._pynvml.NVML_CLOCK_SM))
+            self._nvml.call("nvmlGpmMigSampleGet", handle, instance, sample)
 
     def _cycles(self, earlier: object, later: object) -> CycleCounts | None:
         if not self._counters:
@@ -375,18 +349,13 @@ class TensorMeter:
         request.sample1, request.sample2, request.numMetrics = earlier, later, len(ids)
         for index, number in enumerate(ids):
             request.metrics[index].metricId = number
-        with self._nvml.errors("nvmlGpmMetricsGet"):
-            self._pynvml.nvmlGpmMetricsGet(request)
-        return [
-            self._value(request.metrics[index].nvmlReturn, request.metrics[index].value, number)
-            for index, number in enumerate(ids)
-        ]
-
-    def _value(self, status: int, value: float, number: int) -> float:
-        what = f"GPM metric {number}"
-        with self._nvml.errors(what):
-            if status != self._pynvml.NVML_SUCCESS:
-                raise self._pynvml.NVMLError(status)
-        if not math.isfinite(value) or value < 0:
-            raise UnavailableError(f"{what}: the driver gave {value}", passing=True)
-        return float(value)
+        self._nvml.call("nvmlGpmMetricsGet", request)
+        values = []
+        for number, metric in zip(ids, request.metrics, strict=False):
+            what, value = f"GPM metric {number}", float(metric.value)
+            if metric.nvmlReturn != self._pynvml.NVML_SUCCESS:
+                raise self._nvml.error(what, metric.nvmlReturn)
+            if not math.isfinite(value) or value < 0:
+                raise UnavailableError(f"{what}: the driver gave {value}", passing=True)
+            values.append(value)
+        return values

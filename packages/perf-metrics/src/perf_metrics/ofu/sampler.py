@@ -7,8 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import astuple, dataclass
 
 from .nvml import CycleCounts, Device, Nvml, Reading, TensorMeter, UnavailableError
 from .samples import TensorClock, check_tensor_mhz, ofu_from_activity, tensor_clock
@@ -139,11 +138,11 @@ class WindowSums:
         )
 
     def _add_cycles(self, now: CycleCounts, before: CycleCounts, seconds: float) -> None:
-        grown = (now.elapsed - before.elapsed, now.active - before.active, now.tensor - before.tensor)
+        grown = [count - earlier for count, earlier in zip(astuple(now), astuple(before), strict=True)]
         if min(grown) < 0:
             return  # the driver was loaded anew, and the counters began at 0
-        total = self._cycles or CycleCounts(0.0, 0.0, 0.0)
-        self._cycles = CycleCounts(total.elapsed + grown[0], total.active + grown[1], total.tensor + grown[2])
+        total = astuple(self._cycles) if self._cycles else (0.0, 0.0, 0.0)
+        self._cycles = CycleCounts(*map(sum, zip(total, grown, strict=True)))
         self._cycles_seconds += seconds
 
 
@@ -224,7 +223,11 @@ class OFUSampler:
         try:
             self._nvml = Nvml()
             self._running = True
-            devices = self._find(self._nvml)
+            devices = (
+                self._nvml.devices()
+                if self._identifiers is None
+                else [_find_or_say(self._nvml, identifier) for identifier in self._identifiers]
+            )
         except UnavailableError as error:
             self._problem, self._running = error.reason, True
             return
@@ -285,20 +288,13 @@ class OFUSampler:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _count(self, counting: bool) -> None:
         with self._changed:
             for thread in self._threads:
                 thread.count(counting)
-
-    def _find(self, nvml: Nvml) -> tuple[Device, ...]:
-        if self._identifiers is None:
-            return nvml.devices()
-        return tuple(_find_or_say(nvml, identifier) for identifier in self._identifiers)
 
     def _clock(self, device: Device) -> TensorClock:
         if self._tensor_mhz is not None:
