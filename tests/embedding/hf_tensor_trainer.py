@@ -64,12 +64,10 @@ def main(name: str, folder: str, batch: int, mesh: str | None = None, sequence: 
     trainer.save_model(f"{folder}/weights")
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     points = [[entry["loss"], entry["grad_norm"]] for entry in logged]
-    written = None
-    if not sequence:
-        with trainer.generating(), torch.no_grad():
-            written = (
-                trainer.unwrapped_model().generate(tokens[:2, :4], max_new_tokens=5, do_sample=False).tolist()
-            )
+    with trainer.generating(), torch.no_grad():
+        written = (
+            trainer.unwrapped_model().generate(tokens[:2, :4], max_new_tokens=5, do_sample=False).tolist()
+        )
     # In one write, so that lines of several ranks do not mix.
     sys.stdout.write(f"points {json.dumps([points, written])}\n")
 

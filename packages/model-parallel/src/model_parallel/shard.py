@@ -21,7 +21,7 @@ from .plan import PlanError, module_at
 from .structure import Structure, is_shared_head, local_size
 from .styles import (
     Colwise,
-    FirstLayer,
+    Layer,
     Layers,
     Progress,
     Region,
@@ -44,6 +44,7 @@ def shard_tensors(
     *,
     sequence: bool = False,
     loss: bool = False,
+    stages: bool = False,
 ) -> nn.Module:
     """Divide a model over the ranks of a mesh, in place; collective.
 
@@ -67,6 +68,8 @@ def shard_tensors(
             parts.
         loss: Whether logits stay divided by the vocabulary: a DTensor [batch, sequence, vocabulary], for
             `sharded_cross_entropy`.
+        stages: Whether layers will be called by the stages of a pipeline, of which only one has the first
+            layer. With `sequence` a stage is then given, and returns, this rank's part of the sequence.
 
     Returns:
         The model.
@@ -87,7 +90,7 @@ def shard_tensors(
         structure = examine(model, plan, tensor=mesh.size(), sequence=sequence, loss=loss)
     except (PlanError, ValueError) as raised:
         error = raised
-    _check_same(model, structure, mesh, (sequence, loss))
+    _check_same(model, structure, mesh, (sequence, loss, stages))
     if error is not None or structure is None:
         raise error or PlanError("The plan was refused.")
     told = undivided(shares(model, structure, mesh.size())) + own_forwards(model, structure)
@@ -95,7 +98,7 @@ def shard_tensors(
         told += stacked_by_head(model, structure)
     for sentence in told:
         _LOGGER.warning(sentence)
-    _add_styles(model, structure, mesh, sequence=sequence, loss=loss)
+    _add_styles(model, structure, mesh, sequence=sequence, loss=loss, stages=stages)
     _place_parameters(model, structure, mesh)
     _equal_buffers(model, mesh)
     return model
@@ -145,15 +148,15 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _add_styles(
-    model: nn.Module, structure: Structure, mesh: DeviceMesh, *, sequence: bool, loss: bool
+    model: nn.Module, structure: Structure, mesh: DeviceMesh, *, sequence: bool, loss: bool, stages: bool
 ) -> None:
-    progress = Progress()
+    progress = Progress(stages)
     scopes: dict[str, Scope] = {}
     if sequence and structure.backbone is not None:
         add_style(module_at(model, structure.backbone), Layers(mesh, sequence, progress))
-        add_style(module_at(model, structure.layers[0]), FirstLayer(mesh, sequence, progress))
-        for name in structure.layers[1:]:
-            add_style(module_at(model, name), None)  # layers stay of one class, by which others find them
+        for name in structure.layers:  # all of them: they stay of one class, by which others find them
+            first = name == structure.layers[0]
+            add_style(module_at(model, name), Layer(mesh, sequence, first, progress))
     for region in structure.regions:
         style = Region(mesh, sequence, Scope(region), progress if structure.backbone is not None else None)
         scopes[region] = style.scope

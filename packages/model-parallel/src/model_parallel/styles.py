@@ -280,8 +280,15 @@ class Region(Style):
 
 @dataclass(eq=False)
 class Progress:
-    """Whether a forward pass has divided the sequence; None outside the module with the layers."""
+    """How far a forward pass is.
 
+    Attributes:
+        stages: Whether layers may be called without the first one, as by a stage of a pipeline, which is
+            given parts of the sequence.
+        divided: Whether it has divided the sequence; None outside the module with the layers.
+    """
+
+    stages: bool = False
     divided: bool | None = None
 
     def check(self, name: str, on_parts: bool) -> None:
@@ -307,6 +314,8 @@ class Layers(Style):
 
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it, knowing where it is."""
+        if not self.sequence:
+            return call(*args, **kwargs)
         self.progress.divided = False
         try:
             return call(*args, **kwargs)
@@ -315,15 +324,23 @@ class Layers(Style):
 
 
 @dataclass(eq=False)
-class FirstLayer(Style):
-    """The first layer: here the sequence is divided."""
+class Layer(Style):
+    """A layer, which works on parts of the sequence; the first one divides it.
 
+    From stage to stage of a pipeline parts are sent, too: that is a `1 / tensor` of the bytes, and nothing is
+    gathered at the end of a stage to be divided again by the next one.
+    """
+
+    first: bool = False
     progress: Progress = field(default_factory=Progress)
 
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer on this rank's part of the sequence."""
-        if self.progress.divided:
-            return call(*args, **kwargs)  # once more, in a model that goes through its layers several times
+        if self.sequence and not self.first and self.progress.stages and self.progress.divided is False:
+            self.progress.divided = True  # the hidden state of another stage came in
+        # The first one may come again, in a model that goes through its layers several times.
+        if not self.sequence or not self.first or self.progress.divided:
+            return call(*args, **kwargs)
         x, args, kwargs = take_stream(module, args, kwargs)
         ranks = self.mesh.size()
         if x.ndim != 3 or x.shape[SEQUENCE_DIM] % ranks:
@@ -388,8 +405,8 @@ def _within(style: Style, module: nn.Module, call: Call) -> Call:
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def add_style(module: nn.Module, style: Style | None) -> None:
-    """Give a module a style, inside those that it has; without one only the class that styled ones have."""
+def add_style(module: nn.Module, style: Style) -> None:
+    """Give a module a style, inside those that it has."""
     cls = type(module)
     if not isinstance(module, Styled):
         if cls not in _CLASSES:
@@ -398,8 +415,7 @@ def add_style(module: nn.Module, style: Style | None) -> None:
         module.__class__ = _CLASSES[cls]
         module._tensor_styles = []  # type: ignore[assignment]
         module._tensor_ties = []  # type: ignore[assignment]
-    if style is not None:
-        cast(Styled, module)._tensor_styles.append(style)
+    cast(Styled, module)._tensor_styles.append(style)
 
 
 def styles_of(module: nn.Module) -> list[Style]:
@@ -419,3 +435,23 @@ def check_ties(module: nn.Module) -> None:
             # A stage of a pipeline may have only one of the two.
             if here is not None and there is not None and here is not there:
                 raise RuntimeError(message)
+
+
+@contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """A context in which no sequence is divided, whatever `sequence` was, to write texts of any length.
+
+    Without gradients only: layers that work on parts of a sequence sum theirs over the ranks.
+
+    Args:
+        model: What `shard_tensors` has divided, or a part of it.
+    """
+    styles = [style for module in model.modules() for style in styles_of(module) if style.sequence]
+    for style in styles:
+        style.sequence = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for style in styles:
+            style.sequence = True
