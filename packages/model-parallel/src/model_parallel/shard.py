@@ -17,6 +17,7 @@ from dist_env import get_logger
 
 from .activations import Scope
 from .check import examine, own_forwards, shares, stacked_by_head, undivided
+from .draws import Draws, share_generators
 from .plan import PlanError, module_at
 from .structure import Structure, is_shared_head, local_size
 from .styles import (
@@ -101,6 +102,7 @@ def shard_tensors(
     _add_styles(model, structure, mesh, sequence=sequence, loss=loss, stages=stages)
     _place_parameters(model, structure, mesh)
     _equal_buffers(model, mesh)
+    share_generators(mesh)
     return model
 
 
@@ -151,14 +153,20 @@ def _add_styles(
     model: nn.Module, structure: Structure, mesh: DeviceMesh, *, sequence: bool, loss: bool, stages: bool
 ) -> None:
     progress = Progress(stages)
+    draws = Draws(mesh)
     scopes: dict[str, Scope] = {}
     if sequence and structure.backbone is not None:
         add_style(module_at(model, structure.backbone), Layers(mesh, sequence, progress))
         for name in structure.layers:  # all of them: they stay of one class, by which others find them
             first = name == structure.layers[0]
-            add_style(module_at(model, name), Layer(mesh, sequence, first, progress))
-    for region in structure.regions:
-        style = Region(mesh, sequence, Scope(region), progress if structure.backbone is not None else None)
+            add_style(module_at(model, name), Layer(mesh, sequence, first, progress, draws=draws))
+    # Of a model without layers, such as an nn.Sequential, the model itself is around colwise layers.
+    at_root = structure.backbone is None and any(
+        style in ("colwise", "packed_colwise") and "." not in name for name, style in structure.styles.items()
+    )
+    for region in [*structure.regions, *([""] if at_root else [])]:
+        within = progress if structure.backbone is not None else None
+        style = Region(mesh, sequence, within, scope=Scope(draws, region or type(model).__name__))
         scopes[region] = style.scope
         add_style(module_at(model, region), style)
     for name in structure.styles:

@@ -31,6 +31,7 @@ from .activations import (
     summed,
     with_summed_gradient,
 )
+from .draws import Draws
 
 Call = Callable[..., Any]
 
@@ -143,6 +144,8 @@ class Colwise(Style):
         x, args, kwargs = take_stream(module, args, kwargs)
         with local_parameters(module, self.mesh, sum_gradients=self.rows is not None, rows=self.rows):
             y: Tensor = call(self.enter(x), *args, **kwargs)
+        if self.scope is not None and self.output == "local" and module.training:
+            self.scope.draw_apart(y)
         width = cast(int, module.out_features)
         if self.output == "gathered":
             return Unaliased.apply(gathered(y, self.mesh, -1, width))  # type: ignore[no-untyped-call]
@@ -174,6 +177,8 @@ class Rowwise(Style):
             self.scope.leave(x)
         with local_parameters(module, self.mesh, without=("bias",)):
             y: Tensor = call(x, *args, **kwargs)
+        if self.scope is not None and not self.sequence:
+            self.scope.draw_alike()
         y = summed(y, self.mesh, Shard(SEQUENCE_DIM) if self.sequence else Replicate())
         bias = module._parameters.get("bias")
         if bias is not None:
@@ -250,11 +255,19 @@ class Region(Style):
         progress: Says whether the sequence is divided by now.
     """
 
-    scope: Scope = field(default_factory=Scope)
+    scope: Scope = field(kw_only=True)
     progress: Progress | None = None
 
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module on the whole sequence."""
+        if self.sequence and module.training:
+            self.scope.check_whole(self.scope.draws.is_apart)
+        if not self.scope.draws.is_apart:  # compiled code does not get further
+            return self._forward(call, args, kwargs, module)
+        with self.scope.draws.alike():
+            return self._forward(call, args, kwargs, module)
+
+    def _forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> Any:
         if self.sequence and self.progress is not None and self.progress.divided is False:
             # Gathering a sequence that is whole would repeat it as often as there are ranks.
             raise RuntimeError(
@@ -331,6 +344,7 @@ class Layer(Style):
     gathered at the end of a stage to be divided again by the next one.
     """
 
+    draws: Draws = field(kw_only=True)
     first: bool = False
     progress: Progress = field(default_factory=Progress)
 
@@ -340,7 +354,7 @@ class Layer(Style):
             self.progress.divided = True  # the hidden state of another stage came in
         # The first one may come again, in a model that goes through its layers several times.
         if not self.sequence or not self.first or self.progress.divided:
-            return call(*args, **kwargs)
+            return self._apart(module, call, args, kwargs)
         x, args, kwargs = take_stream(module, args, kwargs)
         ranks = self.mesh.size()
         if x.ndim != 3 or x.shape[SEQUENCE_DIM] % ranks:
@@ -351,7 +365,17 @@ class Layer(Style):
             )
         if self.progress.divided is not None:
             self.progress.divided = True
-        return call(split(x, self.mesh, SEQUENCE_DIM), *args, **kwargs)
+        return self._apart(module, call, (split(x, self.mesh, SEQUENCE_DIM), *args), kwargs)
+
+    def _apart(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer; each rank draws random numbers for its own positions."""
+        if not self.sequence or not module.training:
+            return call(*args, **kwargs)
+        self.draws.begin(take_stream(module, args, kwargs)[0])
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.draws.end()
 
 
 _STREAM = ("hidden_states", "input", "input_ids", "x")

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, Self
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dist_env import ParallelLayout
 from model_parallel import PlanError, shard_tensors, whole_sequences
@@ -97,18 +100,30 @@ class TensorParallel(ModelTransform):
             raise ConfigurationError(
                 "mesh", str(built.ranks.layout), f"cannot divide this model: {error}", "change tp or the plan"
             ) from error
-        built.hooks.append(TensorHooks(built.model))
+        built.hooks.append(TensorHooks(built.model, meshes.tensor))
 
 
 class TensorHooks(StepHooks):
-    """What divided layers add to a run: a model writes with sequences that are whole.
+    """What divided layers add to a run: equal draws on accelerators, and texts of sequences that are whole.
 
     Args:
         model: The divided model.
+        mesh: The ranks that divide it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self._model = model
+        self._mesh = mesh
+
+    def begin(self, step: int) -> None:
+        """Give these ranks one state of the accelerator's generator, also where a checkpoint of fewer ranks
+        has none for some of them. `Ranks.equal_draws` does so on the host, in each step."""
+        kind = self._mesh.device_type
+        if kind != "cpu":
+            device = torch.get_device_module(kind)
+            state = device.get_rng_state().to(kind)
+            dist.broadcast(state, group=self._mesh.get_group(), group_src=0)
+            device.set_rng_state(state.cpu())
 
     def generating(self) -> AbstractContextManager[None]:
         """A context in which sequences are whole: the next token is one position, which no rank shares."""
