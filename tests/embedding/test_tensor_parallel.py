@@ -144,6 +144,14 @@ def test_sequences_are_divided_under_a_trainer(
     assert same == written
 
 
+def test_masks_of_dropout_are_the_same_after_a_resume(warm: WarmStart, tmp_path: Path) -> None:
+    words = [str(HF_SCRIPT), "llama", str(tmp_path / "run"), "8"]
+    whole, written = run(warm, tmp_path / "run", words, "tp=2", "dropout")
+    for name in (f"checkpoint-{STEPS}", "initial", "weights"):
+        shutil.rmtree(tmp_path / "run" / name)
+    assert run(warm, tmp_path / "run", words, "tp=2", "dropout") == [whole, written]
+
+
 def test_a_rank_holds_its_part_and_sends_what_the_formula_says(tmp_path: Path) -> None:
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     config = LlamaConfig(num_attention_heads=4, **sizes)

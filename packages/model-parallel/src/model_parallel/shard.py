@@ -19,6 +19,7 @@ from .activations import Scope
 from .check import examine, own_forwards, shares, stacked_by_head, undivided
 from .draws import Draws, share_generators
 from .plan import PlanError, module_at
+from .same import check_inputs, listed
 from .structure import Structure, is_shared_head, local_size
 from .styles import (
     Colwise,
@@ -103,6 +104,7 @@ def shard_tensors(
     _place_parameters(model, structure, mesh)
     _equal_buffers(model, mesh)
     share_generators(mesh)
+    check_inputs(model, mesh)
     return model
 
 
@@ -136,17 +138,13 @@ def _check_same(
     refused = [rank for rank, each in enumerate(digests) if each == 0]
     if refused:
         raise PlanError(
-            f"The plan was refused on rank(s) {_listed(refused)} of the mesh. See the error there."
+            f"The plan was refused on rank(s) {listed(refused)} of the mesh. See the error there."
         )
     other = [rank for rank, each in enumerate(digests) if each != digests[0]]
     raise PlanError(
-        f"Rank(s) {_listed(other)} of the mesh have another model, plan or setting than rank 0. Give all "
+        f"Rank(s) {listed(other)} of the mesh have another model, plan or setting than rank 0. Give all "
         "ranks the same."
     )
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _add_styles(

@@ -265,9 +265,9 @@ def test_tensor_parallelism_refuses_what_needs_whole_layers(
 
 def test_ranks_with_equal_batches_are_handed_them(tmp_path: Path) -> None:
     env = StaticDistributedEnvironment(world_size=2, local_world_size=2)
-    args = arguments(tmp_path, mesh="tp=2", dispatch_batches=False)
-    with pytest.raises(ConfigurationError, match=r"dispatch_batches=False.*tp=2 work on the same batch"):
-        trainer_core.BatchPlacement(args, trainer_core.Ranks(env, ParallelLayout(tensor=2)))
+    args = arguments(tmp_path, mesh="pp=2", dispatch_batches=False)
+    with pytest.raises(ConfigurationError, match=r"dispatch_batches=False.*pp=2 work on the same batch"):
+        trainer_core.BatchPlacement(args, trainer_core.Ranks(env, ParallelLayout(pipeline=2)))
 
 
 def test_names_of_an_earlier_version_name_their_replacement() -> None:
