@@ -1,4 +1,6 @@
-"""Trains an unmodified model of transformers: `hf_tensor_trainer.py MODEL FOLDER BATCH [MESH [sequence]]`.
+"""Trains an unmodified model of transformers: `hf_tensor_trainer.py MODEL FOLDER BATCH [MESH [SETTING]]`.
+
+SETTING is sequence, or dropout: by the sequence, recomputed and saved in the middle, too.
 
 It prints loss and gradient norm of every step, and what the model writes; `torchrun` starts it on several
 ranks, which divide the model by its own plan.
@@ -26,10 +28,10 @@ SIZES = {"vocab_size": 63, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.08}
 
 
-def build(name: str) -> PreTrainedModel:
+def build(name: str, dropout: float = 0.0) -> PreTrainedModel:
     """A small one, with fewer heads of keys and values than of queries where it can have that."""
     if name == "llama":
-        return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES))
+        return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, attention_dropout=dropout, **SIZES))
     if name == "qwen3":
         return Qwen3ForCausalLM(
             Qwen3Config(num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, **SIZES)
@@ -37,7 +39,7 @@ def build(name: str) -> PreTrainedModel:
     return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
 
 
-def main(name: str, folder: str, batch: int, mesh: str | None = None, sequence: str = "") -> None:
+def main(name: str, folder: str, batch: int, mesh: str | None = None, setting: str = "") -> None:
     """Train, save the weights, and let the model write."""
     tokens = torch.randint(0, SIZES["vocab_size"], (96, 12), generator=torch.Generator().manual_seed(0))
     args = DataParallelArguments(
@@ -50,26 +52,26 @@ def main(name: str, folder: str, batch: int, mesh: str | None = None, sequence: 
         learning_rate=0.003,
         max_grad_norm=0.5,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if setting == "dropout" else "no",
+        save_steps=3,
+        activation_checkpointing="full" if setting == "dropout" else "no",
     )
     trainer = Trainer(
         args,
-        model_init=lambda: build(name),
+        model_init=lambda: build(name, 0.2 if setting == "dropout" else 0.0),
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
         callbacks=[],
-        parallel=[TensorParallel(sequence=True)] if sequence else [],
+        parallel=[TensorParallel(sequence=True)] if setting else [],
     )
     trainer.save_model(f"{folder}/initial")
     trainer.train()
     trainer.save_model(f"{folder}/weights")
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     points = [[entry["loss"], entry["grad_norm"]] for entry in logged]
-    written = None
-    if not sequence:
-        with trainer.generating(), torch.no_grad():
-            written = (
-                trainer.unwrapped_model().generate(tokens[:2, :4], max_new_tokens=5, do_sample=False).tolist()
-            )
+    with trainer.generating(), torch.no_grad():
+        written = (
+            trainer.unwrapped_model().generate(tokens[:2, :4], max_new_tokens=5, do_sample=False).tolist()
+        )
     # In one write, so that lines of several ranks do not mix.
     sys.stdout.write(f"points {json.dumps([points, written])}\n")
 

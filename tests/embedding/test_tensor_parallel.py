@@ -129,13 +129,27 @@ def test_models_of_transformers_train_and_write_as_one_process(
             torch.testing.assert_close(divided[key], value, rtol=0, atol=2e-4)
 
 
-def test_sequences_are_divided_under_a_trainer(warm: WarmStart, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "batch"), [("pp=2,tp=2", "8"), pytest.param("shard=2,tp=2", "4", marks=pytest.mark.full)]
+)
+def test_sequences_are_divided_under_a_trainer(
+    warm: WarmStart, tmp_path: Path, mesh: str, batch: str
+) -> None:
     words = [str(HF_SCRIPT), "llama", str(tmp_path / "whole"), "8"]
-    whole, _ = run(warm, tmp_path / "whole", words, None)
-    words = [str(HF_SCRIPT), "llama", str(tmp_path / "parts"), "4"]
-    parts, _ = run(warm, tmp_path / "parts", words, "shard=2,tp=2", "sequence")
+    whole, written = run(warm, tmp_path / "whole", words, None)
+    words = [str(HF_SCRIPT), "llama", str(tmp_path / "parts"), batch]
+    parts, same = run(warm, tmp_path / "parts", words, mesh, "sequence")
     for found, expected in zip(parts, whole, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+    assert same == written
+
+
+def test_masks_of_dropout_are_the_same_after_a_resume(warm: WarmStart, tmp_path: Path) -> None:
+    words = [str(HF_SCRIPT), "llama", str(tmp_path / "run"), "8"]
+    whole, written = run(warm, tmp_path / "run", words, "tp=2", "dropout")
+    for name in (f"checkpoint-{STEPS}", "initial", "weights"):
+        shutil.rmtree(tmp_path / "run" / name)
+    assert run(warm, tmp_path / "run", words, "tp=2", "dropout") == [whole, written]
 
 
 def test_a_rank_holds_its_part_and_sends_what_the_formula_says(tmp_path: Path) -> None:

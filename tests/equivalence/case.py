@@ -42,6 +42,8 @@ class Case:
     world_size: int = 1
     next_world_size: int | None = None
     """World size after the restart of a row that is restarted; none: the same."""
+    multiple: int = 1
+    """What the length of each row is filled up to a multiple of."""
     mesh: str | None = None
     """Ranks in each dimension; none: all in that of the trainer."""
     next_mesh: str | None = None

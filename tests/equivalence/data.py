@@ -54,11 +54,13 @@ class RaggedLoader:
     Args:
         batch_size: Rows of a batch: a divisor of the global batch.
         seed: Which rows.
+        multiple: What the length of each batch is a multiple of, with tokens that do not count.
     """
 
-    def __init__(self, batch_size: int, seed: int = 0) -> None:
+    def __init__(self, batch_size: int, seed: int = 0, multiple: int = 1) -> None:
         self.batch_size = batch_size
         self.seed = seed
+        self.multiple = multiple
         self.epoch = 0
         self.served = 0
 
@@ -72,7 +74,7 @@ class RaggedLoader:
         while self.served < len(self):
             start = self.served * self.batch_size
             self.served += 1
-            yield padded(order[start : start + self.batch_size])
+            yield padded(order[start : start + self.batch_size], self.multiple)
         self.epoch, self.served = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -120,9 +122,9 @@ class Shard:
         self.loader.load_state_dict(state)
 
 
-def padded(batch: list[Row]) -> dict[str, Tensor]:
+def padded(batch: list[Row], multiple: int = 1) -> dict[str, Tensor]:
     """int64 [rows, longest] of tokens and of labels."""
-    longest = max(len(tokens) for tokens, _ in batch)
+    longest = -(-max(len(tokens) for tokens, _ in batch) // multiple) * multiple
     return {
         "input_ids": torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in batch]),
         "labels": torch.tensor([labels + [IGNORED] * (longest - len(labels)) for _, labels in batch]),

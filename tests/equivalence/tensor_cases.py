@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from dist_env import ParallelLayout
+from trainer_core import TensorParallel
 from trainer_pipeline import PipelineArguments
 
 from .case import (
@@ -22,7 +23,17 @@ from .case import (
     on_ranks,
 )
 
+
+def _by_sequence() -> dict[str, object]:
+    return {"parallel": [TensorParallel(sequence=True)]}
+
+
+SEQUENCE = {"options": _by_sequence, "multiple": 4}
+"""Activations between layers are divided, too; the rows' lengths are what tp=2 and tp=4 divide."""
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
+SCHEDULES = ("gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipe_v")
+"""All but 1f1b, which other rows have."""
+CHECKPOINTED = {"activation_checkpointing": "full"}
 TWELVE = replace(RESTARTED, global_batch=12)
 
 
@@ -83,7 +94,7 @@ TENSOR_CASES = [
     _row("tp=2", recipe=PLAIN, full=True),
     _row("tp=2", "tied, accumulation 4", accumulation=4, recipe=replace(SHORT_TIED, evaluated=True)),
     _row("tp=4", "evaluation in between", settings=EVALUATED),
-    _row("tp=2", "checkpointing full", settings={"activation_checkpointing": "full"}, full=True),
+    _row("tp=2", "checkpointing full", settings=CHECKPOINTED, full=True),
     _row("tp=2", "compiled blocks", settings={**BY_EYE, "torch_compile_scope": "blocks"}, full=True),
     _row(
         "tp=2",
@@ -113,7 +124,7 @@ TENSOR_CASES = [
         "shard=2,tp=2",
         "tied, checkpointing full",
         recipe=SHORT_TIED,
-        settings={"activation_checkpointing": "full"},
+        settings=CHECKPOINTED,
     ),
     _row("shard=2,tp=2", "compiled blocks", settings={**BY_EYE, "torch_compile_scope": "blocks"}, full=True),
     _row("pp=2,tp=2", "tied", recipe=replace(SHORT_TIED, steps=12, evaluated=True)),
@@ -129,6 +140,34 @@ TENSOR_CASES = [
     *(
         _row(mesh, recipe=replace(SHORT, steps=5), full=True)
         for mesh in ("dp=2,shard=2,tp=2", "shard=2,tp=4", "dp=2,pp=2,tp=2", "shard=2,pp=2,tp=2", "pp=2,tp=4")
+    ),
+    _row("tp=2", "sequence", recipe=replace(SHORT_TIED, steps=12, evaluated=True), full=True, **SEQUENCE),
+    _row("shard=2,tp=2", "sequence, checkpointing full", settings=CHECKPOINTED, full=True, **SEQUENCE),
+    _row("pp=2,tp=2", "sequence, tied", recipe=replace(SHORT_TIED, steps=12, evaluated=True), **SEQUENCE),
+    _row(
+        "pp=2,tp=2",
+        "sequence, fused loss, checkpointing full",
+        settings={
+            "fused_loss": "chunked",
+            "pipeline": PipelineArguments(n_microbatches=4),
+            **CHECKPOINTED,
+        },
+        full=True,
+        **SEQUENCE,
+    ),
+    *(
+        _row(
+            "pp=2,tp=2",
+            f"sequence, {schedule}",
+            settings={"pipeline": PipelineArguments(schedule=schedule, n_microbatches=4)},
+            full=True,
+            **SEQUENCE,
+        )
+        for schedule in SCHEDULES
+    ),
+    *(
+        _row(mesh, "sequence", recipe=replace(SHORT, steps=5), full=True, **SEQUENCE)
+        for mesh in ("shard=2,pp=2,tp=2", "pp=2,tp=4")
     ),
     _row("tp=2", "restarted", runner="ranks, restarted", recipe=RESTARTED, full=True),
     *(

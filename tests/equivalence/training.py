@@ -167,8 +167,10 @@ def _settings(case: Case, directory: Path, *, ranks: int) -> dict[str, object]:
 
 def _loaders(case: Case) -> tuple[RaggedLoader, RaggedLoader]:
     """Of training and evaluation."""
-    return RaggedLoader(case.recipe.global_batch // case.accumulation), RaggedLoader(
-        case.recipe.global_batch, seed=1
+    rows = case.recipe.global_batch
+    return (
+        RaggedLoader(rows // case.accumulation, multiple=case.multiple),
+        RaggedLoader(rows, seed=1, multiple=case.multiple),
     )
 
 

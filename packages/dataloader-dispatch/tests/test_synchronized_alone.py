@@ -9,7 +9,7 @@ import torch
 
 from dataloader_dispatch import DataError, SynchronizedDataLoader, build_loader
 from dataloader_dispatch.batches import copy_of, to_device
-from dataloader_dispatch.synchronized.epoch import digest, same_first_batches
+from dataloader_dispatch.synchronized.digests import digest, same_first_batches
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -74,6 +74,11 @@ def test_ranks_that_read_by_themselves_share_the_rows(tmp_path: Path) -> None:
         shares = [_rows_of(make, own, rank) for rank in ranks]
         assert all(shares)
         assert sorted(shares[0] + shares[1]) == sorted(whole)
+    divided = replace(own, mesh="shard=2,tp=2", trainer="fsdp2")
+    pairs = [StaticDistributedEnvironment(rank=rank, world_size=4) for rank in range(4)]
+    found = [_rows_of(training_loader, divided, env) for env in pairs]
+    shares = [_rows_of(training_loader, own, rank) for rank in ranks]
+    assert found == [shares[0], shares[0], shares[1], shares[1]]
     mixed = replace(own, dispatch_eval_batches=True)
     assert _rows_of(evaluation_loader, mixed, ranks[1]) == _rows_of(evaluation_loader, dispatched, ranks[1])
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_env import Meshes, ParallelLayout, fake_job
-from model_parallel import shard_tensors
+from model_parallel import shard_tensors, whole_sequences
 
 
 @pytest.fixture
@@ -24,6 +24,15 @@ def mesh() -> Iterator[object]:
 def test_layers_stay_of_one_class(mesh: object, sequence: bool) -> None:
     model = shard_tensors(Decoder(layers=3), mesh, sequence=sequence)  # type: ignore[arg-type]
     assert len({type(layer) for layer in model.model.layers}) == 1  # type: ignore[union-attr, arg-type]
+
+
+def test_texts_of_any_length_are_written_with_whole_sequences(mesh: object) -> None:
+    model = shard_tensors(Decoder(), mesh, sequence=True)  # type: ignore[arg-type]
+    tokens = torch.zeros(2, 7, dtype=torch.int64)
+    with whole_sequences(model):
+        assert model(tokens).shape[:2] == (2, 7)
+    with pytest.raises(ValueError, match="a multiple of tensor=2"):
+        model(tokens)
 
 
 def test_logits_may_be_changed_in_place(mesh: object) -> None:

@@ -107,6 +107,9 @@ RANKS = {
     "a target outside": ["The target 64 is outside the vocabulary of 64."] * 2,
     "a token outside": ["A token is outside the vocabulary of 64."] * 2,
     "label smoothing": ["label_smoothing=2.0 must be from 0 to 1"] * 2,
+    "another batch": [r"In forward pass 2 rank\(s\) 1 of the mesh gave the model another batch"] * 2,
+    "another batch later": [r"In forward pass 4 rank\(s\) 1 of the mesh gave the model another batch"] * 2,
+    "other draws": [r"generator of rank\(s\) 1 of the mesh is in another state"] * 2,
     "an early norm": ["Add 'model.early': 'replicate' to the plan."] * 2,
 }
 

@@ -14,7 +14,7 @@ from dataloader_dispatch import (
     open_documents,
     split_documents,
 )
-from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
+from dist_env import DistributedEnvInterface, ParallelLayout, StaticDistributedEnvironment
 
 from .arguments import PretrainArguments
 from .tokenizer import ByteTokenizer, Tokenizer
@@ -87,7 +87,7 @@ def training_loader(
 
     All rows, where one process reads for all; otherwise the share of this rank.
     """
-    reader = _EVERYTHING if args.dispatch_batches else env
+    reader = _EVERYTHING if args.dispatch_batches else _reader(args, env)
     rows = _rows(documents, tokenizer, args, args.seed, args.shards, reader)
     return StreamLoader(rows, args.per_device_train_batch_size)
 
@@ -103,8 +103,16 @@ def evaluation_loader(
     Many documents are read side by side, so that few batches sample many of them.
     """
     shards = min(len(documents), _EVALUATION_SHARDS)
-    reader = _EVERYTHING if args.dispatches_evaluation else env
+    reader = _EVERYTHING if args.dispatches_evaluation else _reader(args, env)
     return StreamLoader(_rows(documents, tokenizer, args, 0, shards, reader), args.per_device_eval_batch_size)
+
+
+def _reader(args: PretrainArguments, env: DistributedEnvInterface) -> DistributedEnvInterface:
+    """Which part of the data a rank reads: ranks that divide tensors among them read the same."""
+    if not args.mesh:
+        return env
+    layout = ParallelLayout.parse(args.mesh, env.world_size)
+    return StaticDistributedEnvironment(rank=layout.data_rank(env.rank), world_size=layout.data_count)
 
 
 def _rows(

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from model_parallel.loss import is_sharded_head, sharded_cross_entropy, sharded_linear_cross_entropy
     from model_parallel.plan import STYLES, PlanError, tensor_plan
     from model_parallel.shard import shard_tensors
+    from model_parallel.styles import whole_sequences
 
 __all__ = [
     "STYLES",
@@ -18,6 +19,7 @@ __all__ = [
     "sharded_cross_entropy",
     "sharded_linear_cross_entropy",
     "tensor_plan",
+    "whole_sequences",
 ]
 
 # A name loads its module when it is first used: the help of the command needs no torch.
@@ -26,6 +28,7 @@ _NAMES = {
     "loss": ("is_sharded_head", "sharded_cross_entropy", "sharded_linear_cross_entropy"),
     "plan": ("STYLES", "PlanError", "tensor_plan"),
     "shard": ("shard_tensors",),
+    "styles": ("whole_sequences",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

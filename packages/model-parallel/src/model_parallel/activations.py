@@ -17,6 +17,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from .draws import Draws
+
 SEQUENCE_DIM = 1
 """Activations are [batch, sequence, features]."""
 
@@ -118,7 +120,12 @@ class Scope:
     adds up; and a gradient that is whole must not be summed over the ranks.
     """
 
+    draws: Draws
     name: str = ""
+    inside: bool = False
+    """Whether the module itself is called, and not a part of it, as activation checkpointing may do."""
+    drew: bool = False
+    """Whether random numbers were drawn between its colwise and rowwise layers."""
     source: Tensor | None = None
     entered: Tensor | None = None
     checked: bool = False
@@ -132,12 +139,14 @@ class Scope:
 
     def begin(self, *given: object) -> None:
         """Note what the module is given."""
+        self.inside = True
         self.checking = not self.checked and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if self.checking:
             self.whole = {each.grad_fn: "" for each in _tensors(given) if each.grad_fn is not None}
 
     def enter(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         """The input of a colwise layer, whose gradient each rank has a part of."""
+        self.check_whole(self.inside)
         if self.entered is None or x is not self.source:
             self.source, self.entered = x, with_summed_gradient(x, mesh)
         if self.checking:
@@ -149,6 +158,28 @@ class Scope:
         if self.checking:
             nodes = [each.grad_fn for each in module._parameters.values() if each is not None]
             (self.summed if summed else self.whole).update({node: name for node in nodes if node is not None})
+
+    def draw_apart(self, x: Tensor) -> None:
+        """From the outputs of a colwise layer on, draw from this rank's own stream."""
+        if self.inside:
+            self.draws.begin(x)
+
+    def draw_alike(self) -> None:
+        """Draw from the common stream again: the outputs of a rowwise layer are whole."""
+        self.drew = self.draws.end() or self.drew
+
+    def check_whole(self, is_whole: bool) -> None:
+        """Refuse a part that is called by itself, if masks in it would be others than in the whole.
+
+        Raises:
+            RuntimeError: Naming the module.
+        """
+        if self.drew and not is_whole:
+            raise RuntimeError(
+                f"A part of a layer, with {self.name} or in it, was called by itself. Where that is a "
+                "recomputation, random numbers such as masks of dropout would be others than in the forward "
+                "pass. Checkpoint the activations of whole layers, or set dropout to 0."
+            )
 
     def leave(self, x: Tensor) -> None:
         """Check the input of a rowwise layer.
@@ -201,6 +232,8 @@ class Scope:
 
     def clear(self) -> None:
         """Hold no activation any longer."""
+        self.draw_alike()
+        self.inside = False
         self.source = self.entered = None
         self.checking = False
         self.whole, self.summed, self.entries, self.seen = {}, {}, [], set()

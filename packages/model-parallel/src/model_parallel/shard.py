@@ -17,11 +17,13 @@ from dist_env import get_logger
 
 from .activations import Scope
 from .check import examine, own_forwards, shares, stacked_by_head, undivided
+from .draws import Draws, share_generators
 from .plan import PlanError, module_at
+from .same import check_inputs, listed
 from .structure import Structure, is_shared_head, local_size
 from .styles import (
     Colwise,
-    FirstLayer,
+    Layer,
     Layers,
     Progress,
     Region,
@@ -44,6 +46,7 @@ def shard_tensors(
     *,
     sequence: bool = False,
     loss: bool = False,
+    stages: bool = False,
 ) -> nn.Module:
     """Divide a model over the ranks of a mesh, in place; collective.
 
@@ -67,6 +70,8 @@ def shard_tensors(
             parts.
         loss: Whether logits stay divided by the vocabulary: a DTensor [batch, sequence, vocabulary], for
             `sharded_cross_entropy`.
+        stages: Whether layers will be called by the stages of a pipeline, of which only one has the first
+            layer. With `sequence` a stage is then given, and returns, this rank's part of the sequence.
 
     Returns:
         The model.
@@ -87,7 +92,7 @@ def shard_tensors(
         structure = examine(model, plan, tensor=mesh.size(), sequence=sequence, loss=loss)
     except (PlanError, ValueError) as raised:
         error = raised
-    _check_same(model, structure, mesh, (sequence, loss))
+    _check_same(model, structure, mesh, (sequence, loss, stages))
     if error is not None or structure is None:
         raise error or PlanError("The plan was refused.")
     told = undivided(shares(model, structure, mesh.size())) + own_forwards(model, structure)
@@ -95,9 +100,11 @@ def shard_tensors(
         told += stacked_by_head(model, structure)
     for sentence in told:
         _LOGGER.warning(sentence)
-    _add_styles(model, structure, mesh, sequence=sequence, loss=loss)
+    _add_styles(model, structure, mesh, sequence=sequence, loss=loss, stages=stages)
     _place_parameters(model, structure, mesh)
     _equal_buffers(model, mesh)
+    share_generators(mesh)
+    check_inputs(model, mesh)
     return model
 
 
@@ -131,31 +138,33 @@ def _check_same(
     refused = [rank for rank, each in enumerate(digests) if each == 0]
     if refused:
         raise PlanError(
-            f"The plan was refused on rank(s) {_listed(refused)} of the mesh. See the error there."
+            f"The plan was refused on rank(s) {listed(refused)} of the mesh. See the error there."
         )
     other = [rank for rank, each in enumerate(digests) if each != digests[0]]
     raise PlanError(
-        f"Rank(s) {_listed(other)} of the mesh have another model, plan or setting than rank 0. Give all "
+        f"Rank(s) {listed(other)} of the mesh have another model, plan or setting than rank 0. Give all "
         "ranks the same."
     )
 
 
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
 def _add_styles(
-    model: nn.Module, structure: Structure, mesh: DeviceMesh, *, sequence: bool, loss: bool
+    model: nn.Module, structure: Structure, mesh: DeviceMesh, *, sequence: bool, loss: bool, stages: bool
 ) -> None:
-    progress = Progress()
+    progress = Progress(stages)
+    draws = Draws(mesh)
     scopes: dict[str, Scope] = {}
     if sequence and structure.backbone is not None:
         add_style(module_at(model, structure.backbone), Layers(mesh, sequence, progress))
-        add_style(module_at(model, structure.layers[0]), FirstLayer(mesh, sequence, progress))
-        for name in structure.layers[1:]:
-            add_style(module_at(model, name), None)  # layers stay of one class, by which others find them
-    for region in structure.regions:
-        style = Region(mesh, sequence, Scope(region), progress if structure.backbone is not None else None)
+        for name in structure.layers:  # all of them: they stay of one class, by which others find them
+            first = name == structure.layers[0]
+            add_style(module_at(model, name), Layer(mesh, sequence, first, progress, draws=draws))
+    # Of a model without layers, such as an nn.Sequential, the model itself is around colwise layers.
+    at_root = structure.backbone is None and any(
+        style in ("colwise", "packed_colwise") and "." not in name for name, style in structure.styles.items()
+    )
+    for region in [*structure.regions, *([""] if at_root else [])]:
+        within = progress if structure.backbone is not None else None
+        style = Region(mesh, sequence, within, scope=Scope(draws, region or type(model).__name__))
         scopes[region] = style.scope
         add_style(module_at(model, region), style)
     for name in structure.styles:

@@ -31,6 +31,7 @@ from .activations import (
     summed,
     with_summed_gradient,
 )
+from .draws import Draws
 
 Call = Callable[..., Any]
 
@@ -143,6 +144,8 @@ class Colwise(Style):
         x, args, kwargs = take_stream(module, args, kwargs)
         with local_parameters(module, self.mesh, sum_gradients=self.rows is not None, rows=self.rows):
             y: Tensor = call(self.enter(x), *args, **kwargs)
+        if self.scope is not None and self.output == "local" and module.training:
+            self.scope.draw_apart(y)
         width = cast(int, module.out_features)
         if self.output == "gathered":
             return Unaliased.apply(gathered(y, self.mesh, -1, width))  # type: ignore[no-untyped-call]
@@ -174,6 +177,8 @@ class Rowwise(Style):
             self.scope.leave(x)
         with local_parameters(module, self.mesh, without=("bias",)):
             y: Tensor = call(x, *args, **kwargs)
+        if self.scope is not None and not self.sequence:
+            self.scope.draw_alike()
         y = summed(y, self.mesh, Shard(SEQUENCE_DIM) if self.sequence else Replicate())
         bias = module._parameters.get("bias")
         if bias is not None:
@@ -250,11 +255,19 @@ class Region(Style):
         progress: Says whether the sequence is divided by now.
     """
 
-    scope: Scope = field(default_factory=Scope)
+    scope: Scope = field(kw_only=True)
     progress: Progress | None = None
 
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module on the whole sequence."""
+        if self.sequence and module.training:
+            self.scope.check_whole(self.scope.draws.is_apart)
+        if not self.scope.draws.is_apart:  # compiled code does not get further
+            return self._forward(call, args, kwargs, module)
+        with self.scope.draws.alike():
+            return self._forward(call, args, kwargs, module)
+
+    def _forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> Any:
         if self.sequence and self.progress is not None and self.progress.divided is False:
             # Gathering a sequence that is whole would repeat it as often as there are ranks.
             raise RuntimeError(
@@ -280,8 +293,15 @@ class Region(Style):
 
 @dataclass(eq=False)
 class Progress:
-    """Whether a forward pass has divided the sequence; None outside the module with the layers."""
+    """How far a forward pass is.
 
+    Attributes:
+        stages: Whether layers may be called without the first one, as by a stage of a pipeline, which is
+            given parts of the sequence.
+        divided: Whether it has divided the sequence; None outside the module with the layers.
+    """
+
+    stages: bool = False
     divided: bool | None = None
 
     def check(self, name: str, on_parts: bool) -> None:
@@ -307,6 +327,8 @@ class Layers(Style):
 
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it, knowing where it is."""
+        if not self.sequence:
+            return call(*args, **kwargs)
         self.progress.divided = False
         try:
             return call(*args, **kwargs)
@@ -315,15 +337,24 @@ class Layers(Style):
 
 
 @dataclass(eq=False)
-class FirstLayer(Style):
-    """The first layer: here the sequence is divided."""
+class Layer(Style):
+    """A layer, which works on parts of the sequence; the first one divides it.
 
+    From stage to stage of a pipeline parts are sent, too: that is a `1 / tensor` of the bytes, and nothing is
+    gathered at the end of a stage to be divided again by the next one.
+    """
+
+    draws: Draws = field(kw_only=True)
+    first: bool = False
     progress: Progress = field(default_factory=Progress)
 
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer on this rank's part of the sequence."""
-        if self.progress.divided:
-            return call(*args, **kwargs)  # once more, in a model that goes through its layers several times
+        if self.sequence and not self.first and self.progress.stages and self.progress.divided is False:
+            self.progress.divided = True  # the hidden state of another stage came in
+        # The first one may come again, in a model that goes through its layers several times.
+        if not self.sequence or not self.first or self.progress.divided:
+            return self._apart(module, call, args, kwargs)
         x, args, kwargs = take_stream(module, args, kwargs)
         ranks = self.mesh.size()
         if x.ndim != 3 or x.shape[SEQUENCE_DIM] % ranks:
@@ -334,7 +365,17 @@ class FirstLayer(Style):
             )
         if self.progress.divided is not None:
             self.progress.divided = True
-        return call(split(x, self.mesh, SEQUENCE_DIM), *args, **kwargs)
+        return self._apart(module, call, (split(x, self.mesh, SEQUENCE_DIM), *args), kwargs)
+
+    def _apart(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer; each rank draws random numbers for its own positions."""
+        if not self.sequence or not module.training:
+            return call(*args, **kwargs)
+        self.draws.begin(take_stream(module, args, kwargs)[0])
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.draws.end()
 
 
 _STREAM = ("hidden_states", "input", "input_ids", "x")
@@ -388,8 +429,8 @@ def _within(style: Style, module: nn.Module, call: Call) -> Call:
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def add_style(module: nn.Module, style: Style | None) -> None:
-    """Give a module a style, inside those that it has; without one only the class that styled ones have."""
+def add_style(module: nn.Module, style: Style) -> None:
+    """Give a module a style, inside those that it has."""
     cls = type(module)
     if not isinstance(module, Styled):
         if cls not in _CLASSES:
@@ -398,8 +439,7 @@ def add_style(module: nn.Module, style: Style | None) -> None:
         module.__class__ = _CLASSES[cls]
         module._tensor_styles = []  # type: ignore[assignment]
         module._tensor_ties = []  # type: ignore[assignment]
-    if style is not None:
-        cast(Styled, module)._tensor_styles.append(style)
+    cast(Styled, module)._tensor_styles.append(style)
 
 
 def styles_of(module: nn.Module) -> list[Style]:
@@ -419,3 +459,23 @@ def check_ties(module: nn.Module) -> None:
             # A stage of a pipeline may have only one of the two.
             if here is not None and there is not None and here is not there:
                 raise RuntimeError(message)
+
+
+@contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """A context in which no sequence is divided, whatever `sequence` was, to write texts of any length.
+
+    Without gradients only: layers that work on parts of a sequence sum theirs over the ranks.
+
+    Args:
+        model: What `shard_tensors` has divided, or a part of it.
+    """
+    styles = [style for module in model.modules() for style in styles_of(module) if style.sequence]
+    for style in styles:
+        style.sequence = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for style in styles:
+            style.sequence = True

@@ -46,6 +46,8 @@ def cases(whole: DeviceMesh, mesh: DeviceMesh, other: bool) -> dict[str, Callabl
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     divided = shard_tensors(Decoder(), mesh, loss=True)
     by_sequence = shard_tensors(Decoder(), mesh, sequence=True)
+    shorter, fresh, second = (shard_tensors(Decoder(), mesh) for _ in range(3))
+    second(tokens)
     logits, hidden, head = divided(tokens), divided.model(tokens), divided.lm_head
     return {
         "bad on each rank": lambda: shard_tensors(Decoder(width=48, heads=3, kv_heads=3), mesh),
@@ -67,6 +69,9 @@ def cases(whole: DeviceMesh, mesh: DeviceMesh, other: bool) -> dict[str, Callabl
         "a target outside": lambda: sharded_cross_entropy(logits, tokens + 64),
         "a token outside": lambda: divided(tokens + 64),
         "label smoothing": lambda: sharded_cross_entropy(logits, tokens, label_smoothing=2.0),
+        "another batch": lambda: second(tokens + other),
+        "another batch later": lambda: [shorter(tokens[:, : 4 - (other and n == 3)]) for n in range(4)],
+        "other draws": lambda: [torch.rand(1 + other), fresh(tokens)],
         "an early norm": lambda: shard_tensors(Early(), mesh, sequence=True)(tokens),
     }
 

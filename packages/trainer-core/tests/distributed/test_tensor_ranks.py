@@ -21,3 +21,13 @@ def test_undivided_weights_stay_equal_with_a_seed_for_each_rank(ranks: list[dict
 
 def test_they_write_the_same_text(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["text"] == ranks[1]["text"]
+
+
+def test_loaders_of_their_own_give_them_the_same_batches(ranks: list[dict[str, Any]]) -> None:
+    assert len(ranks[0]["own"]) == 4
+    assert ranks[0]["own"] == ranks[1]["own"]
+
+
+def test_loaders_with_other_batches_are_refused_on_both(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "ranks 0 and 1 must have the same batches, but of batch 1 rank 0 has one" in rank["apart"]

@@ -248,40 +248,26 @@ def test_a_loss_scale_needs_undivided_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "settings", "sequence", "message"),
+    ("settings", "message"),
     [
-        (
-            "tp=2",
-            {"fp8_recipe": "tensorwise"},
-            False,
-            r"fp8_recipe='tensorwise' replaces layers .*layout tp=2",
-        ),
-        (
-            "tp=2",
-            {"fused_loss": "torch"},
-            False,
-            r"fused_loss='torch' needs an output head that is whole",
-        ),
-        ("pp=2,tp=2", {}, True, r"mesh='pp=2,tp=2' .*TensorParallel\(sequence=True\) needs all layers"),
+        ({"fp8_recipe": "tensorwise"}, r"fp8_recipe='tensorwise' replaces layers .*layout tp=2"),
+        ({"fused_loss": "torch"}, r"fused_loss='torch' needs an output head that is whole"),
     ],
 )
 def test_tensor_parallelism_refuses_what_needs_whole_layers(
-    tmp_path: Path, mesh: str, settings: dict[str, object], sequence: bool, message: str
+    tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
-    size = ParallelLayout.parse(mesh).world_size
-    env = StaticDistributedEnvironment(world_size=size, local_world_size=size)
-    args = arguments(tmp_path, mesh=mesh, **settings)
-    given = [trainer_core.TensorParallel(sequence=sequence)]
-    given += [Other("pipeline")] if "pp" in mesh else []  # type: ignore[list-item]
+    env = StaticDistributedEnvironment(world_size=2, local_world_size=2)
+    args = arguments(tmp_path, mesh="tp=2", **settings)
     with pytest.raises(ConfigurationError, match=message):
-        trainer_of(args, parallel=given, distributed_env=env)
+        trainer_of(args, parallel=[trainer_core.TensorParallel()], distributed_env=env)
 
 
 def test_ranks_with_equal_batches_are_handed_them(tmp_path: Path) -> None:
     env = StaticDistributedEnvironment(world_size=2, local_world_size=2)
-    args = arguments(tmp_path, mesh="tp=2", dispatch_batches=False)
-    with pytest.raises(ConfigurationError, match=r"dispatch_batches=False.*tp=2 work on the same batch"):
-        trainer_core.BatchPlacement(args, trainer_core.Ranks(env, ParallelLayout(tensor=2)))
+    args = arguments(tmp_path, mesh="pp=2", dispatch_batches=False)
+    with pytest.raises(ConfigurationError, match=r"dispatch_batches=False.*pp=2 work on the same batch"):
+        trainer_core.BatchPlacement(args, trainer_core.Ranks(env, ParallelLayout(pipeline=2)))
 
 
 def test_names_of_an_earlier_version_name_their_replacement() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar, cast
@@ -15,7 +14,16 @@ from dataloader_dispatch.batches import Uneven, copy_of, to_device
 from dataloader_dispatch.connection import BatchCodec, data_errors, one_line
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import exact_length, length_of
-from dist_env import ControlGroup, RankFailedError, encode_value, get_logger
+from dataloader_dispatch.synchronized.digests import (
+    END,
+    digest,
+    digests_differ,
+    encoded_digests,
+    rank_list,
+    same_first_batches,
+    unlike_batches,
+)
+from dist_env import ControlGroup, RankFailedError, get_logger
 
 _logger = get_logger("dataloader_dispatch")
 
@@ -48,6 +56,7 @@ class Exchange(ControlGroup):
 
     _interruption: Exception | None = None
     _work: dist.Work | None = None
+    digests: bytes = b""
 
     def __init__(self, ranks: Sequence[int], timeout_seconds: float) -> None:
         with data_errors():
@@ -79,10 +88,16 @@ class Exchange(ControlGroup):
         error, self._interruption = self._interruption, None
         return error
 
-    def start_flags(self, *, has: bool, failed: bool) -> None:
-        """Say whether this rank has another batch, or its loader has failed; `wait_flags` waits for it."""
+    def start_flags(self, *, has: bool, failed: bool, digests: bytes = b"") -> None:
+        """Say whether this rank has another batch, or its loader has failed; `wait_flags` waits for it.
+
+        Args:
+            has: Whether it has a batch.
+            failed: Whether its loader raised.
+            digests: Further bytes, as many on each rank, of which the largest are in `digests` afterwards.
+        """
         own = Flags(has and not failed, not has and not failed, failed)
-        self._flags = torch.tensor(own, dtype=torch.uint8)
+        self._flags = torch.tensor([*own, *digests], dtype=torch.uint8)
         self._work = self.all_reduce_max(self._flags)
 
     def wait_flags(self) -> Flags:
@@ -94,7 +109,9 @@ class Exchange(ControlGroup):
         if self._work is not None:
             self.wait("agreeing on the end of data", self._work)
         self._work = None
-        return Flags(*map(bool, self._flags.tolist()))
+        has, ended, failed, *digests = self._flags.tolist()
+        self.digests = bytes(digests)
+        return Flags(bool(has), bool(ended), bool(failed))
 
     def send_batch(self, doing: str, batch: object, source: int) -> object:
         """The batch of one rank, on every rank.
@@ -210,51 +227,6 @@ def _each(has: Sequence[str], group: ControlGroup) -> str:
     return ", ".join(f"{group.name(index)} has {what}" for index, what in enumerate(has))
 
 
-def digest(batch: object) -> str | None:
-    """A fingerprint of a batch: equal batches have equal ones, on any rank and device.
-
-    Returns:
-        The fingerprint; None for a batch without an element, or one with values of types that are not sent.
-    """
-    tensors: list[torch.Tensor] = []
-    try:
-        seen = hashlib.blake2b(BatchCodec().encode(batch, tensors), digest_size=16)
-        for tensor in tensors:
-            seen.update(encode_value(tensor))
-    except (DataError, TypeError):
-        return None
-    is_empty = bool(tensors) and not any(tensor.numel() for tensor in tensors)
-    return None if is_empty else seen.hexdigest()
-
-
-def same_first_batches(digests: Sequence[str | None], ranks: Sequence[int]) -> str | None:
-    """What to tell the user about ranks that hold the same first batch; None if there are none.
-
-    Args:
-        digests: The fingerprints of the first batches, None where a rank has none.
-        ranks: The global ranks, in the same order.
-    """
-    groups: dict[str, list[int]] = {}
-    for rank, fingerprint in zip(ranks, digests, strict=True):
-        if fingerprint is not None:
-            groups.setdefault(fingerprint, []).append(rank)
-    alike = [names for names in groups.values() if len(names) > 1]
-    if not alike:
-        return None
-    found = "; ".join(f"{rank_list(names)} received the same first batch" for names in alike)
-    return (
-        f"{found}. Every rank is to have data of its own: shard the data by rank (DistributedSampler, "
-        "DocumentStream(rank=, world_size=)) or use DataloaderDispatcher"
-    )
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """Ranks as in a sentence: "rank 3", "ranks 0 and 2", "ranks 0, 1 and 3"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
@@ -298,6 +270,7 @@ class Settings(Generic[Batch]):
         group: The ranks.
         uneven: What to do when ranks run out.
         make_dummy: Makes a batch that stands in for a missing one, under ``uneven="pad"``.
+        equal: Sets of global ranks that must have the same batches.
     """
 
     loader: Iterable[Batch]
@@ -305,6 +278,13 @@ class Settings(Generic[Batch]):
     group: Exchange
     uneven: Uneven
     make_dummy: Callable[[Batch], Batch]
+    equal: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def position(self) -> int | None:
+        """Which of the sets of `equal` this rank is in, if it is in one."""
+        rank = self.group.ranks[self.group.index]
+        return next((number for number, members in enumerate(self.equal) if rank in members), None)
 
 
 class Epoch(Generic[Batch]):
@@ -333,6 +313,7 @@ class Epoch(Generic[Batch]):
         self._group = settings.group
         self._batches: int | None = None
         self._taken = 0
+        self._digest = END
         self._has = False
         self._held: Batch | None = None
         self._dummy: Batch | None = None
@@ -359,7 +340,9 @@ class Epoch(Generic[Batch]):
             epoch, flags = self._begin(prepare, before)
             while flags.has and (settings.uneven == "pad" or not flags.ended):
                 batch = self._next()
-                group.start_flags(has=self._has, failed=self._error is not None)
+                failed = self._error is not None
+                own = encoded_digests("" if failed else self._digest, settings.position, len(settings.equal))
+                group.start_flags(has=self._has, failed=failed, digests=own)
                 yield batch
                 del batch  # its memory is the caller's to free while the next one is waited for
                 if self._is_superseded:
@@ -369,6 +352,8 @@ class Epoch(Generic[Batch]):
                 flags = group.wait_flags()
                 if flags.failed:
                     self._gather("telling what failed", lambda: None)
+                if digests_differ(group.digests):
+                    self._check_equal(self._gather("comparing batches", lambda: self._digest))
             if flags.has:
                 self._tell_surplus()
             self._finish(epoch)
@@ -393,19 +378,25 @@ class Epoch(Generic[Batch]):
         self.lengths = tuple(each.length for each in facts)
         epoch, done = common_epoch(facts, settings.uneven, group)
 
-        def first() -> tuple[bool, str | None]:
+        def first() -> tuple[bool, str | None, str]:
             if group.index in done:
                 self.place = Place.of(settings.loader)
-                return False, None
+                return False, None, self._digest
             self._open(epoch, before)
             if self._has and settings.uneven == "pad":
                 # So that batches which cannot be masked are refused before a rank runs out.
                 self._prepare_dummy(self._first)
-            return self._has, digest(self._first) if self._has else None
+            return self._has, digest(self._first) if self._has else None, self._digest
 
         firsts = self._gather("comparing first batches", first)
-        has = [has for has, _ in firsts]
-        if same := same_first_batches([fingerprint for _, fingerprint in firsts], group.ranks):
+        has = [has for has, _, _ in firsts]
+        self._check_equal([fingerprint for _, _, fingerprint in firsts])
+        repeated = {rank for members in settings.equal for rank in members[1:]}
+        apart = [
+            None if rank in repeated else fingerprint
+            for rank, (_, fingerprint, _) in zip(group.ranks, firsts, strict=True)
+        ]
+        if same := same_first_batches(apart, group.ranks):
             group.warn_once("same first batch", same)
         if settings.uneven == "pad" and any(has) and not all(has):
             self._share_first(has)
@@ -427,21 +418,39 @@ class Epoch(Generic[Batch]):
             return
         # Read ahead and not delivered: of a loader that cannot be put back.
         self._held, self._has, self.place = before._held, before._has, before.place
+        self._digest = before._digest
         if before._error is not None:
             raise before._error
 
     def _fetch(self) -> None:
         """Fetch the next batch, if there is one."""
-        self._has = False
+        self._has, self._digest = False, END
         interruption = self._group.take_interruption()
         self.place = Place.of(self._settings.loader)
         if interruption is not None:
             raise interruption
         try:
-            self._held = to_device(next(self.iterator), self._settings.device)
+            batch = next(self.iterator)
         except StopIteration:
             return
+        if self._settings.equal:  # before it is on a device, where to look would wait
+            found = digest(batch)
+            if found is None:
+                BatchCodec().encode(batch, [])  # raises where a value is of a type that cannot be compared
+            self._digest = found or ""
+        self._held = to_device(batch, self._settings.device)
         self._has = True
+
+    def _check_equal(self, found: Sequence[str]) -> None:
+        """Refuse unlike batches of ranks that must have the same; on all ranks, with fingerprints of all.
+
+        Raises:
+            DataError: Naming the ranks.
+        """
+        settings = self._settings
+        problem = unlike_batches(found, settings.equal, settings.group.ranks, self._taken + 1)
+        if problem is not None:
+            raise DataError(problem)
 
     def _next(self) -> Batch:
         """The batch held, or one that stands in for it; the batch after it is fetched."""

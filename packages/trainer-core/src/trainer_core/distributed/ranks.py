@@ -308,7 +308,8 @@ DATA_DIMENSIONS = ("replicate", "shard")
 class BatchPlacement:
     """Gives each rank the batches of its place in the data dimensions of the layout.
 
-    Ranks that differ in another dimension only, such as the stages of a pipeline, get the same batches.
+    Ranks that differ in another dimension only, such as the stages of a pipeline, get the same batches. Those
+    of the dimension `tensor` may read them by themselves: each batch is compared, and another one refused.
 
     Args:
         args: dispatch_batches, dispatch_eval_batches and uneven_batches, where there are several ranks.
@@ -321,7 +322,7 @@ class BatchPlacement:
     def __init__(self, args: TrainingArguments, ranks: Ranks) -> None:
         self._ranks = ranks
         self._args = args if isinstance(args, DataParallelArguments) else DataParallelArguments()
-        if ranks.env.world_size > ranks.data_parallel_size:
+        if ranks.layout.pipeline * ranks.layout.context > 1:
             self._check_same_batches()
 
     def train_loader(self, loader: object) -> object:
@@ -364,7 +365,12 @@ class BatchPlacement:
                 DATA_DIMENSIONS,
                 uneven=uneven,  # type: ignore[arg-type]
             )
-        return SynchronizedDataLoader(batches, ranks.device, ranks.data_group, uneven)  # type: ignore[arg-type]
+        layout, group = ranks.layout, ranks.data_group
+        readers: list[tuple[int, ...]] = []
+        if layout.tensor > 1:
+            # All ranks agree on the end: of those with the same batches none may run on alone.
+            group, readers = None, [layout.data_readers(part) for part in range(layout.data_count)]
+        return SynchronizedDataLoader(batches, ranks.device, group, uneven, equal_batches=readers)  # type: ignore[arg-type]
 
     def _check_same_batches(self) -> None:
         args, layout = self._args, self._ranks.layout

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar, Self
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from dist_env import ParallelLayout
-from model_parallel import PlanError, shard_tensors
+from model_parallel import PlanError, shard_tensors, whole_sequences
 
 from ..arguments import TrainingArguments
 from ..errors import ConfigurationError
 from .ranks import Ranks
-from .transforms import BuiltModel, ModelTransform
+from .transforms import BuiltModel, ModelTransform, StepHooks
 
 
 class TensorParallel(ModelTransform):
@@ -61,13 +67,6 @@ class TensorParallel(ModelTransform):
                 f"needs an output head that is whole, which the layout {ranks.layout} divides",
                 "set fused_loss='chunked'",
             )
-        if self._sequence and ranks.layout.pipeline > 1:
-            raise ConfigurationError(
-                "mesh",
-                str(ranks.layout),
-                "cuts the model into stages, and TensorParallel(sequence=True) needs all layers of it",
-                "leave out sequence=True, or pp",
-            )
 
     def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
         """What stays whole on each rank."""
@@ -90,8 +89,42 @@ class TensorParallel(ModelTransform):
                 "open a dist_env.DistributedEnvironment first and pass it as distributed_env",
             )
         try:
-            shard_tensors(built.model, meshes.tensor, self._plan, sequence=self._sequence)
+            shard_tensors(
+                built.model,
+                meshes.tensor,
+                self._plan,
+                sequence=self._sequence,
+                stages=built.ranks.layout.pipeline > 1,
+            )
         except PlanError as error:
             raise ConfigurationError(
                 "mesh", str(built.ranks.layout), f"cannot divide this model: {error}", "change tp or the plan"
             ) from error
+        built.hooks.append(TensorHooks(built.model, meshes.tensor))
+
+
+class TensorHooks(StepHooks):
+    """What divided layers add to a run: equal draws on accelerators, and texts of sequences that are whole.
+
+    Args:
+        model: The divided model.
+        mesh: The ranks that divide it.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self._model = model
+        self._mesh = mesh
+
+    def begin(self, step: int) -> None:
+        """Give these ranks one state of the accelerator's generator, also where a checkpoint of fewer ranks
+        has none for some of them. `Ranks.equal_draws` does so on the host, in each step."""
+        kind = self._mesh.device_type
+        if kind != "cpu":
+            device = torch.get_device_module(kind)
+            state = device.get_rng_state().to(kind)
+            dist.broadcast(state, group=self._mesh.get_group(), group_src=0)
+            device.set_rng_state(state.cpu())
+
+    def generating(self) -> AbstractContextManager[None]:
+        """A context in which sequences are whole: the next token is one position, which no rank shares."""
+        return whole_sequences(self._model)

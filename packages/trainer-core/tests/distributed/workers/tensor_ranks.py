@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
 
+from dataloader_dispatch import DataError
 from trainer_core import BuiltModel, DataParallelArguments, ModelTransform, Trainer
 
 FOLDER, RANK = Path(os.environ["FOLDER"]), int(os.environ["RANK"])
@@ -57,6 +59,33 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+def own(seed: int) -> list[float] | str:
+    """Losses of divided layers where each rank reads for itself, in an order of its own seed; or an error."""
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(64 * 6).view(64, 6) % 7]
+    args = DataParallelArguments(
+        output_dir=str(FOLDER / "own"),
+        overwrite_output_dir=True,
+        mesh="tp=2",
+        use_cpu=True,
+        dispatch_batches=False,
+        max_steps=4,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        save_strategy="no",
+    )
+    order = torch.Generator().manual_seed(seed)
+    loader = DataLoader(rows, batch_size=4, shuffle=True, generator=order)  # type: ignore[arg-type]
+    trainer = Trainer(
+        args, parallel=[Divided()], model_init=Model, train_dataset=loader, eval_dataset=rows, callbacks=[]
+    )
+    try:
+        trainer.train()
+    except DataError as error:
+        return str(error)
+    trainer.evaluate()
+    return [float(each["loss"]) for each in trainer.state.log_history if "loss" in each]
+
+
 def main() -> None:
     rows = [{"input_ids": row, "labels": row} for row in torch.arange(64 * 6).view(64, 6) % 7]
     args = DataParallelArguments(
@@ -82,7 +111,9 @@ def main() -> None:
             drawn = torch.multinomial(model(text)[:, -1].softmax(-1), 1)
             text = torch.cat([text, drawn], dim=1)
     undivided = {name: value.tolist() for name, value in (*model.embed.named_parameters(),)}
-    (FOLDER / f"notes-{RANK}.json").write_text(json.dumps({"embed": undivided, "text": text.tolist()}))
+    notes = {"embed": undivided, "text": text.tolist(), "own": own(5)}
+    notes["apart"] = own(6 + RANK)
+    (FOLDER / f"notes-{RANK}.json").write_text(json.dumps(notes))
 
 
 if __name__ == "__main__":
