@@ -354,6 +354,9 @@ def test_arguments_import_without_torch() -> None:
         ("wd", "Did you mean 'weight_decay'?"),
         ("ga", "Did you mean 'gradient_accumulation_steps'?"),
         ("max_step", "Did you mean 'max_steps'?"),
+        ("accumulation", "Did you mean 'gradient_accumulation_steps'?"),
+        ("steps", "Did you mean 'max_steps'?"),
+        ("torch", "See the list of settings"),
         ("frobnicate", "See the list of settings"),
     ],
 )
