@@ -30,3 +30,19 @@ def test_importing_the_package_is_quick() -> None:
     brought = imported("import trainer_pipeline, trainer_pipeline.diagram")
     assert brought <= imported("import torch, torch.distributed")
     assert brought.isdisjoint({"torch.distributed.pipelining", "torch._dynamo", "matplotlib", "transformers"})
+
+
+def test_help_comes_without_torch() -> None:
+    code = (
+        "import contextlib, sys\n"
+        "from trainer_pipeline.__main__ import main\n"
+        "for words in (['-h'], ['--version'], ['diagram', '-h']):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        main(words)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "diagram" in told.stdout
+    assert "trainer-pipeline 0" in told.stdout

@@ -6,25 +6,31 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from dist_env.command_line import HelpFormatter, add_version
 from trainer_core import ConfigurationError
 
-from .diagram import Timeline, draw_schedule, simulate, textbook_bubble
-from .diagram.drawing import percent, timeline_text
 from .schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from .diagram import Timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the diagram of a schedule with its predicted bubble, and draw it into a file if asked.
+    """Run a command: `diagram` prints a schedule with its predicted bubble, and draws it if asked.
 
     Args:
-        argv: Arguments after the command's name; by default those of the process.
+        argv: Arguments after the program's name; by default those of the process.
 
     Returns:
         0; wrong arguments end the process with status 2 and a message.
     """
     parser = _parser()
     args = parser.parse_args(argv)
+    from .diagram import draw_schedule, simulate  # with torch, for which help does not wait
+    from .diagram.drawing import timeline_text
+
     stages: int | None = args.stages_per_rank
     try:
         timeline = simulate(args.schedule, args.ranks, args.microbatches, stages_per_rank=stages)
@@ -42,10 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer_pipeline diagram",
+    program = argparse.ArgumentParser(
+        prog="python -m trainer_pipeline",
+        description="What the ranks of a pipeline do.",
+        formatter_class=HelpFormatter,
+    )
+    add_version(program, "trainer-pipeline")
+    commands = program.add_subparsers(metavar="COMMAND", required=True)
+    parser = commands.add_parser(
+        "diagram",
+        help="what each rank computes and when it waits, as text or as a picture",
         description="Print what each rank of a pipeline computes and when it waits, if a backward pass takes "
         "as long as two forward passes and all stages cost the same.",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--schedule", required=True, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the pipeline")
@@ -59,10 +74,13 @@ def _parser() -> argparse.ArgumentParser:
         help="stages on each rank; by default 1, or 2 for schedules with several",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="draw the diagram into this .png or .svg")
-    return parser
+    return program
 
 
 def _figures(timeline: Timeline) -> str:
+    from .diagram import textbook_bubble
+    from .diagram.drawing import percent
+
     formula = textbook_bubble(
         timeline.schedule, timeline.ranks, timeline.microbatches, timeline.stages_per_rank
     )
@@ -78,6 +96,4 @@ def _figures(timeline: Timeline) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["diagram"]:
-        sys.exit("usage: python -m trainer_pipeline diagram --schedule NAME --ranks N --microbatches N")
-    sys.exit(main(sys.argv[2:]))
+    sys.exit(main())

@@ -94,7 +94,7 @@ def test_measured_must_be_of_this_schedule(tmp_path: Path) -> None:
 def test_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "1f1b.png"
     counts = ["--ranks", "2", "--microbatches", "3"]
-    assert main(["--schedule", "1f1b", *counts, "--output", str(output)]) == 0
+    assert main(["diagram", "--schedule", "1f1b", *counts, "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(ONE_F_ONE_B)
     assert printed[len(ONE_F_ONE_B) :].splitlines() == [
@@ -104,13 +104,13 @@ def test_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[
         str(output),
     ]
     assert output.read_bytes().startswith(PNG)
-    assert main(["--schedule", "interleaved_1f1b", *counts, "--stages-per-rank", "3"]) == 0
+    assert main(["diagram", "--schedule", "interleaved_1f1b", *counts, "--stages-per-rank", "3"]) == 0
     assert "3 stages per rank" in capsys.readouterr().out
 
 
 def test_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--schedule", "1f1b", "--ranks", "4", "--microbatches", "3"])
+        main(["diagram", "--schedule", "1f1b", "--ranks", "4", "--microbatches", "3"])
     assert ended.value.code == 2
     assert "3 microbatches on 4 ranks" in capsys.readouterr().err
 
@@ -127,5 +127,5 @@ def test_without_matplotlib_the_error_says_what_to_install(
         draw_schedule("gpipe", 2, 2, tmp_path / "gpipe.png")
     output = str(tmp_path / "gpipe.png")
     with pytest.raises(SystemExit):
-        main(["--schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "--output", output])
+        main(["diagram", "--schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "--output", output])
     assert "trainer-pipeline[plot]" in capsys.readouterr().err
