@@ -8,7 +8,6 @@ from dist_env.orphans import die_with_torchrun as _die_with_torchrun
 if TYPE_CHECKING:
     from dist_env.collectives import barrier, broadcast_object, gather_objects, main_process_first
     from dist_env.command_line import (
-        HelpFormatter,
         add_version,
         leave_broken_pipe,
         parse_size,
@@ -34,7 +33,6 @@ __all__ = [
     "DistributedEnvironment",
     "DistributedEnvironmentError",
     "Heartbeat",
-    "HelpFormatter",
     "HostSums",
     "Meshes",
     "ParallelLayout",
@@ -68,9 +66,7 @@ __all__ = [
 # A name loads its module when it is first used: a layout, and the help of the command, need no torch.
 _NAMES = {
     "collectives": ("barrier", "broadcast_object", "gather_objects", "main_process_first"),
-    "command_line": (
-        *("HelpFormatter", "add_version", "leave_broken_pipe", "parse_size", "printable", "size_text"),
-    ),
+    "command_line": (*("add_version", "leave_broken_pipe", "parse_size", "printable", "size_text"),),
     "control_group": ("ControlGroup",),
     "encoding": ("decode_value", "encode_value"),
     "environment": ("DistributedEnvironment",),
