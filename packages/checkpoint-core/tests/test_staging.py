@@ -122,14 +122,10 @@ def test_use_in_and_out_of_inference_mode(buffer: StagingBuffer) -> None:
         assert buffer.copy({0: torch.ones(3)})[0].tolist() == [1, 1, 1]
 
 
-def test_bad_input_is_named(buffer: StagingBuffer) -> None:
-    with pytest.raises(CheckpointError, match=r"layer\.weight cannot be staged: it is torch\.sparse_coo"):
-        buffer.copy({"layer.weight": torch.eye(3).to_sparse()})
-    with pytest.raises(CheckpointError, match=r"layer\.bias cannot be staged: it is meta"):
-        buffer.copy({"layer.bias": torch.empty(3, device="meta")})
+def test_no_memory_is_an_error_that_says_so(buffer: StagingBuffer) -> None:
     with pytest.raises(CheckpointError, match=r"refuses \d+ bytes of memory for staging .*async_save=False"):
         buffer.copy({"layer.weight": torch.zeros(1).expand(1 << 58)})
-    # None of it leaves the buffer in a state of its own.
+    # It does not leave the buffer in a state of its own.
     assert buffer.copy({}) == {}
     assert buffer.copy({0: torch.ones(2)})[0].tolist() == [1, 1]
 

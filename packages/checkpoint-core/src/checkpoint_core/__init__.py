@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from dist_env import lazy_names
+
 if TYPE_CHECKING:
     from checkpoint_core.components import (
         Reshardable,
@@ -52,43 +54,5 @@ __all__ = [
     "local_ranges",
 ]
 
-# A name loads its module when it is first used: the help of the command needs no torch.
-_NAMES = {
-    "components": (
-        "Reshardable",
-        "RNGState",
-        "SharingPattern",
-        "StateComponent",
-        "Stateful",
-        "StatefulProvider",
-        "StaticStatefulProvider",
-    ),
-    "config": ("CheckpointConfig",),
-    "encoding": ("local_ranges",),
-    "errors": ("CheckpointError", "LeaseLostError", "LostRankError"),
-    "lease": ("DirectoryLease", "LeaseHeldError", "LeaseHolder", "find_lease_holder"),
-    "lightning_io": ("LightningCheckpointIO",),
-    "loading": ("LoadedCheckpoint",),
-    "manager": ("CheckpointManager",),
-    "model_directory": ("load_model_weights",),
-    "model_state": ("ModelState", "OptimizerState"),
-    "saving": ("Preprocessor",),
-    "selection": ("BestCheckpoint", "find_latest_checkpoint"),
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
-
-if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a misspelt one
-
-    def __getattr__(name: str) -> object:
-        from importlib import import_module
-
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__)

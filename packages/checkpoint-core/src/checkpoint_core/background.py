@@ -68,11 +68,8 @@ class StagingBuffer:
             without pending conjugation or negation. They are views of the buffer, valid until the next copy.
 
         Raises:
-            CheckpointError: A tensor that is sparse, quantized or on the meta device, or the system refuses
-                the memory.
+            CheckpointError: The system refuses the memory.
         """
-        for key, tensor in tensors.items():
-            _check_dense(key, tensor)
         region = self._region_for(sum(_padded_bytes(tensor) for tensor in tensors.values()))
         # Copies to the host can only overlap on the devices that can be synchronised afterwards.
         accelerator = torch.accelerator.current_accelerator()
@@ -219,15 +216,6 @@ def _map_memory(size: int) -> _HostMemory:
 
 def _padded_bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes + -tensor.nbytes % ALIGNMENT
-
-
-def _check_dense(key: object, tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
-        raise CheckpointError(
-            f"tensor {key} cannot be staged: it is {kind}, and only dense tensors with data can be copied. "
-            "Save its dense parts, or materialise it."
-        )
 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from dist_env import lazy_names
+
 if TYPE_CHECKING:
     from dataloader_dispatch.batches import masked_dummy
     from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
@@ -78,75 +80,5 @@ __all__ = [
     "sync_dataset_state_from_dataloader",
 ]
 
-# A name loads its module when it is first used: the help of the command needs no torch.
-_NAMES = {
-    "batches": ("masked_dummy",),
-    "dispatch.dispatcher": ("DataloaderDispatcher",),
-    "document_stream": (
-        "DocumentStream",
-        "StreamLoader",
-    ),
-    "documents": (
-        "DocumentSource",
-        "TokenDocuments",
-        "data_fingerprint",
-    ),
-    "errors": ("DataError",),
-    "loader": (
-        "ResumableDataLoader",
-        "build_loader",
-        "end_workers",
-        "set_loader_epoch",
-        "sync_dataset_state_from_dataloader",
-    ),
-    "order": (
-        "DocumentSubset",
-        "MixedDocuments",
-        "ShuffledIndex",
-        "mix_documents",
-        "passes_for_shares",
-        "split_documents",
-    ),
-    "other_trainers": (
-        "FabricLoader",
-        "LightningLoader",
-        "set_train_loader",
-    ),
-    "rows": (
-        "ignored_like",
-        "is_ignored",
-    ),
-    "settings": ("RowSpan",),
-    "sources.columns": ("ColumnDocuments",),
-    "sources.files": (
-        "FileDocuments",
-        "SkippedFile",
-    ),
-    "sources.open_documents": ("open_documents",),
-    "sources.token_binary": ("TokenBinary",),
-    "synchronized.evaluation": (
-        "EvaluationBatch",
-        "EvaluationLoader",
-        "EvaluationShard",
-        "GlobalMean",
-        "shard_for_evaluation",
-    ),
-    "synchronized.loader": ("SynchronizedDataLoader",),
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
-
-if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a misspelt one
-
-    def __getattr__(name: str) -> object:
-        from importlib import import_module
-
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__)

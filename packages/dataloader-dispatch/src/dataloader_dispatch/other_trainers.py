@@ -72,11 +72,7 @@ class FabricLoader(DataLoader[Any]):
 
     def __init__(self, loader: ResumableLoader, *, uneven: Uneven = "stop") -> None:
         name = type(self).__name__
-        if not callable(getattr(loader, "state_dict", None)):
-            raise TypeError(
-                f"loader is a {type(loader).__name__}, which has no state_dict(), but {name} keeps its "
-                "position. Use a StreamLoader, or build_loader for other datasets."
-            )
+        _check_position(name, loader)
         super().__init__(_Batches(name), batch_size=getattr(loader, "batch_size", None) or 1)
         self._given = loader
         self._uneven: Uneven = uneven
@@ -173,11 +169,7 @@ def set_train_loader(trainer: Any, loader: ResumableLoader) -> None:
     from transformers import TrainerCallback
 
     args = trainer.args
-    if not callable(getattr(loader, "state_dict", None)):
-        raise TypeError(
-            f"loader is a {type(loader).__name__}, which has no state_dict(). Use a StreamLoader, or "
-            "build_loader for other datasets."
-        )
+    _check_position("set_train_loader", loader)
     if args.max_steps <= 0:
         raise DataError(
             f"max_steps={args.max_steps} must be 1 or more, because passes follow one another without "
@@ -256,6 +248,14 @@ class _Endless:
     def __iter__(self) -> Iterator[Any]:
         while True:
             yield from self._loader
+
+
+def _check_position(user: str, loader: object) -> None:
+    if not callable(getattr(loader, "state_dict", None)):
+        raise TypeError(
+            f"loader is a {type(loader).__name__}, which has no state_dict(), but {user} keeps its position. "
+            "Use a StreamLoader, or build_loader for other datasets."
+        )
 
 
 def check_rank(user: str, loader: object, rank: int, world_size: int) -> None:

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from dist_env.lazy import lazy_names
 from dist_env.orphans import die_with_parent, die_with_parent_command
 from dist_env.orphans import die_with_torchrun as _die_with_torchrun
 
 if TYPE_CHECKING:
     from dist_env.collectives import barrier, broadcast_object, gather_objects, main_process_first
     from dist_env.command_line import (
-        HelpFormatter,
         add_version,
         leave_broken_pipe,
         parse_size,
@@ -34,7 +34,6 @@ __all__ = [
     "DistributedEnvironment",
     "DistributedEnvironmentError",
     "Heartbeat",
-    "HelpFormatter",
     "HostSums",
     "Meshes",
     "ParallelLayout",
@@ -56,6 +55,7 @@ __all__ = [
     "gather_objects",
     "get_logger",
     "is_alone",
+    "lazy_names",
     "leave_broken_pipe",
     "main_process_first",
     "naming_lost_ranks",
@@ -65,49 +65,20 @@ __all__ = [
     "tie_loader_workers",
 ]
 
-# A name loads its module when it is first used: a layout, and the help of the command, need no torch.
-_NAMES = {
-    "collectives": ("barrier", "broadcast_object", "gather_objects", "main_process_first"),
-    "command_line": (
-        *("HelpFormatter", "add_version", "leave_broken_pipe", "parse_size", "printable", "size_text"),
-    ),
-    "control_group": ("ControlGroup",),
-    "encoding": ("decode_value", "encode_value"),
-    "environment": ("DistributedEnvironment",),
-    "errors": ("DistributedEnvironmentError", "RankFailedError", "RankTimeoutError"),
-    "heartbeat": ("Heartbeat", "RankStatus", "StallReport"),
-    "interface": ("DistributedEnvInterface", "StaticDistributedEnvironment", "fake_job", "is_alone"),
-    "layout": ("ParallelLayout",),
-    "liveness": ("naming_lost_ranks",),
-    "logging": ("forget_warnings", "get_logger"),
-    "meshes": ("Meshes",),
-    "tree_sums": ("HostSums",),
-    "worker_processes": ("die_with_parent_context", "tie_loader_workers"),
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 _RENAMED = {"imagined_job": "fake_job"}
 
 
-if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a misspelt one
+if not TYPE_CHECKING:
+    _load, __dir__ = lazy_names(__name__)
 
     def __getattr__(name: str) -> object:
-        from importlib import import_module
-
         if name in _RENAMED:
             import warnings
 
             new = _RENAMED[name]
             warnings.warn(f"dist_env.{name} is called {new} now.", DeprecationWarning, stacklevel=2)
-            return getattr(import_module(f"{__name__}.{_MODULES[new]}"), new)
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+            return _load(new)
+        return _load(name)
 
 
 _die_with_torchrun()
