@@ -1,6 +1,7 @@
 """Trains an unmodified model of transformers: `hf_tensor_trainer.py MODEL FOLDER BATCH [MESH [SETTING]]`.
 
-SETTING is sequence, or dropout: by the sequence, recomputed and saved in the middle, too.
+SETTING is sequence; dropout: by the sequence, recomputed and saved in the middle, too; or flops: recomputed,
+and what each log entry counts of it is printed instead.
 
 It prints loss and gradient norm of every step, and what the model writes; `torchrun` starts it on several
 ranks, which divide the model by its own plan.
@@ -9,7 +10,9 @@ ranks, which divide the model by its own plan.
 from __future__ import annotations
 
 import json
+import math
 import sys
+from typing import Any
 
 import torch
 from transformers import (
@@ -22,6 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from perf_metrics import DefaultMetrics
 from trainer_core import DataParallelArguments, TensorParallel, Trainer
 
 SIZES = {"vocab_size": 63, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -39,12 +43,25 @@ def build(name: str, dropout: float = 0.0) -> PreTrainedModel:
     return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
 
 
-def main(name: str, folder: str, batch: int, mesh: str | None = None, setting: str = "") -> None:
+class Record:
+    """Keeps what is logged, behind what other callbacks add to it."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+
+    def on_log(
+        self, args: object, state: object, control: object, *, logs: dict[str, Any], **kw: object
+    ) -> None:
+        if "flos" in logs:
+            self.entries.append(dict(logs))
+
+
+def main(name: str, folder: str, batch: int, mesh: str = "", setting: str = "") -> None:
     """Train, save the weights, and let the model write."""
     tokens = torch.randint(0, SIZES["vocab_size"], (96, 12), generator=torch.Generator().manual_seed(0))
     args = DataParallelArguments(
         output_dir=folder,
-        mesh=mesh,
+        mesh=mesh or None,
         use_cpu=True,
         seed=1,
         per_device_train_batch_size=batch,
@@ -54,20 +71,30 @@ def main(name: str, folder: str, batch: int, mesh: str | None = None, setting: s
         logging_steps=1,
         save_strategy="steps" if setting == "dropout" else "no",
         save_steps=3,
-        activation_checkpointing="full" if setting == "dropout" else "no",
+        activation_checkpointing="full" if setting in ("dropout", "flops") else "no",
+        peak_hardware_flops=1e12,
     )
+    record = Record()
     trainer = Trainer(
         args,
         model_init=lambda: build(name, 0.2 if setting == "dropout" else 0.0),
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-        callbacks=[],
-        parallel=[TensorParallel(sequence=True)] if setting else [],
+        callbacks=[DefaultMetrics(), record] if setting == "flops" else [],
+        parallel=[TensorParallel(sequence=True)] if setting in ("sequence", "dropout") else [],
     )
     trainer.save_model(f"{folder}/initial")
     trainer.train()
     trainer.save_model(f"{folder}/weights")
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     points = [[entry["loss"], entry["grad_norm"]] for entry in logged]
+    if setting == "flops":
+        points = [
+            [entry[name] for name in ("flos", "hardware_flos", "total_flos")] for entry in record.entries
+        ]
+        for entry in record.entries:
+            most = entry["interval_seconds"] * entry["peak_flops"]
+            assert math.isclose(entry["mfu"], entry["flos"] / most)
+            assert math.isclose(entry["hfu"], entry["hardware_flos"] / most)
     with trainer.generating(), torch.no_grad():
         written = (
             trainer.unwrapped_model().generate(tokens[:2, :4], max_new_tokens=5, do_sample=False).tolist()

@@ -152,6 +152,18 @@ def test_masks_of_dropout_are_the_same_after_a_resume(warm: WarmStart, tmp_path:
     assert run(warm, tmp_path / "run", words, "tp=2", "dropout") == [whole, written]
 
 
+def test_flops_are_equal_over_layouts(warm: WarmStart, tmp_path: Path) -> None:
+    """Of the model and as executed, so that MFU and HFU differ by time alone."""
+    counted = {}
+    for number, (mesh, batch) in enumerate({"": "8", "tp=2": "8", "shard=2": "4", "pp=2": "8"}.items()):
+        folder = tmp_path / f"run-{number}"
+        words = [str(HF_SCRIPT), "llama", str(folder), batch, *(() if mesh else ("",))]
+        counted[mesh], _ = run(warm, folder, words, mesh or None, "flops")
+        assert len(counted[mesh]) == STEPS
+        assert all(hardware > model > 0 for model, hardware, _ in counted[mesh])
+    assert {mesh: found for mesh, found in counted.items() if found != counted[""]} == {}
+
+
 def test_a_rank_holds_its_part_and_sends_what_the_formula_says(tmp_path: Path) -> None:
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     config = LlamaConfig(num_attention_heads=4, **sizes)

@@ -157,7 +157,7 @@ def test_one_curve_from_one_process_over_two_and_back(
 
     shown = _trained(start, _words(work, "relay", "--mesh", "tp=2", "--max-steps", "24"))
     assert "resumed at step 18" in shown
-    assert "trainer    ddp, 2 processes (tp=2)" in shown
+    assert "trainer    tensor parallel, 2 processes (tp=2)" in shown
     checkpoint = str(work / "relay" / "checkpoint-24")
     capsys.readouterr()
     assert main([*GENERATE_AS_AT_THE_END, "--checkpoint", checkpoint]) == 0

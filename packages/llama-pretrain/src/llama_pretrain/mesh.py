@@ -47,6 +47,14 @@ def trainer_for(layout: ParallelLayout) -> str:
     return "ddp" if layout.replicate * layout.tensor > 1 else "single"
 
 
+def told_trainer(trainer: str, mesh: ParallelLayout) -> str:
+    """How the devices of a layout are used, for the user to read."""
+    if mesh.tensor == 1:
+        return trainer
+    alone = trainer == "ddp" and mesh.replicate == 1
+    return "tensor parallel" if alone else f"{trainer} and tensor parallel"
+
+
 def check_mesh(text: str, trainer: str) -> None:
     """Make sure that a trainer is the one that follows from a mesh.
 

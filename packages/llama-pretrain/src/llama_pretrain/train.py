@@ -27,6 +27,7 @@ from .arguments import PretrainArguments, check_processes, launch_command
 from .console import CONFIG_NAME, PROG, BrokenRunError, printable, text_plot, wrapped
 from .experiment import Experiment, build_trainer, prepare
 from .launch import report_ownership
+from .mesh import parse_mesh, told_trainer
 from .model.llama import Llama, generate
 from .run_directory import RunDirectory, describe_session, now_text, refuse_if_in_use
 from .tokenizer import Tokenizer, unit_of
@@ -195,7 +196,8 @@ def announce(
     print(f"model      {args.model}, {parameters:,} parameters, {args.sequence_length} tokens a row")
     print(f"data       {source}: {len(documents)} documents to train on, {kept} held out")
     if args.trainer != "single":
-        print(f"trainer    {args.trainer}, {_told_processes(args, processes)}")
+        way = told_trainer(args.trainer, parse_mesh(args.mesh))
+        print(f"trainer    {way}, {_told_processes(args, processes)}")
     print(f"output     {args.output_dir}")
     for name, (old, new) in changes.items():
         print(f"changed    {name}: {old} at the last start, now {new}")

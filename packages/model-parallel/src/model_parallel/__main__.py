@@ -83,16 +83,22 @@ def _report(options: argparse.Namespace) -> str:
     settings = _read(config)
     plan = None if options.plan is None else _read(options.plan)
     # Imported when there is something to build: help and usage errors do without torch.
-    from .check import check_plan, undivided
+    from .check import cautions, examine, shares
 
-    table = check_plan(
-        _build(settings), plan, tensor=options.tensor, sequence=options.sequence, loss=options.loss
-    )
+    model = _build(settings)
+    found = examine(model, plan, tensor=options.tensor, sequence=options.sequence, loss=options.loss)
+    table, told = shares(model, found, options.tensor), cautions(model, found, plan, options.tensor)
     total, local = (sum(getattr(each, name) for each in table) for name in ("parameters", "local_parameters"))
     if options.json:
         layers = [vars(each) for each in table]
         return json.dumps(
-            {"tensor": options.tensor, "parameters": total, "local_parameters": local, "layers": layers},
+            {
+                "tensor": options.tensor,
+                "parameters": total,
+                "local_parameters": local,
+                "layers": layers,
+                "warnings": told,
+            },
             indent=2,
         )
     lines = _lines(table)
@@ -101,7 +107,7 @@ def _report(options: argparse.Namespace) -> str:
         "",
         f"tensor={options.tensor}: {local:,} of {total:,} parameters on the rank that holds most ({ratio})",
     ]
-    return "\n".join([*lines, *undivided(table)])
+    return "\n".join([*lines, *told])
 
 
 def _lines(table: list[LayerShare]) -> list[str]:

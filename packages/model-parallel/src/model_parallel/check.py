@@ -380,3 +380,20 @@ def undivided(table: list[LayerShare]) -> list[str]:
         for each in table
         if each.parameters == each.local_parameters and each.parameters // each.layers >= _LARGE
     ]
+
+
+def cautions(
+    model: nn.Module, structure: Structure, plan: Mapping[str, str] | None, tensor: int
+) -> list[str]:
+    """Sentences about what is divided, and may not be meant so.
+
+    Args:
+        model: The model, not yet divided.
+        structure: What `examine` found.
+        plan: The plan that was given; None for the model's own, which transformers has tried.
+        tensor: The number of ranks.
+    """
+    told = undivided(shares(model, structure, tensor)) + own_forwards(model, structure)
+    if plan is not None or not type(model).__module__.startswith("transformers."):
+        told += stacked_by_head(model, structure)
+    return told

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dist_env import get_logger
 
 from .activations import Scope
-from .check import examine, own_forwards, shares, stacked_by_head, undivided
+from .check import cautions, examine
 from .draws import Draws, share_generators
 from .plan import PlanError, module_at
 from .same import check_inputs, listed
@@ -95,10 +95,7 @@ def shard_tensors(
     _check_same(model, structure, mesh, (sequence, loss, stages))
     if error is not None or structure is None:
         raise error or PlanError("The plan was refused.")
-    told = undivided(shares(model, structure, mesh.size())) + own_forwards(model, structure)
-    if plan is not None or not type(model).__module__.startswith("transformers."):
-        told += stacked_by_head(model, structure)
-    for sentence in told:
+    for sentence in cautions(model, structure, plan, mesh.size()):
         _LOGGER.warning(sentence)
     _add_styles(model, structure, mesh, sequence=sequence, loss=loss, stages=stages)
     _place_parameters(model, structure, mesh)

@@ -84,3 +84,18 @@ def test_what_nothing_divides_is_said(plan: Plan) -> None:
     code, out, err = plan(settings, "--tensor", "2")
     assert code == 0, err
     assert "gpt_neox.embed_in is whole on each rank: 51,642,368 parameters that nothing divides." in out
+
+
+def test_what_may_not_be_meant_so_is_said(plan: Plan, tmp_path: Path) -> None:
+    """As `shard_tensors` warns of it."""
+    settings = {"model_type": "gpt_neox", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 4, "intermediate_size": 64}
+    attention = "gpt_neox.layers.*.attention"
+    given = {f"{attention}.query_key_value": "colwise", f"{attention}.dense": "rowwise"}
+    (tmp_path / "plan.json").write_text(json.dumps(given))
+    words = ["--tensor", "2", "--plan", str(tmp_path / "plan.json")]
+    code, out, err = plan(settings, *words)
+    assert code == 0, err
+    assert "query_key_value computes queries, keys and values." in out.splitlines()[-1]
+    warnings = json.loads(plan(settings, *words, "--json")[1])["warnings"]
+    assert [each for each in warnings if "Use 'packed_colwise'" in each] == [out.splitlines()[-1]]

@@ -10,7 +10,7 @@ from trainer_core import ConfigurationError, DryRun
 from ..arguments import PretrainArguments, launch_command
 from ..console import PROG, table
 from ..experiment import build_trainer, prepare
-from ..mesh import parse_mesh
+from ..mesh import parse_mesh, told_trainer
 from ..run_directory import RunDirectory
 
 _MIB = 2**20
@@ -57,9 +57,10 @@ def _on_a_node(processes: int) -> int:
 
 def _told(args: PretrainArguments, processes: int, found: DryRun) -> str:
     several = f"{processes} processes ({args.mesh}), of which this is rank 0"
+    way = told_trainer(args.trainer, parse_mesh(args.mesh))
     lines = [
         f"model      {args.model}, {found.parameters:,} parameters, {found.row_length} tokens a row",
-        f"trainer    {args.trainer}, {several if processes > 1 else 'one process'}",
+        f"trainer    {way}, {several if processes > 1 else 'one process'}",
         f"step       {found.tokens:,} tokens in {found.rows:,} rows",
         f"compute    {_compute(processes, found)}",
         "",

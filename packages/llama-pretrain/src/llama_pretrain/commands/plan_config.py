@@ -15,7 +15,7 @@ from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, recommend
 from ..arguments import PretrainArguments, settings_of
 from ..console import check_writable
 from ..experiment import TRAINERS, model_config
-from ..mesh import parse_mesh
+from ..mesh import parse_mesh, told_trainer
 from ..model.llama import Llama
 from ..settings import resolve
 from ..tokenizer import load_tokenizer
@@ -170,7 +170,7 @@ class _Report:
 
 def _told(report: _Report) -> str:
     args, gpus, planned, verdict = report.args, report.gpus, report.planned, report.verdict
-    what = f"{args.model} with {args.trainer} on mesh {report.mesh}, {gpus}"
+    what = f"{args.model} with {told_trainer(args.trainer, report.mesh)} on mesh {report.mesh}, {gpus}"
     lines = [f"{report.name}: valid; {what}", "", str(planned), ""]
     needs = f"{planned.total / _GIB:.1f} GiB of {gpus.memory:g}"
     if verdict.fits:
