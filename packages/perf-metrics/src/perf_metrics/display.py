@@ -216,7 +216,7 @@ def merge_columns(
     for name, override in (overrides or {}).items():
         if override is None:
             if merged.pop(name, None) is None:
-                raise ValueError(f"column {name!r} is None, but no such column exists.{_hint(name, merged)}")
+                raise ValueError(f"column {name!r} is None, but no such column exists.{hint(name, merged)}")
         elif isinstance(override, ColumnSpec):
             merged[name] = override
         else:
@@ -228,14 +228,15 @@ def _lay_over(name: str, default: ColumnSpec, override: ColumnOverride) -> Colum
     fields = {field.name: None for field in dataclasses.fields(ColumnSpec)}
     for field in override:
         if field not in fields:
-            raise ValueError(f"column {name!r} has no field {field!r}.{_hint(field, fields)}")
+            raise ValueError(f"column {name!r} has no field {field!r}.{hint(field, fields)}")
     try:
         return dataclasses.replace(default, **override)
     except ValueError as error:
         raise ValueError(f"column {name!r}: {error}") from None
 
 
-def _hint(word: str, known: Mapping[str, object]) -> str:
+def hint(word: str, known: Collection[str]) -> str:
+    """Return the likely name for a misspelt one, or else all names, as a sentence to add to a message."""
     close = difflib.get_close_matches(word, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known are {', '.join(known)}."
 

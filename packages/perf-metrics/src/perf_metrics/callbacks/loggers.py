@@ -181,8 +181,7 @@ def _step_text(step: int, max_steps: int) -> str:
 
 def _evaluation_pair(key: str, value: object) -> str:
     name = key.removeprefix("eval_")
-    text = "n/a" if value is None else format_value(value, ".5f" if name.endswith("loss") else "")
-    return f"{name} {text}"
+    return f"{name} {format_value(value, '.5f' if name.endswith('loss') else '')}"
 
 
 class JsonLogger(EventHandlers):

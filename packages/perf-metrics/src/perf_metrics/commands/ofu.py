@@ -133,15 +133,11 @@ def _device_row(device: DeviceWindow) -> tuple[str, ...]:
     return (
         device.label,
         device.name,
-        _text(device.ofu, ".1%"),
-        _text(device.tensor_activity, ".1%"),
-        *(_text(getattr(device, clock), ".0f") for clock in _CLOCKS),
+        format_value(device.ofu, ".1%"),
+        format_value(device.tensor_activity, ".1%"),
+        *(format_value(getattr(device, clock), ".0f") for clock in _CLOCKS),
         device.reason or device.problem or "",
     )
-
-
-def _text(value: float | None, fmt: str) -> str:
-    return "n/a" if value is None else format(value, fmt)
 
 
 def _append(lines: TextIO, devices: Sequence[DeviceWindow], now: float) -> None:

@@ -8,10 +8,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from statistics import StatisticsError, correlation, fmean, stdev
 
+from ..display import hint
 from ..ofu.diagnosis import RATES, JobFacts
 from .job_samples import FleetSamples
 from .prometheus_api import Progress, PrometheusAPI, read_in_chunks
@@ -110,9 +110,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
 def _check_columns(row: Mapping[str, object], where: str) -> None:
     for column in row:
         if column not in _COLUMNS:
-            near = get_close_matches(str(column), _COLUMNS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" Known are {', '.join(_COLUMNS)}."
-            raise ValueError(f"{where}: unknown column {column!r}.{hint}")
+            raise ValueError(f"{where}: unknown column {column!r}.{hint(str(column), _COLUMNS)}")
 
 
 def _application(row: Mapping[str, object]) -> Application:

@@ -329,15 +329,15 @@ def _weighted_mean(run: RunLog, key: str, weight_key: str) -> float | None:
 
 
 def _wall_seconds(run: RunLog) -> float | None:
-    times = [time for entry in run.written if (time := number_of(entry, "timestamp")) is not None]
+    times = _numbers(run, "timestamp")
     if len(times) > 1 and math.isfinite(max(times) - min(times)):
         return max(times) - min(times) + (number_of(run.written[0], "interval_seconds") or 0.0)
-    runtimes = [
-        time
-        for entry in run.written
-        if (time := number_of(entry, "train_runtime_gross", "train_runtime")) is not None
-    ]
+    runtimes = _numbers(run, "train_runtime_gross", "train_runtime")
     return runtimes[-1] if runtimes else None
+
+
+def _numbers(run: RunLog, *keys: str) -> list[float]:
+    return [number for entry in run.written if (number := number_of(entry, *keys)) is not None]
 
 
 def _pauses(written: Sequence[LogEntry]) -> list[float] | None:
@@ -362,9 +362,6 @@ def _pauses(written: Sequence[LogEntry]) -> list[float] | None:
     return pauses if told else None
 
 
-MISSING = "n/a"
-
-
 def summary_lines(summaries: Sequence[RunSummary]) -> list[str]:
     """Return a table with one row for each run; figures that a log does not tell are "n/a"."""
     rows = [_cells(summary) for summary in summaries]
@@ -377,39 +374,32 @@ def summary_json(summary: RunSummary) -> dict[str, JsonValue]:
 
 
 def _cells(run: RunSummary) -> dict[str, str]:
-    best = _text(run.best_eval_loss, ".4f")
+    best = format_value(run.best_eval_loss, ".4f")
+    pauses = format_value(run.pauses, "d")
     return {
         "run": run.name,
-        "steps": _text(run.steps, ",d"),
-        "tokens": _text(run.tokens, "si"),
-        "loss": _text(run.final_loss, ".4f"),
-        "last 10%": _text(run.final_loss_mean, ".4f"),
+        "steps": format_value(run.steps, ",d"),
+        "tokens": format_value(run.tokens, "si"),
+        "loss": format_value(run.final_loss, ".4f"),
+        "last 10%": format_value(run.final_loss_mean, ".4f"),
         "best eval": best if run.best_eval_step is None else f"{best} @ {run.best_eval_step:,}",
-        "tok/s": _text(run.tok_per_sec_median, "si"),
-        "p10": _text(run.tok_per_sec_p10, "si"),
-        "p90": _text(run.tok_per_sec_p90, "si"),
-        "MFU": _text(run.mfu_median, ".1%"),
-        "HFU": _text(run.hfu_median, ".1%"),
-        "peak memory": _text(run.peak_memory_bytes, "gib"),
-        "data wait": _text(run.data_wait_share, ".1%"),
+        "tok/s": format_value(run.tok_per_sec_median, "si"),
+        "p10": format_value(run.tok_per_sec_p10, "si"),
+        "p90": format_value(run.tok_per_sec_p90, "si"),
+        "MFU": format_value(run.mfu_median, ".1%"),
+        "HFU": format_value(run.hfu_median, ".1%"),
+        "peak memory": format_value(run.peak_memory_bytes, "gib"),
+        "data wait": format_value(run.data_wait_share, ".1%"),
         "wall": _duration(run.wall_seconds),
-        "pauses": _pauses_text(run),
-        "resumes": _text(run.resumes, "d"),
+        "pauses": f"{pauses} of {_duration(run.pause_seconds)}" if run.pauses else pauses,
+        "resumes": format_value(run.resumes, "d"),
     }
-
-
-def _text(value: float | None, fmt: str) -> str:
-    return MISSING if value is None else format_value(value, fmt)
-
-
-def _pauses_text(run: RunSummary) -> str:
-    return f"{run.pauses} of {_duration(run.pause_seconds)}" if run.pauses else _text(run.pauses, "d")
 
 
 def _duration(seconds: float | None) -> str:
     """Return a time in its two largest units: 12.3s, 4m37s, 1h02m, 2d03h."""
     if seconds is None:
-        return MISSING
+        return format_value(None)
     if round(seconds, 1) < 60:
         return f"{seconds:.1f}s"
     whole = round(seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import gzip
 import json
 import math
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, NamedTuple, TypeAlias
+from typing import IO, Literal, NamedTuple, TypeAlias
 
 from .kernels import PLAIN_CORES, EffectiveSizes, GemmKernel, effective_sizes, explain, parse_kernel
 
@@ -241,41 +240,34 @@ def _shape(shapes: object, place: int) -> Sequence[int] | None:
     return shape
 
 
-class GridCheck(enum.Enum):
-    """What a launched grid says about the formula."""
+def check_grid(
+    kernel: GemmKernel, blocks: int, grid: Sequence[int] | None, multiprocessors: int | None
+) -> Literal["agree", "differ", "unchecked"]:
+    """Compare a launched grid with the formula.
 
-    AGREES = "agrees"
-    DIFFERS = "differs"
-    UNCHECKED = "unchecked"
+    A persistent kernel starts at most one block for each multiprocessor, so a grid can only be held against
+    the formula if the formula gives no more blocks than that. cutlass_80 pads its grid for the order of the
+    tiles, and how XMMA lays out its grid was not seen: neither is checked.
 
-    @classmethod
-    def of(
-        cls, kernel: GemmKernel, blocks: int, grid: Sequence[int] | None, multiprocessors: int | None
-    ) -> GridCheck:
-        """Compare a grid with the formula.
-
-        A persistent kernel starts at most one block for each multiprocessor, so a grid can only be held
-        against the formula if the formula gives no more blocks than that. cutlass_80 pads its grid for the
-        order of the tiles, and how XMMA lays out its grid was not seen: neither is checked.
-
-        Args:
-            kernel: What the name tells.
-            blocks: Thread blocks by the formula, over the whole batch, before any split of k.
-            grid: As launched, or None if it is not known.
-            multiprocessors: Of the device, or None if it is not known.
-        """
-        if grid is None or kernel.family not in ("nvjet", "cutlass3x") or not _whole(kernel):
-            return cls.UNCHECKED
-        # Only the product: which side of the grid is which, and where the clusters are, differs by kernel.
-        launched = prod(grid)
-        if launched == blocks or (kernel.split_k and launched % blocks == 0):
-            return cls.AGREES
-        if launched > blocks and not kernel.split_k:
-            return cls.DIFFERS
-        # Into how many parts k is split is not told, so they may be more than there are multiprocessors.
-        wanted = math.inf if kernel.split_k and launched > blocks else blocks
-        persistent = multiprocessors is None or wanted > multiprocessors >= launched
-        return cls.UNCHECKED if persistent else cls.DIFFERS
+    Args:
+        kernel: What the name tells.
+        blocks: Thread blocks by the formula, over the whole batch, before any split of k.
+        grid: As launched, or None if it is not known.
+        multiprocessors: Of the device, or None if it is not known.
+    """
+    has_cluster = kernel.tile.cluster_m is not None and kernel.tile.cluster_n is not None
+    if grid is None or kernel.family not in ("nvjet", "cutlass3x") or not has_cluster:
+        return "unchecked"
+    # Only the product: which side of the grid is which, and where the clusters are, differs by kernel.
+    launched = prod(grid)
+    if launched == blocks or (kernel.split_k and launched % blocks == 0):
+        return "agree"
+    if launched > blocks and not kernel.split_k:
+        return "differ"
+    # Into how many parts k is split is not told, so they may be more than there are multiprocessors.
+    wanted = math.inf if kernel.split_k and launched > blocks else blocks
+    persistent = multiprocessors is None or wanted > multiprocessors >= launched
+    return "unchecked" if persistent else "differ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,14 +282,10 @@ class GridChecks:
         example: The first that differs, in words.
     """
 
-    agree: int
-    differ: int
-    unchecked: int
+    agree: int = 0
+    differ: int = 0
+    unchecked: int = 0
     example: str | None = None
-
-
-def _whole(kernel: GemmKernel) -> bool:
-    return kernel.tile.cluster_m is not None and kernel.tile.cluster_n is not None
 
 
 _MATRIX_WORK = re.compile(
@@ -531,7 +519,7 @@ class _Sums:
         return sizes
 
     def _kernel(self, kernel: GemmKernel, uses: list[tuple[_Launch, MatmulSizes]]) -> KernelOverhead:
-        grids: Counter[GridCheck] = Counter()
+        grids: Counter[str] = Counter()
         effective_flops = 0
         inexact = example = None
         for launch, sizes in uses:
@@ -540,9 +528,9 @@ class _Sums:
             inexact = effective.inexact
             blocks = effective.blocks * sizes.batch
             limit = None if launch.device is None else self._multiprocessors.get(launch.device)
-            check = GridCheck.of(kernel, blocks, launch.grid, limit)
+            check = check_grid(kernel, blocks, launch.grid, limit)
             grids[check] += 1
-            if check is GridCheck.DIFFERS and example is None:
+            if check == "differ" and example is None:
                 example = f"grid {launch.grid} where the formula gives {blocks} blocks for {sizes}"
         return KernelOverhead(
             kernel=kernel,
@@ -551,12 +539,7 @@ class _Sums:
             flops=sum(sizes.flops for _, sizes in uses),
             effective_flops=effective_flops,
             inexact=inexact,
-            grids=GridChecks(
-                agree=grids[GridCheck.AGREES],
-                differ=grids[GridCheck.DIFFERS],
-                unchecked=grids[GridCheck.UNCHECKED],
-                example=example,
-            ),
+            grids=GridChecks(**grids, example=example),
         )
 
 
