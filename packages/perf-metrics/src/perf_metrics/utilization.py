@@ -139,10 +139,11 @@ def gather_over_ranks(values: Sequence[float]) -> list[list[float]]:
     import torch
 
     # Numbers in a tensor: gathering objects would unpickle what other ranks send.
-    own = torch.tensor(values, dtype=torch.float64, device=gathering_device())
+    # By their bits, as not every accelerator has numbers of that size.
+    own = torch.tensor(values, dtype=torch.float64).view(torch.int64).to(gathering_device())
     every = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(every, own)
-    return [one.tolist() for one in every]
+    return [one.cpu().view(torch.float64).tolist() for one in every]
 
 
 def gathering_device() -> torch.device:

@@ -46,10 +46,12 @@ def memory(rank: int) -> dict[str, object]:
         try:
             if rank == 0:
                 # By hand, what no release sends.
-                sizes = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
-                dist.all_gather(sizes, torch.tensor([float(size)], dtype=torch.float64))
+                told = torch.tensor([float(size)], dtype=torch.float64).view(torch.int64)
+                sizes = [torch.empty_like(told) for _ in range(2)]
+                dist.all_gather(sizes, told)
                 if lie:
-                    text = torch.tensor(list(lie.ljust(int(max(sizes)))), dtype=torch.uint8)
+                    longest = int(max(one.view(torch.float64) for one in sizes))
+                    text = torch.tensor(list(lie.ljust(longest)), dtype=torch.uint8)
                     dist.all_gather([torch.empty_like(text) for _ in range(2)], text)
             else:
                 gather_memory_figures(None)
