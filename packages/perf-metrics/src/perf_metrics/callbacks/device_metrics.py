@@ -49,16 +49,15 @@ def gather(value: object, read: Callable[[object], T]) -> list[T]:
     own = torch.frombuffer(padded, dtype=torch.uint8).to(gathering_device())
     parts = [torch.empty_like(own) for _ in sizes]
     torch.distributed.all_gather(parts, own)
-    return [_read(bytes(part.tolist()), rank, read) for rank, part in enumerate(parts)]
-
-
-def _read(message: bytes, rank: int, read: Callable[[object], T]) -> T:
-    try:
-        return read(json.loads(message))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise RuntimeError(
-            f"rank {rank} tells figures that cannot be read ({error}). Do all ranks run one release?"
-        ) from error
+    told = []
+    for rank, part in enumerate(parts):
+        try:
+            told.append(read(json.loads(bytes(part.tolist()))))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RuntimeError(
+                f"rank {rank} tells figures that cannot be read ({error}). Do all ranks run one release?"
+            ) from error
+    return told
 
 
 _ALLOCATED = "allocated_bytes.all.peak"

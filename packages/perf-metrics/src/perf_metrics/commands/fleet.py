@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..fleet.app_metrics import Application, mfu_from_series, read_applications
 from ..fleet.collect import collect_fleet
-from ..fleet.job_samples import RUN_GAP_S, FleetSamples
+from ..fleet.job_samples import RUN_GAP_S
 from ..fleet.prometheus_api import PrometheusAPI
 from ..fleet.report import OutlierRule, fleet_report, report_as_json, report_as_text
 from ..fleet.report_html import report_as_html
@@ -118,9 +118,24 @@ def run_fleet(options: argparse.Namespace) -> int:
     _check_outputs(options)
     server = PrometheusAPI(options.prometheus, headers=_headers(options), patience_s=options.patience)
     try:
-        fleet = _collect(server, options, start, end)
+        with _progress("counters", end - start) as progress:
+            fleet = collect_fleet(
+                server,
+                start,
+                end,
+                job_labels=options.job_label,
+                selector=options.selector,
+                step_s=options.step,
+                tensor_mhz=_clocks(options.tensor_mhz),
+                run_labels=options.run_label,
+                run_gap_s=60 * options.run_gap,
+                progress=progress,
+            )
         if options.mfu_query is not None:
-            applications = _app_metrics(server, options, fleet)
+            with _progress("MFU", end - start) as progress:
+                applications = mfu_from_series(
+                    server, options.mfu_query, fleet, job_labels=options.job_label, progress=progress
+                )
     finally:
         server.close()
     report = fleet_report(fleet, applications, rule)
@@ -134,31 +149,6 @@ def run_fleet(options: argparse.Namespace) -> int:
         if path is not None:
             print(f"\n{path}")
     return 0 if report.jobs else 1
-
-
-def _collect(server: PrometheusAPI, options: argparse.Namespace, start: float, end: float) -> FleetSamples:
-    with _progress("counters", end - start) as progress:
-        return collect_fleet(
-            server,
-            start,
-            end,
-            job_labels=options.job_label,
-            selector=options.selector,
-            step_s=options.step,
-            tensor_mhz=_clocks(options.tensor_mhz),
-            run_labels=options.run_label,
-            run_gap_s=60 * options.run_gap,
-            progress=progress,
-        )
-
-
-def _app_metrics(
-    server: PrometheusAPI, options: argparse.Namespace, fleet: FleetSamples
-) -> Mapping[str, Application]:
-    with _progress("MFU", fleet.end - fleet.start) as progress:
-        return mfu_from_series(
-            server, options.mfu_query, fleet, job_labels=options.job_label, progress=progress
-        )
 
 
 @contextmanager

@@ -219,13 +219,9 @@ def _values(series: RangeSeries, tally: _Tally, *, usual_most: float) -> Iterato
     tally.points[name] += len(series.points)
     for time_s, text in series.points:
         value = float(text)
-        if 0 <= value <= usual_most:
-            yield time_s, value
-            continue
-        if 1 < value < 1e9 and usual_most == 1:
-            yield time_s, value  # a share above 1, perhaps in percent: refused and counted with the others
-            continue
-        reason = blank_reason(name, value)
+        # A share above 1, perhaps in percent, is refused and counted with the others.
+        most = 1e9 if usual_most == 1 else usual_most
+        reason = None if 0 <= value <= most else blank_reason(name, value)
         if reason is not None:
             # Every wrong number would be a note of its own.
             tally.blanks[name, reason if value >= usual_most else "no value"] += 1

@@ -340,13 +340,8 @@ class _Lines:
         return dict(zip((name for name, _ in self.columns), words, strict=True))
 
     def _device(self, kind: str, number: str) -> Device:
-        if (kind, number) not in self.devices:
-            self.devices[kind, number] = (
-                Device(host=self.host, index=number)
-                if kind == "GPU"
-                else Device(host=self.host, mig_instance=f"{kind} {number}")
-            )
-        return self.devices[kind, number]
+        which = {"index": number} if kind == "GPU" else {"mig_instance": f"{kind} {number}"}
+        return self.devices.setdefault((kind, number), Device(host=self.host, **which))
 
     def _number(self, cells: dict[str, str], column: str) -> float | None:
         text = cells.get(column)
