@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dataloader_dispatch import (
     DocumentStream,
     StreamLoader,
     TokenDocuments,
+    document_stream,
     sync_dataset_state_from_dataloader,
 )
 from dataloader_dispatch.document_stream import chunks_of_workers
@@ -215,6 +217,25 @@ def test_a_killed_worker_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
     rows += [row for batch in again for row in batch["input_ids"].tolist()]
     assert sorted(row[0] for row in rows) == list(range(1, 41))
     watch.cancel()
+
+
+def test_a_worker_killed_while_others_are_started_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = document_stream._start
+
+    def started_slowly(*arguments: Any) -> Any:
+        chunks = start(*arguments)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:  # torch raises here, where it hears of the death
+            time.sleep(0.01)
+        return chunks
+
+    monkeypatch.setattr(document_stream, "_start", started_slowly)
+    stream = DocumentStream(Deadly(tmp_path), sequence_length=6, eos_token_id=0, shuffle=False, shards=4)
+    with pytest.raises(RuntimeError, match=r"worker \(pid") as caught:
+        next(iter(StreamLoader(stream, 2, num_workers=2)))
+    assert "rank 0 of 1 lost a worker process (num_workers=2)" in caught.value.__notes__[0]
 
 
 def test_an_error_in_a_worker_arrives_as_itself() -> None:

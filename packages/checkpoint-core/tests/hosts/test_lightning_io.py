@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
+from warm_start import WarmStart
 
 from checkpoint_core import CheckpointError, CheckpointManager, LightningCheckpointIO, load_model_weights
 
@@ -282,17 +282,33 @@ torch.distributed.destroy_process_group()
 def test_two_ranks_with_ddp_resume_to_the_same_curve(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    # Ranks are forked from a process that has imported what all of them use.
+    warm = WarmStart(["lightning.pytorch", "torch._dynamo", "checkpoint_core.manager"], environ)
 
     def launched(name: str, steps: int, how: str = "begin") -> list[list[float]]:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        words = [*launcher, str(script), str(folder), str(steps), how]
-        environ = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        words = [str(script), str(folder), str(steps), how]
+        with socket.create_server(("localhost", 0)) as probe:
+            job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
+        job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+        said = [folder / f"said{rank}" for rank in range(2)]
+        ranks = [
+            warm.start(
+                words,
+                {**environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                folder / f"out{rank}",
+                err,
+            )
+            for rank, err in enumerate(said)
+        ]
+        assert [rank.wait(300) for rank in ranks] == [0, 0], [err.read_text() for err in said]
         return [json.loads((folder / f"rank{rank}.txt").read_text()) for rank in range(2)]
 
-    whole = launched("whole", 9)
-    launched("cut", 6)
-    assert launched("cut", 9, "resume") == [losses[6:] for losses in whole]
+    try:
+        whole = launched("whole", 9)
+        launched("cut", 6)
+        assert launched("cut", 9, "resume") == [losses[6:] for losses in whole]
+    finally:
+        warm.close()

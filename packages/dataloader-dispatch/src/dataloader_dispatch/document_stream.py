@@ -403,8 +403,9 @@ def chunks_of_workers(stream: DocumentStream, workers: int, prefetch_factor: int
         RuntimeError: A worker process died.
     """
     key, process = object(), os.getpid()
-    _running[key] = _start(stream, workers, prefetch_factor)
     try:
+        # A worker may die while others are still being started.
+        _running[key] = _start(stream, workers, prefetch_factor)
         while (chunk := next(_running[key], None)) is not None:
             stream.encoder.left_out += chunk.left_out
             yield chunk

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from warm_start import WarmStart
 
 from dataloader_dispatch import (
     DataError,
@@ -24,6 +27,7 @@ from dataloader_dispatch import (
     set_train_loader,
 )
 
+Launch = Callable[..., str]
 WORKERS = Path(__file__).parent / "workers"
 DOCUMENTS = 41
 OUTSIDE = {
@@ -33,38 +37,66 @@ OUTSIDE = {
 }
 
 
-def launch(ranks: int, worker: str, *words: object) -> str:
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*launcher, str(WORKERS / worker), *map(str, words)],
-        # The workers share a module, which a safe path would not find.
-        env=OUTSIDE | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKERS)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+ENVIRON = OUTSIDE | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKERS)}
+"""The workers share a module, which a safe path would not find."""
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """`launch(2, "fabric_two.py", "argument")`: ranks of a worker, forked where its trainer is imported."""
+    modules = ["transformers.trainer", "transformers.models.llama.modeling_llama", "lightning.pytorch"]
+    warm = WarmStart([*modules, "torch._dynamo", "dataloader_dispatch.synchronized.loader"], ENVIRON)
+
+    def run(ranks: int, worker: str, *words: object) -> str:
+        folder = tmp_path_factory.mktemp("job")
+        with socket.create_server(("localhost", 0)) as probe:
+            job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
+        # What torchrun tells them, too, as some trainers look for it.
+        job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}
+        told = [(folder / f"out-{rank}", folder / f"err-{rank}") for rank in range(ranks)]
+        running = [
+            warm.start(
+                [str(WORKERS / worker), *map(str, words)],
+                ENVIRON | ({**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
+                *files,
+            )
+            for rank, files in enumerate(told)
+        ]
+        try:
+            codes = [process.wait(300) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        assert codes == [0] * ranks, "\n".join(err.read_text() for _, err in told)
+        return "".join(out.read_text() for out, _ in told)
+
+    yield run
+    warm.close()
 
 
 def read(folder: Path, ranks: int) -> list[Any]:
     return [json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def test_fabric_reads_each_document_once_and_resumes(tmp_path: Path) -> None:
+def test_fabric_reads_each_document_once_and_resumes(launch: Launch, tmp_path: Path) -> None:
     assert launch(2, "fabric_two.py", tmp_path).count("done") == 2
 
 
-def in_lightning(folder: Path, steps: int, ranks: int, how: str = "begin", *more: object) -> list[Any]:
-    folder.mkdir(exist_ok=True)
-    launch(ranks, "lightning_two.py", folder, steps, ranks, how, *more)
-    return read(folder, ranks)
+@pytest.fixture
+def in_lightning(launch: Launch) -> Callable[..., list[Any]]:
+    """Ranks that train to a step, and what each has seen."""
+
+    def run(folder: Path, steps: int, ranks: int, how: str = "begin", *more: object) -> list[Any]:
+        folder.mkdir(exist_ok=True)
+        launch(ranks, "lightning_two.py", folder, steps, ranks, how, *more)
+        return read(folder, ranks)
+
+    return run
 
 
-def test_lightning_resumes_behind_the_batch_in_training(tmp_path: Path) -> None:
+def test_lightning_resumes_behind_the_batch_in_training(
+    in_lightning: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     """From the checkpoint of any step, the last one of an epoch and the one before it among them."""
     (whole,) = in_lightning(tmp_path, 45, 1)
     first = [numbers for _, epoch, numbers in whole if epoch == 0]
@@ -76,7 +108,9 @@ def test_lightning_resumes_behind_the_batch_in_training(tmp_path: Path) -> None:
         assert resumed == whole[step:], step
 
 
-def test_lightning_does_not_read_ahead_where_it_knows_the_length(tmp_path: Path) -> None:
+def test_lightning_does_not_read_ahead_where_it_knows_the_length(
+    in_lightning: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     (whole,) = in_lightning(tmp_path, 9, 1, "begin", "", 4)
     assert [epoch for _, epoch, _ in whole] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
     every = [number for _, _, numbers in whole for number in numbers]
@@ -87,7 +121,9 @@ def test_lightning_does_not_read_ahead_where_it_knows_the_length(tmp_path: Path)
         assert resumed == whole[step:], step
 
 
-def test_lightning_reads_each_document_once_on_two_ranks_and_on_fewer_after_a_resume(tmp_path: Path) -> None:
+def test_lightning_reads_each_document_once_on_two_ranks_and_on_fewer_after_a_resume(
+    in_lightning: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     whole = in_lightning(tmp_path / "whole", 24, 2)
     epoch = Counter(
         number for rank in whole for _, epoch, numbers in rank if epoch == 0 for number in numbers
@@ -103,7 +139,7 @@ def test_lightning_reads_each_document_once_on_two_ranks_and_on_fewer_after_a_re
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_transformers_resumes_without_reading_again(tmp_path: Path, ranks: int) -> None:
+def test_transformers_resumes_without_reading_again(launch: Launch, tmp_path: Path, ranks: int) -> None:
     def run(folder: Path, steps: int, how: str = "begin", *more: object) -> list[Any]:
         folder.mkdir(exist_ok=True)
         launch(ranks, "trainer_two.py", folder, steps, 2, how, *more)
@@ -133,12 +169,16 @@ def test_transformers_resumes_without_reading_again(tmp_path: Path, ranks: int) 
         pytest.param("loader", "dispatch", marks=pytest.mark.full),
     ],
 )
-def test_accelerate_does_not_divide_a_second_time(how: str, what: str) -> None:
+def test_accelerate_does_not_divide_a_second_time(launch: Launch, how: str, what: str) -> None:
     assert launch(2, "accelerate_two.py", how, what).count("refused") == (1 if how == "dispatch" else 2)
 
 
 def test_accelerate_leaves_a_stream_loader_as_it_is() -> None:
-    launch(2, "accelerate_two.py", "as-it-is")
+    """Under torchrun, as its users start it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, str(WORKERS / "accelerate_two.py"), "as-it-is"]
+    done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def stream(**settings: Any) -> StreamLoader:

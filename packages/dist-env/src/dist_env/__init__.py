@@ -9,6 +9,7 @@ from dist_env.orphans import die_with_torchrun as _die_with_torchrun
 if TYPE_CHECKING:
     from dist_env.collectives import barrier, broadcast_object, gather_objects, main_process_first
     from dist_env.command_line import (
+        HelpFormatter,
         add_version,
         leave_broken_pipe,
         parse_size,
@@ -34,6 +35,7 @@ __all__ = [
     "DistributedEnvironment",
     "DistributedEnvironmentError",
     "Heartbeat",
+    "HelpFormatter",
     "HostSums",
     "Meshes",
     "ParallelLayout",

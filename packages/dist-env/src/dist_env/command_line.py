@@ -8,6 +8,8 @@ import re
 import sys
 from typing import NoReturn
 
+from rich_argparse import RawDescriptionRichHelpFormatter
+
 _BROKEN_PIPE = 141
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _UNITS = {"": 1} | {
@@ -15,6 +17,12 @@ _UNITS = {"": 1} | {
     for power, letter in enumerate("KMGT", 1)
     for more, base in (("B", 1000), ("IB", 1024))
 }
+
+
+class HelpFormatter(RawDescriptionRichHelpFormatter):
+    """Help in colours, in which square brackets are text."""
+
+    text_markup = help_markup = False
 
 
 class _Version(argparse.Action):

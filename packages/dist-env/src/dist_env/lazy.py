@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 
-def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, hints: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Functions ``__getattr__`` and ``__dir__`` for a package.
 
     Its names are those that its ``__init__.py`` imports from its modules under ``if TYPE_CHECKING``, where
@@ -18,6 +20,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
 
     Args:
         package: ``__name__`` of the package.
+        hints: What to use in place of a name that is gone, as a sentence, by the name.
 
     Example:
         >>> if not TYPE_CHECKING:  # doctest: +SKIP
@@ -26,15 +29,22 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
     module = sys.modules[package]
 
     @cache
-    def modules() -> dict[str, str]:
+    def places() -> dict[str, tuple[str, str]]:
+        """Module, relative ones with their dots, and name there."""
         tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        return {alias.name: str(node.module) for node in imports for alias in node.names}
+        return {
+            alias.asname or alias.name: (f"{'.' * node.level}{node.module}", alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
 
     def load(name: str) -> object:
-        if name not in module.__all__ or name not in modules():
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value: object = getattr(import_module(modules()[name]), name)
+        if name not in module.__all__ or name not in places():
+            hint = f". {hints[name]}" if hints and name in hints else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
+        where, own_name = places()[name]
+        value: object = getattr(import_module(where, package), own_name)
         setattr(module, name, value)
         return value
 

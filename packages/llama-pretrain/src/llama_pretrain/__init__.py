@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from dist_env import lazy_names
 
 if TYPE_CHECKING:
     from .arguments import PretrainArguments
@@ -27,31 +28,5 @@ __all__ = [
     "save_pretrained",
 ]
 
-_MODULES = {
-    "KVCache": "model.llama",
-    "LlamaConfig": "model.config",
-    "generate": "model.llama",
-    "load_pretrained": "model.llama",
-    "save_pretrained": "model.llama",
-    "Llama": "model.llama",
-    "PretrainArguments": "arguments",
-    "preset": "model.config",
-    "preset_names": "model.config",
-    "ByteTokenizer": "tokenizer",
-    "HuggingFaceTokenizer": "tokenizer",
-    "Tokenizer": "tokenizer",
-    "load_tokenizer": "tokenizer",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: the command line sets up threads before torch is loaded."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f".{_MODULES[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
+    gc.unfreeze()  # what was there before the first test
     yield
     gc.unfreeze()
     gc.enable()

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from dist_env import lazy_names
+
 from .arguments import (
     CompressionArguments,
     DDPArguments,
@@ -23,27 +25,7 @@ __all__ = [
     "Replicate",
 ]
 
-# A name loads its module when it is first used: the arguments need no torch.
-_MODULES = {
-    "Replicate": ".replicate",
-    "DDPTrainer": ".replicate",
-}
+_HINTS = {"DDPParallelism": "Use Replicate, as Trainer(args, parallel=[Replicate()])."}
 
-
-if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a misspelt one
-
-    def __getattr__(name: str) -> object:
-        from importlib import import_module
-
-        if name not in _MODULES:
-            replaced = ". Use Replicate, as Trainer(args, parallel=[Replicate()])." * (
-                name == "DDPParallelism"
-            )
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{replaced}")
-        value: object = getattr(import_module(_MODULES[name], __name__), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _HINTS)

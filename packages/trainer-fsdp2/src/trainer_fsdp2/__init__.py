@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from dist_env import lazy_names
+
 from .arguments import FSDP2Arguments, FSDP2TrainingArguments
 
 if TYPE_CHECKING:
@@ -23,36 +25,10 @@ __all__ = [
     "recommend",
 ]
 
-_REPLACED = {
-    "FSDP2Parallelism": "FullyShard, as Trainer(args, parallel=[FullyShard()])",
-    "Mesh": "dist_env.ParallelLayout, as ParallelLayout(shard=8, replicate=2)",
+_HINTS = {
+    "FSDP2Parallelism": "Use FullyShard, as Trainer(args, parallel=[FullyShard()]).",
+    "Mesh": "Use dist_env.ParallelLayout, as ParallelLayout(shard=8, replicate=2).",
 }
 
-# A name loads its module when it is first used: the arguments need no torch.
-_MODULES = {
-    "MemoryPlan": ("trainer_core", "Plan"),
-    "FullyShard": (".full_sharding", "FullyShard"),
-    "Recommendation": (".planning", "Recommendation"),
-    "Rejected": (".planning", "Rejected"),
-    "plan": (".planning", "plan"),
-    "recommend": (".planning", "recommend"),
-    "FSDP2Trainer": (".trainer", "FSDP2Trainer"),
-}
-
-
-if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a misspelt one
-
-    def __getattr__(name: str) -> object:
-        from importlib import import_module
-
-        if name not in _MODULES:
-            replaced = f". Use {_REPLACED[name]}." if name in _REPLACED else ""
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{replaced}")
-        module, own_name = _MODULES[name]
-        value: object = getattr(import_module(module, __name__), own_name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _HINTS)

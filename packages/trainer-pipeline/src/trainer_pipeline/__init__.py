@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from dist_env import lazy_names
+
 from .arguments import PipelineArguments, PipelineTrainingArguments
 
 if TYPE_CHECKING:
@@ -25,35 +27,9 @@ __all__ = [
     "plan",
 ]
 
-# A name loads its module when it is first used: the arguments need no torch.
-_MODULES = {
-    "PipelinePlan": ("trainer_core", "Plan"),
-    "StageMemory": ("trainer_core", "RankMemory"),
-    "plan": (".planning", "plan"),
-    "BlockSplitter": (".splitting", "BlockSplitter"),
-    "ModelSplitter": (".splitting", "ModelSplitter"),
-    "PipelineTrainer": (".trainer", "PipelineTrainer"),
-    "PipelineStages": (".transform", "PipelineStages"),
+_HINTS = {
+    "PipelineParallelism": "Use Trainer(args, parallel=[PipelineStages()]), which combines with others."
 }
 
-
-if not TYPE_CHECKING:  # a type checker knows the names from above, and finds a misspelt one
-
-    def __getattr__(name: str) -> object:
-        from importlib import import_module
-
-        if name not in _MODULES:
-            if name == "PipelineParallelism":
-                raise AttributeError(
-                    "trainer_pipeline.PipelineParallelism was removed. Use Trainer(args, "
-                    "parallel=[PipelineStages()]), which combines with other transforms."
-                )
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module, own_name = _MODULES[name]
-        value: object = getattr(import_module(module, __name__), own_name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _HINTS)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dist_env.command_line import HelpFormatter, add_version
+from dist_env import HelpFormatter, add_version
 from trainer_core import ConfigurationError
 
 from .schedules import SCHEDULES

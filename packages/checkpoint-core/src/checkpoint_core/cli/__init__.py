@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from rich_argparse import RawDescriptionRichHelpFormatter
-
 from checkpoint_core.errors import CheckpointError, describe_error
-from dist_env import add_version, leave_broken_pipe, parse_size, printable
+from dist_env import HelpFormatter, add_version, leave_broken_pipe, parse_size, printable
 
 _UNUSABLE = 2
 _INTERRUPTED = 130
@@ -59,10 +57,6 @@ def _one_line(error: CheckpointError | OSError) -> str:
     return printable(" ".join(text.split()))
 
 
-class _Help(RawDescriptionRichHelpFormatter):
-    text_markup = help_markup = False  # square brackets are text
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line.
 
@@ -74,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Look at checkpoints, prove them whole, compare, export and prune them.",
         epilog="Exit codes: 0 fine, 1 damage or difference found, 2 wrong usage or unreadable input.\n"
         "Nothing is ever unpickled.",
-        formatter_class=_Help,
+        formatter_class=HelpFormatter,
     )
     add_version(parser, "checkpoint-core")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -85,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
             help=text.partition(".")[0].partition("\n")[0],
             description=text,
             epilog=f"Example:\n  checkpoint-core {example}",
-            formatter_class=_Help,
+            formatter_class=HelpFormatter,
         )
         command.set_defaults(function=(module, function))
         return command

@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich_argparse import RawDescriptionRichHelpFormatter
-
-from dist_env import add_version, leave_broken_pipe, parse_size
+from dist_env import HelpFormatter, add_version, leave_broken_pipe, parse_size
 
 FINE = 0
 """Exit code: all is done."""
@@ -22,10 +20,6 @@ STOPPED = 1
 UNUSABLE = 2
 """Exit code: wrong usage, or input or output that cannot be used."""
 _INTERRUPTED = 130
-
-
-class _Help(RawDescriptionRichHelpFormatter):
-    text_markup = help_markup = False  # square brackets are text
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -39,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Make token ids of documents, once, for many training runs.",
         epilog="Exit codes: 0 done; 1 stopped before the end, and the same command resumes; 2 wrong usage,\n"
         "or input or output that cannot be used; 130 interrupted by Ctrl-C, and the same command resumes.",
-        formatter_class=_Help,
+        formatter_class=HelpFormatter,
     )
     add_version(parser, "dataloader-dispatch")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -63,7 +57,7 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         epilog="Examples:\n"
         "  dataloader-dispatch tokenize corpus/ notes.jsonl tokens/ --tokenizer bytes\n"
         "  dataloader-dispatch tokenize 'dump/**/*.parquet' tokens/ --tokenizer ./my-tokenizer --workers 8",
-        formatter_class=_Help,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a directory, a glob (in quotes) or a file")
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write; made if needed")
