@@ -167,6 +167,9 @@ def test_tensor_parallel_is_planned_and_kept_in_each_layout(tmp_path: Path) -> N
     assert "--mesh dp=2,tp=2 " in found["command"]
 
 
+SHORT = ("--model", "tiny", "--sequence-length", "64")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -178,7 +181,7 @@ def test_tensor_parallel_is_planned_and_kept_in_each_layout(tmp_path: Path) -> N
         (["--model", "tiny", "--sequence-length", "64", "--mesh", "dp=3", "--gpus", "8"], "mesh='dp=3'"),
         (["--model", "tiny", "--sequence-length", "64", "--mesh", "pp=2"], "other than dp, shard and tp"),
         (["--model", "tiny", "--sequence-length", "64", "--mesh", "tp=16"], "mesh='tp=16' cannot divide"),
-        (["--model", "tiny", "--mesh", "tp=4", "--gpus-per-node", "2"], "tensor=4 does not divide the 2"),
+        ([*SHORT, "--mesh", "tp=4", "--gpus-per-node", "2"], "tensor=4 does not divide the 2"),
     ],
 )
 def test_wrong_input_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
