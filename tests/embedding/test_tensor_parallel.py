@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import shutil
 import socket
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from warm_start import WarmStart
 
 from dist_env import ParallelLayout, fake_job
-from trainer_core import DataParallelArguments, Trainer
+from trainer_core import DataParallelArguments, Trainer, plan
 
 SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 STEPS, SAVED = 6, 3
@@ -102,6 +103,7 @@ def test_the_transform_is_small_and_uses_public_names() -> None:
     assert not re.search(r"\._[a-z]", inspect.cleandoc(body))
 
 
+MEMORY_SCRIPT = SCRIPT.with_name("tensor_memory.py")
 HF_SCRIPT = SCRIPT.with_name("hf_tensor_trainer.py")
 
 
@@ -229,3 +231,19 @@ def test_the_fused_loss_never_holds_the_logits(tmp_path: Path) -> None:
         peaks[fused] = memory.peak
     logits = 16 * 256 * 8192 * 4
     assert peaks["chunked"] + 2 * logits < peaks["no"]
+
+
+@pytest.mark.parametrize("mesh", ["shard=2,tp=2", pytest.param("tp=2", marks=pytest.mark.full)])
+def test_a_plan_is_the_memory_of_real_ranks(warm: WarmStart, tmp_path: Path, mesh: str) -> None:
+    ranks = run(warm, tmp_path / "run", [str(MEMORY_SCRIPT), str(tmp_path / "run")], mesh)
+    made = runpy.run_path(str(MEMORY_SCRIPT))
+    found = plan(
+        made["arguments"](str(tmp_path), mesh),
+        model_init=made["build"],
+        world_size=len(ranks),
+        sequence_length=made["LENGTH"],
+    )
+    parameters, optimizer, peak = ranks[0]
+    assert (found.parameters, found.optimizer) == (parameters, optimizer)
+    print(f"{mesh}: planned {found.peak:,} bytes in the passes, measured {peak:,.0f}")
+    assert 0.98 * peak <= found.peak <= 1.05 * peak

@@ -156,6 +156,20 @@ def test_help_names_the_settings_of_the_trainer(capsys: pytest.CaptureFixture[st
     assert "--learning-rate" not in text
 
 
+def test_tensor_parallel_is_planned_and_kept_in_each_layout(tmp_path: Path) -> None:
+    words = ["plan", "--model", "tiny", "--sequence-length", "64", "--mesh", "shard=2,tp=2"]
+    assert main([*words, "--json", str(tmp_path / "plan.json")]) == 0
+    (figures,) = json.loads((tmp_path / "plan.json").read_text())
+    given, found = figures["as_given"], figures["recommended"]
+    assert (given["layout"], found["plan"]["layout"]) == ("shard=2,tp=2", "dp=2,tp=2")
+    assert given["parameters"] < 0.26 * 4 * given["parameter_count"]
+    assert found["plan"]["parameters"] < 0.51 * 4 * given["parameter_count"]
+    assert "--mesh dp=2,tp=2 " in found["command"]
+
+
+SHORT = ("--model", "tiny", "--sequence-length", "64")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -165,7 +179,9 @@ def test_help_names_the_settings_of_the_trainer(capsys: pytest.CaptureFixture[st
         (["--model", "tiny", "--sequence-length", "64", "--gpu-memory", "0"], "gpu_memory=0"),
         (["--model", "tiny", "--sequence-length", "64", "--fsdp2.replicas", "3"], "fsdp2.replicas=3"),
         (["--model", "tiny", "--sequence-length", "64", "--mesh", "dp=3", "--gpus", "8"], "mesh='dp=3'"),
-        (["--model", "tiny", "--sequence-length", "64", "--mesh", "pp=2"], "other than dp and shard"),
+        (["--model", "tiny", "--sequence-length", "64", "--mesh", "pp=2"], "other than dp, shard and tp"),
+        (["--model", "tiny", "--sequence-length", "64", "--mesh", "tp=16"], "mesh='tp=16' cannot divide"),
+        ([*SHORT, "--mesh", "tp=4", "--gpus-per-node", "2"], "tensor=4 does not divide the 2"),
     ],
 )
 def test_wrong_input_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

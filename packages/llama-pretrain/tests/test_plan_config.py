@@ -11,6 +11,7 @@ import pytest
 from llama_pretrain import LlamaConfig
 from llama_pretrain.cli import main
 from llama_pretrain.config_files import recipe_names
+from llama_pretrain.mesh import parse_mesh
 from llama_pretrain.settings import resolve
 
 _PIPELINES = [name for name in recipe_names() if resolve({"config": name}).trainer == "pipeline"]
@@ -34,12 +35,13 @@ def test_a_recipe_fits_the_gpus_that_it_names(
     plan = figures["plan"]
     assert figures["fits"]
     assert figures["instead"] is None
-    assert plan["mesh"]["shards"] * plan["mesh"]["replicas"] == figures["count"]
+    shared = plan["mesh"]["shards"] * parse_mesh(args.mesh).tensor
+    assert shared * plan["mesh"]["replicas"] == figures["count"]
     assert plan["batch_size"] == args.per_device_train_batch_size
     assert plan["sequence_length"] == args.sequence_length
     # Weights and gradients of float32, and AdamW's two moments, on as many ranks as share a copy.
     assert plan["parameters"] == plan["gradients"]
-    assert plan["parameters"] >= 4 * plan["parameter_count"] / plan["mesh"]["shards"]
+    assert plan["parameters"] >= 4 * plan["parameter_count"] / shared
 
 
 def test_what_does_not_fit_is_told_with_what_would(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from llama_pretrain.mesh import parse_mesh
 from llama_pretrain.settings import resolve
 from trainer_core import ConfigurationError
 
-LARGE = [name for name in recipe_names() if not name.startswith("tiny")]
+LARGE = [name for name in recipe_names() if not name.startswith("tiny") and not name.endswith("-tensor")]
+TENSOR = [name for name in recipe_names() if name.endswith("-tensor")]
 SMALL = [name for name in recipe_names() if name.startswith("tiny")]
 
 
@@ -50,6 +52,18 @@ def test_a_recipe_of_the_reports_has_their_settings(name: str) -> None:
     checkpointing = {"7b": "no", "13b": "share", "34b": "full", "70b": "full"}
     assert args.activation_checkpointing == checkpointing[model]
     assert {"Source:", "Measured there:", "Chosen here:"} <= set(re.findall(r"^# (\w[\w ]*:)", text, re.M))
+
+
+@pytest.mark.parametrize("name", TENSOR)
+def test_a_recipe_that_divides_tensors_differs_in_the_layout_alone(name: str) -> None:
+    args, other = resolve({"config": name}), resolve({"config": name.removesuffix("-tensor")})
+    mesh = parse_mesh(args.mesh)
+    assert mesh.world_size == parse_mesh(other.mesh).world_size
+    assert 8 % mesh.tensor == 0, "within a node"
+    assert tokens_per_step(args) == tokens_per_step(other)
+    of_the_layout = ("mesh", "gradient_accumulation_steps", "output_dir", "fused_loss")
+    same = {each.name for each in fields(args)} - {*of_the_layout}
+    assert {key for key in same if getattr(args, key) != getattr(other, key)} == set()
 
 
 @pytest.mark.parametrize(

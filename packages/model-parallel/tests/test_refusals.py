@@ -70,6 +70,23 @@ def test_refused_before_any_rank_exists(name: str) -> None:
     assert all(line.endswith((".", "?")) for line in str(raised.value).splitlines())
 
 
+ON_RANKS = [name for name in BAD if name != "no ranks"]
+
+
+@pytest.fixture(scope="module")
+def told(launch: Callable[..., list[Any]]) -> list[Any]:
+    return launch("bad_plans.py", 4, *(BAD[name][:2] for name in ON_RANKS), timeout=120.0)
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_refused_on_every_rank_before_anything_is_divided(told: list[Any], name: str) -> None:
+    """Whichever of four ranks computes with two or four: each says why, none waits for another."""
+    for rank, notes in enumerate(told):
+        message, seconds = notes[ON_RANKS.index(name)]
+        assert re.search(BAD[name][2], message), f"rank {rank}: {message}"
+        assert seconds < 5.0
+
+
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(PlanError, match=r"Linear has no plan of its own.*Give one, such as"):
         tensor_plan(nn.Linear(2, 2))

@@ -60,7 +60,7 @@ def plan(
         layout, world_size = world_size, world_size.world_size
         mesh = str(layout) if world_size > 1 else None
         args = replace(args, mesh=mesh, fsdp2=replace(args.fsdp2, replicas=1))
-        if whole_copies := world_size == layout.replicate > 1:
+        if whole_copies := layout.shard == 1 and world_size > 1:
             trainer = Trainer
     found = trainer_core.plan(
         args,
@@ -72,7 +72,7 @@ def plan(
         trainer=trainer,
         passes=passes,
     )
-    if not whole_copies:
+    if not whole_copies or layout.replicate == 1:
         return found
     # Buckets of trainer-ddp are there all the time, and those that `Trainer` makes only when they are sent.
     rank = replace(found.fullest, peak=found.peak + found.reduced)
@@ -107,8 +107,9 @@ class Recommendation:
 
     @property
     def uses_ddp(self) -> bool:
-        """Whether every GPU has a whole copy, which is trainer-ddp's business."""
-        return self.plan.layout.replicate == self.plan.layout.world_size > 1
+        """Whether every GPU, or every group that divides tensors, has a whole copy: that is trainer-ddp's."""
+        layout = self.plan.layout
+        return layout.world_size > 1 and layout.replicate * layout.tensor == layout.world_size
 
     def __str__(self) -> str:
         lines = [f"  no   {each.layout}: {each.reason}" for each in self.rejected]
@@ -129,6 +130,7 @@ def recommend(
     gpus_per_node: int = 8,
     sequence_length: int,
     optimizer_factory: OptimizerFactory | None = None,
+    tensor: int = 1,
 ) -> Recommendation:
     """Try layouts from fastest to most memory-efficient, and take the first that fits.
 
@@ -148,21 +150,22 @@ def recommend(
         gpus_per_node: GPUs of one node.
         sequence_length: Tokens of one example.
         optimizer_factory: As the trainer is given it; none: the built-in AdamW.
+        tensor: GPUs that compute each layer together, in every layout that is tried; it is not chosen.
 
     Raises:
         ConfigurationError: If a number makes no sense, or the model cannot be planned.
     """
-    _check(world_size, gpu_memory, gpus_per_node)
+    _check(world_size, gpu_memory, gpus_per_node, tensor)
     planner = _Planner(model_init, sequence_length, optimizer_factory, gpu_memory)
     rejected: list[Rejected] = []
-    for candidate in _candidates(args, world_size, gpus_per_node):
+    for candidate in _candidates(args, world_size, gpus_per_node, tensor):
         reason = planner.why_not(candidate)
         if reason is None:
             break
         rejected.append(Rejected(candidate.layout, reason))
     fits, needed = reason is None, None
     if fits and candidate.args.fsdp2.cpu_offload:
-        needed = _gpus_needed(planner, args, world_size)
+        needed = _gpus_needed(planner, args, world_size, tensor)
     return Recommendation(
         layout=candidate.layout,
         args=candidate.args,
@@ -202,14 +205,15 @@ class _Planner:
         if self._whole is None:
             self._whole = self._plan(_for_ddp(candidate.args), ParallelLayout(), passes=False)
         # The fullest of n ranks has at least an n-th; whole copies sum gradients in buckets as large.
-        least = 0 if host else self._whole.state // mesh.shard
-        least += self._whole.gradients if 1 < mesh.replicate == mesh.world_size else 0
+        parts = mesh.shard * mesh.tensor
+        least = 0 if host else self._whole.state // parts
+        least += self._whole.gradients // parts if mesh.replicate > 1 == mesh.shard else 0
         if (size := least + margin_of(least)) > self._gpu_memory * _GIB:
             return f"{_needs(size)} of {self._gpu_memory:g}, before any activation"
         # How many ranks share the weights changes nothing about activations.
         known = (plans[candidate.key] for plans in self._planned.values() if candidate.key in plans)
         if not host and (other := next(known, None)) is not None:
-            least += max(0, other.activations - self._whole.gradients // mesh.shard)
+            least += max(0, other.activations - self._whole.gradients // parts)
             if (size := least + margin_of(least)) > self._gpu_memory * _GIB:
                 return f"{_needs(size, 'more than ')} of {self._gpu_memory:g}"
         total = self.plan(candidate).total
@@ -219,8 +223,9 @@ class _Planner:
         return plan(self._model_init, args, world_size=mesh, passes=passes, **self._options)  # type: ignore[arg-type]
 
 
-def _check(world_size: int, gpu_memory: float, gpus_per_node: int) -> None:
+def _check(world_size: int, gpu_memory: float, gpus_per_node: int, tensor: int) -> None:
     numbers = {"world_size": world_size, "gpu_memory": gpu_memory, "gpus_per_node": gpus_per_node}
+    numbers["tensor"] = tensor
     for name, value in numbers.items():
         if value <= 0:
             raise ConfigurationError(name, value, "must be above 0", "set it to a positive number")
@@ -228,6 +233,14 @@ def _check(world_size: int, gpu_memory: float, gpus_per_node: int) -> None:
         rule = f"is not a multiple of the {gpus_per_node} GPUs of a node"
         raise ConfigurationError(
             "world_size", world_size, rule, "use whole nodes, such as a multiple of gpus_per_node"
+        )
+    node = min(world_size, gpus_per_node)
+    if node % tensor:
+        raise ConfigurationError(
+            "tensor",
+            tensor,
+            f"does not divide the {node} GPUs of a node, and these ranks wait for one another in every layer",
+            "choose a divisor of gpus_per_node, such as 2 or 8",
         )
 
 
@@ -239,6 +252,7 @@ class _Recomputed(NamedTuple):
     share: float | None = None
 
 
+_ONE = ParallelLayout()
 _NONE, _ALL = _Recomputed("", "no"), _Recomputed(", all blocks checkpointed", "full")
 _LEVELS = (
     _NONE,
@@ -256,13 +270,21 @@ class _Candidate(NamedTuple):
     """What a step does, whatever the number of ranks."""
 
 
-def _candidates(args: FSDP2TrainingArguments, gpus: int, gpus_per_node: int) -> Iterator[_Candidate]:
-    meshes = [("FSDP over all GPUs" if gpus > 1 else "one GPU", ParallelLayout(shard=gpus))]
-    if gpus > gpus_per_node > 1:
-        nodes = ParallelLayout(replicate=gpus // gpus_per_node, shard=gpus_per_node)
-        meshes.insert(0, ("HSDP, a copy on each node", nodes))
+def _candidates(
+    args: FSDP2TrainingArguments, gpus: int, gpus_per_node: int, tensor: int
+) -> Iterator[_Candidate]:
+    whole, of_node = gpus // tensor, max(1, gpus_per_node // tensor)
+    over = f", each layer over {tensor}" if tensor > 1 else ""
+    meshes = [
+        (f"FSDP over all GPUs{over}" if gpus > 1 else "one GPU", ParallelLayout(shard=whole, tensor=tensor))
+    ]
+    if gpus > gpus_per_node > tensor:
+        nodes = ParallelLayout(replicate=gpus // gpus_per_node, shard=of_node, tensor=tensor)
+        meshes.insert(0, (f"HSDP, a copy on each node{over}", nodes))
     if gpus > 1:
-        yield _Candidate("DDP, a copy on each GPU", _for_ddp(args), ParallelLayout(replicate=gpus), "DDP")
+        each = f"every {tensor} GPUs" if tensor > 1 else "each GPU"
+        mesh = ParallelLayout(replicate=whole, tensor=tensor)
+        yield _Candidate(f"DDP, a copy on {each}", _for_ddp(args, mesh), mesh, "DDP")
     batches = list(_halves(args.per_device_train_batch_size))
     levels = [*((level, batches[0]) for level in _LEVELS), *((_ALL, batch) for batch in batches[1:])]
     for level, batch in levels:
@@ -286,7 +308,7 @@ def _changed(
 ) -> FSDP2TrainingArguments:
     return replace(
         args,
-        mesh=str(mesh) if mesh.replicate > 1 else None,
+        mesh=str(mesh) if mesh.replicate * mesh.tensor > 1 else None,
         fsdp2=replace(args.fsdp2, replicas=1, cpu_offload=cpu_offload),
         per_device_train_batch_size=batch,
         gradient_checkpointing=False,
@@ -297,10 +319,11 @@ def _changed(
     )
 
 
-def _for_ddp(args: FSDP2TrainingArguments) -> FSDP2TrainingArguments:
+def _for_ddp(args: FSDP2TrainingArguments, mesh: ParallelLayout = _ONE) -> FSDP2TrainingArguments:
     """DistributedDataParallel computes in bf16 through autocast."""
     precision = "bf16" if args.fsdp2.param_dtype == "bfloat16" else args.mixed_precision
-    plain = _changed(args, ParallelLayout(), _NONE, args.per_device_train_batch_size)
+    named = mesh if mesh.tensor > 1 else _ONE
+    plain = _changed(args, named, _NONE, args.per_device_train_batch_size)
     return replace(plain, fsdp2=FSDP2Arguments(), mixed_precision=precision)
 
 
@@ -314,11 +337,11 @@ def _needs(size: int, bound: str = "") -> str:
     return f"needs {bound}{size / _GIB:.1f} GiB"
 
 
-def _gpus_needed(planner: _Planner, args: FSDP2TrainingArguments, world_size: int) -> int | None:
+def _gpus_needed(planner: _Planner, args: FSDP2TrainingArguments, world_size: int, tensor: int) -> int | None:
     """GPUs over which one copy fits with batch 1 and all blocks checkpointed; doubled until it does."""
     gpus = 2 * world_size
     while gpus <= _MOST_GPUS:
-        mesh = ParallelLayout(shard=gpus)
+        mesh = ParallelLayout(shard=gpus // tensor, tensor=tensor)
         if (
             planner.why_not(_Candidate("", _changed(args, mesh, _ALL, 1), mesh, f"{_ALL.text}, batch 1"))
             is None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 
+from dist_env import ParallelLayout
 from trainer_core import ConfigurationError, Plan
 from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, plan, recommend
 
@@ -112,7 +113,7 @@ def command(model: str, found: Recommendation, gpus: Gpus) -> str:
         gpus: The job.
     """
     layout = found.plan.layout
-    if layout.replicate > 1 and layout.shard > 1:
+    if layout.tensor > 1 or (layout.replicate > 1 and layout.shard > 1):
         how = f"--mesh {layout}"
     else:
         how = f"--trainer {'ddp' if found.uses_ddp else 'fsdp2'}"
@@ -180,14 +181,17 @@ def show_plans(args: PlanArguments) -> None:
         OSError: If the file cannot be written.
     """
     layout = parse_mesh(args.mesh or "")
-    if layout.pipeline * layout.tensor > 1:
+    if layout.pipeline > 1:
         raise ConfigurationError(
-            "mesh", args.mesh, "has dimensions other than dp and shard", "leave them out, or give --config"
+            "mesh",
+            args.mesh,
+            "has dimensions other than dp, shard and tp",
+            "leave pp out, or give --config, which plans the layout of a run",
         )
     names = ALL if args.model == "all" else (args.model,)
     check_writable("json", args.json)
     with quiet():
-        planned = [_planned(name, args) for name in names]
+        planned = [_planned(name, args, layout) for name in names]
     gpus = Gpus(
         count=args.gpus,
         per_node=args.gpus_per_node,
@@ -200,11 +204,13 @@ def show_plans(args: PlanArguments) -> None:
         Path(args.json).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _planned(name: str, args: PlanArguments) -> Planned:
+def _planned(name: str, args: PlanArguments, layout: ParallelLayout) -> Planned:
     model_init = partial(Llama, preset_or_load(name, args.sequence_length))
     asked = None
     if args.model != "all":
-        asked = plan(model_init, args, world_size=args.gpus, sequence_length=args.sequence_length)
+        # Without shards it is not the business of FSDP2's trainer.
+        ranks = layout if layout.tensor > 1 else args.gpus
+        asked = plan(model_init, args, world_size=ranks, sequence_length=args.sequence_length)
     recommended = recommend(
         model_init,
         args,
@@ -212,6 +218,7 @@ def _planned(name: str, args: PlanArguments) -> Planned:
         gpu_memory=args.gpu_memory,
         gpus_per_node=args.gpus_per_node,
         sequence_length=args.sequence_length,
+        tensor=layout.tensor,
     )
     return Planned(name, asked, recommended)
 
