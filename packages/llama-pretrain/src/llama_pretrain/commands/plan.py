@@ -206,11 +206,6 @@ def show_plans(args: PlanArguments) -> None:
 
 def _planned(name: str, args: PlanArguments, layout: ParallelLayout) -> Planned:
     model_init = partial(Llama, preset_or_load(name, args.sequence_length))
-    asked = None
-    if args.model != "all":
-        # Without shards it is not the business of FSDP2's trainer.
-        ranks = layout if layout.tensor > 1 else args.gpus
-        asked = plan(model_init, args, world_size=ranks, sequence_length=args.sequence_length)
     recommended = recommend(
         model_init,
         args,
@@ -220,6 +215,16 @@ def _planned(name: str, args: PlanArguments, layout: ParallelLayout) -> Planned:
         sequence_length=args.sequence_length,
         tensor=layout.tensor,
     )
+    asked = None
+    if args.model != "all":
+        # Without shards it is not the business of FSDP2's trainer.
+        ranks = layout if layout.tensor > 1 else args.gpus
+        is_recommended = recommended.args == args and not recommended.uses_ddp
+        asked = (
+            recommended.plan  # which took seconds
+            if is_recommended
+            else plan(model_init, args, world_size=ranks, sequence_length=args.sequence_length)
+        )
     return Planned(name, asked, recommended)
 
 
