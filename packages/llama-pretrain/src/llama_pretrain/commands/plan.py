@@ -206,6 +206,11 @@ def show_plans(args: PlanArguments) -> None:
 
 def _planned(name: str, args: PlanArguments, layout: ParallelLayout) -> Planned:
     model_init = partial(Llama, preset_or_load(name, args.sequence_length))
+    ask = partial(plan, model_init, args, sequence_length=args.sequence_length)
+    asked = None
+    if layout.tensor > 1 and args.model != "all":
+        # Before others are tried: its errors name the mesh. Without shards it is the business of `Trainer`.
+        asked = ask(world_size=layout)
     recommended = recommend(
         model_init,
         args,
@@ -215,16 +220,9 @@ def _planned(name: str, args: PlanArguments, layout: ParallelLayout) -> Planned:
         sequence_length=args.sequence_length,
         tensor=layout.tensor,
     )
-    asked = None
-    if args.model != "all":
-        # Without shards it is not the business of FSDP2's trainer.
-        ranks = layout if layout.tensor > 1 else args.gpus
+    if asked is None and args.model != "all":
         is_recommended = recommended.args == args and not recommended.uses_ddp
-        asked = (
-            recommended.plan  # which took seconds
-            if is_recommended
-            else plan(model_init, args, world_size=ranks, sequence_length=args.sequence_length)
-        )
+        asked = recommended.plan if is_recommended else ask(world_size=args.gpus)  # which takes seconds
     return Planned(name, asked, recommended)
 
 
