@@ -47,9 +47,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the garbage collector leave alone what is there before the first test: torch, and the tests.
 
     It would go through a million objects each time, and a forked process that does so copies all their pages.
+    Pages of the documentation say what is frozen when: theirs begin with nothing.
     """
-    gc.collect()
-    gc.freeze()
+    if not any(item.path.suffix == ".md" for item in session.items):
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
