@@ -41,3 +41,9 @@ def test_unlike_batches_are_refused_on_every_rank(notes: list[dict[str, Any]], c
 def test_what_cannot_be_compared_is_refused(notes: list[dict[str, Any]]) -> None:
     assert all(note["unsent"][0] == "DataError" for note in notes)
     assert all("equal_batches must be the same on all ranks" in note["sets"][1] for note in notes)
+
+
+def test_ranks_with_the_same_batches_are_one_reader_for_the_positions_of_others(
+    notes: list[dict[str, Any]],
+) -> None:
+    assert [note["reader"] for note in notes] == [[0, 2], [0, 2], [1, 2], [1, 2]]

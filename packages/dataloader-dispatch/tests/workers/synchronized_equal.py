@@ -34,6 +34,20 @@ class Unsent(SizedBatches):
             yield {**batch, "meta": object()}
 
 
+class Positioned(SizedBatches):
+    """Notes for which reader it takes the states of others."""
+
+    def load_resharded(self, states: object, *, rank: int, world_size: int) -> None:
+        self.reader = [rank, world_size]
+
+
+def resharded() -> list[int]:
+    batches = Positioned(1, PAIR)
+    loader = SynchronizedDataLoader(batches, "cpu", equal_batches=EQUAL)
+    loader.load_resharded([{}, {}], rank=RANK, world_size=4)
+    return batches.reader
+
+
 def read(batches: SizedBatches, uneven: Any = "stop", equal: Any = EQUAL) -> Any:
     return outcome(
         lambda: numbers(SynchronizedDataLoader(batches, "cpu", uneven=uneven, equal_batches=equal))
@@ -52,6 +66,7 @@ note = {
     "shorter": read(SizedBatches(3 if other else 4, PAIR)),
     "none": read(SizedBatches(0 if other else 4, PAIR), "pad"),
     "unsent": read(Unsent(4, PAIR)),
+    "reader": resharded(),
     "sets": read(SizedBatches(4, PAIR), "stop", [] if other else EQUAL),
 }
 NOTE.write_text(json.dumps(note))

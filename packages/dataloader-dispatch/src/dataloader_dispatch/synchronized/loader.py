@@ -207,6 +207,9 @@ class SynchronizedDataLoader(Generic[Batch]):
 
         def load_resharded(*args: object, **kwargs: object) -> None:
             self._leave()
+            equal, position = self._settings.equal, self._settings.position
+            if equal and position is not None:
+                kwargs |= {"rank": position, "world_size": len(equal)}  # as the loaders count their readers
             load(*args, **kwargs)
             self._is_loaded = True
 
