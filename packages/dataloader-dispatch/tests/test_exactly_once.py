@@ -168,7 +168,7 @@ def test_states_of_other_ranks_are_refused_with_the_way_out() -> None:
     with pytest.raises(DataError, match="do not cover each of the 24 shards once"):
         alone.load_resharded([zero], rank=0, world_size=1)
     with pytest.raises(DataError, match="do not cover each of the 24 shards once"):
-        alone.load_resharded([zero, one, one], rank=0, world_size=1)
+        alone.load_resharded([zero, one, {**one, "epoch": 1}], rank=0, world_size=1)
     with pytest.raises(DataError, match="contradicts the stream, which was made for rank 0 of 1"):
         alone.load_resharded([zero, one], rank=1, world_size=2)
     later = {**one, "epoch": 1}

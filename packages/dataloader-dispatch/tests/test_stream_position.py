@@ -171,6 +171,9 @@ def test_states_of_other_ranks_are_merged() -> None:
     one = position()
     one.load_resharded(states, 0, 1)
     assert places(one) == [(4, 1, 1, 0, 0), START[1], START[2], (7, 2, 2, 0, 0)]
+    again = position()
+    again.load_resharded([*states, *states], 0, 1)  # of ranks that read the same
+    assert places(again) == places(one)
     for rank in range(3):
         third = position(rank, 3)
         third.load_resharded(tuple(states), rank, 3)
@@ -184,7 +187,8 @@ def test_states_of_other_ranks_are_merged() -> None:
     for wrong in (states[0], None, "states"):
         with pytest.raises(DataError, match="expected a list of what state_dict"):
             one.load_resharded(wrong, 0, 1)
-    for few in ([], states[:1], [*states, states[0]]):
+    second.advance(second.begin(), [(3, Place(11, 3, 3))], ended=False)
+    for few in ([], states[:1], [*states, second.state_dict()]):
         with pytest.raises(DataError, match="do not cover each of the 4 shards once"):
             one.load_resharded(few, 0, 1)
 

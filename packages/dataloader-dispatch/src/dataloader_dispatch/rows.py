@@ -242,7 +242,7 @@ def merge_cursors(
     An owner that is at the start of the epoch after the others' has ended theirs.
 
     Args:
-        parts: The positions, and whose they are.
+        parts: The positions, and whose they are; one that comes again counts once.
         needed: Shards that the result must know.
         shards: Number of all shards.
         documents: Documents in an epoch.
@@ -250,6 +250,8 @@ def merge_cursors(
     Raises:
         DataError: A needed shard has no owner, one has two, or the owners were epochs apart.
     """
+    # Ranks that divide one model among them and read by themselves have all saved the same.
+    parts = [part for number, part in enumerate(parts) if part not in parts[:number]]
     owned = [owner.streams(shards) for _, owner in parts]
     held = sorted(shard for numbers in owned for shard in numbers)
     if len(set(held)) < len(held) or not set(needed) <= set(held):
