@@ -299,8 +299,8 @@ def suggest(
             return f"Did you mean {_spelled(plain[spelling])}?"
         if close := get_close_matches(spelling, plain, n=1, cutoff=0.66):
             return f"Did you mean {_spelled(plain[close[0]])}?"
-    # Some words of one name, as in `accumulation`; those of several, as in `steps`, mean none of them.
-    longer = [each for each in plain if f"_{short}_" in f"_{each}_".replace(".", "_")]
+    # Words of one name, as in `accumulation`. Those of several, as in `steps`, or short ones mean none.
+    longer = [each for each in plain if len(short) > 4 and f"_{short}_" in f"_{each}_".replace(".", "_")]
     return f"Did you mean {_spelled(plain[longer[0]])}?" if len(longer) == 1 else otherwise
 
 
