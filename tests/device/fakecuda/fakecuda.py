@@ -360,6 +360,9 @@ def _patch_groups() -> None:
             register(self, torch.device("privateuseone"), kind, backend)
 
     c10d.ProcessGroup._register_backend = register_backend  # type: ignore[method-assign]
+    # A group bound to a device makes others by ncclCommSplit, which Gloo's options do not survive; without the
+    # device they are made one by one.
+    c10d.ProcessGroup.bound_device_id = property(lambda self: None, lambda self, device: None)  # type: ignore[assignment]
     # DistributedDataParallel times CUDA with a class of libtorch_cuda; without it the third forward asserts.
     torch._C._distributed_c10d.Logger.set_runtime_stats_and_log = lambda self: None  # type: ignore[method-assign]
 
@@ -367,7 +370,7 @@ def _patch_groups() -> None:
 # ---- All of it
 
 
-def install() -> None:
+def _install() -> None:
     """Fill what `torch.cuda` lacks in a build without CUDA."""
     c: Any = torch._C
     cuda: Any = torch.cuda
@@ -423,3 +426,6 @@ def install() -> None:
     torch.version.cuda = "12.8"
     _patch_storages()
     _patch_groups()
+
+
+_install()
