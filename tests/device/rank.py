@@ -69,6 +69,17 @@ def waits(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, 
     return {"steps": len(watch.by_step), "late": list(watch.late())}
 
 
+def dispatched(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """A run whose first rank reads for both; the other one receives into pinned buffers."""
+    watch = WaitsByStep()
+    quiet = {"dispatch_batches": True, "logging_steps": 1000, "max_steps": 8}
+    trainer = build(name, directory / name, env, watch, **quiet)
+    trainer.train()
+    again = build(name, directory / "logged", env, dispatch_batches=True)
+    again.train()
+    return {"curve": curve(again), "late": list(watch.late())}
+
+
 def groups(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
     """Collectives of an nccl group on tensors of the device and of the host."""
     rank, size = env.rank, env.world_size
@@ -105,6 +116,7 @@ SCENARIOS: dict[str, Callable[[str, Path, DistributedEnvironment], dict[str, Any
     "train": train,
     "resume": resume,
     "waits": waits,
+    "dispatched": dispatched,
     "groups": groups,
 }
 

@@ -96,3 +96,11 @@ def test_steps_without_a_log_wait_for_nothing(trainer: str, ranks: Callable[[str
     for seen in ranks(f"waits-{trainer}"):
         assert seen["steps"] == 8
         assert not seen["late"]
+
+
+def test_dispatched_batches(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
+    seen = ranks("dispatched-ddp")
+    alone = make(tmp_path / "alone", use_cpu=True)
+    alone.train()
+    assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
+    assert [one["late"] for one in seen] == [[], []]
