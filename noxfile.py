@@ -223,7 +223,7 @@ def resilience(session: nox.Session) -> None:
 def device(session: nox.Session) -> None:
     """Run the branches for accelerators on a fake device, in host memory; needs g++.
 
-    Not among the defaults for now: it compiles against torch for half a minute of a core, and its two-rank tests take
+    Not among the defaults for now: it compiles against torch for half a minute, and its tests of two ranks take
     longer than a minute.
     """
     install_everything(session, "test")

@@ -1,6 +1,7 @@
 """One rank of a run on the fake device: `python -m tests.device.rank SCENARIO DIRECTORY`.
 
-It writes what it saw to `<scenario>-rank<r>.json` in the directory.
+A scenario is a function and a trainer, as in `train-ddp`, and maybe a precision, as in `train-ddp:fp16`. What it
+saw goes to `<scenario>-rank<r>.json` in the directory.
 """
 
 from __future__ import annotations
@@ -18,13 +19,26 @@ import torch.distributed as dist
 from dist_env import DistributedEnvironment
 from tests.device.case import SETTINGS, Model, Stop, WaitsByStep, curve, rows
 from trainer_core import Trainer
-from trainer_ddp import DDPTrainer, DDPTrainingArguments
-from trainer_fsdp2 import FSDP2Trainer, FSDP2TrainingArguments
+from trainer_ddp import CompressionArguments, DDPTrainer, DDPTrainingArguments
+from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
 from trainer_pipeline import PipelineArguments, PipelineTrainer, PipelineTrainingArguments
 
 TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
     "ddp": (DDPTrainer, DDPTrainingArguments, {"per_device_train_batch_size": 4}),
     "fsdp2": (FSDP2Trainer, FSDP2TrainingArguments, {"per_device_train_batch_size": 4}),
+    "powersgd": (
+        DDPTrainer,
+        DDPTrainingArguments,
+        {
+            "per_device_train_batch_size": 4,
+            "compression": CompressionArguments(method="powerSGD", start_step=2, matrix_rank=2),
+        },
+    ),
+    "offload": (
+        FSDP2Trainer,
+        FSDP2TrainingArguments,
+        {"per_device_train_batch_size": 4, "fsdp2": FSDP2Arguments(cpu_offload=True)},
+    ),
     "pipeline": (
         PipelineTrainer,
         PipelineTrainingArguments,
@@ -36,8 +50,10 @@ TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
 def build(
     name: str, directory: Path, env: DistributedEnvironment, *callbacks: object, **given: Any
 ) -> Trainer:
+    name, _, precision = name.partition(":")
     trainer, arguments, own = TRAINERS[name]
-    args = arguments(output_dir=str(directory), **{**SETTINGS, **own, **given})
+    mixed = {"mixed_precision": precision} if precision else {}
+    args = arguments(output_dir=str(directory), **{**SETTINGS, **own, **mixed, **given})
     return trainer(
         args, model_init=Model, train_dataset=rows(), distributed_env=env, callbacks=list(callbacks)
     )

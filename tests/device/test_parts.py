@@ -8,7 +8,9 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fakecuda
 import pytest
@@ -23,6 +25,7 @@ from checkpoint_core import (
     StaticStatefulProvider,
 )
 from checkpoint_core.background import StagingBuffer
+from dataloader_dispatch.batches import dense_to_device, to_device
 from dist_env import StaticDistributedEnvironment
 from llama_pretrain.arguments import PretrainArguments
 from llama_pretrain.data import evaluation_loader, open_data, training_loader
@@ -139,18 +142,30 @@ def test_offload_leaves_less_on_the_device() -> None:
 
 @pytest.mark.parametrize("make_loader", [training_loader, evaluation_loader])
 @pytest.mark.parametrize("dispatched", [False, True])
-def test_batches_of_llama_pretrain_are_pinned(
-    make_loader: object, dispatched: bool, tmp_path: Path
-) -> None:
+def test_batches_of_llama_pretrain_are_pinned(make_loader: object, dispatched: bool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text to train on\n" * 200)
     args = PretrainArguments(
-        output_dir=str(tmp_path / "run"), data=str(tmp_path / "text.txt"), sequence_length=32,
-        per_device_train_batch_size=2, per_device_eval_batch_size=2, trainer="ddp", dispatch_batches=dispatched,
-    )  # fmt: skip
+        output_dir=str(tmp_path / "run"),
+        data=str(tmp_path / "text.txt"),
+        sequence_length=32,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        trainer="ddp",
+        dispatch_batches=dispatched,
+    )
     for device, pinned in (("cuda:0", True), ("cpu", False)):
         env = StaticDistributedEnvironment(device=torch.device(device))
         batch = next(iter(make_loader(open_data(args), ByteTokenizer(), args, env)))  # type: ignore[operator]
         assert {values.is_pinned() for values in batch.values()} == {pinned}
+
+
+@pytest.mark.parametrize("move", [to_device, dense_to_device])
+def test_batches_that_come_back_to_the_host_are_whole(move: Callable[..., Any]) -> None:
+    # Ranks without a single batch are sent one by a rank that holds it on its device.
+    batch = {"input_ids": torch.arange(1000).cuda(), "other": [torch.ones(7).cuda()]}
+    back = move(batch, torch.device("cpu"))
+    assert torch.equal(back["input_ids"], torch.arange(1000))
+    assert torch.equal(back["other"][0], torch.ones(7))
 
 
 # ---- Generation and reports
@@ -161,7 +176,9 @@ def test_generation_says_what_it_says_on_the_cpu() -> None:
     model = Llama(preset("tiny", vocab_size=320)).eval()
     prompt = torch.tensor([[1, 2, 3]])
     expected = generate(model, prompt, max_new_tokens=8, temperature=0.0)
-    assert torch.equal(generate(model.cuda(), prompt.cuda(), max_new_tokens=8, temperature=0.0).cpu(), expected)
+    assert torch.equal(
+        generate(model.cuda(), prompt.cuda(), max_new_tokens=8, temperature=0.0).cpu(), expected
+    )
 
 
 def test_doctor(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from .case import losses, make
 from .case import curve as curve_of
+from .case import losses, make
 
 ROOT = Path(__file__).parents[2]
 Seen = list[dict[str, Any]]
@@ -82,6 +82,34 @@ def test_the_curve_of_one_process_on_the_cpu(
     assert seen[0]["backend"] == "nccl"
     assert [one["devices"] for one in seen] == [["cuda:0"], ["cuda:1"]]
     assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
+
+
+@pytest.mark.parametrize(("trainer", "precision"), [("ddp", "fp16"), ("fsdp2", "bf16")])
+def test_the_curve_of_mixed_precision(
+    trainer: str, precision: str, ranks: Callable[[str], Seen], tmp_path: Path
+) -> None:
+    seen = ranks(f"train-{trainer}:{precision}")
+    alone = make(tmp_path / "alone", use_cpu=True, mixed_precision=precision)
+    alone.train()
+    assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=2e-2)
+
+
+def test_weights_on_the_host(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
+    seen = ranks("train-offload")
+    alone = make(tmp_path / "alone", use_cpu=True)
+    alone.train()
+    assert [one["devices"] for one in seen] == [["cpu"], ["cpu"]]
+    assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
+
+
+def test_compressed_gradients_are_near_the_curve(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
+    found = losses(ranks("train-powersgd")[0]["curve"])
+    alone = make(tmp_path / "alone", use_cpu=True)
+    alone.train()
+    expected = losses(curve_of(alone))
+    assert found[:3] == pytest.approx(expected[:3], rel=1e-5)  # whole gradients at first
+    assert found[3:] != pytest.approx(expected[3:], rel=1e-7)
+    assert found == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

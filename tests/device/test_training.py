@@ -14,6 +14,7 @@ from trainer_core import MemorySnapshotCallback
 
 from .case import Attention, Model, Stop, WaitsByStep, curve, losses, make
 
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("model", [Model, Attention])
 def test_the_curve_of_the_cpu(precision: str, model: type[Model], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The Python part of the fake device: what `torch.cuda` asks of a build with CUDA, and what tests ask of the device.
+"""The Python part of the fake device: what `torch.cuda` asks of a build with CUDA, and what tests ask.
 
-Named here are attributes of `torch._C`, `torch.cuda` and `torch.distributed` of torch 2.13 that a build without CUDA
-lacks or answers with an error. The device's name and capability are invented.
+Named here are attributes of `torch._C`, `torch.cuda` and `torch.distributed` of torch 2.13 that a build without
+CUDA lacks or answers with an error. The device's name and capability are invented.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def _patch_storages() -> None:
 
 
 class ProcessGroupNCCL(c10d.ProcessGroupGloo):
-    """Gloo in the place of NCCL. The group knows it for the device type "cuda" alone, so host tensors are refused."""
+    """Gloo in the place of NCCL. Its group has it for the device type "cuda" alone, and refuses host tensors."""
 
     class Options:
         """What torch sets before it makes a group."""
@@ -347,7 +347,8 @@ _backends: list[ProcessGroupNCCL] = []
 def _patch_groups() -> None:
     ProcessGroupNCCL.__module__ = "torch.distributed.distributed_c10d"
     c10d._NCCL_AVAILABLE = True
-    c10d.ProcessGroupNCCL = torch.distributed.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc, attr-defined]
+    for module in (c10d, torch.distributed):
+        module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
     c10d.default_pg_nccl_timeout = datetime.timedelta(minutes=10)
     torch.cuda.nccl.version = lambda: (2, 27, 3)  # type: ignore[assignment]
     torch.cuda.nccl.is_available = lambda tensors: False  # type: ignore[assignment]
@@ -362,7 +363,8 @@ def _patch_groups() -> None:
     c10d.ProcessGroup._register_backend = register_backend  # type: ignore[method-assign]
     # A group bound to a device makes others by ncclCommSplit, which Gloo's options do not survive; without the
     # device they are made one by one.
-    c10d.ProcessGroup.bound_device_id = property(lambda self: None, lambda self, device: None)  # type: ignore[assignment]
+    unbound: Any = property(lambda self: None, lambda self, device: None)
+    c10d.ProcessGroup.bound_device_id = unbound
     # DistributedDataParallel times CUDA with a class of libtorch_cuda; without it the third forward asserts.
     torch._C._distributed_c10d.Logger.set_runtime_stats_and_log = lambda self: None  # type: ignore[method-assign]
 
@@ -410,9 +412,7 @@ def _install() -> None:
     for module in (cuda, cuda.streams):
         module.Stream, module.Event = Stream, Event
     cuda.current_stream = lambda device=None: _cuda_stream(torch.accelerator.current_stream(_index(device)))
-    cuda.default_stream = lambda device=None: Stream(
-        stream_id=0, device_index=_index(device), device_type=1
-    )
+    cuda.default_stream = lambda device=None: Stream(stream_id=0, device_index=_index(device), device_type=1)
     cuda.set_stream = torch.accelerator.set_stream
     cuda.stream = _stream_context
     cuda.synchronize = lambda device=None: torch.accelerator.synchronize(_index(device))

@@ -65,7 +65,9 @@ def build() -> Path:
     )
     began = time.monotonic()
     if subprocess.run(command, check=False).returncode:
-        raise SystemExit("The fake device did not compile against this torch; the compiler's messages are above.")
+        raise SystemExit(
+            "The fake device did not compile against this torch; the compiler's messages are above."
+        )
     # Other processes see the whole file or none.
     made.replace(target)
     print(f"fake device: compiled in {time.monotonic() - began:.0f} s as {target.name}")

@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH and FAKECUDA=1, every Python process has the fake device, children included."""
+"""With this folder on PYTHONPATH and FAKECUDA=1, every Python process has the fake device, as its children."""
 
 from __future__ import annotations
 
