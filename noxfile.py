@@ -223,8 +223,8 @@ def resilience(session: nox.Session) -> None:
 def device(session: nox.Session) -> None:
     """Run the branches for accelerators on a fake device, in host memory; needs g++.
 
-    Not among the defaults for now: it compiles against torch for half a minute, and its tests of two ranks take
-    longer than a minute.
+    Not among the defaults for now: it compiles against torch for half a minute, and its tests of two ranks
+    take longer than a minute.
     """
     install_everything(session, "test")
     folder = ROOT / "tests" / "device" / "fakecuda"
@@ -232,7 +232,7 @@ def device(session: nox.Session) -> None:
     session.run("python", str(folder / "fakecuda_build.py"), env={"FAKECUDA_CACHE": str(FAKECUDA)})
     fake = {"FAKECUDA": "1", "FAKECUDA_CACHE": str(FAKECUDA), "PYTHONPATH": str(folder)}
     session.run(*PYTEST, "tests/device", *session.posargs, env={**ENV, **fake})
-    session.log("passed on the fake device; no GPU has been used")
+    session.log("passed on the fake device, in host memory; nothing of this ran on an accelerator")
 
 
 @nox.session

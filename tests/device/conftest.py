@@ -8,14 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-HOW = "These tests need the fake device. Run `uv run nox -s device`, which compiles it and sets FAKECUDA=1."
+# Never skipped: tests that did not run would look like tests that passed.
+if os.environ.get("FAKECUDA") != "1" or not torch.cuda.is_available():
+    raise RuntimeError(
+        "These tests need the fake device. Run `uv run nox -s device`, which compiles it and sets FAKECUDA=1."
+    )
 
 
-@pytest.fixture(scope="session", autouse=True)
-def fake_device() -> None:
-    """Never skipped: tests that did not run would look like tests that passed."""
-    if os.environ.get("FAKECUDA") != "1" or not torch.cuda.is_available():
-        pytest.fail(HOW)
+def pytest_report_header() -> str:
+    """Say what these tests ran on."""
+    return f"fake device: {torch.cuda.device_count()} devices in host memory"
 
 
 @pytest.fixture(autouse=True)

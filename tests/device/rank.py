@@ -1,7 +1,7 @@
 """One rank of a run on the fake device: `python -m tests.device.rank SCENARIO DIRECTORY`.
 
-A scenario is a function and a trainer, as in `train-ddp`, and maybe a precision, as in `train-ddp:fp16`. What it
-saw goes to `<scenario>-rank<r>.json` in the directory.
+A scenario is a function and a trainer, as in `train-ddp`, and maybe a precision, as in `train-ddp:fp16`.
+What it saw goes to `<scenario>-rank<r>.json` in the directory.
 """
 
 from __future__ import annotations

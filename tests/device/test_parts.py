@@ -159,6 +159,33 @@ def test_batches_of_llama_pretrain_are_pinned(make_loader: object, dispatched: b
         assert {values.is_pinned() for values in batch.values()} == {pinned}
 
 
+def test_llama_pretrain_trains_as_on_the_cpu(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text to train on, and some more of it\n" * 200)
+    curves = []
+    for name, more in (("cpu", ["--use-cpu"]), ("cuda", []), ("bf16", ["--mixed-precision", "bf16"])):
+        settings = {
+            "data": tmp_path / "text.txt",
+            "model": "tiny",
+            "sequence-length": 32,
+            "max-steps": 4,
+            "logging-steps": 1,
+            "held-out": 0,
+            "per-device-train-batch-size": 2,
+            "seed": 3,
+            "output-dir": tmp_path / name,
+        }
+        words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        command = [sys.executable, "-m", "llama_pretrain", "train", *words, *more]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stdout + run.stderr
+        entries = json.loads((tmp_path / name / "trainer_logs.json").read_text())
+        curves.append([entry["loss"] for entry in entries if "loss" in entry])
+        assert any("peak_mem_allocated" in entry for entry in entries) is (name != "cpu")
+    assert len(curves[0]) == 4
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert curves[2] == pytest.approx(curves[0], rel=2e-2)
+
+
 @pytest.mark.parametrize("move", [to_device, dense_to_device])
 def test_batches_that_come_back_to_the_host_are_whole(move: Callable[..., Any]) -> None:
     # Ranks without a single batch are sent one by a rank that holds it on its device.

@@ -1,7 +1,7 @@
 """The Python part of the fake device: what `torch.cuda` asks of a build with CUDA, and what tests ask.
 
-Named here are attributes of `torch._C`, `torch.cuda` and `torch.distributed` of torch 2.13 that a build without
-CUDA lacks or answers with an error. The device's name and capability are invented.
+Named here are attributes of `torch._C`, `torch.cuda` and `torch.distributed` of torch 2.13 that a build
+without CUDA lacks or answers with an error. The device's name and capability are invented.
 """
 
 from __future__ import annotations
@@ -290,6 +290,10 @@ def _snapshot(*_: Any) -> dict[str, Any]:
     return {"segments": segments, "device_traces": [[] for _ in range(DEVICES)], "allocator_settings": {}}
 
 
+def _empty_on(device: torch.device) -> Any:
+    return torch.empty(0, dtype=torch.uint8, device=device)
+
+
 def _patch_storages() -> None:
     """Copies and sizes of storages, which go to CUDA's runtime without an operator."""
     to_before, resize_before = torch.UntypedStorage.to, torch.UntypedStorage.resize_
@@ -298,15 +302,15 @@ def _patch_storages() -> None:
         device = torch.device(device)
         if {device.type, self.device.type} != {"cuda", "cpu"}:
             return to_before(self, device=device, non_blocking=non_blocking)
-        here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)  # type: ignore[call-overload]
-        return here.to(device, non_blocking=non_blocking and device.type == "cuda").untyped_storage()  # type: ignore[no-any-return]
+        here: torch.Tensor = _empty_on(self.device).set_(self)
+        return here.to(device, non_blocking=non_blocking and device.type == "cuda").untyped_storage()
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
         if self.device.type != "cuda":
             return resize_before(self, size)
         with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
             # Of size 0, for set_ refuses a storage that is smaller than what its size asks for.
-            whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self, 0, (0,), (1,))  # type: ignore[call-overload]
+            whole = _empty_on(self.device).set_(self, 0, (0,), (1,))
             torch.ops.fakecuda.resize_storage(whole, size)
         return self
 
@@ -322,7 +326,7 @@ def _patch_storages() -> None:
 
 
 class ProcessGroupNCCL(c10d.ProcessGroupGloo):
-    """Gloo in the place of NCCL. Its group has it for the device type "cuda" alone, and refuses host tensors."""
+    """Gloo in the place of NCCL. Its group has it for the device type "cuda" only, so host tensors fail."""
 
     class Options:
         """What torch sets before it makes a group."""
@@ -334,7 +338,7 @@ class ProcessGroupNCCL(c10d.ProcessGroupGloo):
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         super().__init__(store, rank, size, timeout=options._timeout)
-        # torch looks at the class of a group's backend later; without a reference it would see the base class.
+        # torch looks at the class of a group's backend later; without a reference it sees the base class.
         _backends.append(self)
 
     def _add_ephemeral_timeout(self, timeout: datetime.timedelta) -> None:
@@ -361,12 +365,13 @@ def _patch_groups() -> None:
             register(self, torch.device("privateuseone"), kind, backend)
 
     c10d.ProcessGroup._register_backend = register_backend  # type: ignore[method-assign]
-    # A group bound to a device makes others by ncclCommSplit, which Gloo's options do not survive; without the
-    # device they are made one by one.
+    # A group bound to a device makes others by ncclCommSplit, which Gloo's options do not survive; without
+    # the device they are made one by one.
     unbound: Any = property(lambda self: None, lambda self, device: None)
     c10d.ProcessGroup.bound_device_id = unbound
     # DistributedDataParallel times CUDA with a class of libtorch_cuda; without it the third forward asserts.
-    torch._C._distributed_c10d.Logger.set_runtime_stats_and_log = lambda self: None  # type: ignore[method-assign]
+    logger: Any = torch._C._distributed_c10d.Logger
+    logger.set_runtime_stats_and_log = lambda self: None
 
 
 # ---- All of it

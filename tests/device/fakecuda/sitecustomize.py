@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH and FAKECUDA=1, every Python process has the fake device, as its children."""
+"""With this folder on PYTHONPATH and FAKECUDA=1, every Python process has the fake device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Finder(MetaPathFinder):
 
 
 if os.environ.get("FAKECUDA") == "1":
-    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib would slow every process
+    # pathlib would make the start of every process slower.
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     if here not in sys.path:
         sys.path.append(here)
     sys.meta_path.insert(0, Finder())

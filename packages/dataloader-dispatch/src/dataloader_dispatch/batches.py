@@ -82,8 +82,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def _may_arrive_later(device: torch.device) -> bool:
-    # What a device computes comes after the copy. The host would read what has not arrived: torch pins the memory
-    # of a copy to the host that does not wait, and returns before it is filled.
+    # What a device computes comes after the copy. The host would read what has not arrived: torch pins the
+    # memory of a copy to the host that does not wait, and returns before it is filled.
     return device.type != "cpu"
 
 
