@@ -130,6 +130,17 @@ def test_a_long_log_window_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, tm
     assert not list(watch.late())
 
 
+@pytest.mark.parametrize(
+    ("why", "settings"),
+    [("log entry", {"logging_steps": 1}), ("scaler", {"logging_steps": 1000, "mixed_precision": "fp16"})],
+)
+def test_steps_that_must_wait_do_so_once(why: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    watch = WaitsByStep()
+    make(tmp_path, watch, device="cuda:0", max_steps=6, **settings).train()
+    late = list(watch.late())
+    assert len(late) == 4, late
+
+
 def test_a_wait_in_a_step_is_seen(tmp_path: Path) -> None:
     class Reads(Model):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
