@@ -135,7 +135,7 @@ def test_a_wait_is_counted_with_file_and_line(what: str, work: Callable[[torch.T
     assert all(wait.where.startswith(f"{__file__}:") for wait in waits)
 
 
-def test_kernels_and_pinned_copies_are_no_waits() -> None:
+def test_kernels_and_pinned_copies_do_not_wait() -> None:
     host = NUMBERS.clone().pin_memory()
     with fakecuda.recorded_waits() as waits:
         device = host.to("cuda", non_blocking=True)
@@ -221,7 +221,7 @@ def test_elapsed_time() -> None:
 # ---- Memory
 
 
-def test_fresh_memory_is_no_zeros() -> None:
+def test_fresh_memory_is_not_zero() -> None:
     assert not torch.empty(8, device="cuda").cpu().eq(0).any()
     assert torch.empty(8, dtype=torch.float16, device="cuda").isnan().all()
     assert torch.empty(8, pin_memory=True).eq(torch.empty(8, device="cuda").cpu()).all()

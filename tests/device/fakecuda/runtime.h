@@ -344,7 +344,7 @@ inline void* allocate_device_memory(DeviceIndex device, size_t bytes) {
     block = ready.back(); // the newest, so that a use after free is seen soon
     ready.pop_back();
     merge(streams[key].known, host);
-    advance(key); // the block's own stream goes on with it when its copies from or to the old tensor are done
+    advance(key); // its own stream uses it again after the copies from and to the old tensor
     if (!ordered(key, block->writer)) report("memory is handed out again while it is being written", key, block->writer.stream);
     for (const auto& [other, last] : block->readers)
       if (!ordered(key, {other, last})) report("memory is handed out again while it is being read", key, other);

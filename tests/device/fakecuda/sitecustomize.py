@@ -28,7 +28,7 @@ class Finder(MetaPathFinder):
             import fakecuda_library  # noqa: F401
 
             run(module)
-            import fakecuda  # noqa: F401 - or it is what imports torch, and goes on afterwards
+            import fakecuda  # noqa: F401 - or it is what imports torch, and continues afterwards
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
