@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+from device_lines import Collector
 from fakecuda_library import Report, lib
 
 DEVICES = int(os.environ.get("FAKECUDA_DEVICES", "2"))
@@ -431,6 +432,8 @@ def _install() -> None:
     torch.version.cuda = "12.8"
     _patch_storages()
     _patch_groups()
+    if directory := os.environ.get("FAKECUDA_LINES"):
+        Collector(Path(directory)).start()
 
 
 _install()
