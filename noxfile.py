@@ -47,6 +47,9 @@ BYTECODE = ROOT / ".nox" / ".bytecode"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
 
+# The fake device, compiled once for each torch and each state of its sources.
+FAKECUDA = ROOT / ".nox" / ".fakecuda"
+
 FULL = bool(os.environ.get("FULL_TESTS"))
 
 # Two tests at a time, for most start several ranks. `-m ""` beats the pyproject.toml's `-m "not full"`.
@@ -214,6 +217,22 @@ def resilience(session: nox.Session) -> None:
     """Kill, stop, starve and damage one run again and again, and show that nothing of it is lost."""
     install_everything(session, "test")
     session.run(*PYTEST, "tests/resilience", *session.posargs, env=ENV)
+
+
+@nox.session(default=False)
+def device(session: nox.Session) -> None:
+    """Run the branches for accelerators on a fake device, in host memory; needs g++.
+
+    Not among the defaults for now: it compiles against torch for half a minute, and its tests of two ranks
+    take longer than a minute.
+    """
+    install_everything(session, "test")
+    folder = ROOT / "tests" / "device" / "fakecuda"
+    # Without a compiler this fails and says what to install; tests that did not run must not look green.
+    session.run("python", str(folder / "fakecuda_build.py"), env={"FAKECUDA_CACHE": str(FAKECUDA)})
+    fake = {"FAKECUDA": "1", "FAKECUDA_CACHE": str(FAKECUDA), "PYTHONPATH": str(folder)}
+    session.run(*PYTEST, "tests/device", *session.posargs, env={**ENV, **fake})
+    session.log("passed on the fake device, in host memory; nothing of this ran on an accelerator")
 
 
 @nox.session

@@ -74,18 +74,26 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
     def moved(value: object, _: object) -> object:
         if isinstance(value, torch.Tensor):
-            return value.to(device, non_blocking=True)
+            return value.to(device, non_blocking=_may_arrive_later(device))
         move = getattr(value, "to", None)
         return move(device) if callable(move) else value
 
     return cast(Batch, _rebuilt(batch, moved))
 
 
+def _may_arrive_later(device: torch.device) -> bool:
+    # What a device computes comes after the copy. The host would read what has not arrived: torch pins the
+    # memory of a copy to the host that does not wait, and returns before it is filled.
+    return device.type != "cpu"
+
+
 def dense_to_device(batch: object, device: torch.device) -> object:
     """A batch of the same structure with its dense tensors on a device and detached."""
 
     def moved(value: object, _: object) -> object:
-        return value.detach().to(device, non_blocking=True) if _is_dense(value) else value
+        if not _is_dense(value):
+            return value
+        return value.detach().to(device, non_blocking=_may_arrive_later(device))
 
     return _rebuilt(batch, moved)
 

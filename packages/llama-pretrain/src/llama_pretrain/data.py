@@ -89,7 +89,7 @@ def training_loader(
     """
     reader = _EVERYTHING if args.dispatch_batches else _reader(args, env)
     rows = _rows(documents, tokenizer, args, args.seed, args.shards, reader)
-    return StreamLoader(rows, args.per_device_train_batch_size)
+    return StreamLoader(rows, args.per_device_train_batch_size, pin_memory=_pin(args, env))
 
 
 def evaluation_loader(
@@ -104,7 +104,12 @@ def evaluation_loader(
     """
     shards = min(len(documents), _EVALUATION_SHARDS)
     reader = _EVERYTHING if args.dispatches_evaluation else _reader(args, env)
-    return StreamLoader(_rows(documents, tokenizer, args, 0, shards, reader), args.per_device_eval_batch_size)
+    rows = _rows(documents, tokenizer, args, 0, shards, reader)
+    return StreamLoader(rows, args.per_device_eval_batch_size, pin_memory=_pin(args, env))
+
+
+def _pin(args: PretrainArguments, env: DistributedEnvInterface) -> bool:
+    return args.dataloader_pin_memory and env.device_type != "cpu"
 
 
 def _reader(args: PretrainArguments, env: DistributedEnvInterface) -> DistributedEnvInterface:

@@ -165,6 +165,9 @@ def with_targets(batch: Batch, loss: TokenLoss) -> Batch:
             "targets must have the shape of the labels, because they are cut like them",
             "return targets in the shape of the labels from make_targets",
         )
+    if labels.is_pinned() and not targets.is_pinned():
+        # The loader pinned the labels; from pageable memory every copy to the device might wait for it.
+        targets = targets.pin_memory()
     return {**batch, "labels": targets}
 
 

@@ -306,7 +306,7 @@ class _DeviceSums:
         if not self._steps:
             return
         losses, tokens, norms = (
-            torch.stack(part).double().to(self._sums.device) for part in zip(*self._steps, strict=True)
+            self._on_device(torch.stack(part).double()) for part in zip(*self._steps, strict=True)
         )
         # A step whose gradient is not finite is never applied, and no part of the curve.
         applied = norms.isfinite()
@@ -326,6 +326,12 @@ class _DeviceSums:
         self._norms[1] = torch.maximum(self._norms[1], norms.max())
         self._steps.clear()
         self._inputs.clear()
+
+    def _on_device(self, values: Tensor) -> Tensor:
+        # Token counts come from the host. From pageable memory the copy would wait for all that is queued.
+        if values.device.type == "cpu" and self._sums.device.type == "cuda":
+            values = values.pin_memory()
+        return values.to(self._sums.device, non_blocking=True)
 
     def values(self, *, counts: bool) -> list[float]:
         """The five sums, the two of norms, and what the host counts; waits for the device once.

@@ -1,0 +1,121 @@
+"""The model, the data and the runs that tests on the fake device share, on one process and on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_core import Trainer, TrainingArguments
+
+VOCABULARY = 50
+Curve = list[tuple[float, float]]
+
+
+class Model(nn.Module):
+    """Four equal layers: int64 [batch, sequence] to logits [batch, sequence, 50]."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+class Attention(Model):
+    """The same behind attention, which the fake device computes by the plain implementation."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids).unsqueeze(1)
+        x = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+def rows(count: int = 64, length: int = 16) -> list[dict[str, Tensor]]:
+    """Rows whose next token follows from the last one, with prompts that do not count."""
+    made = []
+    for number in range(count):
+        tokens = (torch.arange(length) * 7 + number * 3) % VOCABULARY
+        labels = tokens.clone()
+        labels[: number % 5] = -100
+        made.append({"input_ids": tokens, "labels": labels})
+    return made
+
+
+SETTINGS: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "num_train_epochs": -1,
+    "max_steps": 6,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "max_grad_norm": 1.0,
+    "save_strategy": "no",
+    "check_flops": False,
+    "seed": 7,
+}
+
+
+def make(directory: Path, *callbacks: object, model: type[nn.Module] = Model, **settings: Any) -> Trainer:
+    """A trainer of one process; the same seed gives the same run."""
+    args = TrainingArguments(output_dir=str(directory), **{**SETTINGS, **settings})
+    return Trainer(args, model_init=model, train_dataset=rows(), callbacks=list(callbacks))
+
+
+def curve(trainer: Trainer) -> Curve:
+    """Loss and gradient norm of every logged step."""
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [(float(entry["loss"]), float(entry["grad_norm"])) for entry in logged]
+
+
+def losses(points: Curve) -> list[float]:
+    return [loss for loss, _ in points]
+
+
+class Stop:
+    """Asks for the end of the run after an optimizer step, with the schedule of the whole run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: object, state: Any, control: Any, **_: object) -> None:
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
+class WaitsByStep:
+    """Collects the waits of the host from the begin to the end of each optimizer step, and between steps."""
+
+    def __init__(self) -> None:
+        self.by_step: list[list[str]] = []
+        self._seen = 0
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        self._seen = len(self._waits())
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        waits = self._waits()
+        self.by_step.append([f"{wait.what} at {wait.where}" for wait in waits[self._seen :]])
+        self._seen = len(waits)
+
+    @staticmethod
+    def _waits() -> list[Any]:
+        import fakecuda
+
+        return fakecuda.waits
+
+    def late(self, first: int = 2) -> Iterator[str]:
+        """What waited in the steps after the first ones, which set up things once."""
+        for number, waits in enumerate(self.by_step):
+            if number >= first:
+                yield from (f"step {number + 1}: {wait}" for wait in waits)

@@ -1,0 +1,150 @@
+"""One rank of a run on the fake device: `python -m tests.device.rank SCENARIO DIRECTORY`.
+
+A scenario is a function and a trainer, as in `train-ddp`, and maybe a precision, as in `train-ddp:fp16`.
+What it saw goes to `<scenario>-rank<r>.json` in the directory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fakecuda
+import torch
+import torch.distributed as dist
+
+from dist_env import DistributedEnvironment
+from tests.device.case import SETTINGS, Model, Stop, WaitsByStep, curve, rows
+from trainer_core import Trainer
+from trainer_ddp import CompressionArguments, DDPTrainer, DDPTrainingArguments
+from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
+from trainer_pipeline import PipelineArguments, PipelineTrainer, PipelineTrainingArguments
+
+TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
+    "ddp": (DDPTrainer, DDPTrainingArguments, {"per_device_train_batch_size": 4}),
+    "fsdp2": (FSDP2Trainer, FSDP2TrainingArguments, {"per_device_train_batch_size": 4}),
+    "powersgd": (
+        DDPTrainer,
+        DDPTrainingArguments,
+        {
+            "per_device_train_batch_size": 4,
+            "compression": CompressionArguments(method="powerSGD", start_step=2, matrix_rank=2),
+        },
+    ),
+    "offload": (
+        FSDP2Trainer,
+        FSDP2TrainingArguments,
+        {"per_device_train_batch_size": 4, "fsdp2": FSDP2Arguments(cpu_offload=True)},
+    ),
+    "pipeline": (
+        PipelineTrainer,
+        PipelineTrainingArguments,
+        {"pipeline": PipelineArguments(schedule="1f1b", n_microbatches=4)},
+    ),
+}
+
+
+def build(
+    name: str, directory: Path, env: DistributedEnvironment, *callbacks: object, **given: Any
+) -> Trainer:
+    name, _, precision = name.partition(":")
+    trainer, arguments, own = TRAINERS[name]
+    mixed = {"mixed_precision": precision} if precision else {}
+    args = arguments(output_dir=str(directory), **{**SETTINGS, **own, **mixed, **given})
+    return trainer(
+        args, model_init=Model, train_dataset=rows(), distributed_env=env, callbacks=list(callbacks)
+    )
+
+
+def train(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """The curve, and where the model was."""
+    trainer = build(name, directory / name, env)
+    trainer.train()
+    devices = {str(value.device) for value in trainer.model.parameters()}
+    return {"curve": curve(trainer), "devices": sorted(devices), "backend": dist.get_backend()}
+
+
+def resume(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """Two halves, with an asynchronous save between them, and the whole."""
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    build(name, directory / "parts", env, Stop(3), **saving).train()
+    second = build(name, directory / "parts", env, **saving)
+    second.train()
+    whole = build(name, directory / "whole", env)
+    whole.train()
+    return {"curve": curve(second), "whole": curve(whole)}
+
+
+def waits(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """What the host waited for in steps without a log."""
+    watch = WaitsByStep()
+    build(name, directory / name, env, watch, logging_steps=1000, max_steps=8).train()
+    return {"steps": len(watch.by_step), "late": list(watch.late())}
+
+
+def dispatched(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """A run whose first rank reads for both; the other one receives into pinned buffers."""
+    watch = WaitsByStep()
+    quiet = {"dispatch_batches": True, "logging_steps": 1000, "max_steps": 8}
+    trainer = build(name, directory / name, env, watch, **quiet)
+    trainer.train()
+    again = build(name, directory / "logged", env, dispatch_batches=True)
+    again.train()
+    return {"curve": curve(again), "late": list(watch.late())}
+
+
+def groups(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """Collectives of an nccl group on tensors of the device and of the host."""
+    rank, size = env.rank, env.world_size
+    here = torch.full((4,), float(rank + 1), device=env.device)
+    dist.all_reduce(here)
+    gathered = torch.empty(2 * size, device=env.device)
+    dist.all_gather_into_tensor(gathered, torch.full((2,), float(rank), device=env.device))
+    scattered = torch.empty(1, device=env.device)
+    dist.reduce_scatter_tensor(scattered, torch.arange(float(size), device=env.device))
+    work = dist.all_reduce(moved := torch.ones(3, device=env.device), async_op=True)
+    work.wait()
+    dist.barrier()
+    refused = []
+    for call in (
+        lambda: dist.all_reduce(torch.ones(2)),
+        lambda: dist.broadcast(torch.ones(2), 0),
+        lambda: dist.all_gather_into_tensor(torch.empty(2 * size), torch.ones(2)),
+    ):
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            refused.append(str(error))
+    return {
+        "backend": dist.get_backend(),
+        "reduced": here.tolist(),
+        "gathered": gathered.tolist(),
+        "scattered": scattered.tolist(),
+        "moved": moved.tolist(),
+        "refused": refused,
+    }
+
+
+SCENARIOS: dict[str, Callable[[str, Path, DistributedEnvironment], dict[str, Any]]] = {
+    "train": train,
+    "resume": resume,
+    "waits": waits,
+    "dispatched": dispatched,
+    "groups": groups,
+}
+
+
+def main(scenario: str, directory: str) -> None:
+    kind, _, name = scenario.partition("-")
+    with DistributedEnvironment() as env:
+        seen = SCENARIOS[kind](name, Path(directory), env)
+        torch.cuda.synchronize()
+        seen["races"] = [f"{race.what} at {race.where}" for race in fakecuda.races]
+        (Path(directory) / f"{scenario}-rank{env.rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,134 @@
+"""Two ranks on two fake devices: groups of the backend "nccl", and every trainer of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .case import curve as curve_of
+from .case import losses, make
+
+ROOT = Path(__file__).parents[2]
+Seen = list[dict[str, Any]]
+TRAINERS = ("ddp", "fsdp2", "pipeline")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Callable[[str], Seen]:
+    """Run a scenario of `rank.py` on two ranks, and return what each of them saw."""
+
+    def run(scenario: str) -> Seen:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        path = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])
+        processes = []
+        for rank in range(2):
+            env = {
+                **os.environ,
+                **place,
+                "PYTHONPATH": path,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": "2",
+            }
+            command = [sys.executable, "-m", "tests.device.rank", scenario, str(tmp_path)]
+            out = (tmp_path / f"{scenario}-rank{rank}.log").open("w")
+            processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
+        try:
+            codes = [process.wait(timeout=240) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        said = "\n".join((tmp_path / f"{scenario}-rank{rank}.log").read_text()[-4000:] for rank in range(2))
+        assert codes == [0, 0], said
+        seen = [json.loads((tmp_path / f"{scenario}-rank{rank}.json").read_text()) for rank in range(2)]
+        assert [one["races"] for one in seen] == [[], []]
+        return seen
+
+    return run
+
+
+def test_groups(ranks: Callable[[str], Seen]) -> None:
+    for rank, seen in enumerate(ranks("groups")):
+        assert seen["backend"] == "nccl"
+        assert seen["reduced"] == [3.0] * 4
+        assert seen["gathered"] == [0.0, 0.0, 1.0, 1.0]
+        assert seen["scattered"] == [2.0 * rank]
+        assert seen["moved"] == [2.0] * 3
+        assert len(seen["refused"]) == 3
+        assert all("device type cpu" in reason for reason in seen["refused"])
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_curve_of_one_process_on_the_cpu(
+    trainer: str, ranks: Callable[[str], Seen], tmp_path: Path
+) -> None:
+    seen = ranks(f"train-{trainer}")
+    alone = make(tmp_path / "alone", use_cpu=True)
+    alone.train()
+    assert seen[0]["backend"] == "nccl"
+    assert [one["devices"] for one in seen] == [["cuda:0"], ["cuda:1"]]
+    assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
+
+
+@pytest.mark.parametrize(("trainer", "precision"), [("ddp", "fp16"), ("fsdp2", "bf16")])
+def test_the_curve_of_mixed_precision(
+    trainer: str, precision: str, ranks: Callable[[str], Seen], tmp_path: Path
+) -> None:
+    seen = ranks(f"train-{trainer}:{precision}")
+    alone = make(tmp_path / "alone", use_cpu=True, mixed_precision=precision)
+    alone.train()
+    assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=2e-2)
+
+
+def test_weights_on_the_host(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
+    seen = ranks("train-offload")
+    alone = make(tmp_path / "alone", use_cpu=True)
+    alone.train()
+    assert [one["devices"] for one in seen] == [["cpu"], ["cpu"]]
+    assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
+
+
+def test_compressed_gradients_are_near_the_curve(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
+    found = losses(ranks("train-powersgd")[0]["curve"])
+    alone = make(tmp_path / "alone", use_cpu=True)
+    alone.train()
+    expected = losses(curve_of(alone))
+    assert found[:3] == pytest.approx(expected[:3], rel=1e-5)  # whole gradients at first
+    assert found[3:] != pytest.approx(expected[3:], rel=1e-7)
+    assert found == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_resume(trainer: str, ranks: Callable[[str], Seen]) -> None:
+    seen = ranks(f"resume-{trainer}")[0]
+    assert len(seen["curve"]) == 6
+    assert seen["curve"] == seen["whole"]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_steps_without_a_log_wait_for_nothing(trainer: str, ranks: Callable[[str], Seen]) -> None:
+    for seen in ranks(f"waits-{trainer}"):
+        assert seen["steps"] == 8
+        assert not seen["late"]
+
+
+def test_dispatched_batches(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
+    seen = ranks("dispatched-ddp")
+    alone = make(tmp_path / "alone", use_cpu=True)
+    alone.train()
+    assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
+    assert [one["late"] for one in seen] == [[], []]
