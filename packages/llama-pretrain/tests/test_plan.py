@@ -179,6 +179,7 @@ SHORT = ("--model", "tiny", "--sequence-length", "64")
         (["--model", "tiny", "--sequence-length", "64", "--gpu-memory", "0"], "gpu_memory=0"),
         (["--model", "tiny", "--sequence-length", "64", "--fsdp2.replicas", "3"], "fsdp2.replicas=3"),
         (["--model", "tiny", "--sequence-length", "64", "--mesh", "dp=3", "--gpus", "8"], "mesh='dp=3'"),
+        (["--model", "tiny", "--mesh", "shard=4,tp=2", "--gpus", "16"], "is for 8 GPUs, but gpus=16"),
         (["--model", "tiny", "--sequence-length", "64", "--mesh", "pp=2"], "other than dp, shard and tp"),
         (["--model", "tiny", "--sequence-length", "64", "--mesh", "tp=16"], "mesh='tp=16' cannot divide"),
         ([*SHORT, "--mesh", "tp=4", "--gpus-per-node", "2"], "tensor=4 does not divide the 2"),

@@ -356,8 +356,7 @@ def _look_for_options(cls: type, prefix: str, shown: str) -> None:
             _look_for_options(field.default_factory, f"{field.name}.", shown)
             continue
         flag = "--" + (prefix + field.name).replace("_", "-")
-        of_loader = field.name.startswith("dataloader_") and field.name != "dataloader_pin_memory"
-        left_out = of_loader or field.name == "overwrite_output_dir"
+        left_out = field.name.startswith("dataloader_") or field.name == "overwrite_output_dir"
         assert (f"{flag} " in shown or f"{flag}," in shown) != left_out, flag
 
 

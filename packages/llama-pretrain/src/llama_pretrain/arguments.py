@@ -36,6 +36,7 @@ ARGUMENTS: Mapping[str, type[TrainingArguments]] = {
 # last one has beside resume_from_checkpoint=False: `--fresh` sets both.
 WITHOUT_EFFECT = (
     "dataloader_num_workers",
+    "dataloader_pin_memory",
     "dataloader_persistent_workers",
     "dataloader_prefetch_factor",
     "dataloader_drop_last",

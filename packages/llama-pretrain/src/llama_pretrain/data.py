@@ -89,7 +89,7 @@ def training_loader(
     """
     reader = _EVERYTHING if args.dispatch_batches else _reader(args, env)
     rows = _rows(documents, tokenizer, args, args.seed, args.shards, reader)
-    return StreamLoader(rows, args.per_device_train_batch_size, pin_memory=_pin(args, env))
+    return StreamLoader(rows, args.per_device_train_batch_size, pin_memory=env.device_type != "cpu")
 
 
 def evaluation_loader(
@@ -105,11 +105,7 @@ def evaluation_loader(
     shards = min(len(documents), _EVALUATION_SHARDS)
     reader = _EVERYTHING if args.dispatches_evaluation else _reader(args, env)
     rows = _rows(documents, tokenizer, args, 0, shards, reader)
-    return StreamLoader(rows, args.per_device_eval_batch_size, pin_memory=_pin(args, env))
-
-
-def _pin(args: PretrainArguments, env: DistributedEnvInterface) -> bool:
-    return args.dataloader_pin_memory and env.device_type != "cpu"
+    return StreamLoader(rows, args.per_device_eval_batch_size, pin_memory=env.device_type != "cpu")
 
 
 def _reader(args: PretrainArguments, env: DistributedEnvInterface) -> DistributedEnvInterface:

@@ -188,6 +188,13 @@ def show_plans(args: PlanArguments) -> None:
             "has dimensions other than dp, shard and tp",
             "leave pp out, or give --config, which plans the layout of a run",
         )
+    if args.mesh and layout.world_size != args.gpus:
+        raise ConfigurationError(
+            "mesh",
+            args.mesh,
+            f"is for {layout.world_size} GPUs, but gpus={args.gpus}",
+            "leave --gpus out, for it follows from the mesh, or change the mesh",
+        )
     names = ALL if args.model == "all" else (args.model,)
     check_writable("json", args.json)
     with quiet():
