@@ -45,7 +45,7 @@ def build() -> Path:
     """Compile the library if it is not there.
 
     Raises:
-        SystemExit: There is no compiler, or it failed.
+        SystemExit: The compiler is missing, or failed.
     """
     target = library()
     if target.exists():

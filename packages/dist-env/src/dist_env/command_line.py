@@ -57,7 +57,7 @@ def parse_size(text: str) -> int:
         Bytes, at least 1.
 
     Raises:
-        argparse.ArgumentTypeError: The text is no such size.
+        argparse.ArgumentTypeError: The text cannot be read as a size.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None

@@ -151,7 +151,7 @@ class Coordinator:
             if late and not self.store.check([f"{here}/done"]):
                 what = f"barrier{f' {tag!r}' if tag else ''}: timeout={timeout:g} s"
                 return self._late(late, len(ranks), what)
-            # The last one came, or even went on, while this rank looked; or it died before it could say so.
+            # The last one came, or has left, while this rank looked; or it died before it could say so.
             self.store.set(f"{here}/done", "1")
             return None
 

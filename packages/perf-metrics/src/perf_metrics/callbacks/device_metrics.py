@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeAlias, TypeVar
@@ -80,7 +81,7 @@ class MemoryFigures:
     retries: int
 
 
-class _IntervalFigures(EventHandlers):
+class _IntervalFigures(EventHandlers, ABC):
     """Adds figures to the record of each interval once, in whichever event the trainer has."""
 
     _seen: object = None
@@ -99,8 +100,9 @@ class _IntervalFigures(EventHandlers):
         if is_training(logs) and logs is not self._seen:
             self.on_log_step(args, state, control, logs=logs)
 
+    @abstractmethod
     def _add(self, logs: MutableMapping[str, object], state: object) -> None:
-        raise NotImplementedError
+        """Add the figures to a record."""
 
 
 class PeakMemory(_IntervalFigures):
