@@ -12,7 +12,7 @@ import pytest
 import torch
 
 NUMBERS = torch.arange(1.0, 257.0)
-IN_VAIN = "copy {} pageable memory, non_blocking in vain"
+WITHOUT_EFFECT = "copy {} pageable memory, non_blocking without effect"
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,9 +115,9 @@ def test_registered_memory_is_pinned() -> None:
     [
         ("item", lambda x: x.sum().item()),
         ("copy to the host", lambda x: x.cpu()),
-        (IN_VAIN.format("to"), lambda x: torch.empty(4).copy_(x, non_blocking=True)),
+        (WITHOUT_EFFECT.format("to"), lambda x: torch.empty(4).copy_(x, non_blocking=True)),
         ("copy from the host", lambda x: torch.ones(3).to("cuda")),
-        (IN_VAIN.format("from"), lambda x: torch.ones(3).to("cuda", non_blocking=True)),
+        (WITHOUT_EFFECT.format("from"), lambda x: torch.ones(3).to("cuda", non_blocking=True)),
         ("aten::nonzero", lambda x: x.nonzero()),
         ("aten::masked_select", lambda x: x.masked_select(x > 0)),
         ("aten::index", lambda x: x[x > 0]),

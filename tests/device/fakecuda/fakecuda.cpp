@@ -471,7 +471,7 @@ void copy_between_devices(const Tensor& to, const Tensor& from) {
 }
 void copy_to_host(const Tensor& to, const Tensor& from, const Key& key, bool non_blocking) {
   const bool late = non_blocking && is_pinned(to.const_data_ptr());
-  if (!late) host_waits(non_blocking ? "copy to pageable memory, non_blocking in vain" : "copy to the host");
+  if (!late) host_waits(non_blocking ? "copy to pageable memory, non_blocking without effect" : "copy to the host");
   Lock lock;
   const auto position = next_position(key);
   note(from, key, position, false, "copy to the host");
@@ -492,7 +492,7 @@ void copy_to_device(const Tensor& to, const Tensor& from, const Key& key, bool n
   const bool scalar = from.dim() == 0, late = !scalar && non_blocking && is_pinned(from.const_data_ptr());
   // A copy from pageable memory goes through a buffer of the driver, which the host fills, and may wait for.
   if (!late && !(scalar && non_blocking))
-    host_waits(scalar ? "copy of a host scalar" : non_blocking ? "copy from pageable memory, non_blocking in vain" : "copy from the host");
+    host_waits(scalar ? "copy of a host scalar" : non_blocking ? "copy from pageable memory, non_blocking without effect" : "copy from the host");
   Lock lock;
   const auto position = next_position(key);
   note(to, key, position, true, "copy to the device");
