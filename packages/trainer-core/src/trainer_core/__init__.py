@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from .state import EVENTS, StopCause, TrainerControl, TrainerState, TrainOutput
     from .trainer import Trainer
     from .update import NonFiniteGradientError
+    from .verification import Check, Verification, verify
 
 __all__ = [
     "EVENTS",
@@ -117,6 +118,7 @@ __all__ = [
     "BatchPlacement",
     "BuiltModel",
     "CausalLMLoss",
+    "Check",
     "ClassificationLoss",
     "Collective",
     "ConfigurationError",
@@ -170,6 +172,7 @@ __all__ = [
     "TrainerOptions",
     "TrainerState",
     "TrainingArguments",
+    "Verification",
     "WandbCallback",
     "use_sum_reduction",
     "arguments_from_dict",
@@ -214,6 +217,7 @@ __all__ = [
     "share_generators",
     "suggest",
     "to_device",
+    "verify",
 ]
 
 _REPLACED = {
