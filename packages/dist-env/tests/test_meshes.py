@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dist_env import DistributedEnvironmentError, Meshes, ParallelLayout, fake_job
+
+from .conftest import free_port
 
 LAYOUTS = {
     2: ["dp=2", "shard=2", "cp=2", "tp=2", "pp=2", "shard=2,ep=2"],
@@ -25,10 +28,22 @@ def test_groups_of_real_ranks_are_those_of_the_layout(launch: Callable[..., Any]
     for rank, notes in enumerate(job.notes):
         for text in LAYOUTS[ranks]:
             layout = ParallelLayout.parse(text)
-            for view, (members, total) in notes[text].items():
+            for view, (members, total, share) in notes[text].items():
                 assert tuple(members) == layout.group(view, rank), (text, view, rank)
                 assert total == sum(members), "an all-reduce of the view adds its ranks"
+                assert share == sum(members), "a reduce-scatter as well"
             assert ("expert" in notes[text]) == (layout.expert > 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the names of threads")
+def test_jobs_in_turn_do_not_gather_threads(launch: Callable[..., Any]) -> None:
+    ports = " ".join(str(free_port()) for _ in range(3))
+    job = launch("jobs_in_turn.py", 2, MORE_PORTS=ports)
+    assert job.codes == [0, 0], job.err
+    for notes in job.notes:
+        # One group has all ranks, and dimensions of one rank have none. torch holds the last job's at most.
+        assert max(notes["open"]) <= 2
+        assert max(notes["closed"]) <= 1
 
 
 @pytest.mark.parametrize(("rank", "expert"), [(0, 1), (13, 6), (95, 12)])

@@ -19,6 +19,7 @@ from dist_env.coordination import Coordinator, RankRecord, forget_coordinator, p
 from dist_env.device import DeviceMap, choose_backend, choose_device, device_identity, set_current_device
 from dist_env.errors import DistributedEnvironmentError, RankFailedError
 from dist_env.handshake import join
+from dist_env.interface import forget_meshes
 from dist_env.liveness import end_liveness
 from dist_env.logging import get_logger, parse_level, set_speaker
 from dist_env.rendezvous import Rendezvous, open_store
@@ -365,10 +366,12 @@ def _close_group() -> None:
     """Destroy the default group and every group made from it.
 
     Whatever still holds a group keeps the backend's threads alive, and gloo then aborts the interpreter on
-    its way out. Reducers and hooks hold groups in reference cycles, so these are collected first.
+    its way out. Reducers and hooks hold groups in reference cycles, so these are collected first, and DTensor
+    keeps the meshes of its operators.
     """
     gc.collect()
     dist.destroy_process_group()
+    forget_meshes()
     gc.collect()
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -162,7 +162,7 @@ def fake_job(
         # torch marks what a rank says of its end with its number, and this process is none.
         sys.excepthook = tell
         dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()
 
 
 def is_alone(env: DistributedEnvInterface) -> bool:
@@ -199,11 +199,27 @@ def check_ranks(rank: int, local_rank: int, world_size: int, local_world_size: i
         )
 
 
-def _forget_meshes() -> None:
-    """Drop what DTensor keeps of operators: results would come on the mesh of another rank of a like job.
+def forget_meshes() -> None:
+    """Drop what DTensor keeps of operators, and with it the meshes and groups of a job that has ended.
 
-    A mesh of the same shape is equal to that of another rank, and so found there, but names other groups.
-    Private in torch 2.11 to 2.13, and without a public equal; checked by test_fake_job.py.
+    A mesh of the same shape is equal to that of another rank or job, and so found there, but names other
+    groups. And each group of gloo that is kept has a thread that wakes a hundred times a second.
+    Private in torch 2.11 to 2.13, and without a public equal; checked by test_fake_job.py and test_meshes.py.
     """
     if "torch.distributed.tensor" in sys.modules:
         import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+        for module, name in _CACHES_OF_MESHES:
+            kept: Any = import_module(f"torch.distributed.tensor.{module}")
+            for part in name.split("."):
+                kept = getattr(kept, part, None)
+            clear = getattr(kept, "cache_clear", kept)
+            if clear is not None:
+                clear()
+
+
+_CACHES_OF_MESHES = (
+    ("_collective_utils", "MeshTopoInfo.build_from_mesh"),
+    ("_redistribute", "_gen_transform_infos"),
+    ("_redistribute", "clear_redistribute_planner_cache"),
+)
+"""Not all of them are in each of these releases."""

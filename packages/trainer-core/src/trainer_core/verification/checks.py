@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -229,7 +230,7 @@ class _Verifier:
             self.curves[name] = self.on_each_rank(train)[0]
         return self.curves[name]
 
-    def alone(self, precision: str = "fp32", **given: object) -> list[Run]:
+    def alone(self, precision: str = "fp32", given: Mapping[str, object] = MappingProxyType({})) -> list[Run]:
         """The run of each rank alone on its device."""
         place = self.runs.new_place()
         chosen = {**_precision(precision), **given}
@@ -271,7 +272,7 @@ class _Verifier:
         tolerance = _FEATURE_TOLERANCE[name]
         precision = "bf16" if "mixed_precision" in _FEATURES[name] else "fp32"
         expected = self.reference(precision)
-        found = [run.losses for run in self.alone(**_FEATURES[name])]
+        found = [run.losses for run in self.alone(given=_FEATURES[name])]
         self.curves[f"{self.one}, {name}"] = found[0]
         return self.compare(found, expected, tolerance, "the CPU's without it")
 
@@ -308,7 +309,9 @@ class _Verifier:
             **self.on_each_rank(lambda: asdict(times(self.runs, place)) if self.env.rank == 0 else {})[0]
         )
         ratio = found.seconds / found.plain_seconds
-        text = f"{found.seconds * 1e3:.2f} ms, plain torch {found.plain_seconds * 1e3:.2f} ms: {ratio:.2f} times"
+        text = (
+            f"{found.seconds * 1e3:.2f} ms, plain torch {found.plain_seconds * 1e3:.2f} ms: {ratio:.2f} times"
+        )
         if found.mfu is not None:
             text += f", MFU {found.mfu:.1%}"
         return Outcome(ratio <= _SLOWER, text, f"at most {_SLOWER} times", {**vars(found), "ratio": ratio})
@@ -347,7 +350,8 @@ class _Verifier:
             raise _FailedOnRanksError(told) from error
         if failed:
             raise NotPossibleError(failed[0][1][1].partition(": ")[2]) from error
-        return [value for _, value in answers]
+        # None of them failed, so that each has found something.
+        return [cast(_Found, value) for _, value in answers]
 
     def runs_of_ranks(self, make: Callable[[], Run]) -> list[Run]:
         """The run that each rank makes by itself."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -75,7 +74,9 @@ def save_while_changing(device: torch.device, directory: Path) -> StagedSave:
     model = nn.Linear(size // 4 // 1024, 1024, bias=False, device=device)
     weight = model.weight.detach()
     config = CheckpointConfig(output_dir=directory, async_save=True)
-    with CheckpointManager(config, {"model": model}, dist=StaticDistributedEnvironment(device=device)) as kept:
+    with CheckpointManager(
+        config, {"model": model}, dist=StaticDistributedEnvironment(device=device)
+    ) as kept:
         for step in (1, 2):  # the second save uses the buffer that the first one has made
             weight.fill_(float(step))
             _finish(device)
@@ -180,13 +181,14 @@ def times(runs: Runs, place: str) -> StepTimes:
         plain.append(_plain_step(runs, device))
     seconds = min(ours)
     rows = [row["input_ids"] for row in runs.rows[: runs.batch_size]]
-    tokens, peak = sum(each.numel() for each in rows), device_peak_flops("fp32")
-    try:
-        flops = model_flops_per_token(trainer.meta_model(), rows[0].numel()) * tokens
-    except FlopsUnknownError:
-        peak = None
-    known = peak is not None and device.type != "cpu"
-    return StepTimes(seconds, min(plain), flops / seconds / peak if known else None)
+    flops = None
+    with suppress(FlopsUnknownError):
+        flops = model_flops_per_token(trainer.meta_model(), rows[0].numel())
+    peak = None if device.type == "cpu" else device_peak_flops("fp32")
+    mfu = None
+    if flops is not None and peak is not None:
+        mfu = flops * sum(row.numel() for row in rows) / seconds / peak
+    return StepTimes(seconds, min(plain), mfu)
 
 
 def _plain_step(runs: Runs, device: torch.device) -> float:
@@ -202,7 +204,7 @@ def _plain_step(runs: Runs, device: torch.device) -> float:
         logits = output if isinstance(output, Tensor) else output.logits
         targets = labels.to(device, non_blocking=True)[:, 1:].flatten()
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -226,7 +228,11 @@ def state_and_peak(runs: Runs, place: str) -> Outcome:
     trainer.train()
     state, expected = state_bytes(trainer), planned.weights + planned.gradients + planned.optimizer
     figures: dict[str, object] = {"state_bytes": state, "planned_state_bytes": expected}
-    found, rule, passed = f"state {_mib(state)}, planned {_mib(expected)}", "state as planned", state == expected
+    found, rule, passed = (
+        f"state {_mib(state)}, planned {_mib(expected)}",
+        "state as planned",
+        state == expected,
+    )
     if device.type != "cpu" and planned.memory is not None:
         peak = torch.accelerator.max_memory_allocated(device) - before
         total = planned.memory.total

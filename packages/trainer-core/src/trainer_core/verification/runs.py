@@ -121,9 +121,7 @@ class Runs:
             distributed_env=env,
         )
 
-    def train(
-        self, env: DistributedEnvInterface, place: str, *callbacks: object, **given: object
-    ) -> Run:
+    def train(self, env: DistributedEnvInterface, place: str, *callbacks: object, **given: object) -> Run:
         """Train to the end, or from a checkpoint that is there."""
         trainer = self.trainer(env, place, *callbacks, **given)
         trainer.train()
