@@ -20,26 +20,33 @@ if TYPE_CHECKING:
     from dist_env.encoding import decode_value, encode_value
     from dist_env.environment import DistributedEnvironment
     from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
+    from dist_env.examination import AllReduceResult, Diagnosis, examine
     from dist_env.heartbeat import Heartbeat, RankStatus, StallReport
     from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment, fake_job, is_alone
     from dist_env.layout import ParallelLayout
     from dist_env.liveness import naming_lost_ranks
     from dist_env.logging import forget_warnings, get_logger
     from dist_env.meshes import Meshes
+    from dist_env.point_to_point import LinkResult
+    from dist_env.rank_report import RankReport
     from dist_env.tree_sums import HostSums
     from dist_env.worker_processes import die_with_parent_context, tie_loader_workers
 
 __all__ = [
+    "AllReduceResult",
     "ControlGroup",
+    "Diagnosis",
     "DistributedEnvInterface",
     "DistributedEnvironment",
     "DistributedEnvironmentError",
     "Heartbeat",
     "HelpFormatter",
     "HostSums",
+    "LinkResult",
     "Meshes",
     "ParallelLayout",
     "RankFailedError",
+    "RankReport",
     "RankStatus",
     "RankTimeoutError",
     "StallReport",
@@ -52,6 +59,7 @@ __all__ = [
     "die_with_parent_command",
     "die_with_parent_context",
     "encode_value",
+    "examine",
     "fake_job",
     "forget_warnings",
     "gather_objects",

@@ -99,6 +99,12 @@ def set_current_device(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was asked to; the CPU has done it already."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def device_identity(device: torch.device) -> str | None:
     """An identifier of the physical accelerator, where the driver gives one."""
     if device.type != "cuda":

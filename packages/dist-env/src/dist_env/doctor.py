@@ -6,70 +6,21 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 
-import torch
-import torch.distributed as dist
-
-from dist_env.collectives import barrier, gather_objects
 from dist_env.environment import DistributedEnvironment
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
+from dist_env.examination import PHASES, Diagnosis, examine
 from dist_env.heartbeat import Heartbeat, StallReport
-from dist_env.rank_report import RankReport, find_warnings, name_ranks, report_rank
 from dist_env.tables import format_table
 
 OK, PROBLEMS, USAGE = 0, 1, 2
-PHASES = ("describe", "barrier", "all_reduce")
 STALL_VARIABLE = "DIST_ENV_TEST_STALL"
 _STALL_SECONDS = 60.0
-_KIBI = 1024
-_CPU_SIZES = (_KIBI, 32 * _KIBI, _KIBI**2, 16 * _KIBI**2)
-_ACCELERATOR_SIZES = (_KIBI, 32 * _KIBI, _KIBI**2, 32 * _KIBI**2, 256 * _KIBI**2)
-# Small integers, whose sums float32 holds exactly.
-_PERIOD = 251
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllReduceResult:
-    """One size.
-
-    Attributes:
-        bytes: Size of the float32 tensor on each rank.
-        seconds: Median time of one all-reduce, of the slowest rank.
-        algorithm_bandwidth: `bytes / seconds`, in bytes per second; None for one rank, which sends nothing.
-        bus_bandwidth: That times `2 (n - 1) / n`: what each link carries, comparable between numbers of ranks
-            (source: nccl-tests, doc/PERFORMANCE.md).
-        wrong_ranks: Ranks whose sum was not the right one.
-    """
-
-    bytes: int
-    seconds: float
-    algorithm_bandwidth: float | None
-    bus_bandwidth: float | None
-    wrong_ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """Everything the doctor found.
-
-    Attributes:
-        ranks: What each rank says about itself.
-        all_reduce: One result per size.
-        warnings: Settings to look at.
-        problems: Wrong results.
-        seconds: Duration of the examination, from before the ranks met.
-    """
-
-    ranks: list[RankReport]
-    all_reduce: list[AllReduceResult]
-    warnings: list[str]
-    problems: list[str]
-    seconds: float
+_RESULTS = ("GFLOP/s", "checksum")
+_SHOWN_LINKS = 6
 
 
 def run(options: argparse.Namespace) -> int:
@@ -126,77 +77,8 @@ def _examine(
             if stall == (env.rank, phase):
                 time.sleep(_STALL_SECONDS)
 
-        reach("describe")
-        reports = [RankReport(**told) for told in gather_objects(asdict(report_rank(env)), env)]
-        reach("barrier")
-        barrier(env, timeout=options.timeout, tag="doctor")
-        results = [
-            _measure_all_reduce(env, size, lambda: reach("all_reduce"))
-            for size in _sizes_for(env, options.max_bytes)
-        ]
-    problems = [
-        f"all-reduce of {r.bytes} bytes gave a wrong sum on {name_ranks(r.wrong_ranks, env.world_size)}."
-        for r in results
-        if r.wrong_ranks
-    ]
-    return Diagnosis(
-        ranks=reports,
-        all_reduce=results,
-        warnings=find_warnings(reports, os.environ),
-        problems=problems,
-        seconds=time.monotonic() - start,
-    )
-
-
-def _sizes_for(env: DistributedEnvironment, largest: float | None) -> tuple[int, ...]:
-    """Sizes in bytes to measure, none above `largest`."""
-    sizes = _ACCELERATOR_SIZES if env.use_accelerator else _CPU_SIZES
-    return tuple(size for size in sizes if largest is None or size <= largest) or sizes[:1]
-
-
-def _measure_all_reduce(
-    env: DistributedEnvironment, size: int, on_call: Callable[[], None]
-) -> AllReduceResult:
-    """Check and time an all-reduce. Call it on every rank.
-
-    Args:
-        env: The open environment.
-        size: Bytes of the float32 tensor.
-        on_call: Called before each all-reduce.
-
-    Returns:
-        The same result on every rank.
-    """
-    pattern = torch.arange(size // 4, device=env.device, dtype=torch.float32).remainder_(_PERIOD)
-    values = pattern + env.rank
-    on_call()
-    dist.all_reduce(values)
-    expected = pattern * env.world_size + env.world_size * (env.world_size - 1) // 2
-    right = torch.equal(values, expected)
-    times = []
-    for _ in range(10 if size <= _KIBI**2 else 5):
-        on_call()
-        _finish(env.device)
-        start = time.perf_counter()
-        dist.all_reduce(values)
-        _finish(env.device)
-        times.append(time.perf_counter() - start)
-    gathered = gather_objects((statistics.median(times), right), env)
-    seconds = max(median for median, _ in gathered)
-    n = env.world_size
-    bandwidth = size / seconds if n > 1 else None
-    return AllReduceResult(
-        bytes=size,
-        seconds=seconds,
-        algorithm_bandwidth=bandwidth,
-        bus_bandwidth=None if bandwidth is None else bandwidth * 2 * (n - 1) / n,
-        wrong_ranks=tuple(rank for rank, (_, ok) in enumerate(gathered) if not ok),
-    )
-
-
-def _finish(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        diagnosis = examine(env, max_bytes=options.max_bytes, timeout=options.timeout, on_phase=reach)
+    return replace(diagnosis, seconds=time.monotonic() - start)
 
 
 def _refuse(reason: object, code: int) -> int:
@@ -223,7 +105,7 @@ def _as_json(diagnosis: Diagnosis) -> str:
 
 def _as_text(diagnosis: Diagnosis) -> str:
     ranks = format_table(
-        ("rank", "local", "host", "device", "backend", "python", "torch", "nccl", "interface"),
+        ("rank", "local", "host", "device", "backend", "python", "torch", "nccl", "interface", *_RESULTS),
         [
             (
                 r.rank,
@@ -235,10 +117,12 @@ def _as_text(diagnosis: Diagnosis) -> str:
                 r.torch,
                 r.collective_library,
                 r.interface,
+                None if r.matmul_flops is None else f"{r.matmul_flops / 1e9:.1f}",
+                r.checksum and (r.checksum[:8] if r.repeatable else "varies"),
             )
             for r in diagnosis.ranks
         ],
-        right=(0, 1),
+        right=(0, 1, 9),
     )
     speed = format_table(
         ("all-reduce", "time", "algorithm GB/s", "bus GB/s", "sum"),
@@ -254,11 +138,29 @@ def _as_text(diagnosis: Diagnosis) -> str:
         ],
         right=(0, 1, 2, 3),
     )
+    slowest = sorted(diagnosis.links, key=lambda link: link.bandwidth)
+    pairs = format_table(
+        (f"slowest of {len(slowest)} links", "hosts", "size", "time", "GB/s", "data"),
+        [
+            (
+                f"{link.ranks[0]}-{link.ranks[1]}",
+                " ".join(dict.fromkeys(link.hosts)),
+                _size(link.bytes),
+                f"{link.seconds * 1e6:.0f} us",
+                _giga(link.bandwidth),
+                "wrong" if link.wrong_ranks else "right",
+            )
+            for link in slowest[:_SHOWN_LINKS]
+        ],
+        right=(0, 2, 3, 4),
+    )
     notes = [f"warning: {text}" for text in diagnosis.warnings]
     notes += [f"problem: {text}" for text in diagnosis.problems]
     verdict = "problems found" if diagnosis.problems else "healthy"
     end = f"{verdict}: {len(diagnosis.ranks)} rank(s) in {diagnosis.seconds:.1f} s"
-    return "\n\n".join(part for part in (ranks, speed, "\n".join(notes), end) if part)
+    return "\n\n".join(
+        part for part in (ranks, speed, pairs if slowest else "", "\n".join(notes), end) if part
+    )
 
 
 def _giga(number: float | None) -> str | None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 import struct
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 
 from dist_env.environment import DistributedEnvironment
+from dist_env.tables import name_ranks
 
 # Settings that the doctor has an opinion on, or that must agree between ranks.
 _WATCHED_VARIABLES = (
@@ -33,6 +37,8 @@ _WATCHED_VARIABLES = (
     "TORCH_DISTRIBUTED_DEBUG",
     "TORCH_NCCL_BLOCKING_WAIT",
 )
+# Where the kernel modules of NVIDIA and AMD tell their versions.
+_DRIVER_FILES = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
 _SIOCGIFADDR = 0x8915
 _OFF = {"", "0", "false", "off", "no"}
 
@@ -98,6 +104,17 @@ class RankReport:
         interface: Network interface that the backend uses, with its address, as far as known.
         loopback: Whether that interface reaches only this host.
         variables: The watched variables that are set.
+        device_name: Model of the device; of a CPU that which the system tells.
+        threads: Threads that torch uses for an operator on the CPU.
+        driver: Version of the device's driver, where the system tells it.
+        device_count: Accelerators that this process sees.
+        device_memory: Memory of the accelerator in bytes; None for a CPU.
+        capability: Compute capability of a CUDA device, such as `9.0`.
+        peers: CUDA devices of this host, by index, that this rank's device can reach without the host's
+            memory; None for other devices.
+        matmul_flops: FLOP per second of a fixed matrix product; None until it was measured.
+        checksum: Digest of what a fixed computation gave on the device; None until it was made.
+        repeatable: Whether the computation gave the same bits twice; None until it was made.
     """
 
     rank: int
@@ -111,6 +128,16 @@ class RankReport:
     interface: str
     loopback: bool
     variables: Mapping[str, str] = field(default_factory=dict)
+    device_name: str = ""
+    threads: int = 1
+    driver: str | None = None
+    device_count: int = 0
+    device_memory: int | None = None
+    capability: str | None = None
+    peers: tuple[int, ...] | None = None
+    matmul_flops: float | None = None
+    checksum: str | None = None
+    repeatable: bool | None = None
 
 
 def report_rank(env: DistributedEnvironment) -> RankReport:
@@ -120,12 +147,12 @@ def report_rank(env: DistributedEnvironment) -> RankReport:
         env: The open environment.
     """
     interface, loopback = find_interface(env.backend or "gloo", env.master_addr)
-    name = f"{env.device} {torch.cuda.get_device_name(env.device)}" if env.device_type == "cuda" else None
+    device = _describe_device(env.device)
     return RankReport(
         rank=env.rank,
         local_rank=env.local_rank,
         host=env.hostname,
-        device=name or str(env.device),
+        device=f"{env.device} {device['device_name']}" if env.device_type == "cuda" else str(env.device),
         backend=env.backend,
         python=platform.python_version(),
         torch=str(torch.__version__),
@@ -133,7 +160,56 @@ def report_rank(env: DistributedEnvironment) -> RankReport:
         interface=interface,
         loopback=loopback,
         variables={key: os.environ[key] for key in _WATCHED_VARIABLES if key in os.environ},
+        threads=torch.get_num_threads(),
+        device_count=torch.accelerator.device_count(),
+        **device,
     )
+
+
+class _DeviceFacts(TypedDict, total=False):
+    device_name: str
+    driver: str | None
+    device_memory: int | None
+    capability: str | None
+    peers: tuple[int, ...] | None
+
+
+def _describe_device(device: torch.device) -> _DeviceFacts:
+    if device.type == "cpu":
+        return {"device_name": _cpu_name()}
+    if device.type != "cuda":
+        return {"device_name": device.type}
+    properties = torch.cuda.get_device_properties(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    return {
+        "device_name": properties.name,
+        "driver": _driver_version(),
+        "device_memory": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+        "peers": tuple(other for other in others if torch.cuda.can_device_access_peer(index, other)),
+    }
+
+
+def _cpu_name() -> str:
+    """The model that Linux tells; elsewhere what Python knows."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _driver_version() -> str | None:
+    """Version of the kernel's driver. torch tells that of the CUDA interface only."""
+    for path in _DRIVER_FILES:
+        try:
+            found = re.search(r"\d+(?:\.\d+)+", Path(path).read_text())
+        except OSError:
+            continue
+        if found:
+            return found[0]
+    return None
 
 
 def find_interface(backend: str, master_addr: str) -> tuple[str, bool]:
@@ -175,22 +251,14 @@ def find_warnings(reports: Sequence[RankReport], environ: Mapping[str, str]) -> 
         *_slow_settings(reports),
         *_network(reports),
         *_differences(reports),
+        *_peers(reports),
         *_unused_launcher(reports, environ),
     ]
 
 
-def name_ranks(ranks: Sequence[int], total: int) -> str:
-    """`all ranks`, `rank 3`, or `ranks 0-2, 5`."""
-    if len(ranks) == total:
-        return "all ranks" if total > 1 else f"rank {ranks[0]}"
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+def name_device(report: RankReport) -> str:
+    """`rank 3 on node0 (cuda:3 NVIDIA H100)`."""
+    return f"rank {report.rank} on {report.host} ({report.device})"
 
 
 def _nccl_version() -> str | None:
@@ -269,12 +337,39 @@ def _network(reports: Sequence[RankReport]) -> list[str]:
     return lines
 
 
+def _peers(reports: Sequence[RankReport]) -> list[str]:
+    """Devices of one host that reach each other only through its memory."""
+    lines = []
+    for host in dict.fromkeys(r.host for r in reports):
+        ranks = [r for r in reports if r.host == host and r.peers is not None]
+        cut_off = [r.rank for r in ranks if len(r.peers or ()) < r.device_count - 1]
+        if not cut_off:
+            continue
+        shown = "; ".join(
+            f"{r.device} of rank {r.rank} reaches {', '.join(map(str, r.peers or ())) or 'none'}"
+            for r in ranks
+            if r.rank in cut_off
+        )
+        lines.append(
+            f"devices of {host} cannot all reach each other directly, so that traffic between them goes "
+            f"through the host's memory: {shown}. Where there are NVLink or PCIe switches, look at the "
+            "driver, at virtualisation (ACS, IOMMU) and at containers."
+        )
+    return lines
+
+
 def _differences(reports: Sequence[RankReport]) -> list[str]:
     """Versions and settings that are not the same everywhere."""
     values: dict[str, list[str | None]] = {
         "Python": [r.python for r in reports],
         "torch": [r.torch for r in reports],
         "NCCL": [r.collective_library for r in reports],
+        "the device": [r.device_name for r in reports],
+        "the device's memory": [r.device_memory and f"{r.device_memory / 1024**3:.0f} GiB" for r in reports],
+        "the device's capability": [r.capability for r in reports],
+        "the driver": [r.driver for r in reports],
+        "the number of devices of a host": [str(r.device_count) for r in reports],
+        "the number of threads of torch": [str(r.threads) for r in reports],
     }
     for variable in _WATCHED_VARIABLES:
         # Hosts may well name their interfaces differently.

@@ -1,4 +1,4 @@
-"""Plain text tables."""
+"""Plain text: tables, and ranks by their numbers."""
 
 from __future__ import annotations
 
@@ -25,3 +25,17 @@ def format_table(
         return "  ".join(parts).rstrip()
 
     return "\n".join(line(row) for row in cells)
+
+
+def name_ranks(ranks: Sequence[int], total: int) -> str:
+    """`all ranks`, `rank 3`, or `ranks 0-2, 5`."""
+    if len(ranks) == total:
+        return "all ranks" if total > 1 else f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
