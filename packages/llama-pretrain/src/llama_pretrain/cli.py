@@ -1,4 +1,4 @@
-"""The command line: `llama-pretrain [train|recipes|plan|eval|generate|export|import|report|watch|bench]`."""
+"""The command line: `llama-pretrain [train|recipes|plan|eval|generate|export|import|report|...]`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ usage: {PROG} [train] [options]     train a Llama, or continue with a run that w
        {PROG} report [options]      show a run on one HTML page
        {PROG} watch [RUN ...]       show runs while they train, on a page of this machine
        {PROG} bench [options]       time this trainer beside others
+       {PROG} verify [options]      prove on this machine what the tests prove elsewhere
 
 Without a word it trains: a byte-level model on the text of the Python standard library, in less than
 three minutes on two CPU cores. Ctrl-C saves; the same command continues.
@@ -316,6 +317,14 @@ _SIMPLE = (
         "BenchArguments",
         ".bench.command.bench",
         keeps_words=True,
+    ),
+    _Command(
+        "verify",
+        "Prove on the devices of this machine what the tests prove elsewhere; run it first on a new cluster.",
+        "VerifyArguments",
+        ".commands.verify.verify_here",
+        keeps_words=True,
+        anywhere=True,
     ),
 )
 _ONLY_PRINT = ("recipes", "completion")

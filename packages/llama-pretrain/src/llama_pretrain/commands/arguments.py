@@ -222,6 +222,26 @@ def plan_arguments(given: Mapping[str, object]) -> PlanArguments:
     return arguments_from_dict(PlanArguments, {**own, "fsdp2": inner})
 
 
+@dataclass(frozen=True, kw_only=True)
+class VerifyArguments:
+    """Settings of `verify`."""
+
+    output_dir: str = "runs/verify"
+    """Where verify.json, verify.html and the runs go; those of an earlier verification are replaced."""
+    processes: int | None = None
+    """Processes of this machine; none: one for each accelerator, or one on the CPU."""
+    layouts: str = ""
+    """Meshes of all processes, with spaces between, as in 'dp=4 shard=2,tp=2'; empty: every way that fits."""
+    precisions: tuple[str, ...] = ("fp32", "bf16")
+    """In which each layout trains: fp32, bf16, fp16."""
+    parts: tuple[str, ...] = ()
+    """Of devices, curve, repeat, resume, save, waits, feature, speed, memory, utilization, kill; empty: all."""
+    steps: int = 8
+    """Optimizer steps of each run."""
+    use_cpu: bool = False
+    """Run on the CPU although there is an accelerator."""
+
+
 LOG_EVERY = 5
 """Steps between two log entries of a baseline of `bench`; also the length of a window that is timed."""
 LEAST_WARM_UP = LOG_EVERY + 1

@@ -42,6 +42,7 @@ _RESUMED = 1e-6
 """The same behind a restart, from the run that was not stopped, on an accelerator; a CPU repeats each bit."""
 _SLOWER = 1.25
 """A step of so small a model may take this much longer than one of plain torch, which checks nothing."""
+_PARTS = ("curve", "repeat", "resume", "save", "waits", "feature", "speed", "memory", "utilization")
 _FEATURES: Mapping[str, Mapping[str, object]] = {
     "torch_compile": {"torch_compile": True},
     "fp8_recipe=tensorwise": {"fp8_recipe": "tensorwise", "mixed_precision": "bf16"},
@@ -105,6 +106,7 @@ def verify(
     directory: str | Path,
     env: DistributedEnvInterface | None = None,
     precisions: Sequence[str] = ("fp32", "bf16"),
+    parts: Sequence[str] | None = None,
     settings: Mapping[str, object] | None = None,
     steps: int = 8,
     on_check: Callable[[Check], None] | None = None,
@@ -120,6 +122,8 @@ def verify(
         directory: Scratch directory that all ranks see; the runs are left in it.
         env: An open environment; otherwise one process, on its accelerator if it has one.
         precisions: Values of `mixed_precision`, "fp32" for none, in which each layout trains.
+        parts: Of "curve", "repeat", "resume", "save", "waits", "feature", "speed", "memory", "utilization";
+            all of them when not given.
         settings: Further settings of the runs, as `DataParallelArguments` has them.
         steps: Optimizer steps of each run, at least 4.
         on_check: Called with each check when it was made, on every rank.
@@ -129,7 +133,7 @@ def verify(
         they may be out of step; a rank where that happened alone should end.
 
     Raises:
-        ConfigurationError: Too few rows or steps, or an unknown precision.
+        ConfigurationError: Too few rows or steps, or an unknown precision or part.
     """
     env = env or environment_of(DataParallelArguments())
     if steps < 4:
@@ -138,17 +142,24 @@ def verify(
         if precision not in _TOLERANCE:
             rule = f"must be one of {', '.join(_TOLERANCE)}"
             raise ConfigurationError("precisions", precision, rule, "choose among these")
+    for part in parts or ():
+        if part not in _PARTS:
+            raise ConfigurationError(
+                "parts", part, f"must be one of {', '.join(_PARTS)}", "choose among these"
+            )
     needed = ROWS_PER_RANK * env.world_size * steps
     if len(rows) < needed:
         raise ConfigurationError("rows", f"{len(rows)} rows", f"are fewer than {needed}", "give more")
     runs = Runs(model_init, rows, env, Path(directory), settings or {}, steps)
-    return _Verifier(runs, on_check or (lambda check: None)).verify(layouts, precisions)
+    chosen = frozenset(_PARTS if parts is None else parts)
+    return _Verifier(runs, on_check or (lambda check: None), chosen).verify(layouts, precisions)
 
 
 @dataclass
 class _Verifier:
     runs: Runs
     on_check: Callable[[Check], None]
+    parts: frozenset[str]
     checks: list[Check] = field(default_factory=list)
     curves: dict[str, list[float]] = field(default_factory=dict)
     broken: str | None = None
@@ -186,6 +197,8 @@ class _Verifier:
 
     def check(self, part: str, name: str, make: Callable[..., Outcome], *given: str) -> None:
         """Make a check, and note what came of it; behind one that broke the job only note that."""
+        if part not in self.parts:
+            return
         if self.broken is not None:
             outcome = Outcome(None, f"not tried: ranks may be out of step behind {self.broken}")
         else:
