@@ -12,6 +12,7 @@ import datetime
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,19 @@ def _where() -> str:
     return " < ".join(found) or threading.current_thread().name
 
 
+_sync_debug_mode = 0
+
+
 def _on_wait(what: bytes) -> None:
     waits.append(Observation(what.decode(), _where()))
+    # As on a GPU, where waits that a program asks for are not warned of.
+    if _sync_debug_mode and not what.endswith(b"synchronize"):
+        warnings.warn(f"called a synchronizing CUDA operation: {what.decode()}", stacklevel=2)
+
+
+def _set_sync_debug_mode(mode: int) -> None:
+    global _sync_debug_mode
+    _sync_debug_mode = mode
 
 
 def _on_race(what: bytes) -> None:
@@ -392,6 +404,8 @@ def _install() -> None:
     c._cuda_memoryStats = _memory_stats
     c._cuda_resetPeakMemoryStats = torch.accelerator.reset_peak_memory_stats
     c._cuda_resetAccumulatedMemoryStats = torch.accelerator.reset_accumulated_memory_stats
+    c._cuda_set_sync_debug_mode = _set_sync_debug_mode
+    c._cuda_get_sync_debug_mode = lambda: _sync_debug_mode
     c._cuda_emptyCache = torch.accelerator.empty_cache
     c._cuda_getCompiledVersion = lambda: 12080
     c._cuda_getArchFlags = lambda: "sm_90"

@@ -99,14 +99,14 @@ def _processes(args: VerifyArguments) -> int:
     if is_launched():
         return DistributedEnvironment().world_size
     if args.processes is not None:
+        if args.processes < 1:
+            raise ConfigurationError("processes", args.processes, "must be at least 1", "set it to 1 or more")
         return args.processes
     on_cpu = args.use_cpu or not torch.accelerator.is_available()
     return 1 if on_cpu else torch.accelerator.device_count()
 
 
 def _check(args: VerifyArguments, layouts: Sequence[str], processes: int) -> None:
-    if processes < 1:
-        raise ConfigurationError("processes", processes, "must be at least 1", "set it to 1 or more")
     for part in args.parts:
         if part not in PARTS:
             raise ConfigurationError("parts", part, f"is none of {', '.join(PARTS)}", "choose among these")

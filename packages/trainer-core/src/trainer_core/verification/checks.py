@@ -40,8 +40,8 @@ _TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 otherwise, which a few steps do not carry far in fp32."""
 _RESUMED = 1e-6
 """The same behind a restart, from the run that was not stopped, on an accelerator; a CPU repeats each bit."""
-_SLOWER = 1.25
-"""A step of so small a model may take this much longer than one of plain torch, which checks nothing."""
+_SLOWER, _LONGER_SECONDS = 1.25, 2e-3
+"""A step may take this much longer than one of plain torch, and these seconds, for it checks and counts."""
 _PARTS = ("curve", "repeat", "resume", "save", "waits", "feature", "speed", "memory", "utilization")
 _FEATURES: Mapping[str, Mapping[str, object]] = {
     "torch_compile": {"torch_compile": True},
@@ -327,7 +327,9 @@ class _Verifier:
         )
         if found.mfu is not None:
             text += f", MFU {found.mfu:.1%}"
-        return Outcome(ratio <= _SLOWER, text, f"at most {_SLOWER} times", {**vars(found), "ratio": ratio})
+        most = _SLOWER * found.plain_seconds + _LONGER_SECONDS
+        rule = f"at most {_SLOWER} times and {_LONGER_SECONDS * 1e3:g} ms"
+        return Outcome(found.seconds <= most, text, rule, {**vars(found), "ratio": ratio})
 
     def memory(self) -> Outcome:
         """What a rank holds and needs at most, beside what the dry run says."""

@@ -22,7 +22,7 @@ from perf_metrics import FlopsUnknownError, OFUSampler, device_peak_flops, model
 from .runs import Runs, state_bytes
 
 _STAGED_BYTES = {"cpu": 16 << 20}
-_STAGED_ON_ACCELERATOR = 512 << 20
+_STAGED_ON_ACCELERATOR = 256 << 20
 _SETS_UP = 2
 """Steps at the beginning that set up what later ones use, and may wait for it."""
 _TIMED_STEPS, _TIMED_ROUNDS = 10, 3
@@ -252,14 +252,17 @@ def ofu_of_matmul(device: torch.device) -> Outcome:
     peak = device_peak_flops("bf16") if device.type == "cuda" else None
     if peak is None:
         raise NotPossibleError("only GPUs in the hardware table have tensor cores whose use is counted")
-    size = 8192
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     identifier = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     sampler = OFUSampler([identifier], interval_s=0.25)
     try:
         sampler.start()
     except ModuleNotFoundError as error:
         raise NotPossibleError(str(error)) from error
+    if sampler.problem is not None:
+        sampler.stop()
+        raise NotPossibleError(sampler.problem)
+    size = 8192
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     try:
         products, began = 0, time.perf_counter()
         while (seconds := time.perf_counter() - began) < _MATMUL_SECONDS:

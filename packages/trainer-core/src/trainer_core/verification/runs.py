@@ -122,9 +122,15 @@ class Runs:
         )
 
     def train(self, env: DistributedEnvInterface, place: str, *callbacks: object, **given: object) -> Run:
-        """Train to the end, or from a checkpoint that is there."""
+        """Train to the end, or from a checkpoint that is there.
+
+        Raises:
+            KeyboardInterrupt: On every rank, if a signal stopped the run: it is meant for the verification.
+        """
         trainer = self.trainer(env, place, *callbacks, **given)
         trainer.train()
+        if trainer.stop_cause is not None and trainer.stop_cause.event == "signal":
+            raise KeyboardInterrupt
         losses = [_number(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         return Run(losses, state_bytes(trainer), trainer.state.session_start_step)
 
