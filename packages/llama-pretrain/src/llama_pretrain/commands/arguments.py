@@ -235,7 +235,8 @@ class VerifyArguments:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     """In which each layout trains: fp32, bf16, fp16."""
     parts: tuple[str, ...] = ()
-    """Of devices, curve, repeat, resume, save, waits, feature, speed, memory, utilization, kill; none: all."""
+    """Of devices, curve, repeat, resume, save, waits, feature, speed, memory, utilization, kill;
+    none: all."""
     steps: int = 8
     """Optimizer steps of each run."""
     use_cpu: bool = False
