@@ -48,6 +48,11 @@ def reports(count: int, *, per_host: int = 1, **changes: object) -> list[RankRep
         ("wrong", "problems", f"rank 1 on {HOST} (cpu) computes wrong numbers: checksum "),
         ("unsteady", "problems", f"rank 1 on {HOST} (cpu) computes wrong numbers: the same computation gave"),
         ("slow", "warnings", f"rank 1 on {HOST} (cpu) is slow: its matrix product runs at "),
+        (
+            "delay",
+            "warnings",
+            f"rank 1 on {HOST} (cpu) is slow on all its 2 links: at most 0.000 GB/s, where",
+        ),
         ("corrupt", "problems", f"rank 1 on {HOST} (cpu) sends or receives wrong data"),
     ],
 )

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,16 @@ def corrupt(operations: list[Any]) -> list[dist.Work]:
     return exchange(operations)
 
 
+def delay(operations: list[Any]) -> list[dist.Work]:
+    time.sleep(0.15)
+    return exchange(operations)
+
+
 match sys.argv[1]:
     case _ if int(os.environ["RANK"]) != FAULTY:
         pass
-    case "corrupt":
-        dist.batch_isend_irecv = corrupt
+    case "corrupt" | "delay" as name:
+        dist.batch_isend_irecv = {"corrupt": corrupt, "delay": delay}[name]
     case name:
         torch.matmul = {"wrong": wrong, "unsteady": unsteady, "slow": slow}[name]
 
