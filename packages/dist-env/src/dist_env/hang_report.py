@@ -112,7 +112,7 @@ class Hang:
         number: Its place among the collectives of the group.
         waiting: By rank in it: the caller, if that is recorded.
         behind: By rank that has not called it: what it called last in this group; None if that is nothing.
-        without_trace: Members of which there is no file.
+        without_trace: Members that have written none.
     """
 
     group: str
