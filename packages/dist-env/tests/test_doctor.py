@@ -23,10 +23,10 @@ def test_four_ranks(launch: Callable[..., Any]) -> None:
     done, *others = job.processes
     assert [other.out for other in others] == [""] * 3
     rows = [line.split() for line in done.out.splitlines()]
-    ranks = [row for row in rows if len(row) > 4 and row[2] == HOST]
+    ranks = [row for row in rows if len(row) > 6 and row[2] == HOST]
     assert [row[0] for row in ranks] == ["0", "1", "2", "3"]
     assert all(row[3:5] == ["cpu", "gloo"] for row in ranks)
-    assert [row[-1] for row in rows if row[-1:] and row[-1] in ("right", "wrong")] == ["right"] * 4
+    assert [row[-1] for row in rows if row[-1:] in (["right"], ["wrong"])] == ["right"] * (4 + 6)
     assert "warning: TORCH_DISTRIBUTED_DEBUG=DETAIL on all ranks" in done.out
     assert "warning: NCCL_DEBUG=INFO on all ranks" in done.out
     # Beside this, starting and ending the processes takes what importing torch takes.
@@ -60,6 +60,9 @@ def test_one_process_json_and_bad_input(launch: Callable[..., Any]) -> None:
         (1024, [], None),
         (32768, [], None),
     ]
+    (rank,) = found["ranks"]
+    assert rank["matmul_flops"] > 1e8
+    assert (len(rank["checksum"]), rank["repeatable"], found["links"]) == (16, True, [])
     (refused,) = launch(DOCTOR, 1, unset=VARIABLES[1:], RANK="two").processes
     assert (refused.code, refused.out) == (2, "")
     assert refused.err == "dist_env doctor: RANK='two' is not an integer. Set a number, or unset RANK.\n"

@@ -50,6 +50,23 @@ def test_nothing_to_warn_of() -> None:
         ),
         ({"torch": "2.12.0"}, "torch differs between ranks: 2.13.0 on ranks 0-1; 2.12.0 on rank 2"),
         ({"python": "3.11.9"}, "Python differs between ranks"),
+        ({"driver": "535.1"}, "the driver differs between ranks: unset on ranks 0-1; 535.1 on rank 2"),
+        ({"device_name": "A100"}, "the device differs between ranks: "),
+        (
+            {"device_memory": 40 * 1024**3},
+            "the device's memory differs between ranks: unset on ranks 0-1; 40 GiB",
+        ),
+        ({"capability": "8.0"}, "the device's capability differs between ranks"),
+        (
+            {"device_count": 8},
+            "the number of devices of a host differs between ranks: 0 on ranks 0-1; 8 on rank 2",
+        ),
+        ({"threads": 4}, "the number of threads of torch differs between ranks"),
+        (
+            {"device_count": 4, "peers": (1, 3)},
+            "devices of node2 cannot all reach each other directly, so that traffic between them goes "
+            "through the host's memory: cuda:0 of rank 2 reaches 1, 3.",
+        ),
         ({"collective_library": "2.21.5"}, "NCCL differs between ranks"),
         ({"variables": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO differs between ranks: unset on ranks 0-1; Ring"),
     ],
@@ -70,6 +87,10 @@ def test_warning(changes: dict[str, object], message: str) -> None:
 )
 def test_harmless_setting(variables: dict[str, str]) -> None:
     assert find_warnings([dataclasses.replace(PLAIN, variables=variables)], {}) == []
+
+
+def test_devices_that_all_reach_each_other_are_fine() -> None:
+    assert find_warnings([dataclasses.replace(PLAIN, device_count=3, peers=(1, 2))], {}) == []
 
 
 def test_loopback_is_fine_on_one_host() -> None:

@@ -23,10 +23,11 @@ def main() -> int:
     _add_doctor(
         commands.add_parser(
             "doctor",
-            help="look at every rank, check and time the all-reduce, warn of settings that slow a job down",
+            help="look at every rank, try out devices, links and all-reduces, warn of slow settings",
             description="Run alone for one process, or on every rank: "
             "torchrun --nproc-per-node 4 -m dist_env doctor. "
-            "Exit code: 0 healthy, 1 problems, 2 a wrong variable or option.",
+            "With --dump, explain a hang by the traces of its ranks instead. "
+            "Exit code: 0 healthy, 1 problems, 2 a wrong variable, option or directory.",
             formatter_class=_Help,
         )
     )
@@ -41,11 +42,15 @@ def main() -> int:
         )
     )
     options = parser.parse_args()
-    # Imported when it is needed: help, usage errors and layouts do without torch.
+    # Imported when it is needed: help, usage errors, layouts and traces do without torch.
     if options.command == "layout":
         from dist_env import layout_view
 
         return layout_view.run(options)
+    if options.dump is not None:
+        from dist_env import hang_report
+
+        return hang_report.run(options)
     from dist_env import doctor
 
     return doctor.run(options)
@@ -60,7 +65,13 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--backend", help="collective backend; default: the one for the device")
     parser.add_argument("--no-accelerator", action="store_true", help="use the CPU")
-    parser.add_argument("--max-bytes", type=_positive, help="largest all-reduce to time, in bytes")
+    parser.add_argument("--max-bytes", type=_positive, help="largest transfer to time, in bytes")
+    parser.add_argument(
+        "--dump",
+        metavar="DIR",
+        type=Path,
+        help="explain a hang by the traces that its ranks wrote into DIR, and start nothing",
+    )
     parser.add_argument(
         "--timeout", type=_positive, default=60.0, help="seconds for all ranks to join (default 60)"
     )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from torch import distributed as dist
 
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line
+from dist_env.flight_recorder import dump_trace
 from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment
 
 if TYPE_CHECKING:
@@ -269,6 +270,8 @@ class Coordinator:
                     look()
                 next_look = now + 0.2
             if now >= deadline and (error := missing()) is not None:
+                if isinstance(error, RankTimeoutError):
+                    dump_trace(str(error))
                 raise error
             time.sleep(pause)
             pause = min(pause * 1.3, 0.05)

@@ -15,9 +15,17 @@ from typing import Self
 
 from torch import distributed as dist
 
-from dist_env.coordination import Coordinator, RankRecord, forget_coordinator, prefix_store, use_coordinator
+from dist_env.coordination import (
+    Coordinator,
+    RankRecord,
+    coordinator_of,
+    forget_coordinator,
+    prefix_store,
+    use_coordinator,
+)
 from dist_env.device import DeviceMap, choose_backend, choose_device, device_identity, set_current_device
-from dist_env.errors import DistributedEnvironmentError, RankFailedError
+from dist_env.errors import DistributedEnvironmentError, RankFailedError, one_line
+from dist_env.flight_recorder import FlightRecorder, choose_directory, use_recorder
 from dist_env.handshake import join
 from dist_env.interface import forget_meshes
 from dist_env.liveness import end_liveness
@@ -64,6 +72,10 @@ class DistributedEnvironment:
         no_accelerator: Use the CPU although an accelerator is there.
         init_timeout: Seconds that meeting the other ranks and forming the group may take.
         training_timeout: Seconds that a collective may take afterwards, and default of `barrier`.
+        flight_recorder: Directory to which each rank writes the collectives that it has called, when a
+            `Heartbeat` finds a stall, a wait of this package times out, or the rank leaves with an error;
+            `python -m dist_env doctor --dump DIRECTORY` reads them. The variable `DIST_ENV_FLIGHT_RECORDER`
+            wins over it. None writes nothing.
 
     Raises:
         DistributedEnvironmentError: A variable or argument is wrong; names it, the rule and the fix.
@@ -85,6 +97,7 @@ class DistributedEnvironment:
         no_accelerator: bool = False,
         init_timeout: float = 300.0,
         training_timeout: float = 1800.0,
+        flight_recorder: str | os.PathLike[str] | None = None,
     ) -> None:
         if dist.is_available() and dist.is_initialized():
             # Whoever formed the group without the variables has told the group what they would say.
@@ -118,7 +131,9 @@ class DistributedEnvironment:
         self.log_level = parse_level(log_level)
         self.init_timeout = float(init_timeout)
         self.training_timeout = float(training_timeout)
+        self.flight_recorder, self._overruled = choose_directory(flight_recorder)
         self.coordinator: Coordinator | None = None
+        self._recorder: FlightRecorder | None = None
         self.owns_process_group = False
         self._exported = ExportedVariables()
         self._rendezvous: Rendezvous | None = None
@@ -188,10 +203,17 @@ class DistributedEnvironment:
         self._speaker_before = set_speaker(self.rank, self.world_size, self.log_level)
         atexit.register(self._close_at_exit)
         try:
-            for text in self._variables.overruled:
+            for text in (*self._variables.overruled, *filter(None, [self._overruled])):
                 logger.warning("%s.", text)
             set_current_device(self.device)
+            if self.flight_recorder is not None:
+                self._recorder = FlightRecorder(self.flight_recorder, self.rank, self.world_size)
+                self._recorder.start()
             self._join_group()
+            if self._recorder is not None:
+                if self.world_size > 1:
+                    self._recorder.agree(coordinator_of(self).store)
+                use_recorder(self._recorder)
             self._exported.export(self._variables, self.master_port)
         except BaseException as error:
             self._release(error)
@@ -265,6 +287,9 @@ class DistributedEnvironment:
         if self._speaker_before is None or os.getpid() != self._opened_by:
             return  # in a forked child: the group, and what is told to the others, are its parent's
         try:
+            if error is not None and self._recorder is not None and not self._recorder.dumped:
+                # Before the others hear of it: they may end the job at once.
+                self._recorder.dump(f"left with {one_line(error)}")
             if error is None or self.world_size == 1:
                 self._warn_of(self._sign_off(_LEAVE_SECONDS))
                 close = _close_group
@@ -282,6 +307,10 @@ class DistributedEnvironment:
             self.coordinator = None
             self._rendezvous = None
             self._exported.restore()
+            if self._recorder is not None:
+                use_recorder(None)
+                self._recorder.stop()
+                self._recorder = None
             set_speaker(*self._speaker_before)
             self._speaker_before = None
             atexit.unregister(self._close_at_exit)

@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 from dist_env.coordination import Coordinator, RankRecord, coordinator_of
 from dist_env.errors import DistributedEnvironmentError, one_line
+from dist_env.flight_recorder import active_recorder
 from dist_env.interface import DistributedEnvInterface
 from dist_env.logging import get_logger
 from dist_env.tables import format_table
@@ -37,6 +38,8 @@ _WAITING_PLACES = (
 _STACK_FRAMES = 8
 # A thread that talks to a host that is gone may hang; ending the program does not wait for it.
 _JOIN_SECONDS = 5.0
+# How long the report of a stall waits for the traces of the other ranks.
+_DUMP_SECONDS = 3.0
 
 
 class _Place(NamedTuple):
@@ -93,6 +96,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         self._watchdog: Watchdog | None = None
         self._published = 0
+        self._dumped = False
 
     def beat(self, step: int, phase: str) -> None:
         """Note that this rank has reached a phase of a step.
@@ -151,6 +155,7 @@ class Heartbeat:
         try:
             while True:
                 self._publish("running", None)
+                self._dump_if_asked()
                 if self._stop.wait(self._interval):
                     return
         except dist.DistError:
@@ -161,6 +166,15 @@ class Heartbeat:
                 place.step,
                 place.phase,
             )
+
+    def _dump_if_asked(self) -> None:
+        """Write the flight recorder's trace, once, if the watchdog of rank 0 has seen a stall."""
+        recorder, store = active_recorder(), self._coordinator.store
+        if recorder is None or self._dumped or not store.check([f"{self._prefix}/stall"]):
+            return
+        self._dumped = True
+        recorder.dump(store.get(f"{self._prefix}/stall").decode())
+        store.set(f"{self._prefix}/dumped/{self._rank}", "1")
 
     def _publish(self, state: str, error: str | None) -> None:
         place = self._place
@@ -295,9 +309,20 @@ class Watchdog:
             self._report_at = 2 * seconds
         self._failures_told |= failed
         report = StallReport(ranks=statuses, missing=find_missing(statuses), seconds=seconds)
+        if active_recorder() is not None:
+            self._ask_for_traces(report)
         logger.error("%s", report)
         if self._on_stall is not None:
             self._on_stall(report)
+
+    def _ask_for_traces(self, report: StallReport) -> None:
+        """Let each rank write its trace, and wait for those that can: `on_stall` may end the job."""
+        store = self._coordinator.store
+        store.set(f"{self._prefix}/stall", str(report).partition("\n")[0])
+        waiting = {s.rank for s in report.ranks if s.state == "running"}
+        deadline = time.monotonic() + max(_DUMP_SECONDS, 3 * self._interval)
+        while waiting and time.monotonic() < deadline and not self._stop.wait(0.05):
+            waiting = {rank for rank in waiting if not store.check([f"{self._prefix}/dumped/{rank}"])}
 
     def _status(self, rank: int) -> RankStatus:
         now = time.monotonic()

@@ -365,7 +365,9 @@ def _differences(reports: Sequence[RankReport]) -> list[str]:
         "torch": [r.torch for r in reports],
         "NCCL": [r.collective_library for r in reports],
         "the device": [r.device_name for r in reports],
-        "the device's memory": [r.device_memory and f"{r.device_memory / 1024**3:.0f} GiB" for r in reports],
+        "the device's memory": [
+            None if r.device_memory is None else f"{r.device_memory / 1024**3:.0f} GiB" for r in reports
+        ],
         "the device's capability": [r.capability for r in reports],
         "the driver": [r.driver for r in reports],
         "the number of devices of a host": [str(r.device_count) for r in reports],
