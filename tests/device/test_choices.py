@@ -1,0 +1,200 @@
+"""What packages choose, report and measure by the device that they find."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fakecuda
+import pytest
+import torch
+
+import hardware_table
+from dist_env.device import choose_device
+from llama_pretrain.bench import trial
+from perf_metrics import check_process
+from trainer_core import ConfigurationError
+from trainer_core.model.run_settings import attention_context
+from trainer_core.precision.fp8 import lacks_fp8
+from trainer_core.precision.qat import _untouched_random_state
+from trainer_core.run import DeviceCache
+from trainer_pipeline import stage_timer
+
+from .case import Attention, curve, make
+
+CUDA = torch.device("cuda", 0)
+NVML = Path(__file__).parents[2] / "packages" / "perf-metrics" / "tests" / "ofu" / "fake_nvml" / "nvml.c"
+MIB = 1 << 20
+
+
+# ---- What the device is
+
+
+def test_the_device_and_its_peak_are_found() -> None:
+    found = hardware_table.detect()
+    assert found is not None
+    assert (found.name, found.backend, found.compute_capability) == (fakecuda.NAME, "cuda", "9.0")
+    assert (found.units, found.total_memory) == (132, 80 << 30)
+    assert trial.choose_device(use_cpu=False) == CUDA
+    assert trial.device_name(CUDA) == fakecuda.NAME
+    assert trial.peak_flops(CUDA, "bf16") == hardware_table.peak_flops(fakecuda.NAME, "bf16", units=132)
+    # The table would tell the peak of the GPU beside it.
+    assert trial.peak_flops(torch.device("cpu"), "bf16") is None
+
+
+def test_each_rank_has_a_device_of_its_own() -> None:
+    assert choose_device(5, 1) == torch.device("cuda", 1)
+    assert choose_device(5, 0, device_map={5: 1}) == torch.device("cuda", 1)
+    assert choose_device(5, 1, no_accelerator=True) == torch.device("cpu")
+
+
+# ---- What is chosen by it
+
+
+def test_attention_is_restricted_to_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    # This build of torch has no flash attention and no cuDNN for the device.
+    for name in ("flash", "cudnn"):
+        with pytest.raises(ConfigurationError, match="is not available in torch"):
+            attention_context(name, False, CUDA)
+    with attention_context("math", False, CUDA):
+        assert not torch.backends.cuda.mem_efficient_sdp_enabled()
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    with attention_context("flash", False, CUDA):
+        assert not torch.backends.cuda.math_sdp_enabled()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    with pytest.raises(ConfigurationError, match=r"needs compute capability 8\.0, but cuda:0 has 7\.5"):
+        attention_context("flash", False, CUDA)
+
+
+def test_a_run_with_chosen_attention(tmp_path: Path) -> None:
+    free = make(tmp_path / "free", model=Attention, device="cuda:0", max_steps=2)
+    chosen = make(tmp_path / "math", model=Attention, device="cuda:0", max_steps=2, sdpa_backend="math")
+    free.train()
+    chosen.train()
+    assert curve(chosen) == curve(free)
+
+
+def test_fp8_depends_on_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lacks_fp8(CUDA) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert lacks_fp8(CUDA) == f"{fakecuda.NAME} with compute capability 8.0"
+
+
+def test_preparing_layers_leaves_the_random_numbers_of_the_device() -> None:
+    torch.cuda.manual_seed(3)
+    expected = torch.rand(4, device="cuda")
+    torch.cuda.manual_seed(3)
+    with _untouched_random_state(CUDA):
+        torch.rand(9, device="cuda")
+    assert torch.equal(torch.rand(4, device="cuda"), expected)
+
+
+def test_a_loader_that_does_not_pin_is_reported() -> None:
+    rows = [torch.ones(2)] * 4
+    pageable = torch.utils.data.DataLoader(rows, pin_memory=False)  # type: ignore[arg-type]
+    pinned = torch.utils.data.DataLoader(rows, pin_memory=True)  # type: ignore[arg-type]
+    found = [finding for finding in check_process(pageable) if finding.setting == "DataLoader.pin_memory"]
+    assert len(found) == 1
+    assert "copies to cuda go through pageable memory" in found[0].effect
+    assert not [one for one in check_process(pinned) if one.setting.endswith("pin_memory")]
+
+
+# ---- Memory and time
+
+
+def test_the_cache_is_emptied_above_the_threshold_once() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    with fakecuda.memory_limit(held + 64 * MIB):
+        cache = DeviceCache(CUDA, (held + 4 * MIB) / (held + 64 * MIB))
+        torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+        with fakecuda.recorded_waits() as waits:
+            cache.relieve()
+            assert torch.cuda.memory_reserved() == held
+            # A run that needs as much at every step would free and reserve it each time.
+            torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+            cache.relieve()
+        assert torch.cuda.memory_reserved() > held
+    assert [wait.what for wait in waits] == ["empty_cache"]
+
+
+def test_peak_memory_of_a_trial_counts_from_its_beginning() -> None:
+    torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    before = torch.cuda.memory_allocated()
+    peak = trial.PeakMemory(CUDA)
+    torch.empty(2 * MIB, dtype=torch.uint8, device="cuda")
+    peak.stop()
+    assert peak.bytes == before + 2 * MIB
+
+
+def test_the_timer_of_stages_waits_only_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_timer, "_HELD", 2)
+    timer, matrix = stage_timer.StageTimer(CUDA), torch.ones(64, 64, device="cuda")
+    host = torch.empty(64, 64, pin_memory=True)
+    with fakecuda.recorded_waits() as waits:
+        for _ in range(8):
+            with timer.step():
+                for microbatch in range(2):
+                    with timer.work(0, "F", microbatch):
+                        host.copy_(matrix @ matrix, non_blocking=True)
+    assert not waits
+    assert len(timer._steps) <= 3
+    busy, whole = timer.take()
+    assert 0 < busy <= whole
+    assert timer.take() == (0.0, 0.0)
+
+
+def test_reading_the_timer_waits_for_work_under_way() -> None:
+    timer, host = stage_timer.StageTimer(CUDA), torch.empty(64, pin_memory=True)
+    device = torch.ones(64, device="cuda")
+    with timer.step(), timer.work(0, "F", 0):
+        host.copy_(device, non_blocking=True)
+    with fakecuda.recorded_waits() as waits:
+        busy, whole = timer.take()
+    assert [wait.what for wait in waits] == ["Event.synchronize"]
+    assert 0 < busy <= whole
+
+
+# ---- Operational FLOP utilization, from a scripted libnvidia-ml
+
+PROGRAM = """
+import json
+from types import SimpleNamespace
+import torch
+from perf_metrics.callbacks.device_metrics import OFUMetrics
+
+torch.cuda.set_device(1)
+metrics, logs = OFUMetrics(interval_s=0.1), {}
+state = SimpleNamespace(is_world_process_zero=True)
+metrics.on_train_begin(None, state, None)
+metrics._sampler.wait(30)
+metrics.on_log_step(None, state, None, logs=logs)
+metrics.on_train_end(None, state, None)
+print(json.dumps(logs))
+"""
+
+
+def test_ofu_is_that_of_the_current_device(tmp_path: Path) -> None:
+    compiler = shutil.which("gcc")
+    assert compiler is not None, "the scripted libnvidia-ml.so.1 needs gcc"
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-pthread", "-o", str(library), str(NVML)], check=True)
+    script = tmp_path / "script.txt"
+    script.write_text("gpus 2\nactivity 0 10\nclock 0 915\nactivity 1 80\nclock 1 1830\n")
+    env = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "FAKE_NVML_SCRIPT": str(script),
+        "FAKE_NVML_REPORT": str(tmp_path / "report.json"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ofu"] == pytest.approx(0.8)
