@@ -119,3 +119,20 @@ class WaitsByStep:
         for number, waits in enumerate(self.by_step):
             if number >= first:
                 yield from (f"step {number + 1}: {wait}" for wait in waits)
+
+
+class WaitsByBatch:
+    """Collects the waits of the host from each batch of an evaluation to the next one."""
+
+    def __init__(self) -> None:
+        self.by_batch: list[list[str]] = []
+        self._seen: int | None = None
+
+    def on_prediction_step(self, *_: object, **__: object) -> None:
+        waits = WaitsByStep._waits()
+        if self._seen is not None:
+            self.by_batch.append([f"{wait.what} at {wait.where}" for wait in waits[self._seen :]])
+        self._seen = len(waits)
+
+    def on_evaluate(self, *_: object, **__: object) -> None:
+        self._seen = None

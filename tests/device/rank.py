@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dist_env import DistributedEnvironment
-from tests.device.case import SETTINGS, Model, Stop, WaitsByStep, curve, rows
+from tests.device.case import SETTINGS, Model, Stop, WaitsByBatch, WaitsByStep, curve, rows
 from trainer_core import Trainer
 from trainer_ddp import CompressionArguments, DDPTrainer, DDPTrainingArguments
 from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
@@ -48,14 +48,24 @@ TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
 
 
 def build(
-    name: str, directory: Path, env: DistributedEnvironment, *callbacks: object, **given: Any
+    name: str,
+    directory: Path,
+    env: DistributedEnvironment,
+    *callbacks: object,
+    eval_dataset: object = None,
+    **given: Any,
 ) -> Trainer:
     name, _, precision = name.partition(":")
     trainer, arguments, own = TRAINERS[name]
     mixed = {"mixed_precision": precision} if precision else {}
     args = arguments(output_dir=str(directory), **{**SETTINGS, **own, **mixed, **given})
     return trainer(
-        args, model_init=Model, train_dataset=rows(), distributed_env=env, callbacks=list(callbacks)
+        args,
+        model_init=Model,
+        train_dataset=rows(),
+        eval_dataset=eval_dataset,
+        distributed_env=env,
+        callbacks=list(callbacks),
     )
 
 
@@ -83,6 +93,17 @@ def waits(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, 
     watch = WaitsByStep()
     build(name, directory / name, env, watch, logging_steps=1000, max_steps=8).train()
     return {"steps": len(watch.by_step), "late": list(watch.late())}
+
+
+def evaluate(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """The losses of evaluations, and what the host waited for between their batches."""
+    watch = WaitsByBatch()
+    settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    trainer = build(name, directory / name, env, watch, eval_dataset=rows(40), **settings)
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    late = [wait for waits in watch.by_batch for wait in waits]
+    return {"losses": losses, "batches": len(watch.by_batch), "late": late}
 
 
 def dispatched(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
@@ -132,6 +153,7 @@ SCENARIOS: dict[str, Callable[[str, Path, DistributedEnvironment], dict[str, Any
     "train": train,
     "resume": resume,
     "waits": waits,
+    "evaluate": evaluate,
     "dispatched": dispatched,
     "groups": groups,
 }

@@ -126,6 +126,15 @@ def test_steps_without_a_log_wait_for_nothing(trainer: str, ranks: Callable[[str
         assert not seen["late"]
 
 
+@pytest.mark.parametrize("trainer", ["ddp", "fsdp2"])
+def test_evaluation_waits_for_no_batch(trainer: str, ranks: Callable[[str], Seen]) -> None:
+    for seen in ranks(f"evaluate-{trainer}"):
+        # Two evaluations, each of five batches.
+        assert seen["batches"] == 8
+        assert not seen["late"]
+        assert len(seen["losses"]) == 2
+
+
 def test_dispatched_batches(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
     seen = ranks("dispatched-ddp")
     alone = make(tmp_path / "alone", use_cpu=True)
