@@ -15,10 +15,16 @@ import pytest
 import torch
 
 import hardware_table
-from dist_env.device import choose_device
+from checkpoint_core import RNGState
+from dist_env import DistributedEnvironmentError
+from dist_env.device import choose_backend, choose_device
 from llama_pretrain.bench import trial
+from llama_pretrain.commands.arguments import LOG_EVERY
 from perf_metrics import check_process
+from perf_metrics.callbacks.device_metrics import take_memory_figures
+from perf_metrics.utilization import wait_for_device
 from trainer_core import ConfigurationError
+from trainer_core.model.recording.replay import generator_state, set_generator_state
 from trainer_core.model.run_settings import attention_context
 from trainer_core.precision.fp8 import lacks_fp8
 from trainer_core.precision.qat import _untouched_random_state
@@ -81,8 +87,33 @@ def test_a_run_with_chosen_attention(tmp_path: Path) -> None:
 
 def test_fp8_depends_on_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lacks_fp8(CUDA) is None
+    assert lacks_fp8(torch.device("cpu")) == "device 'cpu'"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert lacks_fp8(CUDA) == f"{fakecuda.NAME} with compute capability 8.0"
+
+
+def test_the_backend_must_serve_the_device() -> None:
+    assert choose_backend(CUDA, None) == "nccl"
+    assert choose_backend(CUDA, "NCCL") == "NCCL"
+    with pytest.raises(DistributedEnvironmentError, match="names no backend for the device cuda"):
+        choose_backend(CUDA, "cpu:gloo")
+    with pytest.raises(DistributedEnvironmentError, match="nccl, which cannot serve the device cpu"):
+        choose_backend(torch.device("cpu"), "nccl")
+
+
+def test_an_idle_device_is_not_asked_for_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RNGState().state_dict()["device_type"] == "cuda"
+    # Asking would make a context on it, which costs memory and breaks forks.
+    monkeypatch.setattr(torch.cuda, "_initialized", False)
+    state = RNGState().state_dict()
+    assert (state["device_type"], state["device"]) == (None, None)
+
+
+def test_a_generator_of_the_device_comes_back() -> None:
+    state = generator_state(CUDA)
+    first = torch.rand(3, device="cuda")
+    set_generator_state(CUDA, state)
+    assert torch.equal(torch.rand(3, device="cuda"), first)
 
 
 def test_preparing_layers_leaves_the_random_numbers_of_the_device() -> None:
@@ -131,6 +162,38 @@ def test_peak_memory_of_a_trial_counts_from_its_beginning() -> None:
     torch.empty(2 * MIB, dtype=torch.uint8, device="cuda")
     peak.stop()
     assert peak.bytes == before + 2 * MIB
+
+
+def test_peaks_are_reset_when_they_are_read() -> None:
+    held = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+    torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+    first, second = take_memory_figures(), take_memory_figures()
+    assert first is not None
+    assert second is not None
+    assert second.allocated == torch.cuda.memory_allocated()
+    assert first.allocated == second.allocated + 8 * MIB
+    del held
+
+
+def test_rates_are_measured_when_the_device_is_done() -> None:
+    host, device = torch.zeros(256, pin_memory=True), torch.ones(256, device="cuda")
+    host.copy_(device, non_blocking=True)
+    assert not host.any()
+    wait_for_device()
+    assert host.all()
+
+
+def test_windows_of_a_trial_end_when_the_device_is_done() -> None:
+    weight, peak = torch.nn.Parameter(torch.ones(256, device="cuda")), trial.PeakMemory(CUDA)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with trial.StepClock(1, 2 * LOG_EVERY, CUDA, peak) as clock, fakecuda.recorded_waits() as waits:
+        for _ in range(1 + 2 * LOG_EVERY):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    # At the beginning of the first window and the end of each.
+    assert [wait.what for wait in waits] == ["synchronize"] * 3
+    assert len(clock.windows()) == 2
+    assert peak.bytes is not None
 
 
 def test_the_timer_of_stages_waits_only_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

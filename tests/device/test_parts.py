@@ -69,6 +69,18 @@ def test_staging_without_its_wait_gives_wrong_data(monkeypatch: pytest.MonkeyPat
     buffer.release()
 
 
+def test_memory_that_cannot_be_pinned_is_reported_and_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fakecuda.Runtime, "cudaHostRegister", lambda *_: 2)
+    expected, buffer = torch.randn(1000), StagingBuffer()
+    with caplog.at_level(logging.WARNING):
+        staged = buffer.copy({"a": expected.to("cuda")})["a"]
+    assert torch.equal(staged, expected)
+    assert "cudaHostRegister returned error 2" in caplog.text
+    buffer.release()
+
+
 def test_an_asynchronous_save_holds_the_weights_of_its_step(tmp_path: Path) -> None:
     model = Model().cuda()
     component = StateComponent(
