@@ -75,11 +75,21 @@ SETTINGS: Mapping[str, Any] = {
 
 
 def make(
-    directory: Path, *callbacks: object, model: Callable[[], nn.Module] = Model, **settings: Any
+    directory: Path,
+    *callbacks: object,
+    model: Callable[[], nn.Module] = Model,
+    eval_dataset: object = None,
+    **settings: Any,
 ) -> Trainer:
     """A trainer of one process; the same seed gives the same run."""
     args = TrainingArguments(output_dir=str(directory), **{**SETTINGS, **settings})
-    return Trainer(args, model_init=model, train_dataset=rows(), callbacks=list(callbacks))
+    return Trainer(
+        args,
+        model_init=model,
+        train_dataset=rows(),
+        eval_dataset=eval_dataset,
+        callbacks=list(callbacks),
+    )
 
 
 def curve(trainer: Trainer) -> Curve:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import fakecuda
@@ -19,9 +20,11 @@ from checkpoint_core import RNGState
 from dist_env import DistributedEnvironmentError
 from dist_env.device import choose_backend, choose_device
 from llama_pretrain.bench import trial
-from llama_pretrain.commands.arguments import LOG_EVERY
+from llama_pretrain.bench.baselines import Work, torch_loop
+from llama_pretrain.commands.arguments import LOG_EVERY, BenchArguments
+from llama_pretrain.model.config import preset
 from perf_metrics import check_process
-from perf_metrics.callbacks.device_metrics import take_memory_figures
+from perf_metrics.callbacks.device_metrics import PeakMemory, take_memory_figures
 from perf_metrics.utilization import wait_for_device
 from trainer_core import ConfigurationError
 from trainer_core.model.recording.replay import generator_state, set_generator_state
@@ -222,6 +225,25 @@ def test_reading_the_timer_waits_for_work_under_way() -> None:
         busy, whole = timer.take()
     assert [wait.what for wait in waits] == ["Event.synchronize"]
     assert 0 < busy <= whole
+
+
+def test_a_baseline_of_the_bench_trains_on_the_device(tmp_path: Path) -> None:
+    args = BenchArguments(steps=10, mixed_precision="bf16", sequence_length=32)
+    config = replace(preset("tiny"), hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    work = Work.of(config, args, CUDA, tmp_path)
+    model = work.model()
+    before = work.loss(model)
+    torch_loop()(work, model)
+    assert {parameter.device for parameter in model.parameters()} == {CUDA}
+    assert work.loss(model) < before
+
+
+def test_peaks_of_each_interval(tmp_path: Path) -> None:
+    trainer = make(tmp_path, PeakMemory(), device="cuda:0", max_steps=3)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["alloc_retries"] for entry in entries] == [[0]] * 3
+    assert all(entry["peak_mem_allocated"][0] > 0 for entry in entries)
 
 
 # ---- Operational FLOP utilization, from a scripted libnvidia-ml
