@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -224,14 +225,26 @@ def device(session: nox.Session) -> None:
     """Run the branches for accelerators on a fake device, in host memory; needs g++.
 
     Not among the defaults for now: it compiles against torch for half a minute, and its tests of two ranks
-    take longer than a minute.
+    take longer than a minute. Without arguments it holds the lines that name a device against the list of
+    those without a test; `-- --mutations` then also takes out waits, events and pinned copies one at a time.
     """
     install_everything(session, "test")
     folder = ROOT / "tests" / "device" / "fakecuda"
     # Without a compiler this fails and says what to install; tests that did not run must not look green.
     session.run("python", str(folder / "fakecuda_build.py"), env={"FAKECUDA_CACHE": str(FAKECUDA)})
     fake = {"FAKECUDA": "1", "FAKECUDA_CACHE": str(FAKECUDA), "PYTHONPATH": str(folder)}
-    session.run(*PYTEST, "tests/device", *session.posargs, env={**ENV, **fake})
+    mutations = "--mutations" in session.posargs
+    if session.posargs and not mutations:
+        # Of chosen tests, which leave out lines that others execute.
+        session.run(*PYTEST, "tests/device", *session.posargs, env={**ENV, **fake})
+    else:
+        lines = Path(session.create_tmp()) / "lines"
+        shutil.rmtree(lines, ignore_errors=True)
+        session.run(*PYTEST, "tests/device", env={**ENV, **fake, "FAKECUDA_LINES": str(lines)})
+        session.run("python", str(folder / "device_lines.py"), "--check", str(lines), env=ENV)
+        if mutations:
+            options = [option for option in session.posargs if option != "--mutations"]
+            session.run("python", "tests/device/mutations.py", str(lines), *options, env={**ENV, **fake})
     session.log("passed on the fake device, in host memory; nothing of this ran on an accelerator")
 
 

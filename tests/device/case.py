@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from llama_pretrain.model.config import LlamaConfig
+from llama_pretrain.model.llama import Llama
 from trainer_core import Trainer, TrainingArguments
 
 VOCABULARY = 50
@@ -42,6 +44,12 @@ class Attention(Model):
         return self.head(x)
 
 
+def llama() -> nn.Module:
+    """A small Llama, which tells how it is divided among ranks."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return Llama(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **shape))
+
+
 def rows(count: int = 64, length: int = 16) -> list[dict[str, Tensor]]:
     """Rows whose next token follows from the last one, with prompts that do not count."""
     made = []
@@ -66,10 +74,22 @@ SETTINGS: Mapping[str, Any] = {
 }
 
 
-def make(directory: Path, *callbacks: object, model: type[nn.Module] = Model, **settings: Any) -> Trainer:
+def make(
+    directory: Path,
+    *callbacks: object,
+    model: Callable[[], nn.Module] = Model,
+    eval_dataset: object = None,
+    **settings: Any,
+) -> Trainer:
     """A trainer of one process; the same seed gives the same run."""
     args = TrainingArguments(output_dir=str(directory), **{**SETTINGS, **settings})
-    return Trainer(args, model_init=model, train_dataset=rows(), callbacks=list(callbacks))
+    return Trainer(
+        args,
+        model_init=model,
+        train_dataset=rows(),
+        eval_dataset=eval_dataset,
+        callbacks=list(callbacks),
+    )
 
 
 def curve(trainer: Trainer) -> Curve:
@@ -119,3 +139,20 @@ class WaitsByStep:
         for number, waits in enumerate(self.by_step):
             if number >= first:
                 yield from (f"step {number + 1}: {wait}" for wait in waits)
+
+
+class WaitsByBatch:
+    """Collects the waits of the host from each batch of an evaluation to the next one."""
+
+    def __init__(self) -> None:
+        self.by_batch: list[list[str]] = []
+        self._seen: int | None = None
+
+    def on_prediction_step(self, *_: object, **__: object) -> None:
+        waits = WaitsByStep._waits()
+        if self._seen is not None:
+            self.by_batch.append([f"{wait.what} at {wait.where}" for wait in waits[self._seen :]])
+        self._seen = len(waits)
+
+    def on_evaluate(self, *_: object, **__: object) -> None:
+        self._seen = None

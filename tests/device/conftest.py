@@ -20,6 +20,22 @@ def pytest_report_header() -> str:
     return f"fake device: {torch.cuda.device_count()} devices in host memory"
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Tell what notes executed lines which test they belong to."""
+    import fakecuda
+
+    if fakecuda.collector is not None:
+        fakecuda.collector.test = nodeid
+
+
+def pytest_unconfigure() -> None:
+    """Write which lines were executed, if that is noted."""
+    import fakecuda
+
+    if fakecuda.collector is not None:
+        fakecuda.collector.write()
+
+
 @pytest.fixture(autouse=True)
 def no_race() -> Iterator[None]:
     """Hold every test to streams that wait for one another where they share memory."""

@@ -7,6 +7,7 @@ What it saw goes to `<scenario>-rank<r>.json` in the directory.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,14 @@ from typing import Any
 import fakecuda
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from dist_env import DistributedEnvironment
-from tests.device.case import SETTINGS, Model, Stop, WaitsByStep, curve, rows
-from trainer_core import Trainer
-from trainer_ddp import CompressionArguments, DDPTrainer, DDPTrainingArguments
+from model_parallel.draws import Draws, share_generators
+from perf_metrics.utilization import gather_over_ranks
+from tests.device.case import SETTINGS, Model, Stop, WaitsByBatch, WaitsByStep, curve, llama, rows
+from trainer_core import TensorParallel, Trainer
+from trainer_ddp import CompressionArguments, DDPTrainer, DDPTrainingArguments, DiLoCoArguments
 from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
 from trainer_pipeline import PipelineArguments, PipelineTrainer, PipelineTrainingArguments
 
@@ -39,6 +43,15 @@ TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
         FSDP2TrainingArguments,
         {"per_device_train_batch_size": 4, "fsdp2": FSDP2Arguments(cpu_offload=True)},
     ),
+    "diloco": (
+        DDPTrainer,
+        DDPTrainingArguments,
+        {
+            "per_device_train_batch_size": 4,
+            "diloco": DiLoCoArguments(enabled=True, inner_steps=2),
+        },
+    ),
+    "tensor": (DDPTrainer, DDPTrainingArguments, {"mesh": "tp=2", "fused_loss": "chunked"}),
     "pipeline": (
         PipelineTrainer,
         PipelineTrainingArguments,
@@ -47,15 +60,31 @@ TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
 }
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tensor": {"model_init": llama, "parallel": [TensorParallel(sequence=True)]},
+}
+"""What else a trainer is given."""
+
+
 def build(
-    name: str, directory: Path, env: DistributedEnvironment, *callbacks: object, **given: Any
+    name: str,
+    directory: Path,
+    env: DistributedEnvironment | None,
+    *callbacks: object,
+    eval_dataset: object = None,
+    **given: Any,
 ) -> Trainer:
     name, _, precision = name.partition(":")
     trainer, arguments, own = TRAINERS[name]
     mixed = {"mixed_precision": precision} if precision else {}
     args = arguments(output_dir=str(directory), **{**SETTINGS, **own, **mixed, **given})
     return trainer(
-        args, model_init=Model, train_dataset=rows(), distributed_env=env, callbacks=list(callbacks)
+        args,
+        train_dataset=rows(),
+        eval_dataset=eval_dataset,
+        distributed_env=env,
+        callbacks=list(callbacks),
+        **{"model_init": Model, **OPTIONS.get(name, {})},
     )
 
 
@@ -85,6 +114,17 @@ def waits(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, 
     return {"steps": len(watch.by_step), "late": list(watch.late())}
 
 
+def evaluate(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """The losses of evaluations, and what the host waited for between their batches."""
+    watch = WaitsByBatch()
+    settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    trainer = build(name, directory / name, env, watch, eval_dataset=rows(40), **settings)
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    late = [wait for waits in watch.by_batch for wait in waits]
+    return {"losses": losses, "batches": len(watch.by_batch), "late": late}
+
+
 def dispatched(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
     """A run whose first rank reads for both; the other one receives into pinned buffers."""
     watch = WaitsByStep()
@@ -108,6 +148,16 @@ def groups(name: str, directory: Path, env: DistributedEnvironment) -> dict[str,
     work = dist.all_reduce(moved := torch.ones(3, device=env.device), async_op=True)
     work.wait()
     dist.barrier()
+    told = gather_over_ranks([float(rank), 0.1])
+    drawn = Draws(mesh := init_device_mesh("cuda", (size,)))
+    torch.cuda.manual_seed(rank)
+    share_generators(mesh)
+    drawn.begin(here)
+    own = torch.rand(4, device=env.device)
+    with drawn.alike():
+        alike = torch.rand(4, device=env.device)
+    drawn.end()
+    after = torch.rand(4, device=env.device)
     refused = []
     for call in (
         lambda: dist.all_reduce(torch.ones(2)),
@@ -124,6 +174,9 @@ def groups(name: str, directory: Path, env: DistributedEnvironment) -> dict[str,
         "gathered": gathered.tolist(),
         "scattered": scattered.tolist(),
         "moved": moved.tolist(),
+        "told": told,
+        "own": own.tolist(),
+        "alike": [alike.tolist(), after.tolist()],
         "refused": refused,
     }
 
@@ -132,18 +185,39 @@ SCENARIOS: dict[str, Callable[[str, Path, DistributedEnvironment], dict[str, Any
     "train": train,
     "resume": resume,
     "waits": waits,
+    "evaluate": evaluate,
     "dispatched": dispatched,
     "groups": groups,
 }
 
 
+def without_environment(name: str, directory: Path) -> dict[str, Any]:
+    """A trainer that finds its ranks itself: in a group that is there already, then from the launcher."""
+    found = []
+    for path in ("joined", "launched"):
+        if path == "joined":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = f"file://{directory / 'store'}"
+            dist.init_process_group("nccl", init_method=store, rank=rank, world_size=size)
+        trainer = build(name, directory / path, None, max_steps=1)
+        trainer.train()
+        found.append(sorted({str(value.device) for value in trainer.model.parameters()}))
+        if path == "joined":
+            dist.destroy_process_group()
+    return {"devices": found}
+
+
 def main(scenario: str, directory: str) -> None:
     kind, _, name = scenario.partition("-")
-    with DistributedEnvironment() as env:
-        seen = SCENARIOS[kind](name, Path(directory), env)
-        torch.cuda.synchronize()
-        seen["races"] = [f"{race.what} at {race.where}" for race in fakecuda.races]
-        (Path(directory) / f"{scenario}-rank{env.rank}.json").write_text(json.dumps(seen))
+    if kind == "alone":
+        seen, rank = without_environment(name, Path(directory)), int(os.environ["RANK"])
+    else:
+        with DistributedEnvironment() as env:
+            seen, rank = SCENARIOS[kind](name, Path(directory), env), env.rank
+            torch.cuda.synchronize()
+    seen["races"] = [f"{race.what} at {race.where}" for race in fakecuda.races]
+    (Path(directory) / f"{scenario}-rank{rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ from llama_pretrain.model.config import preset
 from llama_pretrain.model.llama import Llama, generate
 from llama_pretrain.tokenizer import ByteTokenizer
 from trainer_core.model.offload import ActivationOffload
+from trainer_ddp.compression import LowRankGradient
+from trainer_ddp.error_feedback import Residual
 
 from .case import Model, curve, make
 
@@ -64,6 +66,18 @@ def test_staging_without_its_wait_gives_wrong_data(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     torch.accelerator.synchronize()
     assert torch.equal(staged, expected)
+    buffer.release()
+
+
+def test_memory_that_cannot_be_pinned_is_reported_and_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fakecuda.Runtime, "cudaHostRegister", lambda *_: 2)
+    expected, buffer = torch.randn(1000), StagingBuffer()
+    with caplog.at_level(logging.WARNING):
+        staged = buffer.copy({"a": expected.to("cuda")})["a"]
+    assert torch.equal(staged, expected)
+    assert "cudaHostRegister returned error 2" in caplog.text
     buffer.release()
 
 
@@ -135,6 +149,26 @@ def test_offload_leaves_less_on_the_device() -> None:
         loss.backward()
         del loss
     assert held[1] < held[0] / 4
+
+
+# ---- Compressed gradients
+
+
+def test_low_rank_gradients_stay_until_the_stream_that_finishes_them_is_done() -> None:
+    # Process groups call `finish` on a stream of their own, and drop the object afterwards.
+    residual = Residual(torch.zeros(64, 32, device="cuda"), torch.randn(32, 2, device="cuda"))
+    matrix = LowRankGradient(torch.randn(64, 32, device="cuda"), residual)
+    mean = matrix.right(matrix.left()).clone()
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        matrix.finish(mean)
+    sizes = [matrix._basis.shape, matrix._own.shape]
+    del matrix
+    # Of the same sizes, so that they get the memory if it is free; the fixture looks for races.
+    for size in sizes:
+        torch.empty(size, device="cuda").zero_()
+    main.wait_stream(side)
 
 
 # ---- Batches

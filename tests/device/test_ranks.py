@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from .case import curve as curve_of
-from .case import losses, make
+from .case import llama, losses, make, rows
 
 ROOT = Path(__file__).parents[2]
 Seen = list[dict[str, Any]]
@@ -62,12 +62,16 @@ def ranks(tmp_path: Path) -> Callable[[str], Seen]:
 
 
 def test_groups(ranks: Callable[[str], Seen]) -> None:
-    for rank, seen in enumerate(ranks("groups")):
+    both = ranks("groups")
+    assert both[0]["own"] != both[1]["own"]
+    assert both[0]["alike"] == both[1]["alike"]
+    for rank, seen in enumerate(both):
         assert seen["backend"] == "nccl"
         assert seen["reduced"] == [3.0] * 4
         assert seen["gathered"] == [0.0, 0.0, 1.0, 1.0]
         assert seen["scattered"] == [2.0 * rank]
         assert seen["moved"] == [2.0] * 3
+        assert seen["told"] == [[0.0, 0.1], [1.0, 0.1]]
         assert len(seen["refused"]) == 3
         assert all("device type cpu" in reason for reason in seen["refused"])
 
@@ -102,6 +106,13 @@ def test_weights_on_the_host(ranks: Callable[[str], Seen], tmp_path: Path) -> No
     assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
 
 
+def test_weights_on_the_host_are_in_pinned_memory(ranks: Callable[[str], Seen]) -> None:
+    # The step waits for its gradients, as the optimizer is on the host; no copy waits for itself.
+    for seen in ranks("waits-offload"):
+        assert seen["late"]
+        assert not [wait for wait in seen["late"] if "pageable" in wait]
+
+
 def test_compressed_gradients_are_near_the_curve(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
     found = losses(ranks("train-powersgd")[0]["curve"])
     alone = make(tmp_path / "alone", use_cpu=True)
@@ -112,7 +123,20 @@ def test_compressed_gradients_are_near_the_curve(ranks: Callable[[str], Seen], t
     assert found == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+def test_layers_divided_among_ranks(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
+    seen = ranks("train-tensor")
+    alone = make(tmp_path / "alone", model=llama, use_cpu=True)
+    alone.train()
+    assert [one["devices"] for one in seen] == [["cuda:0"], ["cuda:1"]]
+    assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
+
+
+def test_a_trainer_finds_its_ranks_and_devices_itself(ranks: Callable[[str], Seen]) -> None:
+    for rank, seen in enumerate(ranks("alone-ddp")):
+        assert seen["devices"] == [[f"cuda:{rank}"]] * 2
+
+
+@pytest.mark.parametrize("trainer", [*TRAINERS, "diloco"])
 def test_resume(trainer: str, ranks: Callable[[str], Seen]) -> None:
     seen = ranks(f"resume-{trainer}")[0]
     assert len(seen["curve"]) == 6
@@ -124,6 +148,34 @@ def test_steps_without_a_log_wait_for_nothing(trainer: str, ranks: Callable[[str
     for seen in ranks(f"waits-{trainer}"):
         assert seen["steps"] == 8
         assert not seen["late"]
+
+
+@pytest.mark.parametrize("trainer", ["ddp", "fsdp2"])
+def test_evaluation_waits_for_no_batch(trainer: str, ranks: Callable[[str], Seen]) -> None:
+    for seen in ranks(f"evaluate-{trainer}"):
+        # Two evaluations, each of five batches.
+        assert seen["batches"] == 8
+        assert not seen["late"]
+        assert len(seen["losses"]) == 2
+
+
+def test_divided_layers_wait_only_where_their_inputs_are_compared(ranks: Callable[[str], Seen]) -> None:
+    for seen in ranks("waits-tensor"):
+        assert seen["steps"] == 8
+        # In ever fewer passes: of the last four steps in one.
+        compared = [wait for wait in seen["late"] if "model_parallel/same.py" in wait]
+        assert compared == seen["late"]
+        assert len({wait.partition(":")[0] for wait in compared if wait >= "step 5"}) <= 1
+
+
+def test_evaluation_of_a_pipeline(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
+    # The next stage waits for the shape of each hidden state, so that its host waits here.
+    seen = ranks("evaluate-pipeline")
+    settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "use_cpu": True}
+    alone = make(tmp_path / "alone", eval_dataset=rows(40), **settings)
+    alone.train()
+    expected = [entry["eval_loss"] for entry in alone.state.log_history if "eval_loss" in entry]
+    assert seen[0]["losses"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_dispatched_batches(ranks: Callable[[str], Seen], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from trainer_core import MemorySnapshotCallback
 
-from .case import Attention, Model, Stop, WaitsByStep, curve, losses, make
+from .case import Attention, Model, Stop, WaitsByStep, curve, llama, losses, make
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -32,6 +32,30 @@ def test_the_curve_of_the_cpu(precision: str, model: type[Model], tmp_path: Path
         torch.testing.assert_close(
             on_device.model.state_dict()[name].cpu(), value, rtol=10 * tolerance, atol=10 * tolerance
         )
+
+
+@pytest.mark.parametrize(("fused", "precision"), [("torch", "no"), ("chunked", "bf16")])
+def test_fused_losses(fused: str, precision: str, tmp_path: Path) -> None:
+    watch, settings = WaitsByStep(), {"fused_loss": fused, "mixed_precision": precision}
+    on_cpu = make(tmp_path / "cpu", model=llama, use_cpu=True, **settings)
+    on_device = make(tmp_path / "cuda", model=llama, device="cuda:0", **settings)
+    quiet = make(tmp_path / "quiet", watch, model=llama, device="cuda:0", logging_steps=100, **settings)
+    for trainer in (on_cpu, on_device, quiet):
+        trainer.train()
+    assert losses(curve(on_device)) == pytest.approx(losses(curve(on_cpu)), rel=2e-2)
+    assert not list(watch.late())
+
+
+def test_offloaded_activations(tmp_path: Path) -> None:
+    curves = []
+    for offload in (False, True):
+        settings = {"enable_activation_offloading": offload, "per_device_train_batch_size": 64}
+        trainer = make(
+            tmp_path / str(offload), model=lambda: Model(512), device="cuda:0", max_steps=3, **settings
+        )
+        trainer.train()
+        curves.append(curve(trainer))
+    assert curves[0] == curves[1]
 
 
 def test_the_device_is_chosen_without_being_told(tmp_path: Path) -> None:

@@ -73,6 +73,9 @@ def _on_race(what: bytes) -> None:
     races.append(Observation(what.decode(), _where()))
 
 
+collector = Collector(Path(_LINES)) if (_LINES := os.environ.get("FAKECUDA_LINES")) else None
+"""Notes executed lines, if the environment asks for it; see `device_lines.py`."""
+
 # The library keeps pointers to these two.
 _CALLBACKS = (Report(_on_wait), Report(_on_race))
 
@@ -415,6 +418,8 @@ def _install() -> None:
     c._cuda_cudaHostAllocator = lambda: None
     c._cuda_getCurrentRawStream = lambda device: cuda.current_stream(device).stream_id
     c._cuda_setStream = _set_stream
+    # Kernels run at once, so that none are ever captured.
+    cuda.graphs._cuda_isCurrentStreamCapturing = lambda: False
     c._cuda_getAllocatorBackend = lambda: "native"
     cuda._exchange_device = cuda._maybe_exchange_device = _exchange_device
     cuda._is_compiled = lambda: True
@@ -446,8 +451,11 @@ def _install() -> None:
     torch.version.cuda = "12.8"
     _patch_storages()
     _patch_groups()
-    if directory := os.environ.get("FAKECUDA_LINES"):
-        Collector(Path(directory)).start()
+    if collector is not None:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            # Not in ranks: DistributedDataParallel then copies from the host for each gradient.
+            torch.autograd.set_multithreading_enabled(False)
+        collector.start()
 
 
 _install()

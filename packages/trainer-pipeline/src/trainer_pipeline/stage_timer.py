@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 _HELD = 64
-"""Schedules whose moments are kept until they are added up, which waits for the device."""
+"""Schedules whose moments are kept; older ones are added up as soon as the device has passed them."""
 
 
 class Work(NamedTuple):
@@ -62,8 +62,10 @@ class StageTimer:
             self._steps.append(step)
             if self.recording is not None:
                 self.recording.append(RecordedStep(step.began.host, step.work()))
-            if len(self._steps) == _HELD:
-                self._add_up()
+            # The host is at most some launches ahead, so few more are ever held. To add up the newest one,
+            # too, would wait for the device in a step that logs nothing.
+            while len(self._steps) > _HELD and self._steps[0].end.has_passed():
+                self._add(self._steps.pop(0))
 
     @contextmanager
     def work(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
@@ -77,15 +79,16 @@ class StageTimer:
 
     def take(self) -> tuple[float, float]:
         """Busy and whole seconds of the schedules since the last call; waits for the device."""
-        self._add_up()
+        for step in self._steps:
+            self._add(step)
+        self._steps.clear()
         taken = self._busy, self._whole
         self._busy = self._whole = 0.0
         return taken
 
-    def _add_up(self) -> None:
-        self._busy += sum(work.end - work.start for step in self._steps for work in step.work())
-        self._whole += sum(step.seconds() for step in self._steps)
-        self._steps.clear()
+    def _add(self, step: _Step) -> None:
+        self._busy += sum(work.end - work.start for work in step.work())
+        self._whole += step.seconds()
 
     def _mark(self) -> _Mark:
         return _Mark(self._device)
@@ -101,11 +104,16 @@ class _Mark:
             self._event = torch.Event(device=device, enable_timing=True)
             self._event.record()
 
+    def has_passed(self) -> bool:
+        """Whether it is over; those of the stream before it are then as well."""
+        return self._event is None or self._event.query()
+
     def since(self, earlier: _Mark) -> float:
         """Seconds."""
         if self._event is None or earlier._event is None:
             return self.host - earlier.host
-        self._event.synchronize()
+        if not self.has_passed():
+            self._event.synchronize()
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
