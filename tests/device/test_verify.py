@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_core import Check, verify
+from trainer_core import VerificationCheck, verify
 
 from .case import Model, rows
 
 
-def checks(directory: Path, *parts: str, model: Any = Model) -> dict[str, Check]:
+def checks(directory: Path, *parts: str, model: Any = Model) -> dict[str, VerificationCheck]:
     found = verify(model, rows(), directory=directory, precisions=["fp32"], parts=parts)
     return {check.part: check for check in found.checks}
 

@@ -12,12 +12,12 @@ import pytest
 
 from llama_pretrain.cli import main
 from llama_pretrain.commands.verify import PARTS, default_layouts
-from trainer_core import Check
+from trainer_core import VerificationCheck
 
 LIMIT_S = 900
 
 
-def verify(work: Path, *options: str, **variables: str) -> tuple[int, str, dict[str, Check]]:
+def verify(work: Path, *options: str, **variables: str) -> tuple[int, str, dict[str, VerificationCheck]]:
     """Run the command; its exit code, what it printed, and the checks by part and name."""
     command = (sys.executable, "-m", "llama_pretrain", "verify", "--use-cpu", "--output-dir", str(work))
     done = subprocess.run(
@@ -29,7 +29,7 @@ def verify(work: Path, *options: str, **variables: str) -> tuple[int, str, dict[
         check=False,
     )
     written = json.loads((work / "verify.json").read_text())
-    checks = [Check(**each) for each in written["checks"]]
+    checks = [VerificationCheck(**each) for each in written["checks"]]
     return done.returncode, done.stdout + done.stderr, {f"{each.part} {each.name}": each for each in checks}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer_core import Check, ConfigurationError, Verification, verify
+from trainer_core import ConfigurationError, Verification, VerificationCheck, verify
 
 
 class Tiny(nn.Module):
@@ -33,12 +33,12 @@ def run(directory: Path, *parts: str, model: Any = Tiny, **options: Any) -> Veri
     return verify(model, rows(), directory=directory, parts=parts or None, **given)
 
 
-def named(found: Verification) -> dict[str, Check]:
+def named(found: Verification) -> dict[str, VerificationCheck]:
     return {check.part: check for check in found.checks}
 
 
 def test_a_sound_machine(tmp_path: Path) -> None:
-    seen: list[Check] = []
+    seen: list[VerificationCheck] = []
     parts = ("curve", "repeat", "resume", "save", "waits", "memory")
     found = run(tmp_path, *parts, on_check=seen.append)
     assert found.passed, found

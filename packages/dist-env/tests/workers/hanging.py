@@ -44,7 +44,7 @@ with DistributedEnvironment(log_level="WARNING") as env:
     if how == "late":
         if env.rank < 2:
             try:
-                barrier(env, timeout=1, tag="save")
+                barrier(env, timeout=4, tag="save")
             except RankTimeoutError as error:
                 print(error, flush=True)
         os._exit(0)

@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     from .state import EVENTS, StopCause, TrainerControl, TrainerState, TrainOutput
     from .trainer import Trainer
     from .update import NonFiniteGradientError
-    from .verification import Check, Verification, verify
+    from .verification import Verification, VerificationCheck, verify
 
 __all__ = [
     "EVENTS",
@@ -118,7 +118,6 @@ __all__ = [
     "BatchPlacement",
     "BuiltModel",
     "CausalLMLoss",
-    "Check",
     "ClassificationLoss",
     "Collective",
     "ConfigurationError",
@@ -173,6 +172,7 @@ __all__ = [
     "TrainerState",
     "TrainingArguments",
     "Verification",
+    "VerificationCheck",
     "WandbCallback",
     "use_sum_reduction",
     "arguments_from_dict",

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from dist_env import DistributedEnvironment, die_with_parent_command, examine
+from dist_env import DistributedEnvironment, barrier, die_with_parent_command, examine
 from perf_metrics import load_logs
-from trainer_core import Check, ConfigurationError, Verification, verify
+from trainer_core import ConfigurationError, Verification, VerificationCheck, verify
 
 from ..console import EXIT_ABORTED, LOGS_NAME
-from ..launch import is_launched, launch
+from ..launch import is_launched, is_reporting, launch
 from ..mesh import parse_mesh
 from ..model.config import preset
 from ..model.llama import Llama
@@ -32,7 +32,7 @@ PARTS = (
     *("feature", "speed", "memory", "utilization", "kill"),
 )
 _VOCABULARY, _LENGTH = 128, 64
-_RESULTS, _PAGE = "verify.json", "verify.html"
+_RESULTS, _PAGE, _SCRATCH = "verify.json", "verify.html", "verify-scratch"
 _KILLED_AFTER, _KILL_STEPS, _SAVED_EVERY = 10, 20, 5
 _KILL_TIMEOUT_SECONDS = 600.0
 _MARKS = {True: "ok", False: "FAILED", None: "-"}
@@ -55,16 +55,16 @@ def verify_here(args: VerifyArguments, words: Sequence[str]) -> int:
     layouts = tuple(args.layouts.split()) or default_layouts(processes)
     _check(args, layouts, processes)
     if is_launched():
-        return _verify_as_rank(args, layouts, kills=False)
+        return _verify_as_rank(args, layouts)
     folder = Path(args.output_dir)
     _clear(folder)
     if processes == 1:
-        code = _verify_as_rank(args, layouts, kills=True)
-    else:
-        code = launch(["verify", *words], processes, args.output_dir)
-        if not (folder / _RESULTS).is_file():
-            return code or EXIT_ABORTED
-    return _finish(args, layouts, processes)
+        _verify_as_rank(args, layouts)
+        return _finish(args, layouts, processes)
+    code = launch(["verify", *words], processes, args.output_dir)
+    if not (folder / _RESULTS).is_file():
+        return code or EXIT_ABORTED
+    return _finish(args, layouts, processes) or code
 
 
 def default_layouts(processes: int) -> tuple[str, ...]:
@@ -121,24 +121,28 @@ def _clear(folder: Path) -> None:
     """Make room: what an earlier verification left would be continued, or taken for this one's result."""
     for name in (_RESULTS, _PAGE):
         (folder / name).unlink(missing_ok=True)
-    for name in ("runs", "killed"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / _SCRATCH).exists():
+        shutil.rmtree(folder / _SCRATCH)
+    (folder / _SCRATCH).mkdir(parents=True)
 
 
-def _verify_as_rank(args: VerifyArguments, layouts: Sequence[str], *, kills: bool) -> int:
+def _verify_as_rank(args: VerifyArguments, layouts: Sequence[str]) -> int:
     """Make the checks of this rank, and let rank 0 write what was found."""
     env = DistributedEnvironment(always=False, no_accelerator=args.use_cpu, log_level="WARNING")
     wanted = args.parts or PARTS
-    shown: list[Check] = []
+    shown: list[VerificationCheck] = []
 
-    def show(check: Check) -> None:
+    def show(check: VerificationCheck) -> None:
         shown.append(check)
         if env.rank == 0:
             print(_line(check), flush=True)
 
     with env:
         started = time.monotonic()
+        if _is_under_torchrun():
+            if env.rank == 0:
+                _clear(Path(args.output_dir))
+            barrier(env, tag="making room for the verification")
         if "devices" in wanted:
             show(_devices(env))
         generator = torch.Generator().manual_seed(1)
@@ -148,14 +152,14 @@ def _verify_as_rank(args: VerifyArguments, layouts: Sequence[str], *, kills: boo
             _model(),
             [{"input_ids": row, "labels": row.clone()} for row in tokens],
             layouts,
-            directory=Path(args.output_dir) / "runs",
+            directory=Path(args.output_dir) / _SCRATCH,
             env=env,
             precisions=args.precisions,
             parts=[part for part in wanted if part not in ("devices", "kill")],
             steps=args.steps,
             on_check=show,
         )
-        if not kills and "kill" in wanted and _is_under_torchrun():
+        if "kill" in wanted and _is_under_torchrun():
             show(_not_killed())
         found = replace(found, checks=tuple(shown), seconds=time.monotonic() - started)
         if env.rank == 0:
@@ -163,21 +167,20 @@ def _verify_as_rank(args: VerifyArguments, layouts: Sequence[str], *, kills: boo
             path.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
             if _is_under_torchrun():
                 _write_page(Path(args.output_dir), found)
-    return 0 if found.passed else EXIT_ABORTED
+    # Our own launcher reads the verdict; a rank that ends with an error would have failed.
+    return 0 if found.passed or is_reporting() else EXIT_ABORTED
 
 
 def _is_under_torchrun() -> bool:
-    from ..launch import is_reporting
-
     return is_launched() and not is_reporting()
 
 
-def _not_killed() -> Check:
+def _not_killed() -> VerificationCheck:
     why = "not tried: the ranks are those of another launcher, which would end with them"
-    return Check(part="kill", name="a run killed behind a save", passed=None, found=why)
+    return VerificationCheck(part="kill", name="a run killed behind a save", passed=None, found=why)
 
 
-def _devices(env: DistributedEnvironment) -> Check:
+def _devices(env: DistributedEnvironment) -> VerificationCheck:
     """What `python -m dist_env doctor` says."""
     found = examine(env)
     rates = [rank.matmul_flops for rank in found.ranks if rank.matmul_flops]
@@ -186,7 +189,7 @@ def _devices(env: DistributedEnvironment) -> Check:
         text += f", matrix products at {min(rates) / 1e12:.3g} to {max(rates) / 1e12:.3g} TFLOP/s"
     text = "; ".join((*found.problems, *found.warnings)) or text
     rule = "right sums, equal results of equal devices, none slow"
-    return Check(
+    return VerificationCheck(
         part="devices",
         name="computing, all-reduces and links",
         passed=not found.problems,
@@ -200,11 +203,11 @@ def _finish(args: VerifyArguments, layouts: Sequence[str], processes: int) -> in
     """Kill and resume a run, which only this process can, and write the results with that."""
     folder = Path(args.output_dir)
     told = json.loads((folder / _RESULTS).read_text(encoding="utf-8"))
-    checks = [Check(**check) for check in told["checks"]]
+    checks = [VerificationCheck(**check) for check in told["checks"]]
     seconds, started = told["seconds"], time.monotonic()
     if "kill" in (args.parts or PARTS):
         for mesh in layouts[-1:] if processes > 1 else [""]:
-            checks.append(_killed(folder / "killed", mesh, use_cpu=args.use_cpu))
+            checks.append(_killed(folder / _SCRATCH / "killed", mesh, use_cpu=args.use_cpu))
             print(_line(checks[-1]), flush=True)
     found = Verification(
         checks=tuple(checks),
@@ -228,7 +231,7 @@ def _write_page(folder: Path, found: Verification) -> None:
     )
 
 
-def _killed(folder: Path, mesh: str, *, use_cpu: bool) -> Check:
+def _killed(folder: Path, mesh: str, *, use_cpu: bool) -> VerificationCheck:
     """Kill a run of `train` behind a save, continue it, and hold it against one that was left alone."""
     name = f"a run killed behind a save{f', {mesh}' if mesh else ''}"
     rule = "continues from its newest checkpoint, and ends on the curve of a run that nobody killed"
@@ -244,13 +247,13 @@ def _killed(folder: Path, mesh: str, *, use_cpu: bool) -> Check:
         saved = sorted(int(path.name.partition("-")[2]) for path in parts.glob("checkpoint-*"))
         _train(parts, text, mesh, use_cpu=use_cpu)
     except _TrainFailedError as error:
-        return Check(part="kill", name=name, passed=False, found=str(error), rule=rule)
+        return VerificationCheck(part="kill", name=name, passed=False, found=str(error), rule=rule)
     expected, found = (_losses(each) for each in (whole, parts))
     apart = max(abs(found.get(step, float("inf")) - loss) / loss for step, loss in expected.items())
     begun_anew = not saved or saved[-1] >= _KILL_STEPS
     text_found = f"killed with checkpoint {saved[-1] if saved else 'none'}, then {apart:.1e} apart"
     passed = not begun_anew and apart <= 1e-5
-    return Check(
+    return VerificationCheck(
         part="kill",
         name=name,
         passed=passed,
@@ -299,6 +302,6 @@ def _losses(folder: Path) -> dict[int, float]:
     return {step: loss for step, loss in found if isinstance(step, int) and isinstance(loss, float)}
 
 
-def _line(check: Check) -> str:
+def _line(check: VerificationCheck) -> str:
     rule = f"  ({check.rule})" if check.passed is False and check.rule else ""
     return f"{_MARKS[check.passed]:6}  {check.part:11}  {check.name}: {check.found}{rule}"

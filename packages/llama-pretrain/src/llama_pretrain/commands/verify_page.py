@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from trainer_core import Check, Verification
+from trainer_core import Verification, VerificationCheck
 
 from .run_report import page, section, table
 
@@ -33,7 +33,7 @@ def verification_page(found: Verification) -> str:
     return page(f"Verification: {verdict}", "\n".join(parts))
 
 
-def _picture(checks: Sequence[Check]) -> str:
+def _picture(checks: Sequence[VerificationCheck]) -> str:
     """Return a dot for each run on a logarithmic scale of relative differences."""
     height = _ROW * len(checks) + 40
     marks = []

@@ -1,5 +1,5 @@
 """Proof on the devices of the user: see `verify`."""
 
-from .checks import Check, Verification, verify
+from .checks import Verification, VerificationCheck, verify
 
-__all__ = ["Check", "Verification", "verify"]
+__all__ = ["VerificationCheck", "Verification", "verify"]

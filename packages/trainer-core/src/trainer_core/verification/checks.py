@@ -51,7 +51,7 @@ _FEATURE_TOLERANCE: Mapping[str, float] = {"torch_compile": 1e-5, "fp8_recipe=te
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class VerificationCheck:
     """One thing that was looked at.
 
     Attributes:
@@ -82,7 +82,7 @@ class Verification:
         seconds: Duration.
     """
 
-    checks: tuple[Check, ...]
+    checks: tuple[VerificationCheck, ...]
     curves: Mapping[str, Sequence[float]]
     facts: Mapping[str, str]
     seconds: float
@@ -109,7 +109,7 @@ def verify(
     parts: Sequence[str] | None = None,
     settings: Mapping[str, object] | None = None,
     steps: int = 8,
-    on_check: Callable[[Check], None] | None = None,
+    on_check: Callable[[VerificationCheck], None] | None = None,
 ) -> Verification:
     """Train a small model in every way that is asked for, and hold each run against the CPU. Collective.
 
@@ -158,9 +158,9 @@ def verify(
 @dataclass
 class _Verifier:
     runs: Runs
-    on_check: Callable[[Check], None]
+    on_check: Callable[[VerificationCheck], None]
     parts: frozenset[str]
-    checks: list[Check] = field(default_factory=list)
+    checks: list[VerificationCheck] = field(default_factory=list)
     curves: dict[str, list[float]] = field(default_factory=dict)
     broken: str | None = None
 
@@ -210,7 +210,7 @@ class _Verifier:
                 outcome = Outcome(False, f"{type(error).__name__}: {_line(error)}", "runs to its end")
                 if self.env.world_size > 1 and not isinstance(error, _FailedOnRanksError):
                     self.broken = f"{part}, {name}"
-        self.checks.append(Check(part=part, name=name, **vars(outcome)))
+        self.checks.append(VerificationCheck(part=part, name=name, **vars(outcome)))
         self.on_check(self.checks[-1])
 
     # Ways to train.

@@ -38,7 +38,7 @@ class NotPossibleError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a check; see `Check`."""
+    """What came of a check; see `VerificationCheck`."""
 
     passed: bool | None
     found: str
