@@ -31,16 +31,16 @@ DAY = ["--start", "2026-01-01", "--end", "2026-01-02"]
         ([*DAY, "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
         ([*DAY, "--json", "/tmp"], "/tmp must be a file"),
         ([*DAY, "--json", "-"], "- must be a file"),
-        ([*DAY, "--json", "/tmp/x", "--html", "/tmp/x"], "is given for both --json and --html"),
+        ([*DAY, "--json", "{folder}/x", "--html", "{folder}/x"], "is given for both --json and --html"),
         ([*DAY, "--patience", "nan"], "patience_s=nan"),
         ([*DAY, "--tensor-mhz", "1830", "--tensor-mhz", "A=1000"], "one clock for all devices, or NAME=MHZ"),
         ([*DAY, "--outlier-points", "0"], "points=0.0 must be 0 to 100"),
     ],
 )
 def test_is_told_in_one_line_before_the_server_is_asked(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main([*FLEET, *words]) == 2
+    assert main([*FLEET, *(word.replace("{folder}", str(tmp_path)) for word in words)]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
