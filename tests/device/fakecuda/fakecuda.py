@@ -432,6 +432,7 @@ def _install() -> None:
     cuda.get_device_properties = _properties
     cuda.get_device_name = lambda device=None: _properties(device).name
     cuda.get_device_capability = lambda device=None: (9, 0)
+    c._cuda_canDeviceAccessPeer = lambda device, peer: device != peer
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.mem_get_info = cuda.memory.mem_get_info = _memory_info
     for module in (cuda, cuda.streams):

@@ -21,7 +21,8 @@ from dist_env.tables import name_ranks
 ACCELERATOR_FRACTION, CPU_FRACTION = 0.85, 0.4
 # Rows and columns. 8192 in bfloat16 keeps every unit of a large accelerator busy for a few milliseconds;
 # 512 in float32 takes one core about as long.
-_ACCELERATOR_ROWS, _CPU_ROWS = 8192, 512
+_ACCELERATOR_ROWS, _CPU_ROWS = (512, 2048, 8192), 512
+_LONG_SECONDS = 0.02
 # How long to repeat, in seconds; each rank adds a first product that is not timed.
 _ACCELERATOR_SECONDS, _CPU_SECONDS = 0.8, 0.3
 _LEAST_REPEATS, _MOST_REPEATS = 3, 200
@@ -41,20 +42,26 @@ def measure_matmul(device: torch.device) -> float:
         accelerators and 0.3 s on CPUs.
     """
     on_cpu = device.type == "cpu"
-    rows = _CPU_ROWS if on_cpu else _ACCELERATOR_ROWS
     dtype = torch.float32 if on_cpu else torch.bfloat16
-    tiles = rows // _CPU_ROWS  # drawing all numbers on the CPU would take longer than the products
-    left, right = (tile.repeat(tiles, tiles) for tile in _random(2, _CPU_ROWS, device, dtype))
-    synchronize(device)
-    torch.matmul(left, right)
-    synchronize(device)
-    times: list[float] = []
-    budget = _CPU_SECONDS if on_cpu else _ACCELERATOR_SECONDS
-    while len(times) < _LEAST_REPEATS or (sum(times) < budget and len(times) < _MOST_REPEATS):
+
+    def seconds() -> float:
         start = time.perf_counter()
         torch.matmul(left, right)
         synchronize(device)
-        times.append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    # A device that is too slow for the largest product by far is told from others by a smaller one, too.
+    for rows in (_CPU_ROWS,) if on_cpu else _ACCELERATOR_ROWS:
+        tiles = rows // _CPU_ROWS  # drawing all numbers on the CPU would take longer than the products
+        left, right = (tile.repeat(tiles, tiles) for tile in _random(2, _CPU_ROWS, device, dtype))
+        synchronize(device)
+        seconds()
+        if seconds() > _LONG_SECONDS:
+            break
+    times: list[float] = []
+    budget = _CPU_SECONDS if on_cpu else _ACCELERATOR_SECONDS
+    while len(times) < _LEAST_REPEATS or (sum(times) < budget and len(times) < _MOST_REPEATS):
+        times.append(seconds())
     return 2 * rows**3 / statistics.median(times)
 
 
