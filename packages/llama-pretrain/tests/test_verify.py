@@ -48,6 +48,16 @@ def test_two_processes(tmp_path: Path) -> None:
     assert "All that was looked at holds" in page
 
 
+def test_one_process_looks_at_everything_once(tmp_path: Path) -> None:
+    code, said, checks = verify(tmp_path, "--parts", "repeat,waits")
+    assert code == 0, said
+    assert list(checks) == [
+        "repeat one process, the same again",
+        "waits of the host, in steps without a log entry",
+    ]
+    assert said.count("all of that holds: 1 passed, 0 failed, 1 not looked at") == 1
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_part(processes: int, tmp_path: Path) -> None:
@@ -56,6 +66,7 @@ def test_every_part(processes: int, tmp_path: Path) -> None:
     assert code == 0, said
     assert {name.partition(" ")[0] for name in checks} == set(PARTS)
     mesh = ", shard=2" if processes == 2 else ""
+    assert len([name for name in checks if name.startswith("kill")]) == 1
     killed = checks[f"kill a run killed behind a save{mesh}"].figures["checkpoints"]
     assert isinstance(killed, list)
     assert 10 <= max(killed) < 20, "it was killed behind a save, and before its end"

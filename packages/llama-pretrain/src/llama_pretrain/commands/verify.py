@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -55,11 +56,11 @@ def verify_here(args: VerifyArguments, words: Sequence[str]) -> int:
     layouts = tuple(args.layouts.split()) or default_layouts(processes)
     _check(args, layouts, processes)
     if is_launched():
-        return _verify_as_rank(args, layouts)
+        return _verify_as_rank(args, layouts, by_other_launcher=not is_reporting())
     folder = Path(args.output_dir)
     _clear(folder)
     if processes == 1:
-        _verify_as_rank(args, layouts)
+        _verify_as_rank(args, layouts, by_other_launcher=False)
         return _finish(args, layouts, processes)
     code = launch(["verify", *words], processes, args.output_dir)
     if not (folder / _RESULTS).is_file():
@@ -126,8 +127,11 @@ def _clear(folder: Path) -> None:
     (folder / _SCRATCH).mkdir(parents=True)
 
 
-def _verify_as_rank(args: VerifyArguments, layouts: Sequence[str]) -> int:
-    """Make the checks of this rank, and let rank 0 write what was found."""
+def _verify_as_rank(args: VerifyArguments, layouts: Sequence[str], *, by_other_launcher: bool) -> int:
+    """Make the checks of this rank, and let rank 0 write what was found.
+
+    An open environment sets the variables of a launcher, so that nothing can be told by them within.
+    """
     env = DistributedEnvironment(always=False, no_accelerator=args.use_cpu, log_level="WARNING")
     wanted = args.parts or PARTS
     shown: list[VerificationCheck] = []
@@ -139,7 +143,7 @@ def _verify_as_rank(args: VerifyArguments, layouts: Sequence[str]) -> int:
 
     with env:
         started = time.monotonic()
-        if _is_under_torchrun():
+        if by_other_launcher:
             if env.rank == 0:
                 _clear(Path(args.output_dir))
             barrier(env, tag="making room for the verification")
@@ -159,20 +163,16 @@ def _verify_as_rank(args: VerifyArguments, layouts: Sequence[str]) -> int:
             steps=args.steps,
             on_check=show,
         )
-        if "kill" in wanted and _is_under_torchrun():
+        if "kill" in wanted and by_other_launcher:
             show(_not_killed())
         found = replace(found, checks=tuple(shown), seconds=time.monotonic() - started)
         if env.rank == 0:
             path = Path(args.output_dir) / _RESULTS
             path.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
-            if _is_under_torchrun():
+            if by_other_launcher:
                 _write_page(Path(args.output_dir), found)
     # Our own launcher reads the verdict; a rank that ends with an error would have failed.
     return 0 if found.passed or is_reporting() else EXIT_ABORTED
-
-
-def _is_under_torchrun() -> bool:
-    return is_launched() and not is_reporting()
 
 
 def _not_killed() -> VerificationCheck:
@@ -249,7 +249,8 @@ def _killed(folder: Path, mesh: str, *, use_cpu: bool) -> VerificationCheck:
     except _TrainFailedError as error:
         return VerificationCheck(part="kill", name=name, passed=False, found=str(error), rule=rule)
     expected, found = (_losses(each) for each in (whole, parts))
-    apart = max(abs(found.get(step, float("inf")) - loss) / loss for step, loss in expected.items())
+    differences = [abs(found.get(step, math.inf) - loss) / loss for step, loss in expected.items()]
+    apart = max(differences, default=math.inf)
     begun_anew = not saved or saved[-1] >= _KILL_STEPS
     text_found = f"killed with checkpoint {saved[-1] if saved else 'none'}, then {apart:.1e} apart"
     passed = not begun_anew and apart <= 1e-5
