@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,23 @@ def test_everything_holds(tmp_path: Path) -> None:
     }, found
     assert "peak_bytes" in found["memory"].figures
     assert "driver" in found["utilization"].found
+
+
+def test_a_step_is_timed_beside_plain_torch(tmp_path: Path) -> None:
+    figures = checks(tmp_path, "speed")["speed"].figures
+    assert float(str(figures["plain_seconds"])) > 0
+    assert float(str(figures["seconds"])) > 0
+
+
+def test_the_command_takes_every_device(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "llama_pretrain", "verify", "--parts", "curve", "--steps", "4"]
+    more = ["--layouts", "shard=2", "--precisions", "fp32", "--output-dir", str(tmp_path)]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((tmp_path / "verify.json").read_text())
+    assert written["facts"]["ranks"] == "2"
+    assert "cuda:1" in written["facts"]["devices"]
+    assert [check["name"] for check in written["checks"]] == ["one device, fp32", "shard=2, fp32"]
 
 
 def test_a_missing_synchronize_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
