@@ -112,6 +112,7 @@ def test_a_rank_that_computes_wrongly_is_named(tmp_path: Path) -> None:
     [
         (["--parts", "curves"], "parts='curves' is none of devices, curve, "),
         (["--layouts", "dp=3", "--processes", "2"], "layouts='dp=3' needs 3 processes, not 2"),
+        (["--layouts", "foo"], "layouts='foo' cannot be used: "),
         (["--processes", "0"], "processes=0 must be at least 1"),
         (["--steps", "2"], "steps=2 must be at least 4"),
     ],
@@ -130,3 +131,9 @@ def test_the_layouts_of_a_number_of_processes() -> None:
         *("dp=8", "shard=8", "dp=2,shard=4", "shard=4,tp=2", "shard=4,pp=2", "shard=2,pp=2,tp=2"),
     )
     assert default_layouts(3) == ("dp=3", "shard=3")
+
+
+def test_results_need_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["verify", "--use-cpu", "--parts", "repeat", "--output-dir", str(tmp_path / "file")]) == 2
+    assert "is a file, and results need a directory" in capsys.readouterr().err

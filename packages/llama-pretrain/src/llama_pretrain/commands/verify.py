@@ -112,7 +112,11 @@ def _check(args: VerifyArguments, layouts: Sequence[str], processes: int) -> Non
         if part not in PARTS:
             raise ConfigurationError("parts", part, f"is none of {', '.join(PARTS)}", "choose among these")
     for layout in layouts:
-        size = parse_mesh(layout).world_size
+        try:
+            size = parse_mesh(layout).world_size
+        except ConfigurationError as error:
+            fix = "write meshes with spaces between, such as 'dp=2 shard=2'"
+            raise ConfigurationError("layouts", layout, error.rule, fix) from error
         if size != processes:
             fix = f"choose layouts of {processes}, or set processes={size}"
             raise ConfigurationError("layouts", layout, f"needs {size} processes, not {processes}", fix)
@@ -120,6 +124,9 @@ def _check(args: VerifyArguments, layouts: Sequence[str], processes: int) -> Non
 
 def _clear(folder: Path) -> None:
     """Make room: what an earlier verification left would be continued, or taken for this one's result."""
+    if folder.exists() and not folder.is_dir():
+        rule = "is a file, and results need a directory"
+        raise ConfigurationError("output_dir", str(folder), rule, "name a directory, such as runs/verify")
     for name in (_RESULTS, _PAGE):
         (folder / name).unlink(missing_ok=True)
     if (folder / _SCRATCH).exists():
