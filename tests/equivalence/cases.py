@@ -22,6 +22,7 @@ from .case import (
     adamw,
     decay_by_name,
 )
+from .context_cases import CONTEXT_CASES
 from .ddp_cases import DDP_CASES
 from .fsdp2_cases import FSDP2_CASES
 from .model import Untold
@@ -167,4 +168,4 @@ ONE_DEVICE_CASES = [
     ),
 ]
 
-CASES = [*ONE_DEVICE_CASES, *DDP_CASES, *FSDP2_CASES, *PIPELINE_CASES, *TENSOR_CASES]
+CASES = [*ONE_DEVICE_CASES, *DDP_CASES, *FSDP2_CASES, *PIPELINE_CASES, *TENSOR_CASES, *CONTEXT_CASES]

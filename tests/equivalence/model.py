@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model_parallel import CausalAttention
+
 VOCABULARY = 101
 """A prime, so that nothing that is cut into equal parts fits it."""
 WIDTH, HEADS, BLOCKS, LONGEST = 32, 4, 4, 16
@@ -27,17 +29,21 @@ class Attention(nn.Module):
         half = self.head_size // 2
         angles = torch.outer(torch.arange(LONGEST), 10_000.0 ** (-torch.arange(half) / half))
         self.register_buffer("rotation", torch.stack([angles.cos(), angles.sin()]), persistent=False)
+        self.attend = CausalAttention()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor:
         batch, length, _ = x.shape
         # Tensor parallelism leaves fewer heads to each rank.
         heads = self.qkv_proj(x).view(batch, length, 3, -1, self.head_size).permute(2, 0, 3, 1, 4)
-        q, k, v = self._rotate(heads[0]), self._rotate(heads[1]), heads[2]
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k = self._rotate(heads[0], position_ids), self._rotate(heads[1], position_ids)
+        mixed = self.attend(q, k, heads[2], document_ids)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
-    def _rotate(self, x: Tensor) -> Tensor:
-        cos, sin = self.rotation[:, : x.shape[-2]].to(x.dtype)
+    def _rotate(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
+        if position_ids is None:
+            cos, sin = self.rotation[:, : x.shape[-2]].to(x.dtype)
+        else:
+            cos, sin = self.rotation[:, position_ids].to(x.dtype).unsqueeze(2)
         one, other = x.chunk(2, dim=-1)
         return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1)
 
@@ -64,8 +70,10 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = nn.RMSNorm(width), FeedForward(width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(
+        self, x: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), position_ids, document_ids))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -110,10 +118,15 @@ class Decoder(nn.Module):
         # Without it the operators would be counted at one length of the ragged rows after another.
         return 6.0 * sum(parameter.numel() for parameter in self.parameters())
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
         x = self.embed(input_ids)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, position_ids, document_ids)
         return self.head(self.norm(x))
 
 

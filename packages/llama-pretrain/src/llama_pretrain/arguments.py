@@ -83,6 +83,9 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     """Ids that a preset has embeddings for; none: those of the tokenizer, up to a multiple of 64."""
     sequence_length: int = 128
     """Tokens of one training row."""
+    document_attention: bool = False
+    """Whether tokens attend within their own document only, with positions from its beginning. If not, those
+    of a row attend to all before them."""
     held_out: float = 0.02
     """Share of the documents kept for evaluation; 0: none, and no evaluation."""
     prompt: str = "def "
@@ -95,8 +98,8 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     model), fsdp2 (each holds a part of every layer) or pipeline (each holds some of the layers)."""
     mesh: str = ""
     """Processes in each dimension, such as dp=2,shard=4 or pp=2,tp=2: dp replicates the weights, shard
-    divides them, pp divides the layers, tp what each layer computes. It chooses the trainer, and starts that
-    many processes on this machine unless a launcher has."""
+    divides them, pp divides the layers, tp what each layer computes, cp the sequences. It chooses the
+    trainer, and starts that many processes on this machine unless a launcher has."""
 
     output_dir: str = "runs/default"
     """Directory of checkpoints, logs, figures and config.yaml."""
@@ -178,7 +181,8 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     @property
     def shards_stages(self) -> bool:
         """Whether the processes that have a stage of a pipeline share out its weights."""
-        shards = parse_mesh(self.mesh).shard > 1 or self.pipeline.shard_replicas
+        layout = parse_mesh(self.mesh)
+        shards = layout.shard * layout.context > 1 or self.pipeline.shard_replicas
         return self.trainer == "pipeline" and shards
 
     def _check_trainer(self) -> None:

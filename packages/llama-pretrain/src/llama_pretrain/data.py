@@ -135,5 +135,6 @@ def _rows(
         shards=shards,
         rank=reader.rank,
         world_size=reader.world_size,
+        boundaries=args.document_attention,
         text_unit="character" if isinstance(tokenizer, ByteTokenizer) else None,
     )

@@ -27,14 +27,13 @@ def parse_mesh(text: str) -> ParallelLayout:
         layout = ParallelLayout.parse(text)
     except DistributedEnvironmentError as error:
         raise ConfigurationError("mesh", text, f"cannot be used: {error}", "change the mesh") from error
-    for name in ("context", "expert"):
-        if getattr(layout, name) > 1:
-            raise ConfigurationError(
-                "mesh",
-                text,
-                f"gives several processes to the dimension {name}, which no trainer here uses",
-                "use dp, shard, tp and pp, such as mesh='dp=2,shard=4,tp=2'",
-            )
+    if layout.expert > 1:
+        raise ConfigurationError(
+            "mesh",
+            text,
+            "gives several processes to the dimension expert, which no trainer here uses",
+            "use dp, shard, cp, tp and pp, such as mesh='dp=2,shard=4,tp=2'",
+        )
     return layout
 
 
@@ -42,17 +41,17 @@ def trainer_for(layout: ParallelLayout) -> str:
     """The trainer that uses such a layout."""
     if layout.pipeline > 1:
         return "pipeline"
-    if layout.shard > 1:
+    if layout.shard * layout.context > 1:
         return "fsdp2"
     return "ddp" if layout.replicate * layout.tensor > 1 else "single"
 
 
 def told_trainer(trainer: str, mesh: ParallelLayout) -> str:
     """How the devices of a layout are used, for the user to read."""
-    if mesh.tensor == 1:
-        return trainer
-    alone = trainer == "ddp" and mesh.replicate == 1
-    return "tensor parallel" if alone else f"{trainer} and tensor parallel"
+    ways = [f"{name} parallel" for name in ("context", "tensor") if getattr(mesh, name) > 1]
+    if ways and trainer == "ddp" and mesh.replicate == 1:
+        return ways[0]
+    return " and ".join([trainer, *ways])
 
 
 def check_mesh(text: str, trainer: str) -> None:

@@ -82,7 +82,14 @@ CURVE_NAME = "loss_curve.png"
 
 _OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 """Settings that a run keeps, unless `allow_changes` names them."""
-_SETTINGS_OF_A_RUN = ("seed", "sequence_length", "held_out", "shards", *_OF_THE_OPTIMIZER)
+_SETTINGS_OF_A_RUN = (
+    "seed",
+    "sequence_length",
+    "document_attention",
+    "held_out",
+    "shards",
+    *_OF_THE_OPTIMIZER,
+)
 _NOT_WORTH_SAYING = ("output_dir", "logging_dir", "resume_from_checkpoint", "allow_changes")
 
 

@@ -34,6 +34,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "tokenizer",
         "vocab_size",
         "sequence_length",
+        "document_attention",
         "held_out",
         "seed",
     ),

@@ -6,6 +6,7 @@ from dist_env import lazy_names
 
 if TYPE_CHECKING:
     from model_parallel.check import LayerShare, check_plan
+    from model_parallel.context import CausalAttention, SequencePart, divide_sequences, undivided
     from model_parallel.loss import is_sharded_head, sharded_cross_entropy, sharded_linear_cross_entropy
     from model_parallel.plan import STYLES, PlanError, tensor_plan
     from model_parallel.shard import shard_tensors
@@ -13,14 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STYLES",
+    "CausalAttention",
     "LayerShare",
     "PlanError",
+    "SequencePart",
     "check_plan",
+    "divide_sequences",
     "is_sharded_head",
     "shard_tensors",
     "sharded_cross_entropy",
     "sharded_linear_cross_entropy",
     "tensor_plan",
+    "undivided",
     "whole_sequences",
 ]
 

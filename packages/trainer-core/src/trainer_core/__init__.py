@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from .checkpointing import PREVIOUS, checkpoints_in, move_aside
     from .data.loaders import Batch, EvalMetric, PaddingCollator, labels_of, to_device
+    from .distributed.context import ContextParallel
     from .distributed.executor import (
         EagerExecutor,
         Executor,
@@ -121,6 +122,7 @@ __all__ = [
     "ClassificationLoss",
     "Collective",
     "ConfigurationError",
+    "ContextParallel",
     "DataError",
     "DataParallelArguments",
     "DivergenceDetector",

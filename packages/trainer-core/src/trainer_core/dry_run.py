@@ -225,9 +225,7 @@ def _make_passes(built: BuiltModel, loss: TokenLoss, update: Update, window: Win
     for tensor in filter(torch.is_tensor, batches[0].values()):
         live.add(cast(Tensor, tensor))  # on the device there is one batch at a time
     with live, attention_of_gpus(built.args):
-        built.executor.forward_backward(
-            batches, loss, denominator=update.denominator(tokens), fire=lambda event: None
-        )
+        built.forward_backward(batches, loss, denominator=update.denominator(tokens), fire=lambda event: None)
 
 
 _AT_ONCE = 32

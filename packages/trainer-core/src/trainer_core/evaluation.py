@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dataloader_dispatch import end_workers
 
-from .data.loaders import Batch, labels_of, prefix_of, with_targets
+from .data.loaders import Batch, labels_of, prefix_of, row_length, with_targets
 from .errors import DataError
 from .model.run_settings import inference_mode_guard
 from .run import Run
@@ -51,8 +51,9 @@ def evaluate(
         finally:
             if not run.args.dataloader_persistent_workers:
                 end_workers(loader, batches)
-    # The loss is known on the ranks that hold the end of the model; those of a tensor group have the same.
-    counts = ranks.coordinates["tensor"] == 0
+    # The loss is known on the ranks that hold the end of the model; those that share out layers or sequences
+    # have the same.
+    counts = ranks.coordinates["tensor"] == ranks.coordinates["context"] == 0
     count_of_batches, total, tokens, *metrics = ranks.sum(sums, counts=counts).tolist()
     if tokens == 0:
         raise DataError(_nothing_to_score(run, int(count_of_batches), name))
@@ -69,13 +70,15 @@ def _score(run: Run, batch: Batch, device: torch.device) -> Tensor:
 
     They are 0 on a rank that does not see the predictions.
     """
-    scored = run.built.executor.forward(with_targets(batch, run.loss), run.loss)
+    scored = run.built.forward(with_targets(batch, run.loss), run.loss)
     if scored is None:
         return torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=device)
     labels = labels_of(batch).to(device, non_blocking=True)
     figures = [torch.ones((), device=device), scored.loss, run.loss.count(labels)]
-    for metric in run.eval_metrics.values():
-        figures += metric(scored.predictions, labels)
+    if run.eval_metrics:
+        predictions = run.built.whole_predictions(scored.predictions, row_length(labels))
+        for metric in run.eval_metrics.values():
+            figures += metric(predictions, labels)
     return torch.stack([figure.to(device=device, dtype=torch.float64) for figure in figures])
 
 

@@ -158,7 +158,7 @@ class TrainingLoop:
         events.fire("on_step_begin")
         run.progress.generators_before_epoch = None
         tokens = run.ranks.sum(window.target_tokens)
-        loss_sum = run.built.executor.forward_backward(
+        loss_sum = run.built.forward_backward(
             window.batches, run.loss, denominator=self.update.denominator(tokens), fire=events.fire
         )
         grad_norm = self.update.grad_norm()

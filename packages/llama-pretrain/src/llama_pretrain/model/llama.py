@@ -24,6 +24,7 @@ from checkpoint_core import (
     load_model_weights,
 )
 from dist_env import StaticDistributedEnvironment
+from model_parallel import CausalAttention
 from trainer_core import ConfigurationError, Sampling
 
 from .config import LlamaConfig
@@ -97,6 +98,10 @@ class RotaryEmbedding(nn.Module):
         """Return cosine and sine `[length, head_dim / 2]`, float32, of `length` positions from `start` on."""
         return self.cos[start : start + length], self.sin[start : start + length]
 
+    def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine `[batch, 1, positions, head_dim / 2]`, float32, of given positions."""
+        return self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)
+
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
         frequencies = 1.0 / self.theta**exponents
@@ -115,7 +120,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: Queries or keys `[batch, heads, positions, head_dim]`.
-        cos: Cosines `[positions, head_dim / 2]`, float32.
+        cos: Cosines `[positions, head_dim / 2]`, or `[batch, 1, positions, head_dim / 2]`, float32.
         sin: Sines of the same shape.
 
     Returns:
@@ -155,27 +160,42 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, narrow, bias=False)
         self.v_proj = nn.Linear(width, narrow, bias=False)
         self.o_proj = nn.Linear(wide, width, bias=False)
+        self.attend = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
-        """Attend from `x` `[batch, positions, hidden]` to itself and to what `cache` holds."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, document_ids: Tensor | None
+    ) -> Tensor:
+        """Attend from `x` `[batch, positions, hidden]` to itself and to what `cache` holds.
+
+        With `document_ids` `[batch, all positions]`, each position attends within its document.
+        """
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.head_dim)
         query = apply_rotary(self.q_proj(x).view(heads).transpose(1, 2), cos, sin)
         key = apply_rotary(self.k_proj(x).view(heads).transpose(1, 2), cos, sin)
         value = self.v_proj(x).view(heads).transpose(1, 2)
-        mask: Tensor | None = None
-        causal = length > 1
-        if cache is not None:
-            key, value = cache.extend(self.layer, key, value)
-            if causal and cache.length > 0:
-                # is_causal lines up the first positions, new queries belong to the last ones.
-                mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=x.device).tril(cache.length)
-                causal = False
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped
-        )
+        if cache is None:
+            mixed = self.attend(query, key, value, document_ids)
+        else:
+            mixed = self._with_cache(query, key, value, cache)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
+
+    def _with_cache(self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache) -> Tensor:
+        length = query.shape[2]
+        key, value = cache.extend(self.layer, key, value)
+        mask: Tensor | None = None
+        if length > 1 and cache.length > 0:
+            # is_causal lines up the first positions, new queries belong to the last ones.
+            mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=key.device).tril(cache.length)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=length > 1 and mask is None,
+            enable_gqa=self.grouped,
+        )
 
 
 class MLP(nn.Module):
@@ -203,9 +223,16 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
         """Return the stream `[batch, positions, hidden]` after this layer."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, document_ids)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -220,13 +247,22 @@ class LlamaBackbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope_theta)
 
-    def forward(self, input_ids: Tensor, cache: KVCache | None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: KVCache | None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
         """Return the normed hidden states `[batch, positions, hidden]`."""
-        start = 0 if cache is None else cache.length
-        cos, sin = self.rotary_emb(start, input_ids.shape[1])
+        if position_ids is None:
+            start = 0 if cache is None else cache.length
+            cos, sin = self.rotary_emb(start, input_ids.shape[1])
+        else:
+            cos, sin = self.rotary_emb.at(position_ids)
         x: Tensor = self.embed_tokens(input_ids)
         for layer in self.layers:
-            x = layer(x, cos, sin, cache)
+            x = layer(x, cos, sin, cache, document_ids)
         if cache is not None:
             cache.advance(input_ids.shape[1])
         out: Tensor = self.norm(x)
@@ -262,26 +298,43 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.init_weights()
 
-    def forward(self, input_ids: Tensor, *, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
         """Predict the next token at every position.
 
         Args:
             input_ids: Token ids `[batch, positions]`, int64.
+            position_ids: Positions by which heads are turned, int64 `[batch, positions]`; None: from 0 on, or
+                behind `cache`.
+            document_ids: Integers `[batch, positions]`: each position attends to those with its own number.
+                Of whole rows, also where sequences are divided. None: each row is one document.
             cache: Earlier positions of the same sequences. It is extended by the new ones.
 
         Returns:
             Logits `[batch, positions, vocab_size]` in the dtype of the computation.
 
         Raises:
-            ValueError: If there are more positions than `max_position_embeddings`.
+            ValueError: If there are more positions than `max_position_embeddings`, or positions or documents
+                are given beside a cache, which has its own.
         """
+        if cache is not None and not (position_ids is None and document_ids is None):
+            raise ValueError(
+                "position_ids and document_ids cannot be used together with a cache, whose positions go on. "
+                "Leave them out."
+            )
         end = input_ids.shape[1] + (0 if cache is None else cache.length)
         if end > self.config.max_position_embeddings:
             raise ValueError(
                 f"the input has {end} positions, but the model has "
                 f"max_position_embeddings={self.config.max_position_embeddings}. Shorten the input."
             )
-        logits: Tensor = self.lm_head(self.model(input_ids, cache))
+        logits: Tensor = self.lm_head(self.model(input_ids, cache, position_ids, document_ids))
         return logits
 
     def make_cache(self, rows: int, positions: int) -> KVCache:

@@ -100,7 +100,9 @@ def transforms_for(
     transforms = list(given)
     used = {transform.axis for transform in given}
     for axis in ("pipeline", "expert", "tensor", "context", "shard"):
-        if getattr(layout, axis) > 1 and axis not in used:
+        # Ranks that share out sequences share out the weights, too: so their gradients are added up.
+        size = layout.shard * layout.context if axis == "shard" else getattr(layout, axis)
+        if size > 1 and axis not in used:
             transforms.append(_installed(args, axis, layout))
     if layout.replicate > 1 and not used & {"replicate"} and layout.shard * layout.context == 1:
         from .transforms import ReplicateGradients

@@ -66,8 +66,11 @@ class Ranks:
 
     @cached_property
     def counts_tokens(self) -> bool:
-        """Whether what this rank counts of its data is added up; of ranks with the same data, one does."""
-        return self.layout.counts_tokens(self.env.rank)
+        """Whether what this rank counts of its data is added up; of ranks with the same data, one does.
+
+        Those that share out sequences count whole rows, and know the loss of whole rows.
+        """
+        return self.layout.counts_tokens(self.env.rank) and self.coordinates["context"] == 0
 
     @cached_property
     def several(self) -> bool:
@@ -105,6 +108,13 @@ class Ranks:
     def data_group(self) -> ProcessGroup | None:
         """The ranks of this rank's place in the model, which work on different data; None for one rank."""
         return None if self.meshes is None or not self.several else self.meshes.data.get_group()
+
+    @cached_property
+    def loss_group(self) -> ProcessGroup | None:
+        """The ranks of `data_group`, and those that share out sequences with one of them."""
+        if self.meshes is None or self.layout.context == 1:
+            return self.data_group
+        return self.meshes.loss.get_group()
 
     @cached_property
     def pipeline_group(self) -> ProcessGroup | None:

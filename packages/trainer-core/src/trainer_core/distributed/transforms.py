@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,15 +18,18 @@ from torch.optim import Optimizer
 
 from checkpoint_core import StateComponent, load_model_weights
 from dist_env import ParallelLayout
+from model_parallel import SequencePart
 
 from ..arguments import TrainingArguments
 from ..errors import ConfigurationError
 from ..generation import generators_of_rank_0, logits_of_one_rank
 from ..metrics.comm_bytes import CommBytes
-from .executor import EagerExecutor, Executor, GradSync, clip_grad_norm_, own_part
+from .executor import EagerExecutor, Executor, Fire, ForwardOutput, GradSync, clip_grad_norm_, own_part
 from .ranks import Ranks
 
 if TYPE_CHECKING:
+    from ..data.loaders import Batch
+    from ..loss import TokenLoss
     from ..optimization.averaging import AveragedWeights
 
 ORDER = ("expert", "tensor", "context", "pipeline", "shard", "replicate")
@@ -155,6 +159,8 @@ class BuiltModel:
     """Path of the blocks to compile one by one, where the model cannot be called as a whole."""
     counted_elsewhere: list[nn.Parameter] = field(default_factory=list)
     """Parameters whose gradient counts in the norm on another stage."""
+    sequence: SequencePart | None = None
+    """What this rank computes of each sequence, where sequences are divided."""
     traffic: CommBytes | None = None
     """What this rank has sent for training; None where nobody counts."""
     stages: tuple[int, ...] = (0,)
@@ -168,6 +174,62 @@ class BuiltModel:
         # A transform may choose another way to sum gradients later.
         self.executor = EagerExecutor(self.model, self.args, self.ranks.device, lambda: self.grad_sync)
         self.parts = [self.model]
+
+    def forward(self, batch: Batch, loss: TokenLoss) -> ForwardOutput | None:
+        """Run the model on one batch and score it, without gradients; ranks of one replica do so together.
+
+        Returns:
+            As `Executor.forward`, with the loss of whole rows. Predictions are those of this rank's part.
+        """
+        scored = self.executor.forward(self._given(batch), loss)
+        return None if scored is None else scored._replace(loss=self._over_parts(scored.loss))
+
+    def forward_backward(
+        self, batches: Sequence[Batch], loss: TokenLoss, *, denominator: Tensor, fire: Fire
+    ) -> Tensor:
+        """Run all microbatches of an optimizer step forward and backward, as `Executor.forward_backward`."""
+        given = [self._given(batch) for batch in batches]
+        return self._over_parts(
+            self.executor.forward_backward(given, loss, denominator=denominator, fire=fire)
+        )
+
+    def _given(self, batch: Batch) -> Batch:
+        """What the model is called with: this rank's part of the sequences."""
+        if self.sequence is not None:
+            batch = self.sequence.cut(batch, self.ranks.device)
+        if "position_ids" in batch and "use_cache" not in batch and self._takes_use_cache:
+            # With a cache transformers takes packed documents for one: each would attend to those before it.
+            return {**batch, "use_cache": False}
+        return batch
+
+    @cached_property
+    def _takes_use_cache(self) -> bool:
+        return "use_cache" in inspect.signature(type(self.model).forward).parameters
+
+    def whole_predictions(self, predictions: object, length: int) -> object:
+        """Predictions [rows, length, ...] of whole rows, from those that `forward` returns; collective.
+
+        Raises:
+            ConfigurationError: If sequences are divided, and predictions are not a tensor.
+        """
+        if self.sequence is None:
+            return predictions
+        if not isinstance(predictions, Tensor):
+            raise ConfigurationError(
+                "eval_metrics",
+                type(predictions).__name__,
+                f"cannot be put together from the parts that ranks of {self.ranks.layout} have",
+                "use metrics of logits, or leave out cp",
+            )
+        return self.sequence.gather(predictions, 1)[:, :length]
+
+    def _over_parts(self, total: Tensor) -> Tensor:
+        """The sum of a loss over the ranks that share out each sequence: nothing waits for the device."""
+        if self.sequence is None or self.ranks.meshes is None:
+            return total
+        total = total.clone()
+        dist.all_reduce(total, group=self.ranks.meshes.context.get_group())
+        return total
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that the optimizer works on, under the model's own names."""
@@ -240,7 +302,7 @@ class BuiltModel:
             for hook in self.hooks:
                 stack.enter_context(hook.synced_weights(optimizer=optimizer))
             # After the hooks: what a hook sets aside as a rank's own are its own buffers.
-            stack.enter_context(buffers_of_rank_0(self.model, self.ranks.data_group))
+            stack.enter_context(buffers_of_rank_0(self.model, self.ranks.loss_group))
             yield
 
     @contextmanager
@@ -250,10 +312,11 @@ class BuiltModel:
             for hook in self.hooks:
                 stack.enter_context(hook.generating())
             meshes = self.ranks.meshes
-            if meshes is not None and self.ranks.layout.tensor > 1:
-                # They compute each token together, so that they have to draw the same one.
-                stack.enter_context(generators_of_rank_0(self.ranks.env))
-                stack.enter_context(logits_of_one_rank(self.model, meshes.tensor.get_group()))
+            for view in ("tensor", "context"):
+                if meshes is not None and getattr(self.ranks.layout, view) > 1:
+                    # They compute each token together, so that they have to draw the same one.
+                    stack.enter_context(generators_of_rank_0(self.ranks.env))
+                    stack.enter_context(logits_of_one_rank(self.model, getattr(meshes, view).get_group()))
             yield
 
     def log_entries(self) -> dict[str, object]:

@@ -1,0 +1,403 @@
+"""Divide sequences over the ranks of a mesh: each computes some positions, and attends to all before them.
+
+Every rank gathers the keys and values of a layer, and computes attention for its own positions. The gradient
+of what was gathered is summed back by a reduce-scatter. With `balanced` a rank has one piece from the first
+half of a sequence and one from the second, so that all have as many keys to look at: rank r of n has the
+pieces r and 2 n - 1 - r of 2 n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import lcm
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from .activations import can_look_at, gathered
+from .plan import PlanError
+
+HF_ATTENTION = "divided_sequence"
+"""The name by which transformers finds the attention of this module."""
+PADDING = -1
+"""In `document_ids`, of positions that belong to no document."""
+_MASK_ELEMENTS = 2**24
+"""A mask of more elements is made for some queries at a time, and made again in the backward pass."""
+_FILLS = {"labels": -100, "document_ids": PADDING, "attention_mask": 0}
+
+
+@dataclass(eq=False)
+class SequencePart:
+    """Which positions of each sequence a rank computes; made by `divide_sequences`.
+
+    Args:
+        mesh: The ranks that share out each sequence: one dimension.
+        balanced: Whether each has a piece of both halves. If not, each has one piece.
+        multiple: What the number of positions of a rank is a multiple of.
+        packed_by_positions: Whether rows with `position_ids` and without `document_ids` are packed documents
+            that begin where positions do not go on, as transformers takes them.
+    """
+
+    mesh: DeviceMesh
+    balanced: bool = True
+    multiple: int = 1
+    packed_by_positions: bool = False
+    is_whole: bool = False
+    """Whether sequences are not divided for now."""
+    choose: Callable[[bool], None] = field(default=lambda whole: None, repr=False)
+    """Told when that changes."""
+
+    def padded_length(self, length: int) -> int:
+        """The least length from `length` on that can be divided."""
+        step = self.mesh.size() * lcm(2 if self.balanced else 1, self.multiple)
+        return -(-length // step) * step
+
+    def pieces(self, length: int) -> list[tuple[int, int]]:
+        """Begin and end of each piece of this rank, of a sequence whose length can be divided."""
+        return _pieces(self, self.mesh.get_local_rank(), length)
+
+    def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
+        """The positions of this rank: int64 [length / ranks]."""
+        return _positions(self.pieces(length), device)
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """A tensor with all positions, in their order, from one with those of each rank."""
+        ranks = self.mesh.size()
+        length = ranks * x.shape[dim]
+        whole = gathered(x, self.mesh, dim, length, partial_gradient=True)
+        if not self.balanced:
+            return whole
+        pieces = [each for rank in range(ranks) for each in _pieces(self, rank, length)]
+        parts = whole.split([end - start for start, end in pieces], dim)
+        in_order = sorted(zip(pieces, parts, strict=True), key=lambda each: each[0][0])
+        return torch.cat([part for _, part in in_order], dim)
+
+    def cut(self, batch: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+        """This rank's part of a batch.
+
+        Rows are lengthened to what can be divided: by labels that count in no loss, and by tokens that no
+        other attends to.
+
+        Args:
+            batch: Tensors [rows, positions] by name, of `input_ids`, of `labels` that were shifted already
+                (targets), and what else belongs to positions. An `attention_mask` becomes part of
+                `document_ids`. Tensors of one dimension and other values stay as they are.
+            device: Where the parts are to be, copied without waiting from memory that is page-locked; None:
+                where the tensors are.
+
+        Returns:
+            A new mapping of tensors [rows, positions / ranks], with `position_ids`; `document_ids` stay
+            whole: each position attends to those with its own number.
+
+        Raises:
+            ValueError: If a tensor does not belong to positions, or rows are padded at the left.
+        """
+        rows = {name: each for name, each in batch.items() if isinstance(each, Tensor) and each.ndim > 1}
+        first = rows.get("input_ids", rows.get("labels"))
+        if first is None:
+            raise ValueError(
+                f"a batch has the keys {sorted(batch)}, but sequences are divided by 'input_ids' or 'labels' "
+                "of shape [rows, positions]. Give one of them."
+            )
+        length = first.shape[1]
+        for name, each in rows.items():
+            if each.shape[:2] != first.shape[:2] or (name == "attention_mask" and each.ndim > 2):
+                raise ValueError(
+                    f"{name} has the shape {list(each.shape)}, but sequences of {length} positions are "
+                    f"divided, and it must be [{first.shape[0]}, {length}]. Leave it out of the batch, or "
+                    "give one value for each position."
+                )
+        place = first.device if device is None else device
+        documents = self._documents(rows)  # where values may be looked at without waiting
+        given = {name: each for name, each in rows.items() if name not in ("attention_mask", "document_ids")}
+        if "position_ids" not in given:
+            given["position_ids"] = torch.arange(length, device=place).expand(first.shape[0], length)
+        padded = self.padded_length(length)
+        mine = self.positions(padded, place)
+
+        def lengthened(name: str, x: Tensor) -> Tensor:
+            return _lengthened(name, x.to(place, non_blocking=place.type != "cpu"), padded)
+
+        parts = {name: lengthened(name, each)[:, mine] for name, each in given.items()}
+        if documents is not None:
+            parts["document_ids"] = lengthened("document_ids", documents)
+        others = {name: each for name, each in batch.items() if name not in rows}
+        return {**others, **parts}
+
+    def _documents(self, rows: Mapping[str, Tensor]) -> Tensor | None:
+        documents, mask = rows.get("document_ids"), rows.get("attention_mask")
+        positions = rows.get("position_ids")
+        if documents is None and positions is not None and self.packed_by_positions:
+            goes_on = positions[:, 1:] == positions[:, :-1] + 1
+            documents = F.pad((~goes_on).cumsum(1), (1, 0))
+        if mask is None:
+            return documents
+        if not can_look_at(mask):
+            if documents is None:
+                documents = torch.zeros_like(mask, dtype=torch.int64)
+            return documents.where(mask.bool(), PADDING)
+        if bool((mask[:, 1:] > mask[:, :-1]).any()):
+            raise ValueError(
+                "attention_mask has padding before tokens of a row, which then predicts the first of them. "
+                "Sequences that are divided can be padded behind their tokens only: pad rows at the right."
+            )
+        return documents  # padding behind a row is attended to by nothing that counts
+
+
+def _pieces(part: SequencePart, rank: int, length: int) -> list[tuple[int, int]]:
+    ranks = part.mesh.size()
+    if not part.balanced:
+        size = length // ranks
+        return [(rank * size, (rank + 1) * size)]
+    size = length // (2 * ranks)
+    return [(piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank)]
+
+
+def _positions(pieces: list[tuple[int, int]], device: torch.device | str | None) -> Tensor:
+    return torch.cat([torch.arange(start, end, device=device) for start, end in pieces])
+
+
+def _lengthened(name: str, x: Tensor, length: int) -> Tensor:
+    missing = length - x.shape[1]
+    if not missing:
+        return x
+    if name == "position_ids":
+        # Within the tables of the model, which may end here.
+        return torch.cat([x, x[:, -1:].expand(-1, missing)], 1)
+    if name == "labels" and x.is_floating_point():
+        return torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), float("nan"))], 1)
+    shape = (x.shape[0], missing, *x.shape[2:])
+    return torch.cat([x, x.new_full(shape, _FILLS.get(name, 0))], 1)
+
+
+class CausalAttention(nn.Module):
+    """Causal attention within documents, for a model whose sequences can be divided; has no parameters.
+
+    A model that calls it in each of its layers, instead of `scaled_dot_product_attention`, can be given to
+    `divide_sequences`. It must take `position_ids` [rows, positions] for what depends on positions, such as
+    rotary tables, and hand on `document_ids`.
+    """
+
+    part: SequencePart | None = None
+    """Set by `divide_sequences`."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_ids: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attend from each position to itself and those before it, in its own document.
+
+        Args:
+            query: [rows, heads, positions, head size], of the positions of this rank.
+            key: [rows, key-value heads, positions, head size]; their number divides that of the heads.
+            value: Likewise.
+            document_ids: Integers [rows, positions], also where sequences are divided: the whole rows. None:
+                each row is one document.
+            scale: Of the products of queries and keys; None: 1 / sqrt(head size).
+
+        Returns:
+            [rows, heads, positions, head size], as the queries.
+
+        Raises:
+            ValueError: If `document_ids` has not as many positions as there are keys.
+        """
+        part = self.part
+        if part is None or part.is_whole or part.mesh.size() == 1:
+            pieces = [(0, query.shape[2])]
+        else:
+            pieces = part.pieces(part.mesh.size() * query.shape[2])
+            key, value = part.gather(key, 2), part.gather(value, 2)
+        if document_ids is not None and document_ids.shape[-1] != key.shape[2]:
+            raise ValueError(
+                f"document_ids has the shape {list(document_ids.shape)}, but there are {key.shape[2]} keys. "
+                "Give the numbers of whole rows."
+            )
+        return attend(query, key, value, pieces, document_ids, scale)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pieces: list[tuple[int, int]],
+    document_ids: Tensor | None,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention of the queries of some pieces of a sequence to its keys, of which it has all.
+
+    Memory for masks does not grow with the square of the length: beyond some length they are made for a few
+    queries at a time, in the backward pass again.
+    """
+    outputs = []
+    rows = 1 if document_ids is None else query.shape[0]
+    first = 0
+    for start, end in pieces:
+        own = query[:, :, first : first + end - start]
+        first += end - start
+        size = max(1, min(end - start, _MASK_ELEMENTS // (rows * end)))
+        for begin in range(start, end, size):
+            last = min(begin + size, end)
+            some = partial(_attend, start=begin, document_ids=document_ids, scale=scale)
+            given = (own[:, :, begin - start : last - start], key[:, :, :last], value[:, :, :last])
+            if size < end - start and torch.is_grad_enabled():
+                outputs.append(checkpoint(some, *given, use_reentrant=False))
+            else:
+                outputs.append(some(*given))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: int,
+    document_ids: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """Attention of the last queries of a sequence, from `start` on, to all its keys."""
+    count, keys = query.shape[2], key.shape[2]
+    mask: Tensor | None = None
+    if start or document_ids is not None:
+        mask = torch.ones(count, keys, dtype=torch.bool, device=query.device).tril(start)
+        if document_ids is not None:
+            numbers = document_ids[:, :keys]
+            mask = (mask & (numbers[:, start:, None] == numbers[:, None])).unsqueeze(1)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None and count > 1,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def divide_sequences(
+    model: nn.Module, mesh: DeviceMesh, *, balanced: bool = True, multiple: int = 1
+) -> SequencePart:
+    """Let a model compute a part of each sequence on each rank of a mesh, in place.
+
+    Each rank of the mesh then cuts the same batch by `cut` of what this returns, and computes its part of the
+    loss. Gradients are those of the parts: sum them over the ranks, as `fully_shard` does over a mesh that
+    includes them, with `set_gradient_divide_factor(1.0)`.
+
+    Args:
+        model: One whose layers attend by `CausalAttention`, or a causal language model of Hugging Face.
+        mesh: One dimension, such as `dist_env.Meshes(...).context`.
+        balanced: Whether each rank has a piece from both halves of a sequence, so that all compute equally
+            much.
+        multiple: What the number of positions of a rank is a multiple of, where something divides it further.
+
+    Returns:
+        How batches are cut.
+
+    Raises:
+        PlanError: If the model attends in another way, or in one that cannot be divided.
+    """
+    part = SequencePart(mesh, balanced, multiple)
+    own = [module for module in model.modules() if isinstance(module, CausalAttention)]
+    for module in own:
+        module.part = part
+    if not own:
+        _divide_hf(model, part)
+    return part
+
+
+@contextmanager
+def undivided(part: SequencePart) -> Iterator[None]:
+    """A context in which sequences are whole, to write texts."""
+    part.is_whole = True
+    part.choose(True)
+    try:
+        yield
+    finally:
+        part.is_whole = False
+        part.choose(False)
+
+
+def _divide_hf(model: nn.Module, part: SequencePart) -> None:
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if not hasattr(config, "_attn_implementation") or not hasattr(model, "set_attn_implementation"):
+        raise PlanError(
+            f"Sequences of {name} cannot be divided: it has no module CausalAttention, and is no model of "
+            "Hugging Face. Let its layers attend by model_parallel.CausalAttention."
+        )
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    window = getattr(text, "sliding_window", None) if not getattr(text, "layer_types", None) else None
+    for setting, value in {
+        "layer_types": sorted(kinds) or None,
+        "sliding_window": window,
+        "attn_logit_softcapping": getattr(text, "attn_logit_softcapping", None),
+        "attention_dropout": getattr(text, "attention_dropout", None) or None,
+        "is_encoder_decoder": getattr(config, "is_encoder_decoder", False) or None,
+    }.items():
+        if value is not None:
+            raise PlanError(
+                f"Sequences of {name} cannot be divided: its config has {setting}={value!r}, and only plain "
+                "causal attention can be computed in parts. Change that setting, or divide tensors instead."
+            )
+    before = config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS.register(HF_ATTENTION, _hf_attention)
+    # transformers makes no mask for an attention that has no entry among its masks.
+    model.set_attn_implementation(HF_ATTENTION)
+    attending = [module for module in model.modules() if _attends(module)]
+    if config._attn_implementation != HF_ATTENTION or not attending:
+        model.set_attn_implementation(before)
+        raise PlanError(
+            f"Sequences of {name} cannot be divided: transformers does not let its attention be chosen. Use "
+            "a model whose attention is found in ALL_ATTENTION_FUNCTIONS."
+        )
+    for module in attending:
+        module.add_module("divided_sequence", CausalAttention())
+        module.divided_sequence.part = part  # type: ignore[union-attr,assignment]
+    part.packed_by_positions = True
+    # Whole sequences may come with a cache and masks for padding, which transformers' own attention knows.
+    part.choose = lambda whole: model.set_attn_implementation(before if whole else HF_ATTENTION)
+
+
+def _attends(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_causal", False)) and type(module).__name__.endswith("Attention")
+
+
+def _hf_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: heads before positions in, positions before heads out."""
+    for name, value_of in {"dropout": dropout or None, **kwargs}.items():
+        if (
+            name in ("dropout", "sliding_window", "softcap", "position_bias", "s_aux")
+            and value_of is not None
+        ):
+            raise PlanError(
+                f"{type(module).__name__} attends with {name}={value_of!r}, which cannot be computed in "
+                "parts. Leave that out, or divide tensors instead."
+            )
+    own = getattr(module, "divided_sequence", None)
+    if own is None:
+        raise PlanError(
+            f"{type(module).__name__} was not there when sequences were divided. Divide them last."
+        )
+    out = own(query, key, value, kwargs.get("document_ids"), scaling)
+    return out.transpose(1, 2).contiguous(), None

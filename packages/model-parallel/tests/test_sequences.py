@@ -1,0 +1,119 @@
+"""Sequences divided over ranks train on the curve of one process, whatever their lengths and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dist_env import DistributedEnvironment, Meshes, ParallelLayout
+from model_parallel import CausalAttention, PlanError, SequencePart, divide_sequences
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"length": 16},
+    "contiguous": {"length": 16, "balanced": False},
+    "a length that nothing divides": {"length": 17},
+    "contiguous, a length that nothing divides": {"length": 19, "balanced": False},
+    "documents across the cuts": {"length": 24, "documents": [7, 10, 7]},
+    "documents, a length that nothing divides": {"length": 23, "documents": [1, 11, 3, 8]},
+    "contiguous documents": {"length": 23, "documents": [5, 13, 5], "balanced": False},
+    "a rank that counts no token": {"length": 16, "uncounted": 12, "balanced": False},
+    "padding": {"length": 16, "padded": 11},
+    "masks made for some queries at a time": {"length": 32, "mask": 64},
+    "documents, masks made for some queries at a time": {"length": 32, "documents": [9, 23], "mask": 128},
+}
+
+
+@pytest.fixture(scope="module")
+def notes(launch: Callable[..., list[Any]]) -> dict[str, list[dict[str, Any]]]:
+    found = [launch("sequences.py", ranks, *CASES.values()) for ranks in (2, 3)]
+    return {name: [rank[place] for ranks in found for rank in ranks] for place, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_curve_is_that_of_one_process(notes: dict[str, list[dict[str, Any]]], name: str) -> None:
+    for found in notes[name]:
+        assert found["loss"] < 1e-6, found
+        assert found["norm"] < 5e-6, found
+        assert found["whole"] < 1e-5, found
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "documents" in CASES[name]])
+def test_logits_of_a_document_are_those_of_it_alone(
+    notes: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    for found in notes[name]:
+        assert found["alone"] < 1e-5, found
+
+
+def test_logits_of_a_document_are_those_of_it_alone_on_one_device() -> None:
+    torch.manual_seed(0)
+    attend = CausalAttention()
+    query, key, value = torch.randn(2, 4, 12, 8), torch.randn(2, 2, 12, 8), torch.randn(2, 2, 12, 8)
+    documents = torch.tensor([[0] * 5 + [1] * 7, [3] * 12])
+    whole = attend(query, key, value, documents)
+    for row, start, end in ((0, 0, 5), (0, 5, 12), (1, 0, 12)):
+        own = [each[row : row + 1, :, start:end] for each in (query, key, value)]
+        torch.testing.assert_close(whole[row : row + 1, :, start:end], attend(*own))
+    with pytest.raises(ValueError, match="there are 12 keys"):
+        attend(query, key, value, documents[:, :6])
+
+
+@pytest.fixture
+def part() -> Callable[..., SequencePart]:
+    class Of:
+        """Stands for the mesh where only its size and place are asked for."""
+
+        def __init__(self, ranks: int, rank: int) -> None:
+            self.size, self.get_local_rank = lambda: ranks, lambda: rank
+
+    return lambda ranks, rank, **settings: SequencePart(Of(ranks, rank), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("length", [1, 12, 17])
+def test_parts_are_the_row_and_padding(
+    part: Callable[..., SequencePart], ranks: int, length: int, balanced: bool
+) -> None:
+    ids = torch.arange(1, length + 1)[None]
+    seen: dict[int, tuple[int, int]] = {}
+    for rank in range(ranks):
+        cut = part(ranks, rank, balanced=balanced, multiple=2).cut(
+            {"input_ids": ids, "labels": ids, "other": 3}
+        )
+        assert cut["other"] == 3
+        assert cut["input_ids"].shape[1] % 2 == 0
+        for token, target, position in zip(
+            *(cut[name][0].tolist() for name in ("input_ids", "labels", "position_ids")), strict=True
+        ):
+            if target == -100:
+                assert position == length - 1, "within the tables of the model"
+            else:
+                assert token not in seen
+                seen[token] = (target, position)
+    assert seen == {token: (token, token - 1) for token in range(1, length + 1)}
+
+
+def test_a_batch_that_cannot_be_cut_is_refused(part: Callable[..., SequencePart]) -> None:
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    with pytest.raises(ValueError, match="has the keys \\['images'\\]"):
+        part(2, 0).cut({"images": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"attention_mask has the shape \[2, 1, 8, 8\]"):
+        part(2, 0).cut({"input_ids": ids, "attention_mask": torch.ones(2, 1, 8, 8)})
+    left = torch.ones_like(ids)
+    left[0, 0] = 0
+    with pytest.raises(ValueError, match="attention_mask has padding before tokens"):
+        part(2, 0).cut({"input_ids": ids, "attention_mask": left})
+    with pytest.raises(ValueError, match=r"pixels has the shape \[2, 3\]"):
+        part(2, 0).cut({"input_ids": ids, "pixels": torch.ones(2, 3)})
+
+
+def test_a_model_that_attends_by_itself_is_refused() -> None:
+    with DistributedEnvironment(no_accelerator=True):
+        mesh = Meshes(ParallelLayout()).context
+        with pytest.raises(PlanError, match="Sequences of Linear cannot be divided: it has no module"):
+            divide_sequences(nn.Linear(2, 2), mesh)
