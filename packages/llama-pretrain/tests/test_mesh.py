@@ -44,7 +44,7 @@ def test_the_trainer_follows_from_the_dimensions(text: str, size: int, trainer: 
         ("dp=0", "replicate='0' is not a possible size"),
         ("dp", "is not NAME=SIZE"),
         ("shard=auto", "shard=auto needs the world size"),
-        ("cp=2,dp=2", "dimension context, which no trainer here uses"),
+        ("ep=2,shard=2", "dimension expert, which no trainer here uses"),
     ],
 )
 def test_what_is_no_mesh_is_refused(text: str, rule: str) -> None:

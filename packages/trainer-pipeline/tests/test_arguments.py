@@ -231,6 +231,7 @@ def test_stages_are_refused_with_arguments_of_another_trainer(
 def test_schedules_that_split_the_backward_pass_are_refused_with_shards() -> None:
     for settings, setting in (
         ({"mesh": "pp=2,shard=2"}, "mesh='pp=2,shard=2' cannot be used with zbv"),
+        ({"mesh": "pp=2,cp=2"}, "mesh='pp=2,cp=2' cannot be used with zbv"),
         ({"replicas": 2, "shard_replicas": True}, "pipeline.shard_replicas=True cannot be used with zbv"),
     ):
         args = arguments({"schedule": "zbv", **settings})

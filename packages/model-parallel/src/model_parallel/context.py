@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import lcm
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +75,7 @@ class SequencePart:
         if not self.balanced:
             return whole
         pieces = [each for rank in range(ranks) for each in _pieces(self, rank, length)]
-        parts = whole.split([end - start for start, end in pieces], dim)
+        parts = torch.split(whole, [end - start for start, end in pieces], dim)
         in_order = sorted(zip(pieces, parts, strict=True), key=lambda each: each[0][0])
         return torch.cat([part for _, part in in_order], dim)
 
@@ -328,8 +328,9 @@ def undivided(part: SequencePart) -> Iterator[None]:
 
 
 def _divide_hf(model: nn.Module, part: SequencePart) -> None:
-    name, config = type(model).__name__, getattr(model, "config", None)
-    if not hasattr(config, "_attn_implementation") or not hasattr(model, "set_attn_implementation"):
+    name, config = type(model).__name__, cast(Any, getattr(model, "config", None))
+    choose: Callable[[str], None] | None = getattr(model, "set_attn_implementation", None)
+    if choose is None or not hasattr(config, "_attn_implementation"):
         raise PlanError(
             f"Sequences of {name} cannot be divided: it has no module CausalAttention, and is no model of "
             "Hugging Face. Let its layers attend by model_parallel.CausalAttention."
@@ -354,20 +355,21 @@ def _divide_hf(model: nn.Module, part: SequencePart) -> None:
     before = config._attn_implementation
     ALL_ATTENTION_FUNCTIONS.register(HF_ATTENTION, _hf_attention)
     # transformers makes no mask for an attention that has no entry among its masks.
-    model.set_attn_implementation(HF_ATTENTION)
+    choose(HF_ATTENTION)
     attending = [module for module in model.modules() if _attends(module)]
     if config._attn_implementation != HF_ATTENTION or not attending:
-        model.set_attn_implementation(before)
+        choose(before)
         raise PlanError(
             f"Sequences of {name} cannot be divided: transformers does not let its attention be chosen. Use "
             "a model whose attention is found in ALL_ATTENTION_FUNCTIONS."
         )
     for module in attending:
-        module.add_module("divided_sequence", CausalAttention())
-        module.divided_sequence.part = part  # type: ignore[union-attr,assignment]
+        own = CausalAttention()
+        own.part = part
+        module.add_module("divided_sequence", own)
     part.packed_by_positions = True
     # Whole sequences may come with a cache and masks for padding, which transformers' own attention knows.
-    part.choose = lambda whole: model.set_attn_implementation(before if whole else HF_ATTENTION)
+    part.choose = lambda whole: choose(before if whole else HF_ATTENTION)
 
 
 def _attends(module: nn.Module) -> bool:

@@ -207,7 +207,11 @@ def test_a_class_in_place_of_a_transform_is_refused(tmp_path: Path) -> None:
     ("mesh", "ranks", "rule"),
     [
         ("dp=2", 1, r"mesh='dp=2'.*needs exactly 2 ranks, but there are 1"),
-        ("cp=2", 2, r"dimension context, which no given or installed transform uses. Give a transform"),
+        (
+            "ep=2,shard=2",
+            2,
+            r"dimension expert, which no given or installed transform uses. Give a transform",
+        ),
         ("shard=3", 4, r"mesh='shard=3'.*a multiple of 3 ranks, but there are 4"),
         ("tensors=2", 2, r"mesh='tensors=2'.*Did you mean tensor"),
         ("dp=0", 1, r"mesh='dp=0'.*not a possible size"),

@@ -33,6 +33,24 @@ def rows() -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row.clone()} for row in ids]
 
 
+def test_packed_documents_do_not_attend_to_one_another_in_evaluation(tmp_path: Path) -> None:
+    """With a cache, which transformers makes unless told otherwise, it takes them for one document."""
+    documents = [row["input_ids"] for row in rows()[:3]]
+    packed = torch.cat(documents)
+    labels = packed.clone()
+    labels[::12] = -100  # the first of a document is not predicted in a row of its own either
+    positions = torch.arange(12).repeat(3)
+    scored = []
+    for data in (
+        [{"input_ids": packed, "labels": labels, "position_ids": positions}],
+        [{"input_ids": each, "labels": each.clone()} for each in documents],
+    ):
+        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, per_device_eval_batch_size=1)
+        scored.append(Trainer(args, model=llama(2), eval_dataset=data).evaluate())
+    assert scored[0]["eval_tokens"] == scored[1]["eval_tokens"] == 33
+    assert scored[0]["eval_loss"] == pytest.approx(scored[1]["eval_loss"], rel=1e-6)
+
+
 MakeTrainer = Callable[..., Trainer]
 
 

@@ -302,7 +302,7 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
             "mesh",
             str(ranks.layout),
             "replicates weights that the dimension context shards too",
-            "leave out dp or cp",
+            "leave out dp, or use shard in its place",
         )
     return ranks.meshes.mesh["replicate", "shard"]
 

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 from ranks import Scenario
-from tiny import Batches, Tiny, losses, trainer_of
+from tiny import LENGTH, VOCABULARY, WIDTH, Batches, Tiny, losses, trainer_of
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-from dist_env import DistributedEnvInterface
+from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
+from model_parallel import CausalAttention
+from trainer_core import ConfigurationError, DataParallelArguments, Trainer, TrainingArguments
 
 
 def compiled(env: DistributedEnvInterface, folder: Path, scope: str, layers: int) -> dict[str, object]:
@@ -112,7 +114,84 @@ def kept(env: DistributedEnvInterface, folder: Path, **settings: object) -> obje
     }
 
 
+class Attending(nn.Module):
+    """Attends in a way that can be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.attend = CausalAttention()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])
+        x = (self.embed(input_ids) + self.places(position_ids)).unsqueeze(1)
+        for layer in self.layers:
+            x = x + self.attend(layer(x), x, x, document_ids)
+        return self.head(x.squeeze(1))
+
+
+def closeness(predictions: object, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean probability of the next token."""
+    assert isinstance(predictions, Tensor)
+    chances = predictions[:, :-1].softmax(-1).gather(-1, labels[:, 1:, None])
+    return chances.sum(), torch.tensor(chances.numel())
+
+
+def divided(env: DistributedEnvInterface, folder: Path) -> object:
+    """Curve, evaluation and metric with half of each sequence on each rank, and as one process."""
+    found = []
+    for mesh in ("cp=2", None):
+        given: dict[str, object] = {
+            "output_dir": str(folder / (mesh or f"alone-{env.rank}")),
+            "use_cpu": True,
+            "seed": 3,
+            "per_device_train_batch_size": Batches.batch_size,
+            "max_steps": 3,
+            "num_train_epochs": -1,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+        }
+        args = DataParallelArguments(mesh=mesh, **given) if mesh else TrainingArguments(**given)  # type: ignore[arg-type]
+        trainer = Trainer(
+            args,
+            model_init=Attending,
+            train_dataset=Batches(),
+            eval_dataset=Batches(7),
+            eval_metrics={"closeness": closeness},
+            distributed_env=env if mesh else StaticDistributedEnvironment(),
+        )
+        trainer.train()
+        scored = trainer.evaluate()
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        state = trainer.state
+        found.append(
+            {
+                "curve": [[entry[name] for name in ("loss", "grad_norm")] for entry in logged],
+                "tokens": [state.num_input_tokens_seen, state.num_target_tokens_seen, state.total_flos],
+                "scored": [scored[f"eval_{name}"] for name in ("loss", "tokens", "closeness")],
+            }
+        )
+    return found
+
+
+def undividable(env: DistributedEnvInterface, folder: Path) -> object:
+    """What a model is told that attends by itself."""
+    try:
+        trainer_of(env, folder, train=Batches(), mesh="cp=2").train()
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
 SCENARIOS: dict[str, Scenario] = {
+    "divided sequences": divided,
+    "sequences that cannot be divided": undividable,
     "compiling": compiling,
     "plain": kept,
     "bf16 policy": partial(kept, param_dtype="bfloat16"),

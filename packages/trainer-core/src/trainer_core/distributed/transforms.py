@@ -181,19 +181,19 @@ class BuiltModel:
         Returns:
             As `Executor.forward`, with the loss of whole rows. Predictions are those of this rank's part.
         """
-        scored = self.executor.forward(self._given(batch), loss)
+        scored = self.executor.forward(self._placed(batch), loss)
         return None if scored is None else scored._replace(loss=self._over_parts(scored.loss))
 
     def forward_backward(
         self, batches: Sequence[Batch], loss: TokenLoss, *, denominator: Tensor, fire: Fire
     ) -> Tensor:
         """Run all microbatches of an optimizer step forward and backward, as `Executor.forward_backward`."""
-        given = [self._given(batch) for batch in batches]
+        given = [self._placed(batch) for batch in batches]
         return self._over_parts(
             self.executor.forward_backward(given, loss, denominator=denominator, fire=fire)
         )
 
-    def _given(self, batch: Batch) -> Batch:
+    def _placed(self, batch: Batch) -> Batch:
         """What the model is called with: this rank's part of the sequences."""
         if self.sequence is not None:
             batch = self.sequence.cut(batch, self.ranks.device)
