@@ -28,8 +28,10 @@ HF_ATTENTION = "divided_sequence"
 """The name by which transformers finds the attention of this module."""
 PADDING = -1
 """In `document_ids`, of positions that belong to no document."""
-_MASK_ELEMENTS = 2**24
-"""A mask of more elements is made for some queries at a time, and made again in the backward pass."""
+_KEPT_MASK = 2**20
+"""A mask of more elements is not kept for the backward pass: attention is computed again there."""
+_MASK_ELEMENTS = 2**22
+"""A mask of more elements is made for some queries at a time."""
 _FILLS = {"labels": -100, "document_ids": PADDING, "attention_mask": 0}
 
 
@@ -237,7 +239,7 @@ def attend(
     """Causal attention of the queries of some pieces of a sequence to its keys, of which it has all.
 
     Memory for masks does not grow with the square of the length: beyond some length they are made for a few
-    queries at a time, in the backward pass again.
+    queries at a time, and in the backward pass again.
     """
     outputs = []
     rows = 1 if document_ids is None else query.shape[0]
@@ -250,7 +252,8 @@ def attend(
             last = min(begin + size, end)
             some = partial(_attend, start=begin, document_ids=document_ids, scale=scale)
             given = (own[:, :, begin - start : last - start], key[:, :, :last], value[:, :, :last])
-            if size < end - start and torch.is_grad_enabled():
+            masked = begin > 0 or document_ids is not None
+            if masked and rows * (last - begin) * last > _KEPT_MASK and torch.is_grad_enabled():
                 outputs.append(checkpoint(some, *given, use_reentrant=False))
             else:
                 outputs.append(some(*given))

@@ -162,7 +162,7 @@ def run(case: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
     model = make(case, CausalAttention)
     part = divide_sequences(model, meshes.context, balanced=case.get("balanced", True))
     if "mask" in case:
-        model_parallel.context._MASK_ELEMENTS = case["mask"]
+        model_parallel.context._MASK_ELEMENTS = model_parallel.context._KEPT_MASK = case["mask"]
     found = train(model, given, part)
     notes = {
         name: max(abs(mine[place] / other[place] - 1) for mine, other in zip(found, expected, strict=True))
@@ -198,11 +198,11 @@ def far(one: Tensor, other: Tensor) -> float:
 def main(cases: list[dict[str, Any]]) -> None:
     with DistributedEnvironment(no_accelerator=True) as env:
         meshes = Meshes(ParallelLayout(context=env.world_size))
-        limit = model_parallel.context._MASK_ELEMENTS
+        limits = model_parallel.context._MASK_ELEMENTS, model_parallel.context._KEPT_MASK
         notes = []
         for case in cases:
             notes.append(run(case, meshes))
-            model_parallel.context._MASK_ELEMENTS = limit
+            model_parallel.context._MASK_ELEMENTS, model_parallel.context._KEPT_MASK = limits
     Path(os.environ["NOTES"]).write_text(json.dumps(notes))
 
 
