@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         is_ignored,
         loss_of,
         predict,
+        with_router_loss,
     )
     from .metrics.comm_bytes import Collective, CommBytes
     from .metrics.memory import RankMemory
@@ -218,6 +219,7 @@ __all__ = [
     "suggest",
     "to_device",
     "verify",
+    "with_router_loss",
 ]
 
 _REPLACED = {
