@@ -23,6 +23,7 @@ from .case import (
     decay_by_name,
 )
 from .ddp_cases import DDP_CASES
+from .expert_cases import EXPERT_CASES
 from .fsdp2_cases import FSDP2_CASES
 from .model import Untold
 from .pipeline_cases import PIPELINE_CASES
@@ -167,4 +168,4 @@ ONE_DEVICE_CASES = [
     ),
 ]
 
-CASES = [*ONE_DEVICE_CASES, *DDP_CASES, *FSDP2_CASES, *PIPELINE_CASES, *TENSOR_CASES]
+CASES = [*ONE_DEVICE_CASES, *DDP_CASES, *FSDP2_CASES, *PIPELINE_CASES, *TENSOR_CASES, *EXPERT_CASES]
