@@ -58,8 +58,8 @@ class Mixture(nn.Module):
         _, weights, chosen = self.gate(tokens)
         share = tokens.new_zeros(len(tokens), EXPERTS).scatter(1, chosen, weights.to(tokens.dtype))
         out = torch.zeros_like(tokens)
-        # One after the other: of batched products of all experts, einsum or matmul, torch 2.13 computes wrong
-        # gradients where a schedule splits the backward pass (zbv and its like), also without any balance loss.
+        # One after the other: of products of all experts at once, einsum or matmul, torch 2.13 computes wrong
+        # gradients where a schedule splits the backward pass (zbv and its like), balance loss or not.
         for weight, up, down in zip(share.unbind(dim=1), self.up.unbind(), self.down.unbind(), strict=True):
             hidden = functional.silu(functional.linear(tokens, up))
             out = out + weight.unsqueeze(-1) * functional.linear(hidden, down)
