@@ -189,11 +189,47 @@ def test_recomputation_that_hides_a_router_is_refused() -> None:
     loss = routed(model, 0.3)
     targets = CausalLMLoss().make_targets(data["labels"])
     x = model.embed(data["input_ids"])
-    with pytest.raises(ConfigurationError, match="would have no gradient"), loss.routers.watching():
-        checkpoint(model.gates[0], x, use_reentrant=True)
     with loss.routers.watching():
-        checkpoint(model.gates[0], x, use_reentrant=False)
+        checkpoint(lambda x: model.gates[0](x)[1], x, use_reentrant=True)
+    with pytest.raises(ConfigurationError, match="would have no gradient"):
+        loss.added(targets)
+    with loss.routers.watching():
+        checkpoint(lambda x: model.gates[0](x)[1], x, use_reentrant=False)
     assert loss.added(targets) is not None
+
+
+def test_passes_without_gradients_before_the_one_that_counts_are_left_out() -> None:
+    model, data = Routed(), batch()
+    loss = routed(model, 0.3)
+    targets = CausalLMLoss().make_targets(data["labels"])
+    with loss.routers.watching():
+        model(data["input_ids"])
+    once = loss.added(targets)
+    with loss.routers.watching():
+        with torch.no_grad():
+            model(data["input_ids"])
+        model(data["input_ids"])
+    assert once is not None
+    assert torch.equal(loss.added(targets), once)
+
+
+def test_labels_that_do_not_tell_what_counts_are_refused_where_they_matter() -> None:
+    model, tokens = Routed(), batch()["input_ids"]
+    for coefficient in (0.3, 0.0):
+        loss = routed(model, coefficient)
+        with loss.routers.watching():
+            model(tokens)
+        if coefficient:
+            with pytest.raises(ConfigurationError, match="needs a label for each of the 36 tokens"):
+                loss.added(torch.zeros(4, 3, dtype=torch.int64))
+        else:
+            assert loss.added(torch.zeros(4, 3, dtype=torch.int64)) is None
+    one_each = routed(model, 0.3)
+    with one_each.routers.watching():
+        model(tokens)
+    assert one_each.added(torch.tensor([1, -100, 2, 3])) is not None
+    (figures,) = {tuple(each[1:4:2].tolist()) for each in one_each.routers.figures().values()}
+    assert figures == (3.0, 27.0)
 
 
 def test_what_is_a_router() -> None:

@@ -101,7 +101,8 @@ class RouterLosses:
     ) -> None:
         self.coefficient = coefficient
         self.shapes = shapes
-        self._open = self._trains = False
+        self._open = False
+        self._routers = dict(routers)
         self._taken: list[tuple[int, Tensor, Tensor]] = []
         self._sums: dict[int, list[Tensor]] = {}
         for number, module in routers.items():
@@ -121,7 +122,10 @@ class RouterLosses:
             # Recomputation in the backward pass comes here as well, when nothing is open.
             if not self._open:
                 return
-            if not (isinstance(output, tuple) and len(output) == 3):
+            if isinstance(output, tuple) and len(output) == 3:
+                logits, _, chosen = output
+                self._taken.append((number, logits, chosen))
+            elif self.coefficient:
                 raise ConfigurationError(
                     "model",
                     type(module).__name__,
@@ -129,12 +133,6 @@ class RouterLosses:
                     "cannot be computed",
                     "set output_router_logits=False in the config of the model",
                 )
-            logits, _, chosen = output
-            weight = module.weight
-            trained = isinstance(weight, Tensor) and weight.requires_grad and self._trains
-            self._taken.append((number, logits, chosen))
-            if trained and not logits.requires_grad:
-                raise _lost_gradient(module)
 
         return watch
 
@@ -142,7 +140,7 @@ class RouterLosses:
     def watching(self) -> Iterator[None]:
         """A context for the forward pass of one microbatch."""
         self._taken.clear()
-        self._open, self._trains = True, torch.is_grad_enabled()
+        self._open = True
         added = auxiliary_loss_is_added.set(self.coefficient > 0)
         try:
             yield
@@ -163,9 +161,19 @@ class RouterLosses:
         taken, self._taken = self._taken, []
         if not torch.is_grad_enabled():
             return None
+        # A loss may have run the model before without gradients, to find out what it returns.
+        with_gradient = {number for number, logits, _ in taken if logits.requires_grad}
         total: Tensor | None = None
         for number, logits, chosen in taken:
+            if number in with_gradient and not logits.requires_grad:
+                continue
+            if self.coefficient and number not in with_gradient:
+                _check_is_frozen(self._routers[number])
             where = _by_position(counted, len(logits))
+            if where is None:
+                if self.coefficient:
+                    raise _without_labels(counted, len(logits))
+                continue
             balance = row_balance(logits, chosen, where, sigmoid=self.shapes[number].sigmoid)
             added = (balance.loss * weights).sum()
             self._note(number, balance, added.detach(), where, weights)
@@ -198,27 +206,32 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
 
 
-def _by_position(counted: Tensor, tokens: int) -> Tensor:
+def _by_position(counted: Tensor, tokens: int) -> Tensor | None:
+    """Which tokens count, [rows, positions]; None if the labels do not tell."""
     if counted.ndim == 1 and len(counted) and tokens % len(counted) == 0:
         return counted.unsqueeze(-1).expand(len(counted), tokens // len(counted))
-    if counted.numel() != tokens:
-        raise ConfigurationError(
-            "output_router_logits",
-            True,
-            f"needs a label for each of the {tokens} tokens that a router has seen, but the labels are "
-            f"{list(counted.shape)}",
-            "set it to False in the config of the model",
-        )
-    return counted
+    return counted if counted.ndim == 2 and counted.numel() == tokens else None
 
 
-def _lost_gradient(module: nn.Module) -> ConfigurationError:
+def _without_labels(counted: Tensor, tokens: int) -> ConfigurationError:
     return ConfigurationError(
-        "gradient_checkpointing_kwargs",
-        {"use_reentrant": True},
-        f"hides {type(module).__name__} from the backward pass, so its balance loss would have no gradient",
-        "set activation_checkpointing='full' in the arguments of the trainer instead",
+        "output_router_logits",
+        True,
+        f"needs a label for each of the {tokens} tokens that a router has seen, but the labels are "
+        f"{list(counted.shape)}",
+        "set it to False in the config of the model",
     )
+
+
+def _check_is_frozen(router: nn.Module) -> None:
+    """Refuse a router that is trained and has seen tokens where no gradient passes."""
+    if isinstance(router.weight, Tensor) and router.weight.requires_grad:
+        raise ConfigurationError(
+            "gradient_checkpointing_kwargs",
+            {"use_reentrant": True},
+            f"hides {type(router).__name__} from the backward pass: its balance loss would have no gradient",
+            "set activation_checkpointing='full' in the arguments of the trainer instead",
+        )
 
 
 class RoutedLoss:
