@@ -256,3 +256,10 @@ def test_a_damaged_file_is_left_to_the_reader_of_weights(tmp_path: Path) -> None
 def test_a_model_without_experts_has_none() -> None:
     model: nn.Module = Llama(preset("tiny"))
     assert not any(isinstance(module, MoE) for module in model.modules())
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, GLM], ids=["mixtral", "glm4_moe"])
+def test_tensor_parallelism_is_refused_by_a_style_for_experts(config: LlamaConfig) -> None:
+    assert Llama(config).tp_plan == {"model.layers.*.mlp.experts": "moe_tp_experts"}
+    assert "model.layers.*.mlp.up_proj" in Llama.tp_plan
+    assert Llama(preset("tiny")).tp_plan is Llama.tp_plan

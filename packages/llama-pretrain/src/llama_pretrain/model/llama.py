@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -250,7 +249,7 @@ class Llama(nn.Module):
         config: Shape of the model. Kept as `.config`.
     """
 
-    tp_plan: ClassVar[Mapping[str, str]] = {
+    tp_plan: Mapping[str, str] = {
         "model.embed_tokens": "embedding_rowwise",
         "model.layers.*.self_attn.q_proj": "colwise",
         "model.layers.*.self_attn.k_proj": "colwise",
@@ -268,6 +267,9 @@ class Llama(nn.Module):
         self.config = config
         self.model = LlamaBackbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.experts(config.num_hidden_layers - 1) is not None:
+            # Refused by its name: without a rule each rank would compute all experts, and say nothing.
+            self.tp_plan = {"model.layers.*.mlp.experts": "moe_tp_experts"}
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.init_weights()
