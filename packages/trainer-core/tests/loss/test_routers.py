@@ -228,7 +228,7 @@ def test_labels_that_do_not_tell_what_counts_are_refused_where_they_matter() -> 
     with one_each.routers.watching():
         model(tokens)
     assert one_each.added(torch.tensor([1, -100, 2, 3])) is not None
-    (figures,) = {tuple(each[1:4:2].tolist()) for each in one_each.routers.figures().values()}
+    (figures,) = {tuple(each[1:4:2].tolist()) for each in one_each.routers.take_sums().values()}
     assert figures == (3.0, 27.0)
 
 

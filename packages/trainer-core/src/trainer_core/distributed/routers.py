@@ -111,13 +111,13 @@ class RouterHooks(StepHooks):
 
     def begin(self, step: int) -> None:
         """Forget a step that was left in the middle."""
-        self._losses.figures()
+        self._losses.take_sums()
         self._window.clear()
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """Move the biases; collective among the ranks that have the same layers and other data."""
-        figures = self._losses.figures()
+        figures = self._losses.take_sums()
         for number, noted in figures.items():
             before = self._window.get(number)
             self._window[number] = noted if before is None else before + noted

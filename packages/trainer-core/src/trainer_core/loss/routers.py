@@ -188,7 +188,7 @@ class RouterLosses:
         scalars = torch.stack([added, weights.sum().to(added), balance.entropy, counted.sum().to(added)])
         self._sums.setdefault(number, []).append(torch.cat([scalars, balance.load]))
 
-    def figures(self) -> dict[int, Tensor]:
+    def take_sums(self) -> dict[int, Tensor]:
         """By router, what was noted since the last call, float64 or the widest that the device has.
 
         Weighted sum of the balance of rows, sum of the weights, sum of entropies, tokens that count, and then
