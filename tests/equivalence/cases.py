@@ -24,6 +24,7 @@ from .case import (
 )
 from .context_cases import CONTEXT_CASES
 from .ddp_cases import DDP_CASES
+from .expert_cases import EXPERT_CASES
 from .fsdp2_cases import FSDP2_CASES
 from .model import Untold
 from .pipeline_cases import PIPELINE_CASES
@@ -168,4 +169,12 @@ ONE_DEVICE_CASES = [
     ),
 ]
 
-CASES = [*ONE_DEVICE_CASES, *DDP_CASES, *FSDP2_CASES, *PIPELINE_CASES, *TENSOR_CASES, *CONTEXT_CASES]
+CASES = [
+    *ONE_DEVICE_CASES,
+    *DDP_CASES,
+    *FSDP2_CASES,
+    *PIPELINE_CASES,
+    *TENSOR_CASES,
+    *CONTEXT_CASES,
+    *EXPERT_CASES,
+]

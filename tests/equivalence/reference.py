@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .data import GLOBAL_BATCH, IGNORED, ROWS, RaggedLoader
+from .experts import BalanceByHand, ExpertsDecoder
 from .model import BLOCKS, WIDTH, Decoder
 
 
@@ -54,15 +55,29 @@ class Recipe:
     """Whether to take torch's fused AdamW, which rounds otherwise than the one for each parameter."""
     evaluated: bool = False
     """Whether the trained model is evaluated: its loss then comes as one more point."""
+    experts: str | None = None
+    """Scores of the experts in all blocks but the first, softmax or sigmoid; none: there are no experts."""
+    balance: float = 0.0
+    """Weight of the balance loss of their routers."""
+    bias_rate: float = 0.0
+    """How far the biases of routers move in a step."""
     bad_step: int | None = None
     """The optimizer step whose gradient is made not a number; it is left out, and the schedule continues. In
     float16 it overflows instead: the loss scale is halved, and the schedule waits."""
 
 
+def decoder_of(recipe: Recipe) -> Decoder:
+    """The model of a recipe."""
+    shape = {"tied": recipe.tied, "width": recipe.width, "blocks": recipe.blocks}
+    if recipe.experts is None:
+        return Decoder(**shape)
+    return ExpertsDecoder(scores=recipe.experts, balance=recipe.balance, bias_rate=recipe.bias_rate, **shape)
+
+
 def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
     """Train from scratch, with so many rows in a microbatch; one point for each optimizer step."""
     torch.manual_seed(recipe.seed)
-    model = Decoder(tied=recipe.tied, width=recipe.width, blocks=recipe.blocks)
+    model = decoder_of(recipe)
     everything = list(model.parameters())
     average = [parameter.detach().clone() for parameter in everything]
     optimizers = _optimizers(recipe, model)
@@ -72,6 +87,8 @@ def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
     precision = torch.autocast("cpu", dtype) if recipe.float16 or recipe.autocast else nullcontext()
     loader, points, waited = RaggedLoader(microbatch), [], 0
     steps_per_epoch = -(-ROWS // recipe.global_batch)
+    balance = BalanceByHand(model, recipe.balance, recipe.bias_rate)
+    balance.watch()
     for step in range(recipe.steps):
         if step % steps_per_epoch == 0:
             loader.set_epoch(step // steps_per_epoch)
@@ -85,7 +102,8 @@ def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
         for batch in window:
             with precision:
                 loss = next_token_losses(model, batch)
-            scaler.scale(loss / tokens).backward()
+            added = balance.loss(batch["labels"][:, 1:] != IGNORED)
+            scaler.scale((loss + added) / tokens).backward()
             total += loss.item()
         if step == recipe.bad_step:
             points.append(Point(math.nan, math.nan))
@@ -100,9 +118,11 @@ def train(recipe: Recipe, microbatch: int = 2) -> list[Point]:
         for another in optimizers[1:]:
             another.step()
         scaler.update()
+        balance.step()
         points.append(Point(total / tokens, norm.item()))
         for before, now in zip(average, everything, strict=True):
             before.lerp_(now.detach(), 1 - (recipe.ema_decay or 0.0))
+    balance.end()
     if recipe.ema_decay is not None:
         torch.nn.utils.vector_to_parameters(torch.cat([each.flatten() for each in average]), everything)
     if recipe.optimizer == "schedule_free_adamw":

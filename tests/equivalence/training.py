@@ -20,8 +20,7 @@ from trainer_pipeline import PipelineTrainer
 
 from .case import Case
 from .data import RaggedLoader, Shard
-from .model import Decoder
-from .reference import Point, Recipe, evaluation_point
+from .reference import Point, Recipe, decoder_of, evaluation_point
 
 STOP_AT = 11
 """Where restarted rows stop: inside an epoch, whether of rows by eight or by twelve, with warm-up behind."""
@@ -182,7 +181,7 @@ def _read_by(env: DistributedEnvInterface, loader: RaggedLoader, *, dispatched: 
 def _options(case: Case, *callbacks: object) -> dict[str, object]:
     options, recipe = dict(case.options()), case.recipe
     return {
-        "model_init": partial(Decoder, tied=recipe.tied, width=recipe.width, blocks=recipe.blocks),
+        "model_init": partial(decoder_of, recipe),
         **options,
         "callbacks": [*options.pop("callbacks", ()), *callbacks],  # type: ignore[misc]
     }

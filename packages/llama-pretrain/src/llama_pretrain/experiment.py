@@ -16,10 +16,11 @@ from trainer_fsdp2 import FSDP2Trainer
 from trainer_pipeline import PipelineTrainer
 
 from .arguments import PretrainArguments
-from .console import LOGS_NAME
+from .console import LOGS_NAME, PROG
 from .data import evaluation_loader, open_data, split_data, training_loader
 from .model.config import CONFIG_FILE, LlamaConfig, preset
 from .model.llama import Llama, has_weights
+from .model.moe_weights import has_separate_experts
 from .tokenizer import Tokenizer, load_tokenizer
 
 TRAINERS: Mapping[str, type[Trainer]] = {
@@ -54,6 +55,7 @@ def prepare(args: PretrainArguments) -> Experiment:
     _check_resume_path(args.resume_from_checkpoint)
     tokenizer = load_tokenizer(args.tokenizer)
     config = model_config(args, tokenizer)
+    _check_experts_together(args.model)
     documents = open_data(args)
     train_documents, held_out = split_data(documents, args)
     subject = {
@@ -80,6 +82,17 @@ def _check_resume_path(wanted: bool | str) -> None:
             wanted,
             "is not a checkpoint",
             "name a directory checkpoint-<step> of a run",
+        )
+
+
+def _check_experts_together(model: str) -> None:
+    """Refuse weights whose experts are stored one by one: of a sharded model no rank could read its part."""
+    if has_separate_experts(model):
+        raise ConfigurationError(
+            "model",
+            model,
+            "has weights with a tensor for each expert, and training reads one tensor for all of them",
+            f"write them anew with: {PROG} import {model} DIRECTORY",
         )
 
 

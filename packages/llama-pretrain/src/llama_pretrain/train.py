@@ -21,6 +21,7 @@ from dist_env import (
     broadcast_object,
     main_process_first,
 )
+from perf_metrics import architecture_of_model
 from trainer_core import ConfigurationError, Trainer, TrainerState
 
 from .arguments import PretrainArguments, check_processes, launch_command
@@ -190,10 +191,13 @@ def announce(
         processes: How many train it.
         changes: Setting to its value at the last start, and now.
     """
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    architecture = architecture_of_model(model)
+    size = f"{architecture.parameters:,} parameters"
+    if architecture.idle:
+        size += f", of which {architecture.active_parameters:,.0f} take part for a token"
     source = "the Python standard library" if args.data is None else args.data
     kept = "none" if held_out is None else str(len(held_out))
-    print(f"model      {args.model}, {parameters:,} parameters, {args.sequence_length} tokens a row")
+    print(f"model      {args.model}, {size}, {args.sequence_length} tokens a row")
     print(f"data       {source}: {len(documents)} documents to train on, {kept} held out")
     if args.trainer != "single":
         way = told_trainer(args.trainer, parse_mesh(args.mesh))

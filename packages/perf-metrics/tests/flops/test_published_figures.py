@@ -132,3 +132,40 @@ def test_the_named_worked_figures_of_llama() -> None:
         assert executed / convention("megatron").per_token(architecture, length) == pytest.approx(
             megatron, abs=0.006
         )
+
+
+MIXTRAL_8X7B = {
+    **llama(32, 4096, 32, 8, 14336, 32000),
+    "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "first_k_dense_replace": 3, "moe_layer_freq": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active"),
+    [
+        # arXiv:2401.04088, sections 1 and 2: 47 and 13 billion; the card of the model has 46.7 and 12.9.
+        (MIXTRAL_8X7B, 46.7, 12.9),
+        # arXiv:2412.19437, section 4.2: 671 and 37 billion; the lookup of 0.93 is not among the active ones.
+        (DEEPSEEK_V3, 671.0, 36.6),
+    ],
+    ids=["Mixtral 8x7B", "DeepSeek-V3"],
+)
+def test_parameters_of_mixtures_of_experts(config: dict[str, object], total: float, active: float) -> None:
+    architecture = architecture_of_config(config)
+    lookup = architecture.lookup if config is DEEPSEEK_V3 else 0
+    assert architecture.parameters / 1e9 == pytest.approx(total, abs=0.05)
+    assert (architecture.active_parameters - lookup) / 1e9 == pytest.approx(active, abs=0.05)
+
+
+@pytest.mark.parametrize("config", [MIXTRAL_8X7B, DEEPSEEK_V3], ids=["Mixtral 8x7B", "DeepSeek-V3"])
+def test_products_of_experts_cost_what_the_active_ones_have(config: dict[str, object]) -> None:
+    architecture = architecture_of_config(config)
+    used = architecture.active_parameters - architecture.lookup
+    assert architecture.per_token(4096).matmul == pytest.approx(6 * used, rel=1e-12)

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         is_ignored,
         loss_of,
         predict,
+        with_router_loss,
     )
     from .metrics.comm_bytes import Collective, CommBytes
     from .metrics.memory import RankMemory
@@ -220,6 +221,7 @@ __all__ = [
     "suggest",
     "to_device",
     "verify",
+    "with_router_loss",
 ]
 
 _REPLACED = {

@@ -51,7 +51,7 @@ from .inputs import (
     optimizer_factory_of,
 )
 from .loop import TrainingLoop
-from .loss import FusedLossFactory, OnTargets, TokenLoss
+from .loss import FusedLossFactory, OnTargets, RoutedLoss, TokenLoss
 from .model import ModelInit, RecomputeFn, run_settings, verify_initialised
 from .model.run_settings import inference_mode_guard
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
@@ -463,7 +463,7 @@ class Trainer(InputHints):
     def loss(self) -> TokenLoss:
         """The loss of the run."""
         loss = self._prepare().loss
-        return loss.loss if isinstance(loss, OnTargets) else loss
+        return loss.loss if isinstance(loss, OnTargets | RoutedLoss) else loss
 
     @property
     def optimizer(self) -> Optimizer | None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from trainer_core import autocast, predict
+from trainer_core import autocast, predict, with_router_loss
 
 from .blocks import Bound
 from .microbatches import Microbatch, MicrobatchQueue
@@ -134,8 +134,13 @@ class StageForward(nn.Module):
             total, _ = self.score(hidden)
             self._queue.losses.append(total.detach())
             return total / self._queue.divisor
-        with autocast(self._queue.args, self._device.type):
-            return checked_hidden(self.stage(hidden, **self._microbatch.inputs))
+        queue, microbatch = self._queue, self._microbatch
+
+        def compute() -> Tensor:
+            with autocast(queue.args, self._device.type):
+                return checked_hidden(self.stage(hidden, **microbatch.inputs))
+
+        return with_router_loss(queue.loss, compute, microbatch.labels, queue.divisor)
 
     def score(self, hidden: Tensor | None) -> tuple[Tensor, object]:
         """For the last stage: the sum of the token losses of the microbatch, and the predictions."""

@@ -173,10 +173,10 @@ def export(args: ExportArguments) -> Path:
     """
     target = _target(args.directory, args.dtype)
     weights = locate(args)
-    save_pretrained(
-        load_pretrained(weights), target, dtype=args.dtype, tokenizer=load_tokenizer(str(weights))
-    )
-    print(f"wrote {target}: {weights} as {args.dtype}, for transformers' LlamaForCausalLM", flush=True)
+    model = load_pretrained(weights)
+    save_pretrained(model, target, dtype=args.dtype, tokenizer=load_tokenizer(str(weights)))
+    reader = model.config.architecture
+    print(f"wrote {target}: {weights} as {args.dtype}, for transformers' {reader}", flush=True)
     return target
 
 

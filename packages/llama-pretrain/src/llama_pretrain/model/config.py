@@ -7,21 +7,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from trainer_core import ConfigurationError, suggest
 
+if TYPE_CHECKING:
+    from .moe import Experts
+
 CONFIG_FILE = "config.json"
 
-# Settings that Hugging Face allows and this model does not compute: only these values are accepted.
-_FIXED: dict[str, object] = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "rope_scaling": None,
-    "pretraining_tp": 1,
-}
 # Keys that do not change what the model computes. They are accepted and not kept.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -55,6 +49,19 @@ class LlamaConfig:
         ConfigurationError: If a value breaks a rule. The message names setting, value, rule and fix.
     """
 
+    model_type: ClassVar[str] = "llama"
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+    """The class of transformers that reads the weights."""
+    fixed: ClassVar[Mapping[str, object]] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "rope_scaling": None,
+        "pretraining_tp": 1,
+    }
+    """Settings that Hugging Face allows and this model does not compute: only these values are accepted."""
+
     vocab_size: int = 32000
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -87,13 +94,17 @@ class LlamaConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         _check_shape(self)
 
+    def experts(self, layer: int) -> Experts | None:
+        """What stands in a layer in the place of one feed-forward; None: nothing does."""
+        return None
+
     def to_dict(self) -> dict[str, object]:
-        """Return the content of a `config.json` that transformers reads as `LlamaForCausalLM`."""
-        values: dict[str, object] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        """Return the content of a `config.json` that transformers reads as `architecture`."""
+        values: dict[str, object] = {"architectures": [self.architecture], "model_type": self.model_type}
         values |= {field.name: getattr(self, field.name) for field in fields(self)}
         # transformers 4 reads rope_theta, transformers 5 reads rope_parameters.
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": self.rope_theta}
-        values |= {key: value for key, value in _FIXED.items() if key != "rope_scaling"}
+        values |= {key: value for key, value in self.fixed.items() if key != "rope_scaling"}
         return values
 
     @classmethod
@@ -101,14 +112,17 @@ class LlamaConfig:
         """Read the content of a `config.json`.
 
         Args:
-            values: Keys of Hugging Face's Llama configuration, of transformers 4 or 5.
+            values: Keys of Hugging Face's configuration, of transformers 4 or 5. Their `model_type` chooses
+                the class: `llama`, or one of those with experts, `mixtral` and `glm4_moe`.
 
         Raises:
             ConfigurationError: If a key is unknown, or a value asks for something this model does not compute
                 (scaled rotary embedding, biases, dropout, another activation or architecture).
         """
+        if cls is LlamaConfig and values.get("model_type") not in (None, cls.model_type):
+            return _class_of(values["model_type"]).from_dict(values)
         remaining = {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
-        _refuse_unsupported(remaining)
+        _refuse_unsupported(remaining, {"model_type": cls.model_type, **cls.fixed})
         theta = _rope_theta(remaining)
         names = {field.name for field in fields(cls)}
         unknown = sorted(set(remaining) - names)
@@ -234,9 +248,24 @@ def _check_shape(config: LlamaConfig) -> None:
         )
 
 
-def _refuse_unsupported(values: dict[str, object]) -> None:
+def _class_of(model_type: object) -> type[LlamaConfig]:
+    from .moe_config import CONFIGS
+
+    kinds: list[type[LlamaConfig]] = [LlamaConfig, *CONFIGS]
+    known = {each.model_type: each for each in kinds}
+    if model_type not in known:
+        raise ConfigurationError(
+            "model_type",
+            model_type,
+            f"is not supported: only {', '.join(known)} are implemented",
+            "use a model of one of these kinds",
+        )
+    return known[str(model_type)]
+
+
+def _refuse_unsupported(values: dict[str, object], fixed: Mapping[str, object]) -> None:
     """Take the settings with one permitted value out of `values`, or refuse them."""
-    for key, permitted in _FIXED.items():
+    for key, permitted in fixed.items():
         value = values.pop(key, permitted)
         if value is None or value == permitted:
             continue
@@ -322,9 +351,17 @@ _PRESETS: dict[str, LlamaConfig] = {
 }
 
 
+def _presets() -> dict[str, LlamaConfig]:
+    """All named shapes; those with experts are in a file that imports this one."""
+    from .moe_config import PRESETS
+
+    smallest, *rest = _PRESETS.items()
+    return dict([smallest, *PRESETS.items(), *rest])
+
+
 def preset_names() -> tuple[str, ...]:
-    """Return the names that `preset` knows, smallest model first."""
-    return tuple(_PRESETS)
+    """Return the names that `preset` knows: the smallest model first, those with experts next."""
+    return tuple(_presets())
 
 
 def preset(name: str, **changes: int | None) -> LlamaConfig:
@@ -337,14 +374,15 @@ def preset(name: str, **changes: int | None) -> LlamaConfig:
     Raises:
         ConfigurationError: If there is no such preset, or a change breaks a rule.
     """
-    if name not in _PRESETS:
+    presets = _presets()
+    if name not in presets:
         raise ConfigurationError(
             "model",
             name,
             "is neither a preset nor a directory with a config.json",
-            f"{suggest(name, _PRESETS, otherwise='')} The presets are {', '.join(_PRESETS)}.".strip(),
+            f"{suggest(name, presets, otherwise='')} The presets are {', '.join(presets)}.".strip(),
         )
-    return replace(_PRESETS[name], **changes)  # type: ignore[arg-type]
+    return replace(presets[name], **changes)  # type: ignore[arg-type]
 
 
 def preset_or_load(name: str, sequence_length: int) -> LlamaConfig:

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,8 @@ from model_parallel import CausalAttention
 from trainer_core import ConfigurationError, Sampling
 
 from .config import LlamaConfig
+from .moe import MoE
+from .moe_weights import has_separate_experts, with_separate_experts
 
 
 class KVCache:
@@ -201,11 +202,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward (Shazeer 2020)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` `[..., hidden]` to the same shape."""
@@ -219,7 +220,7 @@ class Block(nn.Module):
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer)
-        self.mlp = MLP(config)
+        self.mlp = _feed_forward(config, layer)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -235,6 +236,14 @@ class Block(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, document_ids)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+
+def _feed_forward(config: LlamaConfig, layer: int) -> nn.Module:
+    experts = config.experts(layer)
+    if experts is None:
+        return MLP(config.hidden_size, config.intermediate_size)
+    shared = MLP(config.hidden_size, experts.shared_width) if experts.shared_width else None
+    return MoE(config.hidden_size, experts, shared)
 
 
 class LlamaBackbone(nn.Module):
@@ -276,7 +285,7 @@ class Llama(nn.Module):
         config: Shape of the model. Kept as `.config`.
     """
 
-    tp_plan: ClassVar[Mapping[str, str]] = {
+    tp_plan: Mapping[str, str] = {
         "model.embed_tokens": "embedding_rowwise",
         "model.layers.*.self_attn.q_proj": "colwise",
         "model.layers.*.self_attn.k_proj": "colwise",
@@ -294,6 +303,9 @@ class Llama(nn.Module):
         self.config = config
         self.model = LlamaBackbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.experts(config.num_hidden_layers - 1) is not None:
+            # Refused by its name: without a rule each rank would compute all experts, and say nothing.
+            self.tp_plan = {"model.layers.*.mlp.experts": "moe_tp_experts"}
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.init_weights()
@@ -360,7 +372,7 @@ class Llama(nn.Module):
         std = self.config.initializer_range
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
         for name, parameter in self.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 nn.init.normal_(parameter, std=residual_std)
             elif name.endswith("norm.weight"):
                 nn.init.ones_(parameter)
@@ -476,7 +488,7 @@ def load_pretrained(directory: str | os.PathLike[str], *, dtype: torch.dtype = t
 
     Args:
         directory: Holds `config.json` and `model.safetensors`, or the files that
-            `model.safetensors.index.json` lists.
+            `model.safetensors.index.json` lists. Experts may be stored together or one by one.
         dtype: Dtype of the parameters; weights of another dtype are cast.
 
     Returns:
@@ -493,7 +505,8 @@ def load_pretrained(directory: str | os.PathLike[str], *, dtype: torch.dtype = t
     if config.tie_word_embeddings:
         # Each parameter was just given memory of its own.
         model.lm_head.weight = model.model.embed_tokens.weight
-    load_model_weights(model, Path(directory))
+    separate = has_separate_experts(Path(directory))
+    load_model_weights(with_separate_experts(model) if separate else model, Path(directory))
     return model.eval()
 
 
@@ -506,7 +519,8 @@ def save_pretrained(
 ) -> Path:
     """Write `config.json` and safetensors weights, which transformers reads as `LlamaForCausalLM`.
 
-    Weights of more than 5 GB are divided into several files with an index.
+    A model with experts it reads as `MixtralForCausalLM` or `Glm4MoeForCausalLM`, from version 5 on. Weights
+    of more than 5 GB are divided into several files with an index.
 
     Args:
         model: The model.

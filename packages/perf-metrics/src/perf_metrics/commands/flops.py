@@ -173,6 +173,7 @@ def _as_json(
     answer: dict[str, object] = {
         "name": architecture.name,
         "parameters": architecture.parameters,
+        "active_parameters": architecture.active_parameters,
         "sequence_length": options.seq,
         "causal": options.causal,
         "flops_per_token": flops.total,

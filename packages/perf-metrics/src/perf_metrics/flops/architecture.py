@@ -195,6 +195,11 @@ class Architecture:
         """Weights of experts that a token is not sent to."""
         return sum(group.stored - group.active for group in self.weights)
 
+    @property
+    def active_parameters(self) -> float:
+        """Parameters that take part for a token: all but those of experts that it is not sent to."""
+        return self.parameters - self.idle
+
     def per_token(self, sequence_length: int, causal: Causal = "full") -> FlopsPerToken:
         """Training FLOPs per token.
 

@@ -39,6 +39,7 @@ from ..model import (
     prepare_model,
 )
 from .ranks import Ranks
+from .routers import with_routers
 from .transforms import BuiltModel, ModelTransform, copy_weights_of_rank_0, in_order
 
 GROUP = "trainer_core.transforms"
@@ -200,7 +201,9 @@ def make_loss(
     else:
         loss = loss_of(replace(built.args, fused_loss="no"), built.meta_model, given, fused_factory)
     check_takes_targets(loss, built.ranks.layout)
-    return OnTargets(loss) if takes_targets(loss) else loss
+    # A loss with its own way to run the model may have its own way with what routers return.
+    sees_outputs = given is not None and not takes_targets(given) and hasattr(given, "predict")
+    return with_routers(built, OnTargets(loss) if takes_targets(loss) else loss, sees_outputs=sees_outputs)
 
 
 def compile_built(built: BuiltModel) -> None:

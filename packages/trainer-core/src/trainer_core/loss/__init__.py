@@ -6,6 +6,17 @@ from .choice import LossSettings, check_loss, check_takes_targets, loss_of
 from .fused import FusedLinearCrossEntropy, HiddenStates
 from .head import FusedLossFactory, HiddenStatesLoss
 from .model_loss import MeanLoss, ModelLoss, OutputMeanLoss
+from .routers import (
+    RoutedLoss,
+    RoutedTargets,
+    RouterLosses,
+    RouterShape,
+    is_router,
+    router_shape,
+    row_balance,
+    widest,
+    with_router_loss,
+)
 from .supervised import ClassificationLoss, RegressionLoss
 from .token_loss import (
     IGNORE_INDEX,
@@ -34,6 +45,10 @@ __all__ = [
     "OnTargets",
     "OutputMeanLoss",
     "RegressionLoss",
+    "RoutedLoss",
+    "RoutedTargets",
+    "RouterLosses",
+    "RouterShape",
     "TargetLoss",
     "TokenLoss",
     "check_loss",
@@ -41,9 +56,14 @@ __all__ = [
     "count_next_tokens",
     "ignored_like",
     "is_ignored",
+    "is_router",
     "logits_of",
     "loss_denominator",
     "loss_of",
     "predict",
+    "router_shape",
+    "row_balance",
     "takes_targets",
+    "widest",
+    "with_router_loss",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import cache
 from typing import Protocol, TypeGuard, cast
 
@@ -191,9 +192,14 @@ def predict(loss: TokenLoss, model: nn.Module, inputs: Mapping[str, object], lab
     if own is not None:
         return own(model, inputs, labels)
     outputs = model(**inputs)
-    if not isinstance(outputs, Tensor) and member(outputs, "aux_loss") is not None:
+    added = auxiliary_loss_is_added.get()
+    if not added and not isinstance(outputs, Tensor) and member(outputs, "aux_loss") is not None:
         _say_what_is_left_out()
     return logits_of(outputs)
+
+
+auxiliary_loss_is_added: ContextVar[bool] = ContextVar("auxiliary_loss_is_added", default=False)
+"""Whether whoever runs the model adds the loss of its routers to the one that is computed here."""
 
 
 @cache

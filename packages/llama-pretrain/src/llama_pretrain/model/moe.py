@@ -1,0 +1,249 @@
+"""A feed-forward of experts: each token goes to a few of them, chosen by a router, and none is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dist_env import get_logger
+from trainer_core import is_fake
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of one layer."""
+
+    count: int
+    """Experts that are chosen from."""
+    used: int
+    """How many of them a token goes to."""
+    width: int
+    """Hidden units of one expert."""
+    shared_width: int = 0
+    """Hidden units of the experts that every token goes to; 0: there are none."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of logits. With sigmoids, a bias that is no parameter takes part in the choice."""
+    normalized: bool = True
+    """Whether the weights of the chosen experts add up to 1."""
+    scale: float = 1.0
+    """What the weights are multiplied by."""
+
+
+class Router(nn.Module):
+    """Chooses experts for each token; computed in float32 under any precision, for near ties decide much.
+
+    With softmax, the experts of the highest probabilities, weighted by these (Mixtral, arXiv:2401.04088,
+    section 2.1). With sigmoids, those whose score plus bias is highest, weighted by the score alone
+    (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16). The names are those of Hugging Face's routers, and so is
+    what `forward` returns, which `trainer_core` reads to balance the load.
+
+    Args:
+        hidden_size: Width of a token.
+        experts: What is chosen from.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, hidden_size: int, experts: Experts) -> None:
+        super().__init__()
+        self.num_experts = experts.count
+        self.top_k = experts.used
+        self.scores = experts.scores
+        self.normalized = experts.normalized
+        self.scale = experts.scale
+        self.weight = nn.Parameter(torch.empty(experts.count, hidden_size))
+        nn.init.normal_(self.weight, std=hidden_size**-0.5)
+        if experts.scores == "sigmoid":
+            self.register_buffer("e_score_correction_bias", torch.zeros(experts.count, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose.
+
+        Args:
+            x: Tokens `[tokens, hidden]`.
+
+        Returns:
+            Logits `[tokens, experts]` and weights of the chosen experts `[tokens, used]`, both float32, and
+            their numbers `[tokens, used]`, int64.
+        """
+        logits = _linear_in_float32(x, self.weight)
+        if self.scores == "softmax":
+            probabilities = logits.softmax(dim=-1)
+            weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        else:
+            probabilities = logits.sigmoid()
+            chosen = (probabilities + self.e_score_correction_bias).topk(self.top_k, dim=-1).indices
+            weights = probabilities.gather(-1, chosen)
+        if self.normalized:
+            # As in transformers: sigmoids may all be 0, where those of a softmax cannot.
+            weights = weights / (
+                weights.sum(dim=-1, keepdim=True) + (1e-20 if self.scores == "sigmoid" else 0)
+            )
+        return logits, weights * self.scale, chosen
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        before = getattr(self, "e_score_correction_bias", None)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if before is not None and self.e_score_correction_bias.dtype is not torch.float32:
+            # Steps of 0.001 would be lost in bfloat16. What was cast has been rounded, so it is taken anew.
+            self.e_score_correction_bias = before.to(self.e_score_correction_bias.device, torch.float32)
+        return self
+
+
+class ExpertWeights(nn.Module):
+    """The weights of all experts, one tensor for each product, as transformers 5 holds them.
+
+    Args:
+        hidden_size: Width of a token.
+        experts: Their number and width.
+    """
+
+    def __init__(self, hidden_size: int, experts: Experts) -> None:
+        super().__init__()
+        self.num_experts = experts.count
+        self.gate_up_proj = nn.Parameter(torch.empty(experts.count, 2 * experts.width, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(experts.count, hidden_size, experts.width))
+        nn.init.normal_(self.gate_up_proj, std=hidden_size**-0.5)
+        nn.init.normal_(self.down_proj, std=experts.width**-0.5)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Send each token through its experts, and add up what they return.
+
+        Args:
+            x: Tokens `[tokens, hidden]`.
+            weights: Of the chosen experts `[tokens, used]`, float32.
+            chosen: Their numbers `[tokens, used]`, int64.
+
+        Returns:
+            `[tokens, hidden]` in the dtype of `x`.
+        """
+        used = chosen.shape[-1]
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        # Not bincount, whose result has no shape that is known before.
+        counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        out = self._products(x[order // used], counts)
+        out = out * weights.flatten()[order].unsqueeze(-1)
+        # Back into the order of tokens by their places: unlike `index_add_`, this gives the same bits every
+        # time on a GPU.
+        return out[order.argsort()].view(*chosen.shape, -1).sum(dim=-2).to(x.dtype)
+
+    def _products(self, x: Tensor, counts: Tensor) -> Tensor:
+        """What each expert makes of its tokens `[tokens x used, hidden]`, in the order of experts."""
+        device = x.device.type
+        dtype = x.dtype
+        if device != "meta" and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        up, down = self.gate_up_proj, self.down_proj
+        if x.is_meta or is_fake():
+            return _even_products(x.to(dtype), up.to(dtype), down.to(dtype))
+        if not _grouped_fits(up, down, dtype) or not has_grouped_products(device, dtype):
+            return cast(Tensor, _looped_products(x, up, down, counts))
+        if dtype is not torch.bfloat16:
+            # torch 2.13 can trace grouped products of bfloat16 alone.
+            return cast(Tensor, _untraced_grouped_products(x.to(dtype), up.to(dtype), down.to(dtype), counts))
+        return _grouped_products(x.to(dtype), up.to(dtype), down.to(dtype), counts)
+
+
+class MoE(nn.Module):
+    """A feed-forward of experts. Names of parameters are those of Hugging Face's Mixtral and GLM-4 MoE.
+
+    Args:
+        hidden_size: Width of a token.
+        experts: The experts.
+        shared: What every token goes through beside them.
+    """
+
+    def __init__(self, hidden_size: int, experts: Experts, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate = Router(hidden_size, experts)
+        self.experts = ExpertWeights(hidden_size, experts)
+        if shared is not None:
+            self.shared_experts = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` `[..., hidden]` to the same shape."""
+        tokens = x.reshape(-1, x.shape[-1])
+        _, weights, chosen = self.gate(tokens)
+        out: Tensor = self.experts(tokens, weights, chosen).view(x.shape)
+        return out + self.shared_experts(x) if hasattr(self, "shared_experts") else out
+
+
+def _linear_in_float32(x: Tensor, weight: Tensor) -> Tensor:
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return F.linear(x.float(), weight.float())
+    with torch.autocast(device, enabled=False):
+        return F.linear(x.float(), weight.float())
+
+
+def _gated(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _grouped_products(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+    ends = counts.cumsum(0).to(torch.int32)
+    hidden = _gated(F.grouped_mm(x, gate_up.transpose(-2, -1), offs=ends))
+    return F.grouped_mm(hidden, down.transpose(-2, -1), offs=ends)
+
+
+_untraced_grouped_products = torch.compiler.disable(_grouped_products)  # type: ignore[no-untyped-call]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _looped_products(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+    """The same, one expert after the other, without those that have no token; the host waits for counts."""
+    sizes = counts.tolist()
+    # By `unbind`, whose backward puts the gradients of all experts together once. Each index would have a
+    # tensor of zeros for all of them.
+    parts = zip(torch.split(x, sizes), gate_up.unbind(), down.unbind(), strict=True)
+    out = [F.linear(_gated(F.linear(part, up)), back) for part, up, back in parts if len(part)]
+    return torch.cat(out)
+
+
+def _even_products(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The same for tensors without values, as if every expert had equally many tokens."""
+    sizes = [len(part) for part in torch.empty(len(x), device="meta").tensor_split(len(gate_up))]
+    parts = zip(torch.split(x, sizes), gate_up.unbind(), down.unbind(), strict=True)
+    return torch.cat([F.linear(_gated(F.linear(part, up)), back) for part, up, back in parts])
+
+
+def _grouped_fits(gate_up: Tensor, down: Tensor, dtype: torch.dtype) -> bool:
+    """Whether rows begin at multiples of 16 bytes, which the grouped kernels ask for."""
+    return all(side * dtype.itemsize % 16 == 0 for side in (gate_up.shape[-1], down.shape[-1]))
+
+
+@cache
+def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
+    """Whether `torch.nn.functional.grouped_mm` computes products of this dtype, found out by one of them.
+
+    Args:
+        device: Type of the device, such as "cuda".
+        dtype: Dtype of both factors.
+    """
+    found = hasattr(F, "grouped_mm")
+    if found:
+        try:
+            # Whatever mode this is asked in: generation is without gradients.
+            with torch.inference_mode(False), torch.enable_grad():
+                x = torch.ones(4, 16, device=device, dtype=dtype, requires_grad=True)
+                weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
+                ends = torch.tensor([1, 4], device=device, dtype=torch.int32)
+                out = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+                torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+            found = bool((out == 16).all())
+        except (RuntimeError, NotImplementedError):
+            found = False
+    name = str(dtype).removeprefix("torch.")
+    how = "one grouped product" if found else "one product after the other, as torch has no grouped one"
+    logger.info("experts on %s in %s are computed by %s", device, name, how)
+    return found
