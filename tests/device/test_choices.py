@@ -14,6 +14,7 @@ from pathlib import Path
 import fakecuda
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import hardware_table
 from checkpoint_core import RNGState
@@ -32,6 +33,8 @@ from trainer_core.model.run_settings import attention_context
 from trainer_core.precision.fp8 import lacks_fp8
 from trainer_core.precision.qat import _untouched_random_state
 from trainer_core.run import DeviceCache
+from trainer_fsdp2 import FSDP2Arguments
+from trainer_fsdp2.policy import offload_policy
 from trainer_pipeline import stage_timer
 
 from .case import Attention, curve, make
@@ -102,6 +105,13 @@ def test_the_backend_must_serve_the_device() -> None:
         choose_backend(CUDA, "cpu:gloo")
     with pytest.raises(DistributedEnvironmentError, match="nccl, which cannot serve the device cpu"):
         choose_backend(torch.device("cpu"), "nccl")
+
+
+@pytest.mark.parametrize(("device", "pinned"), [("cuda:0", True), ("cpu", False)])
+def test_offloaded_weights_are_pinned_where_they_are_copied(device: str, pinned: bool) -> None:
+    policy = offload_policy(FSDP2Arguments(cpu_offload=True), torch.device(device))
+    assert isinstance(policy, CPUOffloadPolicy)
+    assert policy.pin_memory is pinned
 
 
 def test_an_idle_device_is_not_asked_for_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:

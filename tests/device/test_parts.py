@@ -221,6 +221,15 @@ def test_llama_pretrain_trains_as_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("move", [to_device, dense_to_device])
+def test_pinned_batches_go_to_the_device_without_a_wait(move: Callable[..., Any]) -> None:
+    batch = {"input_ids": torch.arange(1000).pin_memory(), "other": [torch.ones(7).pin_memory()]}
+    with fakecuda.recorded_waits() as waits:
+        there = move(batch, torch.device("cuda", 0))
+    assert not waits
+    assert torch.equal(there["input_ids"].cpu(), torch.arange(1000))
+
+
+@pytest.mark.parametrize("move", [to_device, dense_to_device])
 def test_batches_that_come_back_to_the_host_are_whole(move: Callable[..., Any]) -> None:
     # Ranks without a single batch are sent one by a rank that holds it on its device.
     batch = {"input_ids": torch.arange(1000).cuda(), "other": [torch.ones(7).cuda()]}
