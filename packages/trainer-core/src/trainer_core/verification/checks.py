@@ -42,6 +42,8 @@ _RESUMED = 1e-6
 """The same behind a restart, from the run that was not stopped, on an accelerator; a CPU repeats each bit."""
 _SLOWER, _LONGER_SECONDS = 1.25, 2e-3
 """A step may take this much longer than one of plain torch, and these seconds, for it checks and counts."""
+_LEAST_STEPS = 4
+"""Of a run that is stopped in its middle, and whose first steps set things up."""
 _PARTS = ("curve", "repeat", "resume", "save", "waits", "feature", "speed", "memory", "utilization")
 _FEATURES: Mapping[str, Mapping[str, object]] = {
     "torch_compile": {"torch_compile": True},
@@ -98,6 +100,27 @@ class Verification:
         return {"passed": self.passed, **asdict(self)}
 
 
+def check_verify_settings(*, precisions: Sequence[str], steps: int, parts: Sequence[str] = ()) -> None:
+    """Check settings of `verify` that depend on no rank, for programs that start the ranks.
+
+    Args:
+        precisions: As `verify` takes them.
+        steps: Likewise.
+        parts: Likewise.
+
+    Raises:
+        ConfigurationError: Too few steps, or an unknown precision or part.
+    """
+    if steps < _LEAST_STEPS:
+        fix = f"set it to {_LEAST_STEPS} or more"
+        raise ConfigurationError("steps", steps, f"must be at least {_LEAST_STEPS}", fix)
+    for setting, given, known in (("precisions", precisions, _TOLERANCE), ("parts", parts, _PARTS)):
+        for value in given:
+            if value not in known:
+                rule = f"must be one of {', '.join(known)}"
+                raise ConfigurationError(setting, value, rule, "choose among these")
+
+
 def verify(
     model_init: ModelInit,
     rows: Sequence[Mapping[str, Tensor]],
@@ -135,18 +158,8 @@ def verify(
     Raises:
         ConfigurationError: Too few rows or steps, or an unknown precision or part.
     """
+    check_verify_settings(precisions=precisions, steps=steps, parts=parts or ())
     env = env or environment_of(DataParallelArguments())
-    if steps < 4:
-        raise ConfigurationError("steps", steps, "must be at least 4", "set it to 4 or more")
-    for precision in precisions:
-        if precision not in _TOLERANCE:
-            rule = f"must be one of {', '.join(_TOLERANCE)}"
-            raise ConfigurationError("precisions", precision, rule, "choose among these")
-    for part in parts or ():
-        if part not in _PARTS:
-            raise ConfigurationError(
-                "parts", part, f"must be one of {', '.join(_PARTS)}", "choose among these"
-            )
     needed = ROWS_PER_RANK * env.world_size * steps
     if len(rows) < needed:
         raise ConfigurationError("rows", f"{len(rows)} rows", f"are fewer than {needed}", "give more")
