@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -241,6 +242,16 @@ def state_and_peak(runs: Runs, place: str) -> Outcome:
         rule += f", peak at most {_ABOVE_PLAN - 1:.0%} and {_mib(_KEPT_BY_LIBRARIES)} above the plan"
         passed = passed and peak <= _ABOVE_PLAN * total + _KEPT_BY_LIBRARIES
     return Outcome(passed, found, rule, figures)
+
+
+def check_compiles(device: torch.device) -> None:
+    """Refuse what `torch.compile` cannot make kernels for.
+
+    Raises:
+        NotPossibleError: Of a GPU without Triton.
+    """
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise NotPossibleError("torch.compile makes kernels of GPUs by Triton, which is not installed")
 
 
 def ofu_of_matmul(device: torch.device) -> Outcome:
