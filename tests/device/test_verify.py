@@ -27,7 +27,7 @@ def test_everything_holds(tmp_path: Path) -> None:
         **dict.fromkeys(["curve", "repeat", "resume", "save", "waits", "memory"], True),
         "utilization": None,
     }, found
-    assert "peak_bytes" in found["memory"].figures
+    assert found["memory"].figures["peak_bytes"] >= found["memory"].figures["state_bytes"]  # type: ignore[operator]
     assert "driver" in found["utilization"].found
 
 

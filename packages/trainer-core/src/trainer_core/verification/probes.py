@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 import warnings
@@ -213,6 +214,17 @@ def _plain_step(runs: Runs, device: torch.device) -> float:
     return clock.median()
 
 
+class _PeakByStep:
+    """A callback that reads the peak behind each step, before a log entry resets it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.bytes = 0
+        self._device = device
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.bytes = max(self.bytes, torch.accelerator.max_memory_allocated(self._device))
+
+
 def state_and_peak(runs: Runs, place: str) -> Outcome:
     """Hold what a rank alone holds of its state, and the peak of a step, against the dry run.
 
@@ -221,9 +233,12 @@ def state_and_peak(runs: Runs, place: str) -> Outcome:
     planned = runs.trainer(runs.on_cpu, f"{place}-planned").dry_run(memory_only=True)
     device = runs.env.device
     if device.type != "cpu":
+        # Trainers of earlier checks are cycles: freed under way, they would make the peak look smaller.
+        gc.collect()
         torch.accelerator.empty_cache()
         before = torch.accelerator.memory_allocated(device)
-    trainer = runs.trainer(runs.alone, place)
+    watch = _PeakByStep(device)
+    trainer = runs.trainer(runs.alone, place, *(() if device.type == "cpu" else (watch,)))
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
     trainer.train()
@@ -235,7 +250,7 @@ def state_and_peak(runs: Runs, place: str) -> Outcome:
         state == expected,
     )
     if device.type != "cpu" and planned.memory is not None:
-        peak = torch.accelerator.max_memory_allocated(device) - before
+        peak = watch.bytes - before
         total = planned.memory.total
         figures |= {"peak_bytes": peak, "planned_peak_bytes": total}
         found += f"; peak {_mib(peak)}, planned {_mib(total)}"
