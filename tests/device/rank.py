@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from dataloader_dispatch import DataloaderDispatcher
 from dist_env import DistributedEnvironment
 from model_parallel.draws import Draws, share_generators
 from perf_metrics.utilization import gather_over_ranks
 from tests.device.case import SETTINGS, Model, Stop, WaitsByBatch, WaitsByStep, curve, llama, rows
 from trainer_core import TensorParallel, Trainer
+from trainer_core.distributed.transforms import ReplicaGradSync
 from trainer_ddp import CompressionArguments, DDPTrainer, DDPTrainingArguments, DiLoCoArguments
 from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
 from trainer_pipeline import PipelineArguments, PipelineTrainer, PipelineTrainingArguments
+from trainer_pipeline.schedules import StageLayout
+from trainer_pipeline.stage_forward import ActivationChannel, run_forward
 
 TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
     "ddp": (DDPTrainer, DDPTrainingArguments, {"per_device_train_batch_size": 4}),
@@ -72,6 +77,7 @@ def build(
     env: DistributedEnvironment | None,
     *callbacks: object,
     eval_dataset: object = None,
+    model_init: Callable[[], torch.nn.Module] = Model,
     **given: Any,
 ) -> Trainer:
     name, _, precision = name.partition(":")
@@ -84,7 +90,7 @@ def build(
         eval_dataset=eval_dataset,
         distributed_env=env,
         callbacks=list(callbacks),
-        **{"model_init": Model, **OPTIONS.get(name, {})},
+        **{"model_init": model_init, **OPTIONS.get(name, {})},
     )
 
 
@@ -134,6 +140,86 @@ def dispatched(name: str, directory: Path, env: DistributedEnvironment) -> dict[
     again = build(name, directory / "logged", env, dispatch_batches=True)
     again.train()
     return {"curve": curve(again), "late": list(watch.late())}
+
+
+LATE_SECONDS = 0.5
+"""What the other rank has long gone past, if it does not wait."""
+
+
+class LateOnRank1(Model):
+    """Rank 1 comes to its gradients late, so that a sum that is not waited for lacks them."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            time.sleep(LATE_SECONDS)
+        return super().forward(input_ids)
+
+
+def late(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """Weights of the replicas when one of them is late in each step; backward passes on the main thread."""
+    with torch.autograd.set_multithreading_enabled(False):
+        trainer = build(name, directory / name, env, max_steps=4, model_init=LateOnRank1)
+        trainer.train()
+    return {"weights": [parameter.double().sum().item() for parameter in trainer.model.parameters()]}
+
+
+def handover(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """Tensors that go from rank to rank while one of them is late, and what is kept of them."""
+    group, on_time = dist.group.WORLD, env.rank == 0
+    assert group is not None
+    # A hidden state of 32 MiB, more than connections hold, whose memory is used again at once.
+    layout = StageLayout(ranks=2, stages_per_rank=1, style="loop")
+    channel = ActivationChannel(layout, env.rank, group, group, env.device)
+    hidden = torch.full((8 << 20,), 3.0, device=env.device)
+    received = []
+
+    def compute(stage: int, microbatch: int, given: torch.Tensor | None) -> torch.Tensor | None:
+        received.extend([] if given is None else [given.min().item(), given.max().item()])
+        return hidden if stage == 0 else None
+
+    time.sleep(0.0 if on_time else LATE_SECONDS)
+    run_forward(layout, env.rank, channel, 1, compute)
+    hidden.zero_()
+
+    # Gradients that replicas of a stage sum.
+    dist.barrier()
+    part = torch.nn.Linear(4, 1, device=env.device)
+    for parameter in part.parameters():
+        parameter.grad = torch.full_like(parameter, env.rank + 1.0)
+    time.sleep(0.0 if on_time else LATE_SECONDS)
+    sync = ReplicaGradSync(group)
+    sync.after_backward(part, last=True)
+    sync.finish()
+    summed = [parameter.grad.tolist() for parameter in part.parameters() if parameter.grad is not None]
+
+    # Hidden states of a text, in the memory of the device.
+    trainer = build("pipeline", directory / "pipeline", env)
+    prompt, held = torch.arange(64).remainder(50)[None], []
+    for _ in range(2):
+        trainer.pipeline_generate(prompt, max_new_tokens=8, do_sample=False)
+        held.append(torch.cuda.memory_allocated())
+    return {"received": received, "summed": summed, "held": held}
+
+
+def delivered(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """Batches that rank 0 sends: in one message, in several, and to a rank that computes on the host."""
+    batches = [{"values": torch.arange(size, dtype=torch.int64)} for size in (1000, 200_000, 500_000, 300)]
+    mesh, found = init_device_mesh("cuda", (2,)), {}
+    for device in (env.device, torch.device("cpu")):
+        loader = torch.utils.data.DataLoader(batches, batch_size=None) if env.rank == 0 else None
+        dispatcher: Any = DataloaderDispatcher(loader, mesh, device, dp_mesh_dim=None)
+        passed = iter(dispatcher)
+        with fakecuda.recorded_waits() as seen:
+            taken = [next(passed)["values"] for _ in batches]
+        found[device.type] = {
+            "waits": [f"{wait.what} at {wait.where}" for wait in seen],
+            "right": [
+                torch.equal(one.cpu(), batch["values"]) for one, batch in zip(taken, batches, strict=True)
+            ],
+            "pinned": [one.is_pinned() for one in taken],
+        }
+        dispatcher.close()
+    return found
 
 
 def groups(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
@@ -187,6 +273,9 @@ SCENARIOS: dict[str, Callable[[str, Path, DistributedEnvironment], dict[str, Any
     "waits": waits,
     "evaluate": evaluate,
     "dispatched": dispatched,
+    "delivered": delivered,
+    "late": late,
+    "handover": handover,
     "groups": groups,
 }
 

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fakecuda
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import hardware_table
 from checkpoint_core import RNGState
@@ -32,9 +34,12 @@ from trainer_core.model.run_settings import attention_context
 from trainer_core.precision.fp8 import lacks_fp8
 from trainer_core.precision.qat import _untouched_random_state
 from trainer_core.run import DeviceCache
+from trainer_core.verification.runs import state_bytes
+from trainer_fsdp2 import FSDP2Arguments
+from trainer_fsdp2.policy import offload_policy
 from trainer_pipeline import stage_timer
 
-from .case import Attention, curve, make
+from .case import Attention, curve, llama, make
 
 CUDA = torch.device("cuda", 0)
 NVML = Path(__file__).parents[2] / "packages" / "perf-metrics" / "tests" / "ofu" / "fake_nvml" / "nvml.c"
@@ -104,6 +109,13 @@ def test_the_backend_must_serve_the_device() -> None:
         choose_backend(torch.device("cpu"), "nccl")
 
 
+@pytest.mark.parametrize(("device", "pinned"), [("cuda:0", True), ("cpu", False)])
+def test_offloaded_weights_are_pinned_where_they_are_copied(device: str, pinned: bool) -> None:
+    policy = offload_policy(FSDP2Arguments(cpu_offload=True), torch.device(device))
+    assert isinstance(policy, CPUOffloadPolicy)
+    assert policy.pin_memory is pinned
+
+
 def test_an_idle_device_is_not_asked_for_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RNGState().state_dict()["device_type"] == "cuda"
     # Asking would make a context on it, which costs memory and breaks forks.
@@ -136,6 +148,21 @@ def test_a_loader_that_does_not_pin_is_reported() -> None:
     assert len(found) == 1
     assert "copies to cuda go through pageable memory" in found[0].effect
     assert not [one for one in check_process(pinned) if one.setting.endswith("pin_memory")]
+
+
+@pytest.mark.parametrize("settings", [{}, {"model": llama, "mixed_precision": "bf16"}])
+def test_a_dry_run_for_the_device_takes_none_of_its_memory(settings: dict[str, Any], tmp_path: Path) -> None:
+    on_cpu = make(tmp_path, device="cpu", **settings).dry_run()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = make(tmp_path, device="cuda:0", **settings).dry_run()
+    assert torch.cuda.max_memory_allocated() == before
+    # Not all of what a step takes on an accelerator is seen, and so none of it is told.
+    assert found == replace(on_cpu, memory=None)
+    trainer = make(tmp_path / "trained", device="cuda:0", max_steps=1, **settings)
+    trainer.train()
+    assert found.weights + found.gradients + found.optimizer == state_bytes(trainer)
 
 
 # ---- Memory and time

@@ -311,6 +311,16 @@ def test_statistics_and_snapshot() -> None:
     assert sum(s["allocated_size"] for s in segments if s["device"] == 0) == torch.cuda.memory_allocated()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scratch_memory_of_kernels_comes_back(dtype: torch.dtype) -> None:
+    # oneDNN, which multiplies in 16 bits, takes its memory raw and gives it back the same way.
+    weight = torch.randn(32, 64, dtype=dtype, device="cuda")
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        torch.nn.functional.linear(torch.ones(8, 16, 64, dtype=dtype, device="cuda"), weight)
+    assert torch.cuda.memory_allocated() == before
+
+
 # ---- Devices and generators
 
 

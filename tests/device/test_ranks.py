@@ -184,3 +184,25 @@ def test_dispatched_batches(ranks: Callable[[str], Seen], tmp_path: Path) -> Non
     alone.train()
     assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
     assert [one["late"] for one in seen] == [[], []]
+
+
+def test_batches_of_any_length_arrive_in_pinned_memory(ranks: Callable[[str], Seen]) -> None:
+    sender, receiver = ranks("delivered")
+    for device in ("cuda", "cpu"):
+        assert sender[device]["right"] == receiver[device]["right"] == [True] * 4
+        assert not receiver[device]["waits"]
+    # Where they are wanted on the host, page-locking them would only take time.
+    assert receiver["cpu"]["pinned"] == [False] * 4
+
+
+def test_what_goes_to_a_rank_that_is_late_is_waited_for(ranks: Callable[[str], Seen]) -> None:
+    first, second = ranks("handover")
+    assert second["received"] == [3.0, 3.0]
+    assert first["summed"] == second["summed"] == [[[3.0] * 4], [3.0]]
+    for seen in (first, second):
+        assert seen["held"][0] == seen["held"][1], "a text leaves nothing on the device"
+
+
+def test_compressed_gradients_leave_replicas_alike(ranks: Callable[[str], Seen]) -> None:
+    first, second = ranks("late-powersgd")
+    assert first["weights"] == second["weights"]

@@ -114,7 +114,8 @@ def test_a_rank_that_computes_wrongly_is_named(tmp_path: Path) -> None:
         (["--layouts", "dp=3", "--processes", "2"], "layouts='dp=3' needs 3 processes, not 2"),
         (["--layouts", "foo"], "layouts='foo' cannot be used: "),
         (["--processes", "0"], "processes=0 must be at least 1"),
-        (["--steps", "2"], "steps=2 must be at least 4"),
+        (["--steps", "2", "--processes", "2"], "steps=2 must be at least 4"),
+        (["--precisions", "fp8", "--processes", "2"], "precisions='fp8' must be one of fp32, bf16, fp16"),
     ],
 )
 def test_wrong_settings_are_refused(
@@ -122,6 +123,23 @@ def test_wrong_settings_are_refused(
 ) -> None:
     assert main(["verify", "--use-cpu", "--output-dir", str(tmp_path), *options]) == 2
     assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "refused before room is made and processes are started"
+
+
+def test_a_rank_refuses_wrong_settings_before_it_waits_for_others(tmp_path: Path) -> None:
+    # The other rank of this job does not exist: whoever waits for it is stopped by the time limit.
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "llama_pretrain", "verify", "--use-cpu", "--output-dir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--steps", "2"],
+        env={**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "steps=2 must be at least 4" in done.stderr
 
 
 def test_the_layouts_of_a_number_of_processes() -> None:

@@ -111,6 +111,17 @@ def test_an_error_of_a_run_is_a_failed_check(tmp_path: Path) -> None:
     assert made["save"].passed, "what does not depend on the model is looked at"
 
 
+def test_an_error_of_pages_is_cut(tmp_path: Path) -> None:
+    class Wordy(Tiny):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            raise ValueError("no such kernel: " + "frame " * 1000)
+
+    found = named(run(tmp_path, "curve", model=Wordy))["curve"].found
+    assert found.startswith("rank 0 (")
+    assert "ValueError: no such kernel: frame" in found
+    assert len(found) < 600
+
+
 def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
     found = run(tmp_path, "curve", "utilization", layouts=["dp=2"])
     assert [check.passed for check in found.checks] == [True, None, None]

@@ -456,7 +456,16 @@ struct KernelMemory final : c10::Allocator {
     auto* address = allocate_device_memory(kernel_device, bytes);
     return {address, address, &free_device_memory, c10::Device(c10::DeviceType::CPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return c10::GetDefaultCPUAllocator()->raw_deleter(); }
+  // Who takes memory by `raw_allocate`, as oneDNN does for bf16, gives it back by this, on any thread: without
+  // asking, device memory would go to the system and stay in the statistics.
+  static void free_either(void* address) {
+    {
+      Lock lock;
+      if (live.count(reinterpret_cast<uintptr_t>(address))) return free_device_memory(address);
+    }
+    c10::GetDefaultCPUAllocator()->raw_deleter()(address);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_either; }
   bool is_simple_data_ptr(const c10::DataPtr& data) const override {
     return c10::GetDefaultCPUAllocator()->is_simple_data_ptr(data);
   }

@@ -107,7 +107,7 @@ if TYPE_CHECKING:
     from .state import EVENTS, StopCause, TrainerControl, TrainerState, TrainOutput
     from .trainer import Trainer
     from .update import NonFiniteGradientError
-    from .verification import Verification, VerificationCheck, verify
+    from .verification import Verification, VerificationCheck, check_verify_settings, verify
 
 __all__ = [
     "EVENTS",
@@ -181,6 +181,7 @@ __all__ = [
     "arguments_from_dict",
     "autocast",
     "build_optimizer",
+    "check_verify_settings",
     "checkpoint_activations",
     "checkpoints_in",
     "clip_grad_norm_",

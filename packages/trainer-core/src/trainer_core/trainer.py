@@ -275,7 +275,7 @@ class Trainer(InputHints):
 
         It takes little memory and time, whatever the model, and shows what would be built, held and sent. In
         `dist_env.fake_job` it does so for the first rank of a job of any size. It reads the first batches
-        of the training data, and writes nothing. The trainer is of no use afterwards.
+        of the training data, and writes nothing. Trainer and model are of no use afterwards.
 
         Args:
             passes: Whether to make the forward and backward passes; without them only the state is known.

@@ -18,7 +18,13 @@ import torch
 
 from dist_env import DistributedEnvironment, barrier, die_with_parent_command, examine
 from perf_metrics import load_logs
-from trainer_core import ConfigurationError, Verification, VerificationCheck, verify
+from trainer_core import (
+    ConfigurationError,
+    Verification,
+    VerificationCheck,
+    check_verify_settings,
+    verify,
+)
 
 from ..console import EXIT_ABORTED, LOGS_NAME
 from ..launch import is_launched, is_reporting, launch
@@ -111,6 +117,7 @@ def _check(args: VerifyArguments, layouts: Sequence[str], processes: int) -> Non
     for part in args.parts:
         if part not in PARTS:
             raise ConfigurationError("parts", part, f"is none of {', '.join(PARTS)}", "choose among these")
+    check_verify_settings(precisions=args.precisions, steps=args.steps)
     for layout in layouts:
         try:
             size = parse_mesh(layout).world_size

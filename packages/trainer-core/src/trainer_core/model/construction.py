@@ -135,8 +135,11 @@ def _built(source: ModelInit) -> nn.Module:
 
 
 def _moved(model: nn.Module, device: torch.device) -> nn.Module:
-    if is_fake() and all(each.device == device for each in (*model.parameters(), *model.buffers())):
-        return model  # torch would exchange them for themselves, and cannot
+    if is_fake():
+        # Module.to exchanges the contents of a parameter and its copy, which torch refuses for a fake tensor:
+        # its cache of converted tensors holds a weak reference to it.
+        materialise(model, device, lambda tensor: tensor.device != device)
+        return model
     ties = Ties(model)
     model.to(device)
     ties.restore()

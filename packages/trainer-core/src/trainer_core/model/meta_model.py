@@ -105,23 +105,26 @@ def build_without_storage(model_init: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter on the meta device storage on `device`, uninitialised, and keep ties.
+def materialise(
+    model: nn.Module, device: torch.device, lacks: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta
+) -> None:
+    """Give parameters and buffers storage on `device`, uninitialised, and keep ties.
 
     Args:
-        model: A model from `build_without_storage`; changed in place.
-        device: Where the parameters go. Other tensors stay where they are.
+        model: A model from `build_without_storage`, or in `fake_tensors`; changed in place.
+        device: Where they go.
+        lacks: Which tensors; the others stay where they are.
     """
     ties = Ties(model)
     with torch.no_grad():
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta:
+                if parameter is not None and lacks(parameter):
                     Place(module, name).put(
                         parameter_like(parameter, torch.empty_like(parameter, device=device))
                     )
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
+                if buffer is not None and lacks(buffer):
                     Place(module, name).put(torch.empty_like(buffer, device=device))
     ties.restore()
 

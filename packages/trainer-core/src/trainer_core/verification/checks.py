@@ -26,6 +26,7 @@ from .probes import (
     Outcome,
     StagedSave,
     StepTimes,
+    check_compiles,
     count_waits,
     ofu_of_matmul,
     save_while_changing,
@@ -42,6 +43,10 @@ _RESUMED = 1e-6
 """The same behind a restart, from the run that was not stopped, on an accelerator; a CPU repeats each bit."""
 _SLOWER, _LONGER_SECONDS = 1.25, 2e-3
 """A step may take this much longer than one of plain torch, and these seconds, for it checks and counts."""
+_LEAST_STEPS = 4
+"""Of a run that is stopped in its middle, and whose first steps set things up."""
+_LONGEST_ERROR = 400
+"""Characters; errors of compilers have pages."""
 _PARTS = ("curve", "repeat", "resume", "save", "waits", "feature", "speed", "memory", "utilization")
 _FEATURES: Mapping[str, Mapping[str, object]] = {
     "torch_compile": {"torch_compile": True},
@@ -98,6 +103,27 @@ class Verification:
         return {"passed": self.passed, **asdict(self)}
 
 
+def check_verify_settings(*, precisions: Sequence[str], steps: int, parts: Sequence[str] = ()) -> None:
+    """Check settings of `verify` that depend on no rank, for programs that start the ranks.
+
+    Args:
+        precisions: As `verify` takes them.
+        steps: Likewise.
+        parts: Likewise.
+
+    Raises:
+        ConfigurationError: Too few steps, or an unknown precision or part.
+    """
+    if steps < _LEAST_STEPS:
+        fix = f"set it to {_LEAST_STEPS} or more"
+        raise ConfigurationError("steps", steps, f"must be at least {_LEAST_STEPS}", fix)
+    for setting, given, known in (("precisions", precisions, _TOLERANCE), ("parts", parts, _PARTS)):
+        for value in given:
+            if value not in known:
+                rule = f"must be one of {', '.join(known)}"
+                raise ConfigurationError(setting, value, rule, "choose among these")
+
+
 def verify(
     model_init: ModelInit,
     rows: Sequence[Mapping[str, Tensor]],
@@ -135,18 +161,8 @@ def verify(
     Raises:
         ConfigurationError: Too few rows or steps, or an unknown precision or part.
     """
+    check_verify_settings(precisions=precisions, steps=steps, parts=parts or ())
     env = env or environment_of(DataParallelArguments())
-    if steps < 4:
-        raise ConfigurationError("steps", steps, "must be at least 4", "set it to 4 or more")
-    for precision in precisions:
-        if precision not in _TOLERANCE:
-            rule = f"must be one of {', '.join(_TOLERANCE)}"
-            raise ConfigurationError("precisions", precision, rule, "choose among these")
-    for part in parts or ():
-        if part not in _PARTS:
-            raise ConfigurationError(
-                "parts", part, f"must be one of {', '.join(_PARTS)}", "choose among these"
-            )
     needed = ROWS_PER_RANK * env.world_size * steps
     if len(rows) < needed:
         raise ConfigurationError("rows", f"{len(rows)} rows", f"are fewer than {needed}", "give more")
@@ -207,8 +223,10 @@ class _Verifier:
             except (ConfigurationError, NotPossibleError) as error:
                 outcome = Outcome(None, f"not possible here: {_line(error)}")
             except Exception as error:  # noqa: BLE001  # a device that is not right may raise anything
-                outcome = Outcome(False, f"{type(error).__name__}: {_line(error)}", "runs to its end")
-                if self.env.world_size > 1 and not isinstance(error, _FailedOnRanksError):
+                apart = isinstance(error, _FailedOnRanksError)  # which has the names of the errors in it
+                text = _line(error) if apart else f"{type(error).__name__}: {_line(error)}"
+                outcome = Outcome(False, text, "runs to its end")
+                if self.env.world_size > 1 and not apart:
                     self.broken = f"{part}, {name}"
         self.checks.append(VerificationCheck(part=part, name=name, **vars(outcome)))
         self.on_check(self.checks[-1])
@@ -282,6 +300,8 @@ class _Verifier:
 
     def feature(self, name: str) -> Outcome:
         """A setting whose kernels only some devices have, on each rank alone."""
+        if name == "torch_compile":
+            self.on_each_rank(lambda: check_compiles(self.env.device))
         tolerance = _FEATURE_TOLERANCE[name]
         precision = "bf16" if "mixed_precision" in _FEATURES[name] else "fp32"
         expected = self.reference(precision)
@@ -443,4 +463,7 @@ def _facts_of(env: DistributedEnvInterface) -> dict[str, str]:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """The text of an error in one line, of one from elsewhere as much as a table has room for."""
+    text = " ".join(str(error).split())
+    told = isinstance(error, (ConfigurationError, NotPossibleError, _FailedOnRanksError))
+    return text if told or len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]} ..."
