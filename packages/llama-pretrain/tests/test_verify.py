@@ -144,11 +144,11 @@ def test_a_rank_refuses_wrong_settings_before_it_waits_for_others(tmp_path: Path
 
 def test_the_layouts_of_a_number_of_processes() -> None:
     assert default_layouts(1) == ()
-    assert default_layouts(2) == ("dp=2", "shard=2", "tp=2", "pp=2")
+    assert default_layouts(2) == ("dp=2", "shard=2", "tp=2", "pp=2", "cp=2")
     assert default_layouts(8) == (
-        *("dp=8", "shard=8", "dp=2,shard=4", "shard=4,tp=2", "shard=4,pp=2", "shard=2,pp=2,tp=2"),
+        *("dp=8", "shard=8", "cp=8", "dp=2,shard=4", "shard=4,tp=2", "shard=4,pp=2", "shard=2,pp=2,tp=2"),
     )
-    assert default_layouts(3) == ("dp=3", "shard=3")
+    assert default_layouts(3) == ("dp=3", "shard=3", "cp=3")
 
 
 def test_results_need_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,8 @@ _SETTINGS_OF_A_RUN = (
     "shards",
     *_OF_THE_OPTIMIZER,
 )
+_AS_BEFORE: Mapping[str, object] = {"document_attention": False}
+"""What a run has done whose version did not know the setting."""
 _NOT_WORTH_SAYING = ("output_dir", "logging_dir", "resume_from_checkpoint", "allow_changes")
 
 
@@ -267,8 +269,7 @@ class RunDirectory:
                 f"has a damaged {IDENTITY_NAME} ({error})",
                 "choose another --output-dir",
             ) from error
-        if not isinstance(before, dict):
-            before = {}
+        before = {**_AS_BEFORE, **before} if isinstance(before, dict) else {}
         names = sorted({*before, *identity} - {*allowed})
         changed = [name for name in names if before.get(name) != identity.get(name)]
         changed.sort(key=lambda name: name in _OF_THE_OPTIMIZER)

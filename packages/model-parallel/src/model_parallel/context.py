@@ -56,6 +56,10 @@ class SequencePart:
     choose: Callable[[bool], None] = field(default=lambda whole: None, repr=False)
     """Told when that changes."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequencePart:
+        """Itself: the copy of a model is divided over the same ranks, and a mesh cannot be copied."""
+        return self
+
     def padded_length(self, length: int) -> int:
         """The least length from `length` on that can be divided."""
         step = self.mesh.size() * lcm(2 if self.balanced else 1, self.multiple)

@@ -88,6 +88,13 @@ class FullyShard(ModelTransform):
                 f"leaves nothing to shard on {ranks.env.world_size} ranks",
                 "use trainer-ddp, or give some of them to the dimension shard",
             )
+        if layout.replicate > 1 and layout.context > 1:
+            raise ConfigurationError(
+                "mesh",
+                str(layout),
+                "replicates weights that the dimension context shards too",
+                "leave out dp, or use shard in its place",
+            )
         self._is_sharded = self._shards(layout)
         self._names_layers = bool(self.settings.layer_classes or args.transformer_layers_path)
         # Without it only the layers that were named are looked for, in a model that is whole.
@@ -297,13 +304,6 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
         )
     if ranks.layout.replicate == 1:
         return ranks.meshes.fsdp
-    if ranks.layout.context > 1:
-        raise ConfigurationError(
-            "mesh",
-            str(ranks.layout),
-            "replicates weights that the dimension context shards too",
-            "leave out dp, or use shard in its place",
-        )
     return ranks.meshes.mesh["replicate", "shard"]
 
 

@@ -82,6 +82,7 @@ def default_layouts(processes: int) -> tuple[str, ...]:
     ways = [f"dp={n}", f"shard={n}"]
     # As many as the small model has heads and layers.
     ways += [f"{way}={n}" for way in ("tp", "pp") if n <= _LIMITS[way] and _LIMITS[way] % n == 0]
+    ways += [f"cp={n}"]
     if n % 2 == 0 and n > 2:
         ways += [f"dp=2,shard={n // 2}", f"shard={n // 2},tp=2", f"shard={n // 2},pp=2"]
     if n % 4 == 0 and n > 4:

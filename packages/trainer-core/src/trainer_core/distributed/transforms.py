@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -195,16 +194,7 @@ class BuiltModel:
 
     def _placed(self, batch: Batch) -> Batch:
         """What the model is called with: this rank's part of the sequences."""
-        if self.sequence is not None:
-            batch = self.sequence.cut(batch, self.ranks.device)
-        if "position_ids" in batch and "use_cache" not in batch and self._takes_use_cache:
-            # With a cache transformers takes packed documents for one: each would attend to those before it.
-            return {**batch, "use_cache": False}
-        return batch
-
-    @cached_property
-    def _takes_use_cache(self) -> bool:
-        return "use_cache" in inspect.signature(type(self.model).forward).parameters
+        return batch if self.sequence is None else self.sequence.cut(batch, self.ranks.device)
 
     def whole_predictions(self, predictions: object, length: int) -> object:
         """Predictions [rows, length, ...] of whole rows, from those that `forward` returns; collective.
