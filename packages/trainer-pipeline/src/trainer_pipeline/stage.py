@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
-from trainer_core import is_fake
+from trainer_core import is_fake, own_part
 
 from .stage_forward import StageForward
 from .stage_timer import StageTimer
@@ -109,6 +109,7 @@ class Stage(PipelineStage):
         if not self.is_last:
             self._drop_buffers(self.grad_recv_info[bwd_chunk_id])
         if last_backward:
+            self._lay_out_gradients()
             self._after_backward()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -116,7 +117,23 @@ class Stage(PipelineStage):
         with self._timer.work(self.stage_index, "W", bwd_chunk_id), self._own_errors(bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         if last_backward:
+            self._lay_out_gradients()
             self._after_backward()
+
+    def _lay_out_gradients(self) -> None:
+        """Give gradients the memory layout of their weights, as autograd does where it accumulates them.
+
+        Torch (2.11 to 2.13) puts what it computed apart from the inputs into `grad` as it comes, such as a
+        transposed view behind a batched product. Fused optimizers read a gradient in the order of its
+        memory, and would step each weight by the gradient of another one.
+        """
+        for weight in self.submod.parameters():
+            if weight.grad is None or own_part(weight.grad).stride() == own_part(weight).stride():
+                continue
+            if own_part(weight).is_contiguous():
+                weight.grad = weight.grad.contiguous()
+            else:
+                weight.grad = torch.empty_like(weight).copy_(weight.grad)
 
     # Torch keeps a buffer to receive into for every microbatch of a schedule and each way, for as long as the
     # schedule lives. With all microbatches of a step in one that would be much, so here a buffer is made when
