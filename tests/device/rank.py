@@ -6,6 +6,7 @@ What it saw goes to `<scenario>-rank<r>.json` in the directory.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -197,6 +198,7 @@ def handover(name: str, directory: Path, env: DistributedEnvironment) -> dict[st
     prompt, held = torch.arange(64).remainder(50)[None], []
     for _ in range(2):
         trainer.pipeline_generate(prompt, max_new_tokens=8, do_sample=False)
+        gc.collect()  # what only refers to itself
         held.append(torch.cuda.memory_allocated())
     return {"received": received, "summed": summed, "held": held}
 

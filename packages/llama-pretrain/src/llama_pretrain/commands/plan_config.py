@@ -129,6 +129,8 @@ def _judge(
     if gpus.count > gpus.per_node and gpus.count % gpus.per_node:
         return _Verdict(fits=False, why_none=f"the mesh is not a multiple of gpus_per_node={gpus.per_node}")
     rows = args.per_device_train_batch_size
+    if mesh.context > 1:
+        return _Verdict(fits=False, why_none="others with cp are not looked for")
     if gpus.per_node % mesh.tensor:
         return _Verdict(fits=False, why_none=f"tp={mesh.tensor} does not divide the GPUs of a node")
     if rows % mesh.pipeline:
