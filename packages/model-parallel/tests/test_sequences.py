@@ -58,6 +58,8 @@ def test_logits_of_a_document_are_those_of_it_alone_on_one_device() -> None:
     for row, start, end in ((0, 0, 5), (0, 5, 12), (1, 0, 12)):
         own = [each[row : row + 1, :, start:end] for each in (query, key, value)]
         torch.testing.assert_close(whole[row : row + 1, :, start:end], attend(*own))
+    with pytest.raises(ValueError, match="there are 12 queries and 5 keys"):
+        attend(query, key[:, :, :5], value[:, :, :5])
     with pytest.raises(ValueError, match="there are 12 keys"):
         attend(query, key, value, documents[:, :6])
 
@@ -104,6 +106,16 @@ def test_a_batch_that_cannot_be_cut_is_refused(part: Callable[..., SequencePart]
         part(2, 0).cut({"images": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"attention_mask has the shape \[2, 1, 8, 8\]"):
         part(2, 0).cut({"input_ids": ids, "attention_mask": torch.ones(2, 1, 8, 8)})
+    with pytest.raises(ValueError, match=r"labels have the shape \[2\]"):
+        part(2, 0).cut({"input_ids": ids, "labels": torch.zeros(2, dtype=torch.int64)})
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    with pytest.raises(ValueError, match="labels count where attention_mask is 0"):
+        part(2, 0).cut({"input_ids": ids, "labels": ids, "attention_mask": mask})
+    with pytest.raises(
+        ValueError, match="rows have 8 positions, but the model has max_position_embeddings=7"
+    ):
+        part(2, 0, longest=7).cut({"input_ids": ids})
     left = torch.ones_like(ids)
     left[0, 0] = 0
     with pytest.raises(ValueError, match="attention_mask has padding before tokens"):

@@ -8,6 +8,7 @@ pieces r and 2 n - 1 - r of 2 n.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,8 +31,18 @@ PADDING = -1
 """In `document_ids`, of positions that belong to no document."""
 _KEPT_MASK = 2**20
 """A mask of more elements is not kept for the backward pass: attention is computed again there."""
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _MASK_ELEMENTS = 2**22
 """A mask of more elements is made for some queries at a time."""
+_OF_OTHER_KERNELS = {
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "token_type_ids",
+}
+_WITHOUT_IGNORED = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _FILLS = {"labels": -100, "document_ids": PADDING, "attention_mask": 0}
 
 
@@ -51,6 +62,8 @@ class SequencePart:
     balanced: bool = True
     multiple: int = 1
     packed_by_positions: bool = False
+    longest: int | None = None
+    """The most positions that the model has, where it does not say so itself of whole rows."""
     is_whole: bool = False
     """Whether sequences are not divided for now."""
     choose: Callable[[bool], None] = field(default=lambda whole: None, repr=False)
@@ -103,8 +116,22 @@ class SequencePart:
             whole: each position attends to those with its own number.
 
         Raises:
-            ValueError: If a tensor does not belong to positions, or rows are padded at the left.
+            ValueError: If a tensor does not belong to positions, rows are padded at the left or too long, or
+                labels are of rows or count padding.
         """
+        for name in _OF_OTHER_KERNELS & set(batch):
+            if self.packed_by_positions:
+                raise ValueError(
+                    f"{name} tells transformers which positions attend to which, but divided sequences "
+                    "attend causally within documents. Leave it out, and give position_ids that begin anew "
+                    "with each."
+                )
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and (labels.ndim < 2 or labels.dtype in _WITHOUT_IGNORED):
+            raise ValueError(
+                f"labels have the shape {list(labels.shape)} and the dtype {labels.dtype}, but sequences can "
+                "be divided only for labels of each position, of a dtype that has -100. Leave them whole."
+            )
         rows = {name: each for name, each in batch.items() if isinstance(each, Tensor) and each.ndim > 1}
         first = rows.get("input_ids", rows.get("labels"))
         if first is None:
@@ -113,6 +140,11 @@ class SequencePart:
                 "of shape [rows, positions]. Give one of them."
             )
         length = first.shape[1]
+        if self.longest is not None and length > self.longest:
+            raise ValueError(
+                f"rows have {length} positions, but the model has max_position_embeddings={self.longest}. "
+                "Shorten the rows."
+            )
         for name, each in rows.items():
             if each.shape[:2] != first.shape[:2] or (name == "attention_mask" and each.ndim > 2):
                 raise ValueError(
@@ -140,9 +172,17 @@ class SequencePart:
     def _documents(self, rows: Mapping[str, Tensor]) -> Tensor | None:
         documents, mask = rows.get("document_ids"), rows.get("attention_mask")
         positions = rows.get("position_ids")
-        if documents is None and positions is not None and self.packed_by_positions:
-            goes_on = positions[:, 1:] == positions[:, :-1] + 1
-            documents = F.pad((~goes_on).cumsum(1), (1, 0))
+        if self.packed_by_positions:
+            # As transformers does for whole rows: by positions alone, and only without a mask.
+            if documents is not None and positions is None:
+                raise ValueError(
+                    "document_ids are given without position_ids, by which models of transformers find "
+                    "documents. Give position_ids that begin anew with each document."
+                )
+            documents = None
+            if positions is not None and mask is None:
+                goes_on = positions[:, 1:] == positions[:, :-1] + 1
+                documents = F.pad((~goes_on).cumsum(1), (1, 0))
         if mask is None:
             return documents
         if not can_look_at(mask):
@@ -153,6 +193,12 @@ class SequencePart:
             raise ValueError(
                 "attention_mask has padding before tokens of a row, which then predicts the first of them. "
                 "Sequences that are divided can be padded behind their tokens only: pad rows at the right."
+            )
+        labels = rows.get("labels")
+        if labels is not None and can_look_at(labels) and bool((labels[mask == 0] != -100).any()):
+            raise ValueError(
+                "labels count where attention_mask is 0, and padding attends to other positions where "
+                "sequences are divided. Set the labels of padding to -100."
             )
         return documents  # padding behind a row is attended to by nothing that counts
 
@@ -186,9 +232,10 @@ def _lengthened(name: str, x: Tensor, length: int) -> Tensor:
 class CausalAttention(nn.Module):
     """Causal attention within documents, for a model whose sequences can be divided; has no parameters.
 
-    A model that calls it in each of its layers, instead of `scaled_dot_product_attention`, can be given to
-    `divide_sequences`. It must take `position_ids` [rows, positions] for what depends on positions, such as
-    rotary tables, and hand on `document_ids`.
+    A model that calls it in each of its layers, where it has no cache, instead of
+    `scaled_dot_product_attention`, can be given to `divide_sequences`. It must take `position_ids`
+    [rows, positions] for what depends on positions, such as rotary tables, hand on `document_ids`, and do
+    everything else on each position by itself.
     """
 
     part: SequencePart | None = None
@@ -216,8 +263,14 @@ class CausalAttention(nn.Module):
             [rows, heads, positions, head size], as the queries.
 
         Raises:
-            ValueError: If `document_ids` has not as many positions as there are keys.
+            ValueError: If there are not as many keys as queries, as with a cache, or `document_ids` has not
+                as many positions as there are keys.
         """
+        if key.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"there are {query.shape[2]} queries and {key.shape[2]} keys, but positions attend to those "
+                "of their own rows. Attend to a cache by scaled_dot_product_attention."
+            )
         part = self.part
         if part is None or part.is_whole or part.mesh.size() == 1:
             pieces = [(0, query.shape[2])]
@@ -315,23 +368,45 @@ def divide_sequences(
     """
     part = SequencePart(mesh, balanced, multiple)
     own = [module for module in model.modules() if isinstance(module, CausalAttention)]
-    for module in own:
-        module.part = part
+    _check_positions(model)
     if not own:
         _divide_hf(model, part)
+        return part
+    for module in own:
+        module.part = part
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    part.longest = limit if isinstance(limit, int) else None
     return part
+
+
+def _check_positions(model: nn.Module) -> None:
+    """Refuse a model that would compute a part of a sequence with the positions of its beginning.
+
+    Raises:
+        PlanError: If it does not take `position_ids`.
+    """
+    base = getattr(model, "get_base_model", None)  # of an adapter of PEFT
+    taken = inspect.signature((base() if callable(base) else model).forward).parameters
+    attends = any(isinstance(module, CausalAttention) for module in model.modules())
+    if "position_ids" not in taken and (attends or hasattr(model, "set_attn_implementation")):
+        raise PlanError(
+            f"Sequences of {type(model).__name__} cannot be divided: its forward has no parameter "
+            "position_ids, by which a rank would say which part of a sequence it computes. Add it, or divide "
+            "tensors instead."
+        )
 
 
 @contextmanager
 def undivided(part: SequencePart) -> Iterator[None]:
     """A context in which sequences are whole, to write texts."""
-    part.is_whole = True
-    part.choose(True)
+    before = part.is_whole
     try:
+        part.is_whole = True
+        part.choose(True)
         yield
     finally:
-        part.is_whole = False
-        part.choose(False)
+        part.is_whole = before
+        part.choose(before)
 
 
 def _divide_hf(model: nn.Module, part: SequencePart) -> None:
@@ -351,7 +426,8 @@ def _divide_hf(model: nn.Module, part: SequencePart) -> None:
         "layer_types": sorted(kinds) or None,
         "sliding_window": window,
         "attn_logit_softcapping": getattr(text, "attn_logit_softcapping", None),
-        "attention_dropout": getattr(text, "attention_dropout", None) or None,
+        **{name: getattr(text, name, None) or None for name in _DROPOUTS},
+        "rope_parameters": _rope_by_length(text),
         "is_encoder_decoder": getattr(config, "is_encoder_decoder", False) or None,
     }.items():
         if value is not None:
@@ -364,11 +440,12 @@ def _divide_hf(model: nn.Module, part: SequencePart) -> None:
     # transformers makes no mask for an attention that has no entry among its masks.
     choose(HF_ATTENTION)
     attending = [module for module in model.modules() if _attends(module)]
-    if config._attn_implementation != HF_ATTENTION or not attending:
+    if config._attn_implementation != HF_ATTENTION or len(attending) != text.num_hidden_layers:
         choose(before)
         raise PlanError(
-            f"Sequences of {name} cannot be divided: transformers does not let its attention be chosen. Use "
-            "a model whose attention is found in ALL_ATTENTION_FUNCTIONS."
+            f"Sequences of {name} cannot be divided: transformers lets the attention of {len(attending)} of "
+            f"its {text.num_hidden_layers} layers be chosen. Use a model whose layers all find it in "
+            "ALL_ATTENTION_FUNCTIONS."
         )
     for module in attending:
         own = CausalAttention()
@@ -379,8 +456,28 @@ def _divide_hf(model: nn.Module, part: SequencePart) -> None:
     part.choose = lambda whole: choose(before if whole else HF_ATTENTION)
 
 
+def _rope_by_length(config: Any) -> object:
+    """The kind of rotary embedding, if its frequencies depend on the longest position that a rank sees."""
+    left: list[Any] = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
+    while left:
+        given = left.pop()
+        if isinstance(given, Mapping):
+            kind = given.get("rope_type", given.get("type"))
+            if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
+                return kind
+            left += given.values()
+    return None
+
+
 def _attends(module: nn.Module) -> bool:
-    return bool(getattr(module, "is_causal", False)) and type(module).__name__.endswith("Attention")
+    """Whether a module is causal attention that transformers lets be chosen."""
+    if not getattr(module, "is_causal", False):
+        return False
+    # What divides tensors puts a class of its own in front.
+    forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
+    own = next((each for each in forwards if not each.__module__.startswith("model_parallel.")), None)
+    code = getattr(inspect.unwrap(own), "__code__", None) if own is not None else None
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _hf_attention(

@@ -350,6 +350,22 @@ def test_rows_that_are_cut_are_refused() -> None:
         with_routers(cut, OnTargets(CausalLMLoss()), sees_outputs=False)
 
 
+def test_a_rate_without_biases_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"router_bias_update_rate=0\.1 moves the biases of routers, but"
+    ):
+        with_routers(built(Routed(rate=0.1), ParallelLayout()), OnTargets(CausalLMLoss()), sees_outputs=False)
+
+
+def test_a_router_that_an_adapter_replaces_counts_once() -> None:
+    model = Routed()
+    for place, gate in enumerate(model.gates):
+        # As PEFT names the module of `modules_to_save` and the one that it stands for.
+        model.gates[place] = nn.ModuleDict({"original_module": Router("softmax"), "modules_to_save": gate})
+    loss = with_routers(built(model, ParallelLayout()), OnTargets(CausalLMLoss()), sees_outputs=False)
+    assert len(loss.routers.shapes) == 2  # type: ignore[attr-defined]
+
+
 def test_a_model_without_routers_keeps_its_loss() -> None:
     plain, loss = built(nn.Linear(2, 2), ParallelLayout()), OnTargets(CausalLMLoss())
     assert with_routers(plain, loss, sees_outputs=False) is loss

@@ -43,7 +43,12 @@ def with_routers(built: BuiltModel, loss: TokenLoss, *, sees_outputs: bool) -> T
     Raises:
         ConfigurationError: If rows are cut, so that no rank has the balance of one.
     """
-    every = {name: module for name, module in built.meta_model.named_modules() if is_router(module)}
+    every = {
+        name: module
+        for name, module in built.meta_model.named_modules()
+        # PEFT keeps the module that another one stands for.
+        if is_router(module) and "original_module" not in name.split(".")
+    }
     if not every:
         return loss
     numbers = {name: number for number, name in enumerate(every)}
@@ -57,6 +62,13 @@ def with_routers(built: BuiltModel, loss: TokenLoss, *, sees_outputs: bool) -> T
     wanted = getattr(config, "output_router_logits", False) is True
     coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if wanted else 0.0
     rate = float(getattr(config, "router_bias_update_rate", 0.0) or 0.0)
+    if rate and all(getattr(each, "e_score_correction_bias", None) is None for each in every.values()):
+        raise ConfigurationError(
+            "router_bias_update_rate",
+            rate,
+            "moves the biases of routers, but no router of this model has an e_score_correction_bias",
+            "leave it out of the config",
+        )
     if coefficient and sees_outputs:
         logger.info(
             "the balance loss of routers is left to compute_loss_func, which sees what the model returns"
@@ -171,7 +183,8 @@ class RouterHooks(StepHooks):
         loss = sum(self._losses.scale(number) * float(means[number]) for number in seen)
         loads = [sums[number, _SCALARS:][: shapes[number].experts] for number in seen]
         entries: dict[str, object] = {
-            "aux_loss": loss,
+            # Of parts of rows it would be another number.
+            **({} if self._ranks.layout.context > 1 else {"aux_loss": loss}),
             "router_entropy": float((entropy[seen] / tokens[seen]).mean()),
             "expert_load_max": max(float(load.max() / load.mean()) for load in loads),
         }

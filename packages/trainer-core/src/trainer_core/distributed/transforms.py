@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from dist_env import ParallelLayout
 from model_parallel import SequencePart
 
 from ..arguments import TrainingArguments
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, DataError
 from ..generation import generators_of_rank_0, logits_of_one_rank
 from ..metrics.comm_bytes import CommBytes
 from .executor import EagerExecutor, Executor, Fire, ForwardOutput, GradSync, clip_grad_norm_, own_part
@@ -193,8 +194,26 @@ class BuiltModel:
         )
 
     def _placed(self, batch: Batch) -> Batch:
-        """What the model is called with: this rank's part of the sequences."""
-        return batch if self.sequence is None else self.sequence.cut(batch, self.ranks.device)
+        """What the model is called with: this rank's part of the sequences.
+
+        Raises:
+            DataError: If sequences of this batch cannot be divided.
+        """
+        if self.sequence is not None:
+            try:
+                batch = self.sequence.cut(batch, self.ranks.device)
+            except ValueError as error:
+                raise DataError(f"the layout {self.ranks.layout} divides sequences: {error}") from error
+        if "position_ids" in batch and "use_cache" not in batch and self._takes_use_cache:
+            # With a cache transformers takes packed documents for one: each would attend to those before it.
+            return {**batch, "use_cache": False}
+        return batch
+
+    @cached_property
+    def _takes_use_cache(self) -> bool:
+        base = getattr(self.model, "get_base_model", None)  # of an adapter of PEFT
+        model = base() if callable(base) else self.model
+        return "use_cache" in inspect.signature(type(model).forward).parameters
 
     def whole_predictions(self, predictions: object, length: int) -> object:
         """Predictions [rows, length, ...] of whole rows, from those that `forward` returns; collective.

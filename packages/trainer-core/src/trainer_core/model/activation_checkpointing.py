@@ -30,15 +30,13 @@ if TYPE_CHECKING:
 
 
 def leave_caches_out(model: nn.Module) -> None:
-    """Have a model make no key-value cache while it trains, or is scored; generation keeps its own.
+    """Have a model make no key-value cache while it trains; generation keeps its own.
 
     A cache would hold every key and value for nothing, be extended a second time by a recomputed block, and
-    make torch.compile compile each block anew, since the blocks differ in their place in it. And with one
-    transformers takes the documents of a packed row for a single one, each of which attends to those before.
+    make torch.compile compile each block anew, since the blocks differ in their place in it.
 
     Args:
-        model: The outermost modules that take `use_cache` get False while they train with gradients, and
-            where they are given `position_ids` and no cache.
+        model: The outermost modules that take `use_cache` get False while they train with gradients.
     """
     parameters = inspect.signature(model.forward).parameters
     if "use_cache" in parameters:
@@ -53,9 +51,7 @@ def leave_caches_out(model: nn.Module) -> None:
 def _without_cache(
     place: int | None, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    trains = module.training and torch.is_grad_enabled()
-    is_packed = kwargs.get("position_ids") is not None and kwargs.get("past_key_values") is None
-    if not trains and not (is_packed and "use_cache" not in kwargs):
+    if not (module.training and torch.is_grad_enabled()):
         return None
     if place is not None and len(args) > place:
         return (*args[:place], False, *args[place + 1 :]), kwargs
