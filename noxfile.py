@@ -66,8 +66,6 @@ EXAMPLE_OF_RANKS = {
 }
 # Packages whose tests take longest, by the time of a core.
 LONGEST = ("llama-pretrain", "trainer-core", "trainer-fsdp2", "perf-metrics", "trainer-pipeline")
-# Packages whose tests wait for clocks, lost ranks and files for at least half of the time: tests at a time.
-WAITING = {"checkpoint-core": "3", "dataloader-dispatch": "3", "dist-env": "4", "perf-metrics": "3"}
 # What these hold our programs against changes only with the pins.
 LEFT_TO_FULL = {
     *("tests-llama-pretrain-bench", "tests-llama-pretrain-lm_eval"),
@@ -205,8 +203,7 @@ def add_package_session(package: str) -> None:
         if package in TORCH_FREE:
             session.run("python", "-c", NO_TORCH)
         ignored = [f"--ignore={folder}" for folder in extra_tests(package).values()]
-        workers = WAITING.get(package, "2")
-        session.run(*PYTEST, "-n", workers, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
+        session.run(*PYTEST, f"packages/{package}/tests", *ignored, *session.posargs, env=ENV)
 
     tests.__doc__ = f"Test {package} with nothing but what it declares."
     nox.session(name=f"tests-{package}", python=PYTHONS)(tests)
