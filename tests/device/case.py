@@ -50,6 +50,23 @@ def llama() -> nn.Module:
     return Llama(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **shape))
 
 
+def experts() -> nn.Module:
+    """The same with experts, whose routers are balanced."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    given = {
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        **shape,
+    }
+    return Llama(
+        LlamaConfig.from_dict(
+            {"model_type": "mixtral", "vocab_size": VOCABULARY, "max_position_embeddings": 64, **given}
+        )
+    )
+
+
 def rows(count: int = 64, length: int = 16) -> list[dict[str, Tensor]]:
     """Rows whose next token follows from the last one, with prompts that do not count."""
     made = []

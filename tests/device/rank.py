@@ -24,7 +24,7 @@ from dataloader_dispatch import DataloaderDispatcher
 from dist_env import DistributedEnvironment
 from model_parallel.draws import Draws, share_generators
 from perf_metrics.utilization import gather_over_ranks
-from tests.device.case import SETTINGS, Model, Stop, WaitsByBatch, WaitsByStep, curve, llama, rows
+from tests.device.case import SETTINGS, Model, Stop, WaitsByBatch, WaitsByStep, curve, experts, llama, rows
 from trainer_core import TensorParallel, Trainer
 from trainer_core.distributed.transforms import ReplicaGradSync
 from trainer_ddp import CompressionArguments, DDPTrainer, DDPTrainingArguments, DiLoCoArguments
@@ -58,6 +58,8 @@ TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
         },
     ),
     "tensor": (DDPTrainer, DDPTrainingArguments, {"mesh": "tp=2", "fused_loss": "chunked"}),
+    "context": (FSDP2Trainer, FSDP2TrainingArguments, {"mesh": "cp=2"}),
+    "experts": (DDPTrainer, DDPTrainingArguments, {"per_device_train_batch_size": 4}),
     "pipeline": (
         PipelineTrainer,
         PipelineTrainingArguments,
@@ -68,6 +70,8 @@ TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "tensor": {"model_init": llama, "parallel": [TensorParallel(sequence=True)]},
+    "context": {"model_init": llama},
+    "experts": {"model_init": experts},
 }
 """What else a trainer is given."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -299,7 +300,12 @@ def test_a_full_device_gives_back_its_cache_first() -> None:
 
 
 def test_statistics_and_snapshot() -> None:
-    before = torch.cuda.memory_allocated()
+    def in_snapshot() -> int:
+        segments = torch.cuda.memory._snapshot()["segments"]
+        return sum(segment["allocated_size"] for segment in segments if segment["device"] == 0)
+
+    gc.collect()  # what tests before this one have left
+    before, seen = torch.cuda.memory_allocated(), in_snapshot()
     torch.cuda.reset_peak_memory_stats()
     held = torch.empty(1 << 16, device="cuda")
     torch.empty(1 << 17, device="cuda")
@@ -308,7 +314,7 @@ def test_statistics_and_snapshot() -> None:
     segments = torch.cuda.memory._snapshot()["segments"]
     mine = [segment for segment in segments if segment["address"] == held.data_ptr()]
     assert [segment["allocated_size"] for segment in mine] == [1 << 18]
-    assert sum(s["allocated_size"] for s in segments if s["device"] == 0) == torch.cuda.memory_allocated()
+    assert in_snapshot() - seen == torch.cuda.memory_allocated() - before
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from .case import curve as curve_of
-from .case import llama, losses, make, rows
+from .case import experts, llama, losses, make, rows
 
 ROOT = Path(__file__).parents[2]
 Seen = list[dict[str, Any]]
@@ -128,6 +128,20 @@ def test_layers_divided_among_ranks(ranks: Callable[[str], Seen], tmp_path: Path
     alone = make(tmp_path / "alone", model=llama, use_cpu=True)
     alone.train()
     assert [one["devices"] for one in seen] == [["cuda:0"], ["cuda:1"]]
+    assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
+
+
+def test_sequences_divided_among_ranks(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
+    seen = ranks("train-context")
+    alone = make(tmp_path / "alone", model=llama, use_cpu=True)
+    alone.train()
+    assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
+
+
+def test_experts_on_each_device(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
+    seen = ranks("train-experts")
+    alone = make(tmp_path / "alone", model=experts, use_cpu=True)
+    alone.train()
     assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
 
 
