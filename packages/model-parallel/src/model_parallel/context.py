@@ -108,8 +108,7 @@ class SequencePart:
             batch: Tensors [rows, positions] by name, of `input_ids`, of `labels` that were shifted already
                 (targets), and what else belongs to positions. An `attention_mask` becomes part of
                 `document_ids`. Tensors of one dimension and other values stay as they are.
-            device: Where the parts are to be, copied without waiting from memory that is page-locked; None:
-                where the tensors are.
+            device: Where the parts are to be; None: where the tensors are.
 
         Returns:
             A new mapping of tensors [rows, positions / ranks], with `position_ids`; `document_ids` stay
@@ -161,7 +160,7 @@ class SequencePart:
         mine = self.positions(padded, place)
 
         def lengthened(name: str, x: Tensor) -> Tensor:
-            return _lengthened(name, x.to(place, non_blocking=place.type != "cpu"), padded)
+            return _lengthened(name, x.to(place), padded)
 
         parts = {name: lengthened(name, each)[:, mine] for name, each in given.items()}
         if documents is not None:
