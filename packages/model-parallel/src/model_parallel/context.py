@@ -413,8 +413,8 @@ def _divide_hf(model: nn.Module, part: SequencePart) -> None:
     choose: Callable[[str], None] | None = getattr(model, "set_attn_implementation", None)
     if choose is None or not hasattr(config, "_attn_implementation"):
         raise PlanError(
-            f"Sequences of {name} cannot be divided: it has no module CausalAttention, and is no model of "
-            "Hugging Face. Let its layers attend by model_parallel.CausalAttention."
+            f"Sequences of {name} cannot be divided: it has no module CausalAttention, and it is not a model "
+            "of Hugging Face. Let its layers attend by model_parallel.CausalAttention."
         )
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

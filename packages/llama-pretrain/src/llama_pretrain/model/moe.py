@@ -30,7 +30,7 @@ class Experts:
     shared_width: int = 0
     """Hidden units of the experts that every token goes to; 0: there are none."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of logits. With sigmoids, a bias that is no parameter takes part in the choice."""
+    """What makes scores of logits. With sigmoids, a bias takes part in the choice; it is a buffer."""
     normalized: bool = True
     """Whether the weights of the chosen experts add up to 1."""
     scale: float = 1.0
@@ -231,6 +231,7 @@ def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
         dtype: Dtype of both factors.
     """
     found = hasattr(F, "grouped_mm")
+    why = "torch has no grouped one"
     if found:
         try:
             # Whatever mode this is asked in: generation is without gradients.
@@ -241,9 +242,10 @@ def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
                 out = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
                 torch.autograd.grad(out, (x, weight), torch.ones_like(out))
             found = bool((out == 16).all())
-        except (RuntimeError, NotImplementedError):
-            found = False
+            why = "the grouped one computed wrong values"
+        except RuntimeError as error:  # how torch says that it has no kernel for this device or dtype
+            found, why = False, f"the grouped one failed: {str(error).partition(chr(10))[0]}"
     name = str(dtype).removeprefix("torch.")
-    how = "one grouped product" if found else "one product after the other, as torch has no grouped one"
+    how = "one grouped product" if found else f"one product after the other, as {why}"
     logger.info("experts on %s in %s are computed by %s", device, name, how)
     return found

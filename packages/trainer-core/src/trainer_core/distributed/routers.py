@@ -164,7 +164,7 @@ class RouterHooks(StepHooks):
         `aux_loss` is the loss of the routers as `RouterLosses.scale` has it, `aux_loss_weighted` the same
         times the coefficient, as it enters the gradient. `router_entropy` is the mean over tokens and layers,
         in nats. `expert_load_max` is what the fullest expert of any layer was sent, over the mean of that
-        layer. There is no entry for dropped tokens: none ever is.
+        layer. Tokens are never dropped, and have no entry.
         """
         window, self._window = self._window, {}
         shapes = self._losses.shapes
