@@ -52,11 +52,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "non_blocking=False",
     ): "the loop that others write does not pin its batches, so that the copy waits anyway",
     (
-        "dist-env/src/dist_env/doctor.py",
-        "torch.accelerator.synchronize(device)",
-        "pass",
-    ): "only times depend on it, and the fake device is done when a collective returns",
-    (
         "trainer-core/src/trainer_core/verification/probes.py",
         "non_blocking=True",
         "non_blocking=False",

@@ -12,7 +12,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fakecuda
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataloader_dispatch import DataloaderDispatcher
-from dist_env import DistributedEnvironment
+from dist_env import DistributedEnvironment, device_check, examination, examine, point_to_point
 from model_parallel.draws import Draws, share_generators
 from perf_metrics.utilization import gather_over_ranks
 from tests.device.case import SETTINGS, Model, Stop, WaitsByBatch, WaitsByStep, curve, experts, llama, rows
@@ -273,6 +275,21 @@ def groups(name: str, directory: Path, env: DistributedEnvironment) -> dict[str,
     }
 
 
+def timed(name: str, directory: Path, env: DistributedEnvironment) -> dict[str, Any]:
+    """By part of the doctor: how often the host had waited for the device at each reading of the clock."""
+    found: dict[str, list[int]] = {}
+
+    def clock(read: list[int]) -> float:
+        read.append(sum(wait.what == "synchronize" for wait in fakecuda.waits))
+        return time.perf_counter()
+
+    for part in (device_check, examination, point_to_point):
+        read = found[part.__name__.rpartition(".")[2]] = [0]
+        part.time = SimpleNamespace(perf_counter=partial(clock, read), monotonic=time.monotonic)  # type: ignore[assignment]
+    examine(env, max_bytes=65536)
+    return found
+
+
 SCENARIOS: dict[str, Callable[[str, Path, DistributedEnvironment], dict[str, Any]]] = {
     "train": train,
     "resume": resume,
@@ -283,6 +300,7 @@ SCENARIOS: dict[str, Callable[[str, Path, DistributedEnvironment], dict[str, Any
     "late": late,
     "handover": handover,
     "groups": groups,
+    "timed": timed,
 }
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,18 @@ def test_divided_layers_wait_only_where_their_inputs_are_compared(ranks: Callabl
         compared = [wait for wait in seen["late"] if "model_parallel/same.py" in wait]
         assert compared == seen["late"]
         assert len({wait.partition(":")[0] for wait in compared if wait >= "step 5"}) <= 1
+
+
+def test_the_doctor_reads_the_clock_when_the_device_is_done(ranks: Callable[[str], Seen]) -> None:
+    for seen in ranks("timed"):
+        for part in ("examination", "point_to_point"):
+            # Work comes before each reading.
+            waited = seen[part]
+            assert len(waited) > 2
+            assert all(before < after for before, after in pairwise(waited)), part
+        # Begin and end of each product, with nothing in between two of them.
+        waited = seen["device_check"][1:]
+        assert all(waited[begin] < waited[begin + 1] for begin in range(0, len(waited), 2))
 
 
 def test_evaluation_of_a_pipeline(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
