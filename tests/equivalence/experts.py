@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch.nn import functional
 
 from .model import BLOCKS, WIDTH, Decoder
 
-EXPERTS, USED, HIDDEN = 6, 2, 24
+EXPERTS, USED, HIDDEN = 12, 2, 24
 
 
 @dataclass
@@ -44,23 +46,35 @@ class Router(nn.Module):
         return logits, weights / weights.sum(dim=-1, keepdim=True), chosen
 
 
-class Mixture(nn.Module):
+class Choice(nn.Module):
     """Every expert computes every token, and those that were not chosen have the weight 0."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.empty(EXPERTS, HIDDEN, width))
+        self.down = nn.Parameter(torch.empty(EXPERTS, width, HIDDEN))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        share = hidden_states.new_zeros(len(hidden_states), self.num_experts)
+        share = share.scatter(1, top_k_index, top_k_weights.to(share.dtype))
+        # All experts at once: gradients of such products are transposed views, as autograd computes them.
+        h = functional.silu(torch.einsum("tw,ehw->teh", hidden_states, self.up))
+        return torch.einsum("teh,ewh,te->tw", h, self.down, share)
+
+
+class Mixture(nn.Module):
+    """A router, and the experts that it chooses from."""
 
     def __init__(self, width: int, scores: str) -> None:
         super().__init__()
         self.gate = Router(width, scores)
-        self.up = nn.Parameter(torch.empty(EXPERTS, HIDDEN, width))
-        self.down = nn.Parameter(torch.empty(EXPERTS, width, HIDDEN))
+        self.experts = Choice(width)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         _, weights, chosen = self.gate(tokens)
-        share = tokens.new_zeros(len(tokens), EXPERTS).scatter(1, chosen, weights.to(tokens.dtype))
-        # All experts at once: gradients of such products are transposed views, as autograd computes them.
-        h = functional.silu(torch.einsum("tw,ehw->teh", tokens, self.up))
-        out = torch.einsum("teh,ewh,te->tw", h, self.down, share)
-        return out.view(x.shape)
+        return self.experts(tokens, chosen, weights).view(x.shape)
 
 
 class ExpertsDecoder(Decoder):
@@ -74,6 +88,8 @@ class ExpertsDecoder(Decoder):
         blocks: As in `Decoder`.
         width: As in `Decoder`.
     """
+
+    tp_plan: ClassVar[Mapping[str, str]] = {**Decoder.tp_plan, "layers.*.mlp.experts": "moe_tp_experts"}
 
     def __init__(
         self,

@@ -59,7 +59,28 @@ def test_fake_ranks_have_the_groups_of_the_layout(rank: int, expert: int) -> Non
             # torch numbers the ranks of a mesh and those of its group alike.
             assert tuple(mesh.mesh.tolist()) == layout.group(view, rank)
             assert tuple(dist.get_process_group_ranks(mesh.get_group())) == layout.group(view, rank)
+        for name, view in (("hsdp", "fsdp"), ("expert_hsdp", "expert_fsdp")):
+            both: DeviceMesh | None = getattr(meshes, name)
+            if both is None:
+                assert (name, expert) == ("expert_hsdp", 1)
+                continue
+            for dimension, group in enumerate(("replicate", view)):
+                members = dist.get_process_group_ranks(both.get_group(dimension))
+                assert tuple(members) == layout.group(group, rank), (name, group)
         assert repr(meshes) == f"Meshes('{layout}')"
+
+
+@pytest.mark.parametrize("text", ["dp=2,shard=2", "dp=2,cp=2", "dp=2,tp=2,ep=2", "shard=2,cp=2,ep=2"])
+def test_replicas_beside_what_shards(text: str) -> None:
+    layout = ParallelLayout.parse(text)
+    with fake_job(4, rank=3):
+        meshes = Meshes(layout)
+        assert (meshes.hsdp is None) == (layout.replicate == 1)
+        assert (meshes.expert_hsdp is None) == (layout.replicate == 1 or layout.expert == 1)
+        if meshes.hsdp is not None:
+            assert meshes.hsdp.shape == (layout.replicate, layout.shard * layout.context)
+        if meshes.expert_hsdp is not None:
+            assert meshes.expert_hsdp.shape == (layout.replicate, layout.expert_fsdp)
 
 
 def test_a_layout_of_another_size_and_a_missing_group_are_refused() -> None:

@@ -26,6 +26,9 @@ from trainer_core import ConfigurationError
         ("tp=2", 2, "ddp"),
         ("shard=2,tp=2", 4, "fsdp2"),
         ("pp=2,tp=2", 4, "pipeline"),
+        ("shard=2,ep=2", 2, "fsdp2"),
+        ("tp=2,ep=2", 2, "ddp"),
+        ("tp=4,ep=2", 4, "fsdp2"),
     ],
 )
 def test_the_trainer_follows_from_the_dimensions(text: str, size: int, trainer: str) -> None:
@@ -44,7 +47,7 @@ def test_the_trainer_follows_from_the_dimensions(text: str, size: int, trainer: 
         ("dp=0", "replicate='0' is not a possible size"),
         ("dp", "is not NAME=SIZE"),
         ("shard=auto", "shard=auto needs the world size"),
-        ("ep=2,shard=2", "dimension expert, which no trainer here uses"),
+        ("ep=2,dp=2", "expert=2 does not divide shard x context x tensor = 1"),
     ],
 )
 def test_what_is_no_mesh_is_refused(text: str, rule: str) -> None:

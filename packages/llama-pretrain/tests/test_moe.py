@@ -16,6 +16,7 @@ from llama_pretrain.model import moe
 from llama_pretrain.model.moe import Experts, ExpertWeights, MoE, Router
 from llama_pretrain.model.moe_config import Glm4MoeConfig, MixtralConfig
 from llama_pretrain.model.moe_weights import has_separate_experts
+from model_parallel import PlanError, check_plan
 from perf_metrics import architecture_of_model, count_flops
 from trainer_core import ConfigurationError
 
@@ -108,19 +109,22 @@ def test_every_token_goes_to_one_expert_and_none_is_dropped(
     torch.manual_seed(0)
     layer = ExpertWeights(16, Experts(count=4, used=1, width=8))
     x = torch.randn(50, 16)
-    out = layer(x, torch.ones(50, 1), torch.full((50, 1), 2))
+    out = layer(x, torch.full((50, 1), 2), torch.ones(50, 1))
     gate, up = F.linear(x, layer.gate_up_proj[2]).chunk(2, dim=-1)
     assert torch.allclose(out, F.linear(F.silu(gate) * up, layer.down_proj[2]), atol=1e-6)
     out.sum().backward()
     # Experts without a token have a gradient of zeros: where gradients are summed over ranks, all have one.
     assert [bool(part.any()) for part in layer.down_proj.grad] == [False, False, True, False]
+    layer.zero_grad()
+    layer(x[:0], torch.empty(0, 1, dtype=torch.int64), torch.empty(0, 1)).sum().backward()
+    assert [bool(weight.grad.any()) for weight in layer.parameters()] == [False, False]
 
 
 def test_widths_that_grouped_products_do_not_take_are_computed_one_by_one() -> None:
     layer = ExpertWeights(20, Experts(count=4, used=1, width=6)).bfloat16()
     x = torch.randn(9, 20, dtype=torch.bfloat16)
     chosen = torch.arange(9).remainder(4).unsqueeze(-1)
-    out = layer(x, torch.ones(9, 1), chosen)
+    out = layer(x, chosen, torch.ones(9, 1))
     for number, expert in enumerate(chosen.flatten().tolist()):
         gate, up = F.linear(x[number], layer.gate_up_proj[expert]).chunk(2)
         expected = F.linear(F.silu(gate) * up, layer.down_proj[expert])
@@ -259,7 +263,10 @@ def test_a_model_without_experts_has_none() -> None:
 
 
 @pytest.mark.parametrize("config", [MIXTRAL, GLM], ids=["mixtral", "glm4_moe"])
-def test_tensor_parallelism_is_refused_by_a_style_for_experts(config: LlamaConfig) -> None:
-    assert Llama(config).tp_plan == {"model.layers.*.mlp.experts": "moe_tp_experts"}
-    assert "model.layers.*.mlp.up_proj" in Llama.tp_plan
-    assert Llama(preset("tiny")).tp_plan is Llama.tp_plan
+def test_tensor_parallelism_is_refused_where_experts_are_not_divided(config: LlamaConfig) -> None:
+    with pytest.raises(PlanError, match="Divide experts first, by divide_experts or ep in a mesh"):
+        check_plan(Llama(config), tensor=2)
+    dense = Llama(preset("tiny")).tp_plan
+    assert {style for name, style in dense.items() if "experts" in name} == set()
+    shared = [name for name in Llama(config).tp_plan if "shared_experts" in name]
+    assert len(shared) == (3 if config is GLM else 0)

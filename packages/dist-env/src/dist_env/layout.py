@@ -140,6 +140,11 @@ class ParallelLayout:
         return self.shard * self.context * self.tensor // self.expert
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether some weights are shared out: over shard x context, or among ranks with the same experts."""
+        return self.shard * self.context > 1 or (self.expert > 1 and self.expert_fsdp > 1)
+
+    @property
     def data_count(self) -> int:
         """Number of ranks that read different batches: replicate x shard."""
         return self.replicate * self.shard

@@ -34,8 +34,10 @@ class Meshes:
         tensor: Ranks that share out each matrix.
         context: Ranks that share out each sequence.
         pipeline: Ranks of the stages, in their order.
+        hsdp: The ranks of `fsdp` with the replicas: [replicate, fsdp]; None if `layout.replicate` is 1.
         expert: Ranks that share out the experts; None if `layout.expert` is 1.
         expert_fsdp: Ranks that share out the weights of the same experts; None if `layout.expert` is 1.
+        expert_hsdp: The same with the replicas: [replicate, expert_fsdp]; None if either is 1.
 
     Raises:
         DistributedEnvironmentError: The process group is missing, or has another number of ranks. It is
@@ -61,14 +63,22 @@ class Meshes:
         self.tensor = self.mesh["tensor"]
         self.context = self.mesh["context"]
         self.pipeline = self.mesh["pipeline"]
+        self.hsdp = self._replicas() if layout.replicate > 1 else None
         self.expert: DeviceMesh | None = None
         self.expert_fsdp: DeviceMesh | None = None
+        self.expert_hsdp: DeviceMesh | None = None
         if layout.expert > 1:
-            block = self._view("expert_block", EXPERT_BLOCK)
-            # Private in torch 2.11 to 2.13, and without a public equal: `DeviceMesh._unflatten` splits a
-            # dimension and keeps the root. Checked by test_meshes.py.
-            split = block._unflatten(0, (layout.expert_fsdp, layout.expert), ("expert_fsdp", "expert"))
+            split = self._split(
+                ("replicate", *EXPERT_BLOCK),
+                {
+                    "expert_replicate": layout.replicate,
+                    "expert_fsdp": layout.expert_fsdp,
+                    "expert": layout.expert,
+                },
+            )
             self.expert_fsdp, self.expert = split["expert_fsdp"], split["expert"]
+            if layout.replicate > 1:
+                self.expert_hsdp = split["expert_replicate", "expert_fsdp"]
 
     def _view(self, name: str, dimensions: tuple[str, ...]) -> DeviceMesh:
         wide = tuple(each for each in dimensions if getattr(self.layout, each) > 1)
@@ -78,6 +88,20 @@ class Meshes:
         # `DeviceMesh.from_group` would give a mesh of another root, and FSDP refuses to combine such a mesh
         # with the one of tensor parallelism. If it changes, test_meshes.py fails.
         return self.mesh[wide]._flatten(name)
+
+    def _replicas(self) -> DeviceMesh:
+        layout = self.layout
+        if layout.context == 1 or layout.shard == 1:
+            return self.mesh["replicate", "shard" if layout.context == 1 else "context"]
+        sizes = {"hsdp_replicate": layout.replicate, "hsdp_fsdp": layout.shard * layout.context}
+        return self._split(("replicate", *VIEWS["fsdp"]), sizes)["hsdp_replicate", "hsdp_fsdp"]
+
+    def _split(self, dimensions: tuple[str, ...], sizes: dict[str, int]) -> DeviceMesh:
+        """Dimensions of the whole as others of the same product."""
+        # Private in torch 2.11 to 2.13, and without a public equal: `DeviceMesh._unflatten` splits a
+        # dimension and keeps the root. Checked by test_meshes.py.
+        block = self._view("_and_".join(dimensions), dimensions)
+        return block._unflatten(0, tuple(sizes.values()), tuple(sizes))
 
     def __repr__(self) -> str:
         return f"Meshes({str(self.layout)!r})"

@@ -182,7 +182,7 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     def shards_stages(self) -> bool:
         """Whether the processes that have a stage of a pipeline share out its weights."""
         layout = parse_mesh(self.mesh)
-        shards = layout.shard * layout.context > 1 or self.pipeline.shard_replicas
+        shards = layout.shards_weights or self.pipeline.shard_replicas
         return self.trainer == "pipeline" and shards
 
     def _check_trainer(self) -> None:

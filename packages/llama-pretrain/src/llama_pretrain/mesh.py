@@ -19,36 +19,28 @@ def parse_mesh(text: str) -> ParallelLayout:
     """Read a text such as "dp=2,shard=4"; an empty one is one process.
 
     Raises:
-        ConfigurationError: If it is not a layout, or has a dimension that no trainer here uses.
+        ConfigurationError: If it is not a layout.
     """
     if not text:
         return ParallelLayout()
     try:
-        layout = ParallelLayout.parse(text)
+        return ParallelLayout.parse(text)
     except DistributedEnvironmentError as error:
         raise ConfigurationError("mesh", text, f"cannot be used: {error}", "change the mesh") from error
-    if layout.expert > 1:
-        raise ConfigurationError(
-            "mesh",
-            text,
-            "gives several processes to the dimension expert, which no trainer here uses",
-            "use dp, shard, cp, tp and pp, such as mesh='dp=2,shard=4,tp=2'",
-        )
-    return layout
 
 
 def trainer_for(layout: ParallelLayout) -> str:
     """The trainer that uses such a layout."""
     if layout.pipeline > 1:
         return "pipeline"
-    if layout.shard * layout.context > 1:
+    if layout.shards_weights:
         return "fsdp2"
     return "ddp" if layout.replicate * layout.tensor > 1 else "single"
 
 
 def told_trainer(trainer: str, mesh: ParallelLayout) -> str:
     """How the devices of a layout are used, for the user to read."""
-    ways = [f"{name} parallel" for name in ("context", "tensor") if getattr(mesh, name) > 1]
+    ways = [f"{name} parallel" for name in ("context", "tensor", "expert") if getattr(mesh, name) > 1]
     if ways and trainer == "ddp" and mesh.replicate == 1:
         return ways[0]
     return " and ".join([trainer, *ways])

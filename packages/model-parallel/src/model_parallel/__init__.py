@@ -7,6 +7,7 @@ from dist_env import lazy_names
 if TYPE_CHECKING:
     from model_parallel.check import LayerShare, check_plan
     from model_parallel.context import CausalAttention, SequencePart, divide_sequences, undivided
+    from model_parallel.experts import divide_experts
     from model_parallel.loss import is_sharded_head, sharded_cross_entropy, sharded_linear_cross_entropy
     from model_parallel.plan import STYLES, PlanError, tensor_plan
     from model_parallel.shard import shard_tensors
@@ -19,6 +20,7 @@ __all__ = [
     "PlanError",
     "SequencePart",
     "check_plan",
+    "divide_experts",
     "divide_sequences",
     "is_sharded_head",
     "shard_tensors",

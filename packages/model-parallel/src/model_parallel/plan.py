@@ -69,6 +69,7 @@ def tensor_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> dic
             f"plan={type(plan).__name__} must be a table of styles by the names of modules. Such as "
             f"{_EXAMPLE}."
         )
+    plan = _without_experts(model, plan)
     if not plan:
         whose = (
             f"The model {type(model).__name__} has no plan of its own"
@@ -77,6 +78,26 @@ def tensor_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> dic
         )
         raise PlanError(f"{whose}, so nothing would be divided. Give one, such as {_EXAMPLE}.")
     return {name: _style(name, style) for name, style in plan.items()}
+
+
+def are_divided(module: nn.Module) -> bool:
+    """Whether a module holds experts that `divide_experts` has divided, so that nothing else divides them."""
+    return getattr(module, "experts_are_divided", False) is True
+
+
+def _without_experts(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The rules that are not about experts, or parameters of them, that are divided already."""
+    divided = [
+        each
+        for name, module in model.named_modules()
+        if are_divided(module)
+        for each in (name, *(f"{name}.{own}" for own in module._parameters))
+    ]
+    return {rule: style for rule, style in plan.items() if not any(map(_pattern(rule).fullmatch, divided))}
+
+
+def _pattern(rule: str) -> re.Pattern[str]:
+    return re.compile(re.escape(rule).replace(r"\*", "[^.]+"))
 
 
 def _own_plan(model: nn.Module) -> Mapping[str, str]:
@@ -99,7 +120,8 @@ def _style(name: str, given: str) -> str:
     if style in _EXPERTS or "expert" in style:
         raise PlanError(
             f"plan[{name!r}]={given!r} divides experts or single parameters, which tensor parallelism here "
-            f"does not. Use 'replicate' for this module, which keeps it whole on each rank."
+            "does not. Divide experts first, by divide_experts or ep in a mesh, or use 'replicate' for this "
+            "module, which keeps it whole on each rank."
         )
     close = difflib.get_close_matches(style, [*STYLES, *_ALIASES], 1, 0.6)
     hint = f"Did you mean {close[0]!r}?" if close else f"Use one of {', '.join(STYLES)}."
@@ -124,8 +146,7 @@ def match_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, tuple[str, str]] = {}
     names = [name for name, _ in model.named_modules() if name]
     for rule in sorted(plan, key=lambda name: "*" not in name):
-        pattern = re.compile(re.escape(rule).replace(r"\*", "[^.]+"))
-        matched = [name for name in names if pattern.fullmatch(name)]
+        matched = [name for name in names if _pattern(rule).fullmatch(name)]
         if not matched:
             raise PlanError(_unmatched(model, rule, names))
         for name in matched:

@@ -18,7 +18,7 @@ from dist_env import get_logger
 from .activations import Scope
 from .check import cautions, examine
 from .draws import Draws, share_generators
-from .plan import PlanError, module_at
+from .plan import PlanError, are_divided, module_at
 from .same import check_inputs, listed
 from .structure import Structure, is_shared_head, local_size
 from .styles import (
@@ -83,9 +83,7 @@ def shard_tensors(
     _check_mesh(mesh)
     structure, error = None, None
     try:
-        if any(isinstance(module, Styled) for module in model.modules()) or any(
-            isinstance(parameter, DTensor) for parameter in model.parameters()
-        ):
+        if any(_is_divided(module) for module in model.modules()):
             raise PlanError(
                 "The model is divided already. Give shard_tensors a model as it was made, and only once."
             )
@@ -103,6 +101,14 @@ def shard_tensors(
     share_generators(mesh)
     check_inputs(model, mesh)
     return model
+
+
+def _is_divided(module: nn.Module) -> bool:
+    """Whether something has divided a module; experts are divided before tensors."""
+    if are_divided(module):
+        return False
+    own = module._parameters.values()
+    return isinstance(module, Styled) or any(isinstance(parameter, DTensor) for parameter in own)
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -155,6 +161,10 @@ def _add_styles(
         for name in structure.layers:  # all of them: they stay of one class, by which others find them
             first = name == structure.layers[0]
             add_style(module_at(model, name), Layer(mesh, sequence, first, progress, draws=draws))
+        for name, module in model.named_modules():
+            if are_divided(module) and structure.layer_of(name) is not None:
+                # Each rank has tokens of its own now.
+                styles_of(module)[-1].sequence = structure.region_of(name) is None
     # Of a model without layers, such as an nn.Sequential, the model itself is around colwise layers.
     at_root = structure.backbone is None and any(
         style in ("colwise", "packed_colwise") and "." not in name for name, style in structure.styles.items()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .plan import ancestors, module_at
+from .plan import ancestors, are_divided, module_at
 
 COLWISE = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWWISE = ("rowwise", "rowwise_split_input")
@@ -48,7 +48,9 @@ class Structure:
 
 def structure_of(model: nn.Module, declared: dict[str, str]) -> Structure:
     """What a plan means in a model; `declared` is what `match_plan` returned."""
-    owners = [name for name, module in model.named_modules() if own_parameters(module)]
+    owners = [
+        name for name, module in model.named_modules() if own_parameters(module) and not are_divided(module)
+    ]
     styles = {name: declared.get(name, "") for name in dict.fromkeys([*owners, *declared])}
     _share_styles_of_ties(model, styles)
     regions = list(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         clip_grad_norm_,
         own_part,
     )
+    from .distributed.experts import ExpertParallel
     from .distributed.ranks import BatchPlacement, Ranks
     from .distributed.tensor import TensorParallel
     from .distributed.transforms import (
@@ -132,6 +133,7 @@ __all__ = [
     "EarlyStopping",
     "EvalMetric",
     "Executor",
+    "ExpertParallel",
     "ExternalControl",
     "ForwardOutput",
     "FusedLinearCrossEntropy",

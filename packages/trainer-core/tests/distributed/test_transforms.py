@@ -207,11 +207,6 @@ def test_a_class_in_place_of_a_transform_is_refused(tmp_path: Path) -> None:
     ("mesh", "ranks", "rule"),
     [
         ("dp=2", 1, r"mesh='dp=2'.*needs exactly 2 ranks, but there are 1"),
-        (
-            "ep=2,shard=2",
-            2,
-            r"dimension expert, which no given or installed transform uses. Give a transform",
-        ),
         ("shard=3", 4, r"mesh='shard=3'.*a multiple of 3 ranks, but there are 4"),
         ("tensors=2", 2, r"mesh='tensors=2'.*Did you mean tensor"),
         ("dp=0", 1, r"mesh='dp=0'.*not a possible size"),
@@ -220,6 +215,22 @@ def test_a_class_in_place_of_a_transform_is_refused(tmp_path: Path) -> None:
 def test_a_mesh_that_cannot_be_is_refused(tmp_path: Path, mesh: str, ranks: int, rule: str) -> None:
     env = StaticDistributedEnvironment(world_size=ranks, local_world_size=ranks)
     with pytest.raises(ConfigurationError, match=rule):
+        trainer_of(arguments(tmp_path, mesh=mesh), distributed_env=env)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fix"),
+    [
+        ("shard=2", "Install trainer-fsdp2"),
+        ("shard=2,ep=2", "Give a transform with axis='expert'"),
+    ],
+)
+def test_a_dimension_that_nothing_uses_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: str, fix: str
+) -> None:
+    monkeypatch.setattr("trainer_core.distributed.build.entry_points", lambda **which: ())
+    env = StaticDistributedEnvironment(world_size=2, local_world_size=2)
+    with pytest.raises(ConfigurationError, match=f"no given or installed transform uses.*{fix}"):
         trainer_of(arguments(tmp_path, mesh=mesh), distributed_env=env)
 
 

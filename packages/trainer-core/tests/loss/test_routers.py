@@ -344,12 +344,6 @@ def built(model: nn.Module, layout: ParallelLayout) -> BuiltModel:
     return BuiltModel(TrainingArguments(use_cpu=True), Ranks(env, layout), model, model)
 
 
-def test_rows_that_are_cut_are_refused() -> None:
-    cut = built(Routed(), ParallelLayout(context=2))
-    with pytest.raises(ConfigurationError, match="cuts rows into parts"):
-        with_routers(cut, OnTargets(CausalLMLoss()), sees_outputs=False)
-
-
 def test_a_rate_without_biases_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"router_bias_update_rate=0\.1 moves the biases of routers, but"

@@ -79,7 +79,7 @@ class Replicate(ReplicateGradients):
 
     def is_active(self, layout: ParallelLayout) -> bool:
         """Unless replicas are summed by what shards the weights within each of them."""
-        return layout.shard * layout.context == 1
+        return not layout.shards_weights
 
     def check(self, args: TrainingArguments, ranks: Ranks) -> None:
         """Refuse settings that do not go together, or with the layout.

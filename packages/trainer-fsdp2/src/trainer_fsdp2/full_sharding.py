@@ -6,7 +6,7 @@ What `fully_shard` needs takes seconds to import, so it is imported where someth
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, ClassVar, Self, cast
@@ -36,6 +36,7 @@ from .units import Unit, refuse_unshardable, units_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import Shard
 
 logger = get_logger(__name__)
 
@@ -81,19 +82,12 @@ class FullyShard(ModelTransform):
         self._settings = self._settings or _settings_in(args)
         layout = ranks.layout
         check_beside(args, self.settings)
-        if layout.replicate > 1 and layout.shard * layout.context == 1:
+        if layout.replicate > 1 and not layout.shards_weights:
             raise ConfigurationError(
                 "mesh",
                 str(layout),
                 f"leaves nothing to shard on {ranks.env.world_size} ranks",
                 "use trainer-ddp, or give some of them to the dimension shard",
-            )
-        if layout.replicate > 1 and layout.context > 1:
-            raise ConfigurationError(
-                "mesh",
-                str(layout),
-                "replicates weights that the dimension context shards too",
-                "leave out dp, or use shard in its place",
             )
         self._is_sharded = self._shards(layout)
         self._names_layers = bool(self.settings.layer_classes or args.transformer_layers_path)
@@ -101,6 +95,8 @@ class FullyShard(ModelTransform):
         self.keeps_parameters = not self._is_sharded
         if self._is_sharded:
             resharding(self.settings.reshard_after_forward, layout.shard * layout.context)
+            if layout.expert > 1:
+                resharding(self.settings.reshard_after_forward, layout.expert_fsdp)
 
     def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
         """What sharding keeps whole."""
@@ -133,7 +129,7 @@ class FullyShard(ModelTransform):
 
         refuse_unshardable(built.model)
         units = units_of(built.model, settings, args.transformer_layers_path)
-        mesh = _mesh(built.ranks)
+        mesh, expert_mesh = _meshes(built.ranks)
         in_stages = built.parts != [built.model]
         if in_stages:
             _refuse_shared_between_stages(built.parts)
@@ -149,6 +145,8 @@ class FullyShard(ModelTransform):
                     settings,
                     built.ranks.device,
                     stays_gathered=in_stages,
+                    experts=[each for each in built.experts if each in inside],
+                    expert_mesh=expert_mesh,
                 )
         _tie_again(places)
         if settings.cpu_offload:
@@ -166,7 +164,7 @@ class FullyShard(ModelTransform):
 
     def _shards(self, layout: ParallelLayout) -> bool:
         asks = self.settings.param_dtype is not None or self.settings.cpu_offload
-        return layout.shard * layout.context > 1 or (asks and layout.replicate == 1)
+        return layout.shards_weights or (asks and layout.replicate == 1)
 
 
 def shard(
@@ -177,6 +175,8 @@ def shard(
     device: torch.device,
     *,
     stays_gathered: bool,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Divide a model, or a stage of one, among ranks, in place; parameters become DTensors of the same names.
 
@@ -190,9 +190,12 @@ def shard(
         device: Where this rank computes.
         stays_gathered: Whether weights stay from the first microbatch of a step to the last: all those of a
             pipeline need them, and are under way at the same time.
+        experts: Modules in units whose parameters are DTensors of the dimension `expert`.
+        expert_mesh: As `mesh`, for these.
 
     Raises:
-        ConfigurationError: If reshard_after_forward is a number that does not fit the ranks.
+        ConfigurationError: If reshard_after_forward is a number that does not fit the ranks, or weights of
+            experts cannot be shared out evenly.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -207,6 +210,10 @@ def shard(
     reshard = resharding(settings.reshard_after_forward, mesh.shape[-1])
     if stays_gathered and reshard is True:
         reshard = False
+    for module in experts if expert_mesh is not None else ():
+        chosen = _dimension_of(module, expert_mesh.shape[-1])
+        own = {**options, "mesh": expert_mesh, "shard_placement_fn": chosen}
+        fully_shard(module, reshard_after_forward=reshard, **own)  # type: ignore[call-overload]
     for _, module in units:
         fully_shard(module, reshard_after_forward=reshard, **options)  # type: ignore[call-overload]
     # The backward pass begins with the root, so its weights stay where they are until then.
@@ -293,8 +300,33 @@ def _settings_in(args: TrainingArguments) -> FSDP2Arguments:
     return found if isinstance(found, FSDP2Arguments) else FSDP2Arguments()
 
 
-def _mesh(ranks: Ranks) -> DeviceMesh:
-    """The ranks that share the weights; with replicas (replicas, shards)."""
+def _dimension_of(experts: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
+    """By which dimension the weights of one rank's experts are shared out: as evenly as torch asks for.
+
+    Raises:
+        ConfigurationError: If none can be.
+    """
+    from torch.distributed.tensor import Shard
+
+    count = int(experts.num_experts)  # type: ignore[arg-type]
+    found: dict[nn.Parameter, int] = {}
+    for name, parameter in experts.named_parameters():
+        # By experts, or by what each of them has: torch shares out other dimensions than the first evenly.
+        sizes = (count, *parameter.shape[1:])
+        fitting = [dimension for dimension, size in enumerate(sizes) if size % ranks == 0]
+        if not fitting:
+            raise ConfigurationError(
+                "mesh",
+                f"{ranks} ranks with the same experts",
+                f"cannot share out {name} of the shape {list(sizes)} evenly",
+                "choose a larger ep",
+            )
+        found[parameter] = fitting[0]
+    return lambda parameter: Shard(found[parameter])
+
+
+def _meshes(ranks: Ranks) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The ranks that share the weights, with replicas (replicas, shards); and those that share experts."""
     if ranks.meshes is None:
         raise ConfigurationError(
             "world_size",
@@ -302,9 +334,10 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
             "needs a process group, even for a single rank, but there is none",
             "open a dist_env.DistributedEnvironment first and pass it as distributed_env",
         )
+    meshes = ranks.meshes
     if ranks.layout.replicate == 1:
-        return ranks.meshes.fsdp
-    return ranks.meshes.mesh["replicate", "shard"]
+        return meshes.fsdp, meshes.expert_fsdp
+    return meshes.hsdp, meshes.expert_hsdp
 
 
 def resharding(setting: bool | int, shards: int) -> bool | int:

@@ -60,7 +60,7 @@ def plan(
         layout, world_size = world_size, world_size.world_size
         mesh = str(layout) if world_size > 1 else None
         args = replace(args, mesh=mesh, fsdp2=replace(args.fsdp2, replicas=1))
-        if whole_copies := layout.shard * layout.context == 1 and world_size > 1:
+        if whole_copies := not layout.shards_weights and world_size > 1:
             trainer = Trainer
     found = trainer_core.plan(
         args,

@@ -199,7 +199,7 @@ def check_schedule(
         "takes torch's graph to pieces for that"
     )
     instead = "leave it out, or use interleaved_1f1b"
-    if layout.shard * layout.context > 1:
+    if layout.shards_weights:
         setting = "pipeline.shard_replicas" if pipeline.shard_replicas else "mesh"
         raise ConfigurationError(
             setting,

@@ -278,6 +278,28 @@ class LlamaBackbone(nn.Module):
         return out
 
 
+def _tensor_plan(config: LlamaConfig) -> dict[str, str]:
+    plan = {
+        "model.embed_tokens": "embedding_rowwise",
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+    kinds = [config.experts(layer) for layer in range(config.num_hidden_layers)]
+    whole = ["mlp"] if None in kinds else []
+    if any(experts is not None and experts.shared_width for experts in kinds):
+        whole.append("mlp.shared_experts")
+    for name in whole:
+        plan |= {f"model.layers.*.{name}.{layer}": "colwise" for layer in ("gate_proj", "up_proj")}
+        plan[f"model.layers.*.{name}.down_proj"] = "rowwise"
+    if any(kinds):
+        # Refused by this name where they are not divided: each rank would compute all experts.
+        plan["model.layers.*.mlp.experts"] = "moe_tp_experts"
+    return plan
+
+
 class Llama(nn.Module):
     """A causal language model; weights interchange with Hugging Face's `LlamaForCausalLM`.
 
@@ -285,17 +307,7 @@ class Llama(nn.Module):
         config: Shape of the model. Kept as `.config`.
     """
 
-    tp_plan: Mapping[str, str] = {
-        "model.embed_tokens": "embedding_rowwise",
-        "model.layers.*.self_attn.q_proj": "colwise",
-        "model.layers.*.self_attn.k_proj": "colwise",
-        "model.layers.*.self_attn.v_proj": "colwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-        "model.layers.*.mlp.gate_proj": "colwise",
-        "model.layers.*.mlp.up_proj": "colwise",
-        "model.layers.*.mlp.down_proj": "rowwise",
-        "lm_head": "colwise_gather_output",
-    }
+    tp_plan: Mapping[str, str]
     """How tensor parallelism divides the model: styles of `model_parallel` by names of modules."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -303,9 +315,7 @@ class Llama(nn.Module):
         self.config = config
         self.model = LlamaBackbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.experts(config.num_hidden_layers - 1) is not None:
-            # Refused by its name: without a rule each rank would compute all experts, and say nothing.
-            self.tp_plan = {"model.layers.*.mlp.experts": "moe_tp_experts"}
+        self.tp_plan = _tensor_plan(config)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.init_weights()

@@ -114,27 +114,30 @@ class ExpertWeights(nn.Module):
         nn.init.normal_(self.gate_up_proj, std=hidden_size**-0.5)
         nn.init.normal_(self.down_proj, std=experts.width**-0.5)
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Send each token through its experts, and add up what they return.
 
+        Arguments are called as in transformers, by which `model_parallel` knows experts.
+
         Args:
-            x: Tokens `[tokens, hidden]`.
-            weights: Of the chosen experts `[tokens, used]`, float32.
-            chosen: Their numbers `[tokens, used]`, int64.
+            hidden_states: Tokens `[tokens, hidden]`.
+            top_k_index: Numbers of the chosen experts `[tokens, used]`, int64.
+            top_k_weights: Their weights `[tokens, used]`, float32.
 
         Returns:
-            `[tokens, hidden]` in the dtype of `x`.
+            `[tokens, hidden]` in the dtype of `hidden_states`.
         """
-        used = chosen.shape[-1]
-        flat = chosen.flatten()
+        used = top_k_index.shape[-1]
+        flat = top_k_index.flatten()
         order = flat.argsort(stable=True)
         # Not bincount, whose result has no shape that is known before.
         counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
-        out = self._products(x[order // used], counts)
-        out = out * weights.flatten()[order].unsqueeze(-1)
+        out = self._products(hidden_states[order // used], counts)
+        out = out * top_k_weights.flatten()[order].unsqueeze(-1)
         # Back into the order of tokens by their places: unlike `index_add_`, this gives the same bits every
         # time on a GPU.
-        return out[order.argsort()].view(*chosen.shape, -1).sum(dim=-2).to(x.dtype)
+        out = out[order.argsort()].view(*top_k_index.shape, hidden_states.shape[-1])
+        return out.sum(dim=-2).to(hidden_states.dtype)
 
     def _products(self, x: Tensor, counts: Tensor) -> Tensor:
         """What each expert makes of its tokens `[tokens x used, hidden]`, in the order of experts."""
@@ -173,7 +176,7 @@ class MoE(nn.Module):
         """Map `x` `[..., hidden]` to the same shape."""
         tokens = x.reshape(-1, x.shape[-1])
         _, weights, chosen = self.gate(tokens)
-        out: Tensor = self.experts(tokens, weights, chosen).view(x.shape)
+        out: Tensor = self.experts(tokens, chosen, weights).view(x.shape)
         return out + self.shared_experts(x) if hasattr(self, "shared_experts") else out
 
 
@@ -206,8 +209,9 @@ def _looped_products(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -
     # By `unbind`, whose backward puts the gradients of all experts together once. Each index would have a
     # tensor of zeros for all of them.
     parts = zip(torch.split(x, sizes), gate_up.unbind(), down.unbind(), strict=True)
-    out = [F.linear(_gated(F.linear(part, up)), back) for part, up, back in parts if len(part)]
-    return torch.cat(out)
+    # Without any token all of them compute nothing, so that weights have gradients of zeros.
+    some = [each for each in parts if len(each[0]) or not len(x)]
+    return torch.cat([F.linear(_gated(F.linear(part, up)), back) for part, up, back in some])
 
 
 def _even_products(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

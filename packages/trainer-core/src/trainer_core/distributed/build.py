@@ -102,10 +102,10 @@ def transforms_for(
     used = {transform.axis for transform in given}
     for axis in ("pipeline", "expert", "tensor", "context", "shard"):
         # Ranks that share out sequences share out the weights, too: so their gradients are added up.
-        size = layout.shard * layout.context if axis == "shard" else getattr(layout, axis)
-        if size > 1 and axis not in used:
+        needed = layout.shards_weights if axis == "shard" else getattr(layout, axis) > 1
+        if needed and axis not in used:
             transforms.append(_installed(args, axis, layout))
-    if layout.replicate > 1 and not used & {"replicate"} and layout.shard * layout.context == 1:
+    if layout.replicate > 1 and not used & {"replicate"} and not layout.shards_weights:
         from .transforms import ReplicateGradients
 
         transforms.append(ReplicateGradients())

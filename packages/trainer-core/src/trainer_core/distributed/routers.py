@@ -16,6 +16,7 @@ from ..loss import (
     RoutedLoss,
     RoutedTargets,
     RouterLosses,
+    RowParts,
     TokenLoss,
     is_router,
     router_shape,
@@ -41,7 +42,7 @@ def with_routers(built: BuiltModel, loss: TokenLoss, *, sees_outputs: bool) -> T
         sees_outputs: Whether the user's loss is given all that the model returns, and so adds what it wants.
 
     Raises:
-        ConfigurationError: If rows are cut, so that no rank has the balance of one.
+        ConfigurationError: If biases are to be moved that no router has.
     """
     every = {
         name: module
@@ -74,14 +75,15 @@ def with_routers(built: BuiltModel, loss: TokenLoss, *, sees_outputs: bool) -> T
             "the balance loss of routers is left to compute_loss_func, which sees what the model returns"
         )
         coefficient = 0.0
-    if built.ranks.layout.context > 1 and (coefficient or rate):
-        raise ConfigurationError(
-            "mesh",
-            str(built.ranks.layout),
-            "cuts rows into parts, but the balance of routers is that of whole rows",
-            "train without cp, or set output_router_logits=False and router_bias_update_rate=0 in the config",
-        )
-    losses = RouterLosses(routers, [router_shape(each) for each in every.values()], coefficient)
+    meshes, layout = built.ranks.meshes, built.ranks.layout
+    parts = RowParts()
+    if meshes is not None:
+        groups = [
+            mesh.get_group() if size > 1 else None
+            for mesh, size in ((meshes.context, layout.context), (meshes.tensor, layout.tensor))
+        ]
+        parts = RowParts(*groups)
+    losses = RouterLosses(routers, [router_shape(each) for each in every.values()], coefficient, parts)
     built.hooks.append(RouterHooks(built, losses, routers, rate))
     if isinstance(loss, OnTargets):
         return RoutedTargets(loss, losses)
@@ -183,8 +185,7 @@ class RouterHooks(StepHooks):
         loss = sum(self._losses.scale(number) * float(means[number]) for number in seen)
         loads = [sums[number, _SCALARS:][: shapes[number].experts] for number in seen]
         entries: dict[str, object] = {
-            # Of parts of rows it would be another number.
-            **({} if self._ranks.layout.context > 1 else {"aux_loss": loss}),
+            "aux_loss": loss,
             "router_entropy": float((entropy[seen] / tokens[seen]).mean()),
             "expert_load_max": max(float(load.max() / load.mean()) for load in loads),
         }

@@ -159,6 +159,8 @@ class BuiltModel:
     """Path of the blocks to compile one by one, where the model cannot be called as a whole."""
     counted_elsewhere: list[nn.Parameter] = field(default_factory=list)
     """Parameters whose gradient counts in the norm on another stage."""
+    experts: list[nn.Module] = field(default_factory=list)
+    """Modules with experts that are divided; the ranks of `Meshes.expert_fsdp` hold the same ones."""
     sequence: SequencePart | None = None
     """What this rank computes of each sequence, where sequences are divided."""
     traffic: CommBytes | None = None
@@ -388,7 +390,7 @@ class ReplicateGradients(ModelTransform):
 
     def is_active(self, layout: ParallelLayout) -> bool:
         """Where replicas are not summed by what shards the weights within each of them."""
-        return layout.replicate > 1 and layout.shard * layout.context == 1
+        return layout.replicate > 1 and not layout.shards_weights
 
     def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
         """That nothing is divided, and what gradients under way are."""

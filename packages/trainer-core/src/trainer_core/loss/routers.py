@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from dataloader_dispatch import is_ignored
 
@@ -30,10 +32,15 @@ class RowBalance(NamedTuple):
     load: Tensor
     """Tokens that count sent to each expert, float32 `[experts]`."""
     entropy: Tensor
-    """Of the scores of each token, summed over those that count, in nats: float32 scalar."""
+    """Of the scores of each token, summed over those that count, in nats: float32 scalar. Of the positions
+    here alone, where rows are divided."""
+    tokens: Tensor
+    """Those of each row that count: float32 `[rows]`."""
 
 
-def row_balance(logits: Tensor, chosen: Tensor, counted: Tensor, *, sigmoid: bool) -> RowBalance:
+def row_balance(
+    logits: Tensor, chosen: Tensor, counted: Tensor, *, sigmoid: bool, groups: Sequence[ProcessGroup] = ()
+) -> RowBalance:
     """Measure the balance of each row (DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20, without alpha).
 
     Args:
@@ -41,6 +48,8 @@ def row_balance(logits: Tensor, chosen: Tensor, counted: Tensor, *, sigmoid: boo
         chosen: Experts of each token, int64 `[rows x positions, used]`.
         counted: Which positions count, bool `[rows, positions]`.
         sigmoid: Whether scores are sigmoids, which are normalised here, or a softmax.
+        groups: Where rows are divided: who has other positions of them, as the product of these groups. All
+            of them get the balance of whole rows, each with the gradient of its own positions.
     """
     rows, positions = counted.shape
     experts, used = logits.shape[-1], chosen.shape[-1]
@@ -51,14 +60,21 @@ def row_balance(logits: Tensor, chosen: Tensor, counted: Tensor, *, sigmoid: boo
     else:
         scores = wide.softmax(dim=-1)
     mask = counted.to(scores.dtype)
-    tokens = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    share = (scores.view(rows, positions, experts) * mask.unsqueeze(-1)).sum(dim=1) / tokens
+    tokens = mask.sum(dim=1, keepdim=True)
+    share = (scores.view(rows, positions, experts) * mask.unsqueeze(-1)).sum(dim=1)
     picked = mask.unsqueeze(-1).expand(rows, positions, used).reshape(rows, -1)
     load = scores.new_zeros(rows, experts).scatter_add_(1, chosen.reshape(rows, -1), picked)
-    often = load * (experts / used) / tokens
+    if groups:
+        sums = torch.cat([share.detach(), load, tokens], dim=1)
+        for group in groups:
+            dist.all_reduce(sums, group=group)
+        whole, load, tokens = sums.split([experts, experts, 1], dim=1)
+        share = share + (whole - share.detach())
+    some = tokens.clamp(min=1)
+    often = load * (experts / used) / some
     with torch.no_grad():
         entropy = (torch.special.entr(scores).sum(dim=-1) * mask.flatten()).sum()
-    return RowBalance((often * share).sum(dim=-1), load.sum(dim=0), entropy)
+    return RowBalance((often * share / some).sum(dim=-1), load.sum(dim=0), entropy, tokens.squeeze(1))
 
 
 def is_router(module: nn.Module) -> bool:
@@ -87,6 +103,28 @@ def router_shape(router: nn.Module) -> RouterShape:
     return RouterShape(int(router.num_experts), int(router.top_k), sigmoid)  # type: ignore[arg-type]
 
 
+class RowParts(NamedTuple):
+    """Who has other positions of the rows that a rank computes."""
+
+    context: ProcessGroup | None = None
+    """Those that divide rows and their labels."""
+    tensor: ProcessGroup | None = None
+    """Those that have the same labels, and may divide rows among layers: rank after rank."""
+
+    def find(self, counted: Tensor, tokens: int) -> tuple[Tensor | None, list[ProcessGroup]]:
+        """Which of the tokens of a router count, `[rows, positions]`, and who has other positions.
+
+        The first is None if labels do not tell.
+        """
+        groups = [] if self.context is None else [self.context]
+        found = _by_position(counted, tokens)
+        if found is None and self.tensor is not None and counted.ndim == 2:
+            ranks = self.tensor.size()
+            if counted.numel() == tokens * ranks and counted.shape[1] % ranks == 0:
+                return counted.chunk(ranks, dim=1)[self.tensor.rank()], [*groups, self.tensor]
+        return found, groups
+
+
 class RouterLosses:
     """Watches the routers of a model in training, and computes what they add to the loss.
 
@@ -94,11 +132,17 @@ class RouterLosses:
         routers: Those that this rank computes, by their numbers in the whole model.
         shapes: Those of all routers of the whole model.
         coefficient: Weight of the balance loss; 0: only the figures are wanted.
+        parts: How rows are divided.
     """
 
     def __init__(
-        self, routers: Mapping[int, nn.Module], shapes: Sequence[RouterShape], coefficient: float
+        self,
+        routers: Mapping[int, nn.Module],
+        shapes: Sequence[RouterShape],
+        coefficient: float,
+        parts: RowParts | None = None,
     ) -> None:
+        self._parts = parts or RowParts()
         self.coefficient = coefficient
         self.shapes = shapes
         self._open = False
@@ -148,12 +192,12 @@ class RouterLosses:
             self._open = False
             auxiliary_loss_is_added.reset(added)
 
-    def take(self, counted: Tensor, weights: Tensor) -> Tensor | None:
+    def take(self, counted: Tensor, weights: Tensor | None = None) -> Tensor | None:
         """The weighted sum over rows of what the routers add, and note the figures; None if that is nothing.
 
         Args:
             counted: Which positions count, bool `[rows, positions]`, or `[rows]` for whole rows.
-            weights: Of each row, such as its number of tokens that count: `[rows]`.
+            weights: Of each row `[rows]`; None: its number of tokens that count.
 
         Returns:
             Sum over routers and rows, the coefficient included: float32 scalar.
@@ -169,14 +213,16 @@ class RouterLosses:
                 continue
             if self.coefficient and number not in with_gradient:
                 _check_is_frozen(self._routers[number])
-            where = _by_position(counted, len(logits))
+            where, groups = self._parts.find(counted, len(logits))
             if where is None:
                 if self.coefficient:
                     raise _without_labels(counted, len(logits))
                 continue
-            balance = row_balance(logits, chosen, where, sigmoid=self.shapes[number].sigmoid)
-            added = (balance.loss * weights).sum()
-            self._note(number, balance, added.detach(), where, weights)
+            sigmoid = self.shapes[number].sigmoid
+            balance = row_balance(logits, chosen, where, sigmoid=sigmoid, groups=groups)
+            each = balance.tokens if weights is None else weights
+            added = (balance.loss * each).sum()
+            self._note(number, balance, added.detach(), where, each)
             if self.coefficient:
                 scaled = added * (self.coefficient * self.scale(number))
                 total = scaled if total is None else total + scaled
@@ -291,8 +337,7 @@ class RoutedTargets(OnTargets):
     def added(self, labels: Tensor) -> Tensor | None:
         """What the routers add for the microbatch that was watched last."""
         counted = ~is_ignored(labels)
-        tokens = counted.float().sum(dim=-1) if counted.ndim > 1 else counted.float()
-        return self.routers.take(counted, tokens)
+        return self.routers.take(counted, counted.float() if counted.ndim == 1 else None)
 
 
 def with_router_loss(

@@ -1,0 +1,279 @@
+"""Divide experts over the ranks of a mesh: tokens travel to the ranks that hold their experts, and back.
+
+How many tokens a rank sends to another one is decided by the router anew in each pass, so the ranks first
+tell each other, and the host waits for these numbers: once in each pass of a layer. No token is dropped,
+whatever an expert gets. Weights and gradients of experts need no factor: whoever computes an expert has seen
+the tokens of all ranks that share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+
+from .activations import Unaliased, gathered, split
+from .plan import PlanError, collapsed
+from .same import listed
+from .styles import Call, Style, Styled, add_style, local_parameters
+
+
+def divide_experts(model: nn.Module, mesh: DeviceMesh, *, same_tokens: DeviceMesh | None = None) -> list[str]:
+    """Divide the experts of a model over the ranks of a mesh, in place; collective.
+
+    Each rank holds equally many experts of each layer, in the order of ranks: their parameters become
+    DTensors of the same names, divided by the first dimension. Routers and everything else stay as they are.
+    Experts are divided first, before `shard_tensors`, `divide_sequences` and `fully_shard`, and the optimizer
+    is made afterwards.
+
+    Experts are found as transformers 5 has them: a module with `num_experts` whose parameters have the shape
+    [experts, ...], and that is called with tokens [tokens, hidden], the numbers of the experts of each
+    `top_k_index` [tokens, used] and their weights `top_k_weights` [tokens, used].
+
+    Args:
+        model: Parameters have values, of which those of the first rank count, or are on the meta device.
+        mesh: One dimension, such as `dist_env.Meshes(...).expert`.
+        same_tokens: Ranks that all have the same tokens, such as `Meshes(...).tensor`: each of them sends a
+            part of its own.
+
+    Returns:
+        Names of the modules that were divided.
+
+    Raises:
+        PlanError: On every rank, before anything is divided: the model has no experts that can be divided, or
+            ranks have different models.
+    """
+    if mesh.ndim != 1:
+        raise PlanError(
+            f"mesh has {mesh.ndim} dimensions, and experts are divided over one. Give that one, such as "
+            "dist_env.Meshes(layout).expert."
+        )
+    found, error = [], None
+    try:
+        found = _examined(model, mesh.size())
+    except PlanError as raised:
+        error = raised
+    _check_same(model, found, mesh)
+    if error is not None:
+        raise error
+    for name in found:
+        module = model.get_submodule(name)
+        add_style(module, Dispatched(mesh, same_tokens=same_tokens))
+        for own, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                source = None if parameter.is_meta else 0
+                value = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=source)
+                new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                vars(new).update(vars(parameter))
+                module._parameters[own] = new
+        # Modules loop over it, or count by it, on what they hold.
+        module.num_experts = cast(int, module.num_experts) // mesh.size()  # type: ignore[assignment]
+        module.experts_are_divided = True  # type: ignore[assignment]
+    return found
+
+
+def _examined(model: nn.Module, ranks: int) -> list[str]:
+    """The names of modules with experts, if they can be divided over so many ranks.
+
+    Raises:
+        PlanError: With every reason why they cannot.
+    """
+    if any(isinstance(module, Styled) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    ):
+        raise PlanError(
+            "The model is divided already. Divide experts first, and tensors, sequences and weights after it."
+        )
+    found, problems = [], []
+    for name, module in model.named_modules():
+        own = {each: value for each, value in module._parameters.items() if value is not None}
+        count = getattr(module, "num_experts", None)
+        if not own or not isinstance(count, int) or not _is_called_with_choice(module):
+            continue
+        short = collapsed(name)
+        odd = [each for each, value in own.items() if not value.ndim or value.shape[0] != count]
+        if odd or any(True for _ in module.children()):
+            what = f"its parameters {', '.join(odd)}" if odd else "modules of its own"
+            problems.append(
+                f"The experts {short} have {what}, which are not divided by experts, [{count}, ...]. Leave "
+                "out ep."
+            )
+        elif count % ranks:
+            allowed = [size for size in range(1, count + 1) if count % size == 0]
+            problems.append(
+                f"expert={ranks} does not divide the {count} experts of {short}. Allowed values of expert "
+                f"are {', '.join(map(str, allowed))}."
+            )
+        elif "forward" in vars(module):
+            problems.append(
+                f"The experts {short} have a forward that was replaced on the object, which tokens would not "
+                "be sent by. Divide them first, and replace it afterwards."
+            )
+        found.append(name)
+    if not found:
+        problems.append(
+            f"The model {type(model).__name__} has no experts that can be divided: a module with "
+            "num_experts, "
+            "parameters of the shape [experts, ...], and a forward of (hidden_states, top_k_index, "
+            "top_k_weights). Leave out ep."
+        )
+    if problems:
+        raise PlanError("\n".join(dict.fromkeys(problems)))
+    return found
+
+
+_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+
+
+def _is_called_with_choice(module: nn.Module) -> bool:
+    return tuple(inspect.signature(type(module).forward).parameters)[1:4] == _ARGUMENTS
+
+
+def _check_same(model: nn.Module, found: list[str], mesh: DeviceMesh) -> None:
+    """Refuse different models, and let all ranks know of one that refuses."""
+    digest = 0
+    if found:
+        facts = [
+            (f"{name}.{own}", tuple(value.shape), str(value.dtype), value.requires_grad, value.is_meta)
+            for name in found
+            for own, value in model.get_submodule(name).named_parameters()
+        ]
+        digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big") | 1
+    mine = torch.tensor([digest], device=mesh.device_type)
+    told = [torch.zeros_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(told, mine, group=mesh.get_group())
+    digests = [int(each) for each in told]
+    other = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    if other:
+        raise PlanError(
+            f"Rank(s) {listed(other)} of the mesh have other experts than rank 0, or refuse to divide them. "
+            "See the error there, and give all ranks the same model."
+        )
+
+
+@dataclass(eq=False)
+class Dispatched(Style):
+    """Experts of which each rank holds some; tokens are sent to them.
+
+    Attributes:
+        same_tokens: Ranks that have the same tokens, unless `sequence` says that each has its own.
+    """
+
+    same_tokens: DeviceMesh | None = None
+
+    def placement(self, name: str) -> Placement:
+        """By experts."""
+        return Shard(0)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Send this rank's tokens through their experts."""
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        if unknown := [name for name in given if name not in _ARGUMENTS]:
+            raise TypeError(f"Experts were called with {unknown[0]}, and know {', '.join(_ARGUMENTS)} only.")
+        x, chosen, weights = (cast(Tensor, given[name]) for name in _ARGUMENTS)
+        mesh = self.same_tokens
+        if mesh is None or mesh.size() == 1 or self.sequence:
+            return self._routed(module, call, x, chosen, weights)
+        parts = [split(each, mesh, 0) for each in (x, weights)]
+        # Numbers have no gradient.
+        own = torch.chunk(chosen, mesh.size())[mesh.get_local_rank() :][:1]
+        out = self._routed(module, call, parts[0], own[0] if own else chosen[:0], parts[1])
+        return cast(Tensor, Unaliased.apply(gathered(out, mesh, 0, len(x))))  # type: ignore[no-untyped-call]
+
+    def _routed(self, module: nn.Module, call: Call, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        group, here = self.mesh.get_group(), cast(int, module.num_experts)
+        used = chosen.shape[-1]
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)  # by experts, and so by ranks
+        counts = flat.new_zeros(here * self.mesh.size()).scatter_add_(0, flat, torch.ones_like(flat))
+        travel = _travel(counts, len(flat), here, group)
+        arrived = _Exchange.apply(x[order // used], travel.sent, travel.got, group)  # type: ignore[no-untyped-call]
+        number, ones = travel.numbers.unsqueeze(-1), weights.new_ones(len(arrived), 1)
+        if not len(arrived):
+            # Without a token a module need not work, and its weights would have no gradient, which those who
+            # share them wait for.
+            arrived, number, ones = (
+                arrived.new_zeros(1, x.shape[-1]) + arrived.sum(),
+                number.new_zeros(1, 1),
+                ones.new_ones(1, 1),
+            )
+        with local_parameters(module, self.mesh):
+            y: Tensor = call(arrived, number, ones)
+        y = y[: len(travel.numbers)]
+        back = _Exchange.apply(y, travel.got, travel.sent, group)  # type: ignore[no-untyped-call]
+        out = back * weights.flatten()[order].unsqueeze(-1)
+        # By places, and not by index_add_, which gives other bits each time on a GPU.
+        out = out[order.argsort()].view(*chosen.shape, x.shape[-1])
+        return out.sum(dim=-2).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class _Travel:
+    """Who sends how many tokens to whom."""
+
+    sent: list[int]
+    """To each rank."""
+    got: list[int]
+    """From each rank."""
+    numbers: Tensor
+    """Which of this rank's experts each token that arrives goes to: int64 [tokens]."""
+
+
+def _travel(counts: Tensor, tokens: int, here: int, group: ProcessGroup) -> _Travel:
+    """Tell the ranks how many tokens come to each of their experts; the host waits for the numbers.
+
+    Args:
+        counts: Tokens of this rank for each expert, int64 [experts].
+        tokens: Their sum.
+        here: Experts of each rank.
+        group: The ranks.
+    """
+    ranks = group.size()
+    if counts.is_meta or isinstance(counts, FakeTensor):
+        # Without values, as in a dry run: as if every expert got equally many. The class is private to torch
+        # (2.13).
+        even = [len(part) for part in torch.empty(tokens, device="meta").tensor_split(ranks)]
+        return _Travel(even, even, counts.new_empty(tokens))
+    expected = torch.empty_like(counts)
+    dist.all_to_all_single(expected, counts, group=group)
+    both = torch.stack([counts.view(ranks, here).sum(dim=1), expected.view(ranks, here).sum(dim=1)])
+    sent, got = both.tolist()
+    each = torch.arange(here, device=counts.device).repeat(ranks)
+    return _Travel(sent, got, torch.repeat_interleave(each, expected, output_size=sum(got)))
+
+
+class _ExchangeContext(FunctionCtx):
+    back: tuple[list[int], list[int], ProcessGroup]
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends rows of a tensor to other ranks, some to each; the gradient goes back the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: _ExchangeContext, x: Tensor, sent: list[int], got: list[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.back = got, sent, group
+        return _exchanged(x, sent, got, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _ExchangeContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(gradient, *ctx.back), None, None, None
+
+
+def _exchanged(x: Tensor, sent: list[int], got: list[int], group: ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(got), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), got, sent, group=group)
+    return out
