@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from .model import BLOCKS, WIDTH, Decoder
 
-EXPERTS, USED, HIDDEN = 12, 2, 24
+EXPERTS, USED, HIDDEN = 8, 2, 24
 
 
 @dataclass
@@ -107,7 +107,7 @@ class ExpertsDecoder(Decoder):
             block.mlp = Mixture(width, scores)
             for parameter in block.mlp.parameters():
                 # Wide enough that experts are clearly apart: a tie would turn with the last bit.
-                nn.init.normal_(parameter, std=0.3)
+                nn.init.normal_(parameter, std=0.2)
 
 
 class BalanceByHand:

@@ -278,26 +278,20 @@ class LlamaBackbone(nn.Module):
         return out
 
 
-def _tensor_plan(config: LlamaConfig) -> dict[str, str]:
-    plan = {
-        "model.embed_tokens": "embedding_rowwise",
-        "model.layers.*.self_attn.q_proj": "colwise",
-        "model.layers.*.self_attn.k_proj": "colwise",
-        "model.layers.*.self_attn.v_proj": "colwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-        "lm_head": "colwise_gather_output",
-    }
+def _plan_with_experts(plan: Mapping[str, str], config: LlamaConfig) -> dict[str, str]:
+    """The plan of a model that has experts in some layers."""
     kinds = [config.experts(layer) for layer in range(config.num_hidden_layers)]
-    whole = ["mlp"] if None in kinds else []
+    feed_forward = {name: style for name, style in plan.items() if ".mlp." in name}
+    # Refused by this name where experts are not divided: each rank would compute all of them.
+    rules = {name: style for name, style in plan.items() if name not in feed_forward}
+    rules["model.layers.*.mlp.experts"] = "moe_tp_experts"
+    if None in kinds:
+        rules |= feed_forward
     if any(experts is not None and experts.shared_width for experts in kinds):
-        whole.append("mlp.shared_experts")
-    for name in whole:
-        plan |= {f"model.layers.*.{name}.{layer}": "colwise" for layer in ("gate_proj", "up_proj")}
-        plan[f"model.layers.*.{name}.down_proj"] = "rowwise"
-    if any(kinds):
-        # Refused by this name where they are not divided: each rank would compute all experts.
-        plan["model.layers.*.mlp.experts"] = "moe_tp_experts"
-    return plan
+        rules |= {
+            name.replace(".mlp.", ".mlp.shared_experts."): style for name, style in feed_forward.items()
+        }
+    return rules
 
 
 class Llama(nn.Module):
@@ -307,7 +301,17 @@ class Llama(nn.Module):
         config: Shape of the model. Kept as `.config`.
     """
 
-    tp_plan: Mapping[str, str]
+    tp_plan: Mapping[str, str] = {
+        "model.embed_tokens": "embedding_rowwise",
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
     """How tensor parallelism divides the model: styles of `model_parallel` by names of modules."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -315,7 +319,8 @@ class Llama(nn.Module):
         self.config = config
         self.model = LlamaBackbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.tp_plan = _tensor_plan(config)
+        if config.experts(config.num_hidden_layers - 1) is not None:
+            self.tp_plan = _plan_with_experts(self.tp_plan, config)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.init_weights()
