@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from perf_metrics import plot_logs
+from perf_metrics.logs.heat_map import loads_of
+from perf_metrics.logs.summary import read_run
 
 BLUE = "#0072b2"
 
@@ -97,6 +99,26 @@ def test_chosen_panels_in_their_order_and_keys_of_the_log(full_log: Path, tmp_pa
     shown = texts(output)
     assert shown.index("learning rate") < shown.index("grad norm") < shown.index("loss")
     assert {"grad_norm", "mfu"} <= {*shown[shown.index("loss") :]}  # in the legend
+
+
+def test_the_map_of_experts_has_a_row_for_each_and_a_column_for_each_entry(tmp_path: Path) -> None:
+    loads = {"model.layers.1.mlp.gate": [0.5, 1.5, 1.0], "model.layers.7.mlp.gate": [2.0, 0.0, 1.0]}
+    log = write_log(tmp_path / "a", [3.0, 2.0], expert_load=loads)
+    run = read_run(log)
+    assert loads_of(run, "expert_load") == {10.0: loads, 20.0: loads}
+    shown = texts(plot_logs(log, tmp_path / "a.svg", panels=["loss", "experts"], x="tokens"))
+    assert {"experts by layer", "1", "7", "even", "2x"} <= {*shown}
+    assert panels_drawn(plot_logs(log, tmp_path / "default.svg")) == 3  # loss, the map, and its scale
+    with pytest.raises(ValueError, match="'experts' is a map of one run, but there are 2"):
+        plot_logs([log, log], tmp_path / "two.svg", panels=["experts"])
+    assert panels_drawn(plot_logs([log, log], tmp_path / "two.svg")) == 1
+
+
+@pytest.mark.parametrize("table", [{}, [1.0], {"a": []}, {"a": ["x"]}, {"a": 1.0}, {"a": [True]}])
+def test_tables_that_are_none_are_not_drawn(table: object, tmp_path: Path) -> None:
+    log = write_log(tmp_path / "a", [3.0], expert_load=table)
+    with pytest.raises(ValueError, match=r"'experts': no entry of .* has a number under expert_load"):
+        plot_logs(log, tmp_path / "a.svg", panels=["experts"])
 
 
 def test_several_runs_have_one_legend(log: Path, full_log: Path, tmp_path: Path) -> None:

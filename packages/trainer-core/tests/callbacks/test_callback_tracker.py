@@ -101,6 +101,7 @@ def test_values_are_flattened(arguments: Arguments, state: State, tmp_path: Path
         "note": "text",
         "flag": True,
         "shares": {"wait": 0.5},
+        "loads": {"layer": [0.5, 1.5]},
         "grad/embed": 1.5,
         "matrix": torch.zeros(2, 2),
     }

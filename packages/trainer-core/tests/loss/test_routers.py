@@ -280,7 +280,8 @@ def entries(trainer: Trainer, name: str) -> list[float]:
 def test_entries_of_the_log(scores: str, tmp_path: Path) -> None:
     model, data = Routed(scores, balance=0.3), batch(8, 11)
     counted = CausalLMLoss().make_targets(data["labels"]) != -100
-    x, expected, entropies, fullest = model.embed(data["input_ids"]), 0.0, [], []
+    x, expected, entropies = model.embed(data["input_ids"]), 0.0, []
+    loads: dict[str, list[float]] = {}
     for gate in model.gates:
         logits, weights, chosen = gate(x)
         x = x * weights.sum(dim=-1).view(*counted.shape, 1)
@@ -288,13 +289,27 @@ def test_entries_of_the_log(scores: str, tmp_path: Path) -> None:
         scale = 1.0 if scores == "sigmoid" else USED / 2
         expected += scale * ((found.loss * counted.sum(dim=1)).sum() / counted.sum()).item()
         entropies.append(float(found.entropy / counted.sum()))
-        fullest.append(float(found.load.max() / found.load.mean()))
+        loads[f"gates.{len(loads)}"] = (found.load / found.load.mean()).tolist()
     trainer = trained(model, tmp_path)
     assert entries(trainer, "aux_loss")[0] == pytest.approx(expected, rel=1e-5)
     assert entries(trainer, "aux_loss_weighted")[0] == pytest.approx(0.3 * expected, rel=1e-5)
     assert entries(trainer, "router_entropy")[0] == pytest.approx(sum(entropies) / 2, rel=1e-5)
-    assert entries(trainer, "expert_load_max")[0] == pytest.approx(max(fullest), rel=1e-6)
+    assert entries(trainer, "expert_load_max")[0] == pytest.approx(max(map(max, loads.values())), rel=1e-6)
+    assert entries(trainer, "expert_load_min")[0] == pytest.approx(min(map(min, loads.values())), rel=1e-6)
+    listed = trainer.state.log_history[0]["expert_load"]
+    assert list(listed) == list(loads)
+    for name, load in loads.items():
+        assert listed[name] == pytest.approx(load, abs=1e-3)
     assert len(entries(trainer, "aux_loss")) == 3
+
+
+def test_of_many_experts_the_log_has_only_the_extremes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_core.distributed.routers.MOST_LISTED", 3)
+    trainer = trained(Routed(balance=0.3), tmp_path)
+    assert len(entries(trainer, "expert_load_min")) == 3
+    assert not any("expert_load" in entry for entry in trainer.state.log_history)
 
 
 def test_without_a_balance_loss_figures_are_logged_all_the_same(tmp_path: Path) -> None:

@@ -181,12 +181,12 @@ def show_plans(args: PlanArguments) -> None:
         OSError: If the file cannot be written.
     """
     layout = parse_mesh(args.mesh or "")
-    if layout.pipeline * layout.context > 1:
+    if layout.pipeline * layout.context * layout.expert > 1:
         raise ConfigurationError(
             "mesh",
             args.mesh,
             "has dimensions other than dp, shard and tp",
-            "leave pp and cp out, or give --config, which plans the layout of a run",
+            "leave pp, cp and ep out, or give --config, which plans the layout of a run",
         )
     if args.mesh and layout.world_size != args.gpus:
         raise ConfigurationError(

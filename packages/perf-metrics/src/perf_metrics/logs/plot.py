@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from .heat_map import draw_loads, loads_of
 from .summary import TOKEN_KEYS, RunLog, Series, default_names, read_run
 
 if TYPE_CHECKING:
@@ -75,6 +76,14 @@ class Panel:
     """Whether the vertical axis begins at 0."""
     height: float = 1.35
     """Inches."""
+    loads: str | None = None
+    """A key whose tables are drawn as a map in the place of curves, of one run alone."""
+
+    def has_data(self, runs: Sequence[RunLog]) -> bool:
+        """Whether there is something to draw."""
+        if self.loads is None:
+            return bool(self.curves_with_data(runs))
+        return len(runs) == 1 and bool(loads_of(runs[0], self.loads))
 
     def curves_with_data(self, runs: Sequence[RunLog]) -> list[Curve]:
         """Return the curves that at least one run has a number for."""
@@ -106,6 +115,7 @@ PANELS = (
         from_zero=True,
     ),
     Panel("learning_rate", "learning rate", (Curve("learning_rate", "learning rate"),), from_zero=True),
+    Panel("experts", "experts by layer", (), height=2.6, loads="expert_load"),
 )
 _BY_NAME = {panel.name: panel for panel in PANELS}
 _STYLES: tuple[CurveStyle, ...] = ("line", "dashed", "dotted")
@@ -122,7 +132,7 @@ def choose_panels(names: Sequence[str] | None, runs: Sequence[RunLog]) -> list[P
         ValueError: A name is neither a panel nor a key of these logs; a panel has nothing to draw.
     """
     if names is None:
-        chosen = [panel for panel in PANELS if panel.curves_with_data(runs)]
+        chosen = [panel for panel in PANELS if panel.has_data(runs)]
         if not chosen:
             every = ", ".join(curve.key for panel in PANELS for curve in panel.curves)
             raise ValueError(f"nothing to plot: no entry of {_paths(runs)} has a number under {every}.")
@@ -136,8 +146,12 @@ def choose_panels(names: Sequence[str] | None, runs: Sequence[RunLog]) -> list[P
 
 def _panel(name: str, runs: Sequence[RunLog]) -> Panel:
     panel = _BY_NAME.get(name) or _panel_of_keys(name, runs)
-    if not panel.curves_with_data(runs):
-        keys = " or ".join(curve.key for curve in panel.curves)
+    if panel.loads is not None and len(runs) > 1:
+        raise ValueError(
+            f"panel {name!r} is a map of one run, but there are {len(runs)}. Draw them one by one."
+        )
+    if not panel.has_data(runs):
+        keys = panel.loads or " or ".join(curve.key for curve in panel.curves)
         raise ValueError(
             f"nothing to plot in panel {name!r}: no entry of {_paths(runs)} has a number under {keys}."
         )
@@ -348,7 +362,12 @@ def draw(runs: Sequence[DrawnRun], panels: Sequence[Panel], *, title: str, x: XA
         for run, pen in zip(runs, pens, strict=True):
             for curve in panel.curves:
                 _draw_curve(place, run.log, curve, pen, x=x, smooth=smooth if curve.smoothed else 0.0)
-        _finish(place, panel)
+        if panel.loads is None:
+            _finish(place, panel)
+        else:
+            draw_loads(
+                place, runs[0].log, panel.loads, lambda step: _place(runs[0].log, step, x), panel.label
+            )
     _finish_bottom(axes[-1], x)
     figure.align_ylabels(axes)
     legend_rows = add_legend(figure, runs, panels, pens, title=title, smooth=smooth)
@@ -413,7 +432,11 @@ def _alone(places: Sequence[float], values: Sequence[float]) -> list[int]:
 
 
 def _places(run: RunLog, series: Series, x: XAxis) -> list[float]:
-    return list(series.steps) if x == "step" else [run.tokens_at(step) for step in series.steps]
+    return [_place(run, step, x) for step in series.steps]
+
+
+def _place(run: RunLog, step: float, x: XAxis) -> float:
+    return step if x == "step" else run.tokens_at(step)
 
 
 def _finish(axes: Axes, panel: Panel) -> None:
@@ -460,6 +483,7 @@ def plot_logs(
     | `mfu` | `mfu` in percent, and `hfu` dashed where it differs |
     | `memory` | `peak_mem_allocated` in GiB: the highest rank as a line, the range over ranks as a band |
     | `learning_rate` | `learning_rate` |
+    | `experts` | `expert_load` of one run: a map of the tokens of each expert over the mean of its layer |
 
     A null leaves a gap. In other panels a list, which has one element per rank, is drawn by its largest. A
     run that continued from a checkpoint may have done steps twice: the later entries count, and those from

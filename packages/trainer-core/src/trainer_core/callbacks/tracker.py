@@ -92,7 +92,9 @@ def _flat(name: str, value: object) -> Iterator[tuple[str, float]]:
             yield from _flat(f"{name}/rank{rank}", item)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _flat(f"{name}/{key}", item)
+            # A table, such as the load of each expert of each layer, would be hundreds of curves.
+            if not isinstance(item, list | tuple):
+                yield from _flat(f"{name}/{key}", item)
 
 
 def _json_value(value: object) -> object:

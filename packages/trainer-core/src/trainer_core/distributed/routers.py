@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from .transforms import BuiltModel, StepHooks
 
 logger = get_logger(__name__)
 
+MOST_LISTED = 1024
+"""Experts of all layers, up to which the load of each is in every log entry."""
 _SCALARS = 4
 """Figures of a router before the tokens of its experts."""
 
@@ -84,7 +86,7 @@ def with_routers(built: BuiltModel, loss: TokenLoss, *, sees_outputs: bool) -> T
         ]
         parts = RowParts(*groups)
     losses = RouterLosses(routers, [router_shape(each) for each in every.values()], coefficient, parts)
-    built.hooks.append(RouterHooks(built, losses, routers, rate))
+    built.hooks.append(RouterHooks(built, losses, routers, rate, list(every)))
     if isinstance(loss, OnTargets):
         return RoutedTargets(loss, losses)
     return RoutedLoss(loss, losses)
@@ -106,11 +108,18 @@ class RouterHooks(StepHooks):
         losses: Counts the tokens.
         routers: Those of this rank, by their numbers in the whole model.
         rate: How far a bias moves.
+        names: Of all routers of the whole model.
     """
 
     def __init__(
-        self, built: BuiltModel, losses: RouterLosses, routers: Mapping[int, nn.Module], rate: float
+        self,
+        built: BuiltModel,
+        losses: RouterLosses,
+        routers: Mapping[int, nn.Module],
+        rate: float,
+        names: Sequence[str],
     ) -> None:
+        self._names = names
         self._ranks = built.ranks
         self._losses = losses
         # In an order that the ranks of a group share.
@@ -165,8 +174,9 @@ class RouterHooks(StepHooks):
 
         `aux_loss` is the loss of the routers as `RouterLosses.scale` has it, `aux_loss_weighted` the same
         times the coefficient, as it enters the gradient. `router_entropy` is the mean over tokens and layers,
-        in nats. `expert_load_max` is what the fullest expert of any layer was sent, over the mean of that
-        layer. Tokens are never dropped, and have no entry.
+        in nats. `expert_load` is what each expert was sent, over the mean of its layer, by the names of
+        routers; `expert_load_max` and `expert_load_min` are those of the fullest and of the emptiest one.
+        Tokens are never dropped, and have no entry.
         """
         window, self._window = self._window, {}
         shapes = self._losses.shapes
@@ -184,11 +194,18 @@ class RouterHooks(StepHooks):
         means = balance / weights.clamp(min=1e-12)
         loss = sum(self._losses.scale(number) * float(means[number]) for number in seen)
         loads = [sums[number, _SCALARS:][: shapes[number].experts] for number in seen]
+        loads = [load / load.mean() for load in loads]
         entries: dict[str, object] = {
             "aux_loss": loss,
             "router_entropy": float((entropy[seen] / tokens[seen]).mean()),
-            "expert_load_max": max(float(load.max() / load.mean()) for load in loads),
+            "expert_load_max": max(float(load.max()) for load in loads),
+            "expert_load_min": min(float(load.min()) for load in loads),
         }
+        if sum(shape.experts for shape in shapes) <= MOST_LISTED:
+            entries["expert_load"] = {
+                self._names[number]: [round(each, 3) for each in load.tolist()]
+                for number, load in zip(seen, loads, strict=True)
+            }
         if self._losses.coefficient:
             entries["aux_loss_weighted"] = loss * self._losses.coefficient
         return entries
