@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -175,13 +176,18 @@ class PipelineExecutor:
 
     def _runs(self, batches: Sequence[Batch]) -> list[list[Microbatch]]:
         """The microbatches of a step, in as few schedules as their shapes and torch allow."""
+        every = [cut(to_device(batch, self._device), self._n_microbatches) for batch in batches]
+        breaks = [shapes_of(one[0]) != shapes_of(other[0]) for one, other in pairwise(every)]
+        if self._built.experts and breaks:
+            # Ranks that send each other tokens go forward and backward in one order, whatever their own
+            # batches are.
+            breaks = self._built.ranks.any(breaks)
         alike: list[list[list[Microbatch]]] = []
-        for batch in batches:
-            pieces = cut(to_device(batch, self._device), self._n_microbatches)
-            if alike and shapes_of(alike[-1][0][0]) == shapes_of(pieces[0]):
-                alike[-1].append(pieces)
-            else:
+        for begins, pieces in zip([True, *breaks], every, strict=True):
+            if begins:
                 alike.append([pieces])
+            else:
+                alike[-1].append(pieces)
         runs = []
         for group in alike:
             while group:
