@@ -78,8 +78,9 @@ CONTEXT_CASES = [
     _row("cp=2", "compiled blocks", settings={**BY_EYE, "torch_compile_scope": "blocks"}, full=True),
     _row("cp=2", "fused loss", settings={"fused_loss": "chunked"}, full=True),
     _row("shard=2,cp=2", "checkpointing full", settings=CHECKPOINTED),
-    _row("cp=2,tp=2"),
-    _row("cp=2,tp=2", "sequence", options=_by_sequence, full=True),
+    _row("cp=2,tp=2", full=True),
+    _row("cp=2,tp=2", "sequence", options=_by_sequence),
+    _row("dp=2,cp=2"),
     _row("pp=2,cp=2"),
     *(
         _row(
@@ -92,7 +93,15 @@ CONTEXT_CASES = [
     ),
     *(
         _row(mesh, recipe=replace(SHORT, steps=5), full=True)
-        for mesh in ("shard=2,cp=2,tp=2", "shard=2,pp=2,cp=2", "pp=2,cp=2,tp=2", "shard=2,cp=4")
+        for mesh in (
+            "shard=2,cp=2,tp=2",
+            "shard=2,pp=2,cp=2",
+            "pp=2,cp=2,tp=2",
+            "shard=2,cp=4",
+            "dp=2,shard=2,cp=2",
+            "dp=2,cp=2,tp=2",
+            "dp=2,pp=2,cp=2",
+        )
     ),
     *(
         _moved(first, then, full=(first, then) not in MOVED)

@@ -385,7 +385,8 @@ def _check_positions(model: nn.Module) -> None:
         PlanError: If it does not take `position_ids`.
     """
     base = getattr(model, "get_base_model", None)  # of an adapter of PEFT
-    taken = inspect.signature((base() if callable(base) else model).forward).parameters
+    own = _own_forward(base() if callable(base) else model)
+    taken = () if own is None else inspect.signature(own).parameters
     attends = any(isinstance(module, CausalAttention) for module in model.modules())
     if "position_ids" not in taken and (attends or hasattr(model, "set_attn_implementation")):
         raise PlanError(
@@ -472,11 +473,17 @@ def _attends(module: nn.Module) -> bool:
     """Whether a module is causal attention that transformers lets be chosen."""
     if not getattr(module, "is_causal", False):
         return False
-    # What divides tensors puts a class of its own in front.
-    forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
-    own = next((each for each in forwards if not each.__module__.startswith("model_parallel.")), None)
+    own = _own_forward(module)
     code = getattr(inspect.unwrap(own), "__code__", None) if own is not None else None
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward of a module, where what divides tensors may have put a class of its own in front."""
+    if "forward" in vars(module):
+        return cast("Callable[..., Any]", vars(module)["forward"])
+    forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
+    return next((each for each in forwards if not each.__module__.startswith("model_parallel.")), None)
 
 
 def _hf_attention(

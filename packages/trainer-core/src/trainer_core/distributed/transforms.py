@@ -215,7 +215,9 @@ class BuiltModel:
     def _takes_use_cache(self) -> bool:
         base = getattr(self.model, "get_base_model", None)  # of an adapter of PEFT
         model = base() if callable(base) else self.model
-        return "use_cache" in inspect.signature(type(model).forward).parameters
+        # What divides the model may have put a class in front, whose forward takes anything.
+        forwards = (vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls))
+        return any("use_cache" in inspect.signature(each).parameters for each in forwards)
 
     def whole_predictions(self, predictions: object, length: int) -> object:
         """Predictions [rows, length, ...] of whole rows, from those that `forward` returns; collective.
