@@ -103,12 +103,12 @@ def test_autocast(notes: dict[int, Notes]) -> None:
         check(found["uses"]["bfloat16"], 2e-2)
 
 
-@pytest.mark.full
-def test_compiled_blocks(launch: Callable[..., list[Any]]) -> None:
+# It takes each rank many seconds to compile.
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_compiled_blocks(launch: Callable[..., list[Any]], ranks: int) -> None:
     """Experts run as they are, between compiled parts."""
-    for found in launch("experts.py", 2, "compiled"):
-        for deviations in found["compiled"].values():
-            check(deviations, 1e-6)
+    for found in launch("experts.py", ranks, "compiled"):
+        check(found["compiled"], 1e-6)
 
 
 def test_passes_without_gradients_copies_and_checkpoints(notes: dict[int, Notes]) -> None:
@@ -156,6 +156,9 @@ REFUSALS = {
     "a fourth argument": "called with 4 arguments",
     "an argument twice": r"called with 3 arguments and the names \['top_k_index'\]",
     "without weights": "called with 2 arguments",
+    "more tokens than choices": r"hidden_states \[6, 16\], top_k_index \[3, 1\], top_k_weights \[3, 1\]",
+    "weights of another shape": r"top_k_weights \[1, 3\]. Give tokens \[tokens, hidden\], and choices",
+    "rows of tokens": r"hidden_states \[1, 3, 16\]",
     "an expert beyond the last": "out of bounds",
 }
 
@@ -165,7 +168,7 @@ REFUSALS = {
 def test_every_rank_refuses_and_none_hangs(notes: dict[int, Notes], name: str, ranks: int) -> None:
     for found in notes[ranks]:
         kind, text, seconds = found["refusals"][name]
-        assert kind in ("PlanError", "TypeError", "RuntimeError"), kind
+        assert kind in ("PlanError", "TypeError", "ValueError", "RuntimeError"), kind
         assert re.search(REFUSALS[name], text), text
         assert seconds < 5.0
 

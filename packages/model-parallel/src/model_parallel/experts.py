@@ -207,6 +207,12 @@ class Dispatched(Style):
                 f"are divided they take {', '.join(_ARGUMENTS)}, each once, and nothing else."
             )
         x, chosen, weights = (cast(Tensor, given[name]) for name in _ARGUMENTS)
+        if x.ndim != 2 or chosen.ndim != 2 or chosen.shape != weights.shape or len(chosen) != len(x):
+            shapes = ", ".join(f"{name} {list(given[name].shape)}" for name in _ARGUMENTS)
+            raise ValueError(
+                f"Experts were called with the shapes {shapes}. Give tokens [tokens, hidden], and choices "
+                "and weights [tokens, used]."
+            )
         mesh = self.same_tokens
         if mesh is None or mesh.size() == 1 or self.sequence:
             return self._routed(module, call, x, chosen, weights)
@@ -237,7 +243,7 @@ class Dispatched(Style):
             y: Tensor = call(arrived, number, ones)
         y = y[: len(travel.numbers)]
         back = _Exchange.apply(y, travel.got, travel.sent, group)  # type: ignore[no-untyped-call]
-        out = back * weights.flatten()[order].unsqueeze(-1)
+        out: Tensor = back * weights.flatten()[order].unsqueeze(-1)
         # By places, and not by index_add_, which gives other bits each time on a GPU.
         out = out[order.argsort()].view(*chosen.shape, x.shape[-1])
         return out.sum(dim=-2).to(x.dtype)
