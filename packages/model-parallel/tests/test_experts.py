@@ -142,6 +142,7 @@ REFUSALS = {
     "another parameter": r"The experts Chosen have scale beside parameters of the shape \[8, ...\]",
     "a number": "The experts Chosen have scale beside parameters",
     "modules with parameters": "The experts Chosen have norm.weight, norm.bias beside parameters",
+    "a number that is a property": "a module with an attribute num_experts",
     "a buffer": "The experts Chosen have seen beside parameters",
     "tied": "share up with another module",
     "divided already": "The model is divided already. Divide experts first",

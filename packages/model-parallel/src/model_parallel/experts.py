@@ -37,9 +37,14 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, *, same_tokens: DeviceMes
     Experts are divided first, before `shard_tensors`, `divide_sequences` and `fully_shard`, and the optimizer
     is made afterwards.
 
-    Experts are found as transformers 5 has them: a module with `num_experts` whose parameters have the shape
-    [experts, ...], and that is called with tokens [tokens, hidden], the numbers of the experts of each
-    `top_k_index` [tokens, used] and their weights `top_k_weights` [tokens, used].
+    All ranks of the mesh call the model equally often then, for training and evaluation alike. Ranks that
+    hold the same experts, `Meshes(...).expert_fsdp`, need the sum of their gradients: give the modules whose
+    names are returned to `fully_shard` over that mesh.
+
+    Experts are found as transformers 5 has them: a module with an attribute `num_experts` whose parameters
+    have the shape [experts, ...], and that is called with tokens [tokens, hidden], the numbers of the experts
+    of each `top_k_index` [tokens, used] and their weights `top_k_weights` [tokens, used]. It returns the sum
+    of what these experts make of a token, times the weights.
 
     Args:
         model: Parameters have values, of which those of the first rank count, or are on the meta device.
@@ -104,7 +109,7 @@ def _examined(model: nn.Module, ranks: int) -> list[str]:
     uses = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     for name, module in model.named_modules():
         own = {each: value for each, value in module._parameters.items() if value is not None}
-        count = getattr(module, "num_experts", None)
+        count = vars(module).get("num_experts")  # not a property, which could not be set
         if not own or not isinstance(count, int) or not _is_called_with_choice(module):
             continue
         short = collapsed(name) or type(module).__name__
@@ -139,8 +144,8 @@ def _examined(model: nn.Module, ranks: int) -> list[str]:
         found.append(name)
     if not found:
         problems.append(
-            f"The model {type(model).__name__} has no experts that can be divided: a module with "
-            "num_experts, parameters of the shape [experts, ...], and a forward of (hidden_states, "
+            f"The model {type(model).__name__} has no experts that can be divided: a module with an "
+            "attribute num_experts, parameters of the shape [experts, ...], and a forward of (hidden_states, "
             "top_k_index, top_k_weights). Leave out ep."
         )
     if problems:

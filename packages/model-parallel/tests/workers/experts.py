@@ -481,6 +481,18 @@ class Chosen(nn.Module):
         return hidden_states
 
 
+class Fixed(Chosen):
+    """Its number cannot become that of one rank."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.up = weight(EXPERTS, 2)
+
+    @property
+    def num_experts(self) -> int:  # type: ignore[override]
+        return EXPERTS
+
+
 def weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.ones(shape))
 
@@ -521,6 +533,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, tuple[str, str, float]]:
         "modules with parameters": lambda: divide_experts(
             Chosen(up=weight(EXPERTS, 2), norm=nn.LayerNorm(2)), mesh
         ),
+        "a number that is a property": lambda: divide_experts(Fixed(), mesh),
         "a buffer": lambda: divide_experts(Chosen(up=weight(EXPERTS, 2), seen=torch.ones(EXPERTS)), mesh),
         "tied": lambda: divide_experts(tied(), mesh),
         "divided already": lambda: divide_experts(divided, mesh),
