@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,9 +37,14 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, *, same_tokens: DeviceMes
     Experts are divided first, before `shard_tensors`, `divide_sequences` and `fully_shard`, and the optimizer
     is made afterwards.
 
-    Experts are found as transformers 5 has them: a module with `num_experts` whose parameters have the shape
-    [experts, ...], and that is called with tokens [tokens, hidden], the numbers of the experts of each
-    `top_k_index` [tokens, used] and their weights `top_k_weights` [tokens, used].
+    All ranks of the mesh call the model equally often then, for training and evaluation alike. Ranks that
+    hold the same experts, `Meshes(...).expert_fsdp`, need the sum of their gradients: give the modules whose
+    names are returned to `fully_shard` over that mesh.
+
+    Experts are found as transformers 5 has them: a module with an attribute `num_experts` whose parameters
+    have the shape [experts, ...], and that is called with tokens [tokens, hidden], the numbers of the experts
+    of each `top_k_index` [tokens, used] and their weights `top_k_weights` [tokens, used]. It returns the sum
+    of what these experts make of a token, times the weights.
 
     Args:
         model: Parameters have values, of which those of the first rank count, or are on the meta device.
@@ -58,12 +64,17 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, *, same_tokens: DeviceMes
             f"mesh has {mesh.ndim} dimensions, and experts are divided over one. Give that one, such as "
             "dist_env.Meshes(layout).expert."
         )
+    if same_tokens is not None and same_tokens.ndim != 1:
+        raise PlanError(
+            f"same_tokens has {same_tokens.ndim} dimensions, and tokens are divided over one. Give that one, "
+            "such as dist_env.Meshes(layout).tensor."
+        )
     found, error = [], None
     try:
         found = _examined(model, mesh.size())
     except PlanError as raised:
         error = raised
-    _check_same(model, found, mesh)
+    _check_same(model, found, mesh, same_tokens)
     if error is not None:
         raise error
     for name in found:
@@ -95,18 +106,29 @@ def _examined(model: nn.Module, ranks: int) -> list[str]:
             "The model is divided already. Divide experts first, and tensors, sequences and weights after it."
         )
     found, problems = [], []
+    uses = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     for name, module in model.named_modules():
         own = {each: value for each, value in module._parameters.items() if value is not None}
-        count = getattr(module, "num_experts", None)
+        count = vars(module).get("num_experts")  # not a property, which could not be set
         if not own or not isinstance(count, int) or not _is_called_with_choice(module):
             continue
-        short = collapsed(name)
-        odd = [each for each, value in own.items() if not value.ndim or value.shape[0] != count]
-        if odd or any(True for _ in module.children()):
-            what = f"its parameters {', '.join(odd)}" if odd else "modules of its own"
+        short = collapsed(name) or type(module).__name__
+        # What is inside, such as an activation function, may have no values of its own, and buffers are not
+        # divided.
+        odd = [
+            each
+            for each, value in (*module.named_parameters(), *module.named_buffers())
+            if each not in own or not value.ndim or value.shape[0] != count
+        ]
+        if odd:
             problems.append(
-                f"The experts {short} have {what}, which are not divided by experts, [{count}, ...]. Leave "
-                "out ep."
+                f"The experts {short} have {', '.join(odd)} beside parameters of the shape [{count}, ...], "
+                "and only these are divided by experts. Leave out ep."
+            )
+        elif shared := [each for each, value in own.items() if uses[id(value)] > 1]:
+            problems.append(
+                f"The experts {short} share {', '.join(shared)} with another module, which would have one of "
+                "its own then. Leave out ep, or give each module its own."
             )
         elif count % ranks:
             allowed = [size for size in range(1, count + 1) if count % size == 0]
@@ -122,10 +144,9 @@ def _examined(model: nn.Module, ranks: int) -> list[str]:
         found.append(name)
     if not found:
         problems.append(
-            f"The model {type(model).__name__} has no experts that can be divided: a module with "
-            "num_experts, "
-            "parameters of the shape [experts, ...], and a forward of (hidden_states, top_k_index, "
-            "top_k_weights). Leave out ep."
+            f"The model {type(model).__name__} has no experts that can be divided: a module with an "
+            "attribute num_experts, parameters of the shape [experts, ...], and a forward of (hidden_states, "
+            "top_k_index, top_k_weights). Leave out ep."
         )
     if problems:
         raise PlanError("\n".join(dict.fromkeys(problems)))
@@ -139,7 +160,7 @@ def _is_called_with_choice(module: nn.Module) -> bool:
     return tuple(inspect.signature(type(module).forward).parameters)[1:4] == _ARGUMENTS
 
 
-def _check_same(model: nn.Module, found: list[str], mesh: DeviceMesh) -> None:
+def _check_same(model: nn.Module, found: list[str], mesh: DeviceMesh, same_tokens: DeviceMesh | None) -> None:
     """Refuse different models, and let all ranks know of one that refuses."""
     digest = 0
     if found:
@@ -148,17 +169,23 @@ def _check_same(model: nn.Module, found: list[str], mesh: DeviceMesh) -> None:
             for name in found
             for own, value in model.get_submodule(name).named_parameters()
         ]
-        digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big") | 1
+        text = repr((facts, 1 if same_tokens is None else same_tokens.size()))
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") | 1
     mine = torch.tensor([digest], device=mesh.device_type)
     told = [torch.zeros_like(mine) for _ in range(mesh.size())]
     dist.all_gather(told, mine, group=mesh.get_group())
     digests = [int(each) for each in told]
-    other = [rank for rank, each in enumerate(digests) if each != digests[0]]
-    if other:
+    if digest == 0 or len(set(digests)) == 1:
+        return
+    if refused := [rank for rank, each in enumerate(digests) if each == 0]:
         raise PlanError(
-            f"Rank(s) {listed(other)} of the mesh have other experts than rank 0, or refuse to divide them. "
-            "See the error there, and give all ranks the same model."
+            f"The experts were refused on rank(s) {listed(refused)} of the mesh. See the error there."
         )
+    other = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    raise PlanError(
+        f"Rank(s) {listed(other)} of the mesh have other experts or another same_tokens than rank 0. Give "
+        "all ranks the same."
+    )
 
 
 @dataclass(eq=False)
@@ -179,9 +206,18 @@ class Dispatched(Style):
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Send this rank's tokens through their experts."""
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        if unknown := [name for name in given if name not in _ARGUMENTS]:
-            raise TypeError(f"Experts were called with {unknown[0]}, and know {', '.join(_ARGUMENTS)} only.")
+        if len(args) + len(kwargs) != len(_ARGUMENTS) or set(given) != set(_ARGUMENTS):
+            raise TypeError(
+                f"Experts were called with {len(args)} arguments and the names {sorted(kwargs)}. Where they "
+                f"are divided they take {', '.join(_ARGUMENTS)}, each once, and nothing else."
+            )
         x, chosen, weights = (cast(Tensor, given[name]) for name in _ARGUMENTS)
+        if x.ndim != 2 or chosen.ndim != 2 or chosen.shape != weights.shape or len(chosen) != len(x):
+            shapes = ", ".join(f"{name} {list(given[name].shape)}" for name in _ARGUMENTS)
+            raise ValueError(
+                f"Experts were called with the shapes {shapes}. Give tokens [tokens, hidden], and choices "
+                "and weights [tokens, used]."
+            )
         mesh = self.same_tokens
         if mesh is None or mesh.size() == 1 or self.sequence:
             return self._routed(module, call, x, chosen, weights)
@@ -212,7 +248,7 @@ class Dispatched(Style):
             y: Tensor = call(arrived, number, ones)
         y = y[: len(travel.numbers)]
         back = _Exchange.apply(y, travel.got, travel.sent, group)  # type: ignore[no-untyped-call]
-        out = back * weights.flatten()[order].unsqueeze(-1)
+        out: Tensor = back * weights.flatten()[order].unsqueeze(-1)
         # By places, and not by index_add_, which gives other bits each time on a GPU.
         out = out[order.argsort()].view(*chosen.shape, x.shape[-1])
         return out.sum(dim=-2).to(x.dtype)
@@ -245,7 +281,8 @@ def _travel(counts: Tensor, tokens: int, here: int, group: ProcessGroup) -> _Tra
         # (2.13).
         even = [len(part) for part in torch.empty(tokens, device="meta").tensor_split(ranks)]
         return _Travel(even, even, counts.new_empty(tokens))
-    expected = torch.empty_like(counts)
+    # Of a fake process group, which moves nothing, as if the others sent as much.
+    expected = counts.clone()
     dist.all_to_all_single(expected, counts, group=group)
     both = torch.stack([counts.view(ranks, here).sum(dim=1), expected.view(ranks, here).sum(dim=1)])
     sent, got = both.tolist()
