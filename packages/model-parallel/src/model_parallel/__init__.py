@@ -1,4 +1,4 @@
-"""One model computed by several devices: plans, tensor, sequence and expert parallelism, and losses for them."""
+"""One model computed by several devices: plans, tensors, sequences, experts, and losses for them."""
 
 from typing import TYPE_CHECKING
 

@@ -69,7 +69,7 @@ def tensor_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> dic
             f"plan={type(plan).__name__} must be a table of styles by the names of modules. Such as "
             f"{_EXAMPLE}."
         )
-    plan = _without_experts(model, plan)
+    plan = _without_experts(model, plan, own=given is None)
     if not plan:
         whose = (
             f"The model {type(model).__name__} has no plan of its own"
@@ -85,15 +85,27 @@ def are_divided(module: nn.Module) -> bool:
     return getattr(module, "experts_are_divided", False) is True
 
 
-def _without_experts(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The rules that are not about experts, or parameters of them, that are divided already."""
+def _without_experts(model: nn.Module, plan: Mapping[str, str], *, own: bool) -> dict[str, str]:
+    """The rules that are not about experts, or parameters of them, that are divided already.
+
+    Of a model of transformers, those of its own plan that match nothing are left out as well: it has rules for
+    layers without experts, too, and need not have such layers.
+    """
     divided = [
         each
         for name, module in model.named_modules()
         if are_divided(module)
         for each in (name, *(f"{name}.{own}" for own in module._parameters))
     ]
-    return {rule: style for rule, style in plan.items() if not any(map(_pattern(rule).fullmatch, divided))}
+    left = {rule: style for rule, style in plan.items() if not any(map(_pattern(rule).fullmatch, divided))}
+    if own and divided and _is_of_transformers(model):
+        names = [name for name, _ in model.named_modules()]
+        return {rule: style for rule, style in left.items() if any(map(_pattern(rule).fullmatch, names))}
+    return left
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(cls.__module__.startswith("transformers.models.") for cls in type(model).__mro__)
 
 
 def _pattern(rule: str) -> re.Pattern[str]:
@@ -174,7 +186,7 @@ def _unmatched(model: nn.Module, rule: str, names: list[str]) -> str:
         if close
         else "Leave it out, or see model.named_modules() for the names."
     )
-    return f"plan names {rule!r}, and the model {type(model).__name__} has no such module. {hint}"
+    return f"plan names {rule!r}, and the model {type(model).__name__} has no module of that name. {hint}"
 
 
 def collapsed(name: str) -> str:

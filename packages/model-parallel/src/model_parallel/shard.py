@@ -18,6 +18,7 @@ from dist_env import get_logger
 from .activations import Scope
 from .check import cautions, examine
 from .draws import Draws, share_generators
+from .experts import Dispatched
 from .plan import PlanError, are_divided, module_at
 from .same import check_inputs, listed
 from .structure import Structure, is_shared_head, local_size
@@ -161,10 +162,12 @@ def _add_styles(
         for name in structure.layers:  # all of them: they stay of one class, by which others find them
             first = name == structure.layers[0]
             add_style(module_at(model, name), Layer(mesh, sequence, first, progress, draws=draws))
-        for name, module in model.named_modules():
-            if are_divided(module) and structure.layer_of(name) is not None:
-                # Each rank has tokens of its own now.
-                styles_of(module)[-1].sequence = structure.region_of(name) is None
+    for name, module in model.named_modules():
+        for experts in (each for each in styles_of(module) if isinstance(each, Dispatched)):
+            # These ranks have the same tokens, unless each has a part of the sequence.
+            experts.same_tokens = experts.same_tokens or mesh
+            in_layer = structure.layer_of(name) is not None
+            experts.sequence = sequence and in_layer and structure.region_of(name) is None
     # Of a model without layers, such as an nn.Sequential, the model itself is around colwise layers.
     at_root = structure.backbone is None and any(
         style in ("colwise", "packed_colwise") and "." not in name for name, style in structure.styles.items()

@@ -327,7 +327,8 @@ def decoded(layout: str, *, sequence: bool) -> dict[str, float]:
     loss.backward()
     assert meshes.expert is not None
     assert meshes.expert_fsdp is not None
-    divide_experts(model, meshes.expert, same_tokens=meshes.tensor)
+    # Those that shard_tensors finds divided are told of its ranks, whatever was said before.
+    divide_experts(model, meshes.expert, same_tokens=meshes.tensor if sequence else None)
     shard_tensors(model, meshes.tensor, sequence=sequence)
     if meshes.expert_fsdp.size() > 1:
         share_out(model.model.layers[1].mlp.experts, meshes.expert_fsdp)

@@ -37,12 +37,19 @@ SIZES = {
     "max_position_embeddings": 64,
     "num_experts_per_tok": 2,
 }
-# The first layer is dense: rules of their plans for dense layers are refused where they match nothing.
-MOE = {"moe_intermediate_size": 24, "num_experts": 8, "mlp_only_layers": [0]}
+MOE = {"moe_intermediate_size": 24, "num_experts": 8}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4}),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**MOE, "norm_topk_prob": True, "head_dim": 8}),
-    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, {**MOE, "shared_expert_intermediate_size": 16}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {**MOE, "norm_topk_prob": True, "head_dim": 8},
+    ),  # all sparse
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {**MOE, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
+    ),
 }
 
 

@@ -210,10 +210,11 @@ def shard(
     reshard = resharding(settings.reshard_after_forward, mesh.shape[-1])
     if stays_gathered and reshard is True:
         reshard = False
-    for module in experts if expert_mesh is not None else ():
-        chosen = _dimension_of(module, expert_mesh.shape[-1])
-        own = {**options, "mesh": expert_mesh, "shard_placement_fn": chosen}
-        fully_shard(module, reshard_after_forward=reshard, **own)  # type: ignore[call-overload]
+    if expert_mesh is not None:
+        for module in experts:
+            chosen = _dimension_of(module, expert_mesh.shape[-1])
+            own = {**options, "mesh": expert_mesh, "shard_placement_fn": chosen}
+            fully_shard(module, reshard_after_forward=reshard, **own)  # type: ignore[call-overload]
     for _, module in units:
         fully_shard(module, reshard_after_forward=reshard, **options)  # type: ignore[call-overload]
     # The backward pass begins with the root, so its weights stay where they are until then.
@@ -335,7 +336,7 @@ def _meshes(ranks: Ranks) -> tuple[DeviceMesh, DeviceMesh | None]:
             "open a dist_env.DistributedEnvironment first and pass it as distributed_env",
         )
     meshes = ranks.meshes
-    if ranks.layout.replicate == 1:
+    if meshes.hsdp is None:
         return meshes.fsdp, meshes.expert_fsdp
     return meshes.hsdp, meshes.expert_hsdp
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from .summary import RunLog, is_final, step_of
+from .log_file import is_final
+from .summary import RunLog, step_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +69,8 @@ def draw_loads(axes: Axes, run: RunLog, key: str, place: Callable[[float], float
         rasterized=True,
     )
     axes.invert_yaxis()
-    ends, middles = [], []
+    ends: list[int] = []
+    middles: list[float] = []
     for row in first.values():
         start = ends[-1] if ends else 0
         ends.append(start + len(row))

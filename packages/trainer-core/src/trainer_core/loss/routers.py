@@ -68,7 +68,7 @@ def row_balance(
         sums = torch.cat([share.detach(), load, tokens], dim=1)
         for group in groups:
             dist.all_reduce(sums, group=group)
-        whole, load, tokens = sums.split([experts, experts, 1], dim=1)
+        whole, load, tokens = torch.split(sums, [experts, experts, 1], dim=1)
         share = share + (whole - share.detach())
     some = tokens.clamp(min=1)
     often = load * (experts / used) / some
