@@ -62,6 +62,11 @@ TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
     "tensor": (DDPTrainer, DDPTrainingArguments, {"mesh": "tp=2", "fused_loss": "chunked"}),
     "context": (FSDP2Trainer, FSDP2TrainingArguments, {"mesh": "cp=2"}),
     "experts": (DDPTrainer, DDPTrainingArguments, {"per_device_train_batch_size": 4}),
+    "exchange": (
+        FSDP2Trainer,
+        FSDP2TrainingArguments,
+        {"per_device_train_batch_size": 4, "mesh": "shard=2,ep=2"},
+    ),
     "pipeline": (
         PipelineTrainer,
         PipelineTrainingArguments,
@@ -74,6 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tensor": {"model_init": llama, "parallel": [TensorParallel(sequence=True)]},
     "context": {"model_init": llama},
     "experts": {"model_init": experts},
+    "exchange": {"model_init": experts},
 }
 """What else a trainer is given."""
 

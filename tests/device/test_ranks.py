@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -144,6 +145,24 @@ def test_experts_on_each_device(ranks: Callable[[str], Seen], tmp_path: Path) ->
     alone = make(tmp_path / "alone", model=experts, use_cpu=True)
     alone.train()
     assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
+
+
+def test_experts_divided_among_ranks(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
+    seen = ranks("train-exchange")
+    alone = make(tmp_path / "alone", model=experts, use_cpu=True)
+    alone.train()
+    assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
+
+
+def test_divided_experts_wait_once_in_each_layer(ranks: Callable[[str], Seen]) -> None:
+    for seen in ranks("waits-exchange"):
+        # For the numbers of tokens that come, in each of two layers of each step; in the backward pass never.
+        # Products of float32 are computed one after the other here, and wait as well.
+        told = [wait for wait in seen["late"] if " at model_parallel/experts.py" in wait]
+        assert all(" at llama_pretrain/model/moe.py" in wait for wait in set(seen["late"]) - set(told))
+        steps = Counter(wait.partition(":")[0] for wait in told)
+        assert set(steps.values()) == {2}
+        assert (seen["steps"], len(steps)) == (8, 6)  # the first two are not looked at
 
 
 def test_a_trainer_finds_its_ranks_and_devices_itself(ranks: Callable[[str], Seen]) -> None:

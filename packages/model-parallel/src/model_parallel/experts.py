@@ -286,8 +286,9 @@ def _travel(counts: Tensor, tokens: int, here: int, group: ProcessGroup) -> _Tra
     dist.all_to_all_single(expected, counts, group=group)
     both = torch.stack([counts.view(ranks, here).sum(dim=1), expected.view(ranks, here).sum(dim=1)])
     sent, got = both.tolist()
-    each = torch.arange(here, device=counts.device).repeat(ranks)
-    return _Travel(sent, got, torch.repeat_interleave(each, expected, output_size=sum(got)))
+    # They come by rank, and by expert from each: a token is of the expert before whose end it lies.
+    places = torch.arange(sum(got), device=counts.device)
+    return _Travel(sent, got, torch.searchsorted(expected.cumsum(0), places, right=True) % here)
 
 
 class _ExchangeContext(FunctionCtx):

@@ -88,8 +88,8 @@ def are_divided(module: nn.Module) -> bool:
 def _without_experts(model: nn.Module, plan: Mapping[str, str], *, own: bool) -> dict[str, str]:
     """The rules that are not about experts, or parameters of them, that are divided already.
 
-    Of a model of transformers, those of its own plan that match nothing are left out as well: it has rules for
-    layers without experts, too, and need not have such layers.
+    Of a model of transformers, those of its own plan that match nothing are left out as well: it has rules
+    for layers without experts, too, and need not have such layers.
     """
     divided = [
         each
