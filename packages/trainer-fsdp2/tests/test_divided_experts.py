@@ -1,0 +1,126 @@
+"""Weights of divided experts are shared out among the ranks that hold the same ones, by what divides evenly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dist_env import fake_job
+from trainer_core import ConfigurationError
+from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
+
+
+class Experts(nn.Module):
+    """Called as those of transformers are."""
+
+    def __init__(self, count: int, wide: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.up = nn.Parameter(torch.randn(count, wide, width))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        chosen = self.up[top_k_index.squeeze(-1)]
+        return torch.einsum("tw,thw->tw", hidden_states, chosen) * top_k_weights
+
+
+class Layer(nn.Module):
+    def __init__(self, experts: nn.Module, width: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        first = torch.zeros(len(tokens), 1, dtype=torch.int64, device=x.device)
+        return x + self.out(self.experts(tokens, first, torch.ones_like(first, dtype=x.dtype))).view(x.shape)
+
+
+class Model(nn.Module):
+    def __init__(self, count: int = 4, wide: int = 6, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(Layer(Experts(count, wide, width), width) for _ in range(2))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def trainer_of(path: Path, ranks: int, mesh: str, model: nn.Module, **settings: object) -> FSDP2Trainer:
+    rows = torch.randint(16, (64, 8), generator=torch.Generator().manual_seed(0))
+    args = FSDP2TrainingArguments(
+        output_dir=str(path),
+        mesh=mesh,
+        max_steps=2,
+        use_cpu=True,
+        **settings,  # type: ignore[arg-type]
+    )
+    with fake_job(ranks) as env:
+        trainer = FSDP2Trainer(
+            args,
+            model_init=lambda: model,
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            distributed_env=env,
+            callbacks=[],
+        )
+        trainer.dry_run()
+        return trainer
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "dimensions"),
+    [
+        ((4, 6, 8), "shard=4,ep=2", {0}),
+        ((2, 6, 8), "shard=4,ep=2", {0, 1}),  # one expert for each rank, so that each of them is divided
+        ((2, 5, 8), "shard=4,ep=2", {0, 2}),
+        ((4, 6, 8), "tp=4,ep=2", {0}),
+        ((2, 6, 8), "dp=2,shard=2,ep=2", {0}),
+    ],
+)
+def test_the_first_dimension_that_the_ranks_divide(
+    shape: tuple[int, int, int],
+    mesh: str,
+    dimensions: set[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[nn.Module] = []
+    model = Model(*shape)
+    model.tp_plan = {"head": "colwise_gather_output"}
+    monkeypatch.setattr(
+        "trainer_core.distributed.transforms.BuiltModel.attach", lambda built, _: seen.append(built.model)
+    )
+    trainer_of(tmp_path, 4, mesh, model)
+    weight = seen[0].layers[0].experts.up  # type: ignore[index, union-attr]
+    assert isinstance(weight, DTensor)
+    assert {placement.dim for placement in weight.placements if hasattr(placement, "dim")} == dimensions
+    whole = shape[0] * shape[1] * shape[2]
+    copies = 2 if "dp" in mesh else 1
+    assert weight.to_local().numel() == whole * copies // 4
+
+
+def test_weights_that_nothing_divides_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"2 ranks with the same experts' cannot share out up of the shape"
+    ):
+        trainer_of(tmp_path, 4, "shard=4,ep=2", Model(2, 5, 7))
+
+
+def test_a_number_for_gathered_weights_must_fit_both_groups(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"reshard_after_forward=2.* must divide the 3 ranks"):
+        trainer_of(tmp_path, 6, "shard=6,ep=2", Model(6, 6, 6), fsdp2=FSDP2Arguments(reshard_after_forward=2))
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
+    with pytest.raises(
+        ConfigurationError, match="mesh='shard=2,ep=2' cannot be used with this model: The model"
+    ):
+        trainer_of(tmp_path, 2, "shard=2,ep=2", model)
