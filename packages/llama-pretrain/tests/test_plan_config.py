@@ -90,6 +90,23 @@ def test_what_does_not_fit_is_told_where_no_other_layout_is_looked_for(
     assert "the mesh is not a multiple of gpus_per_node=8" in told
 
 
+def test_rows_are_longer_where_several_processes_share_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for mesh in ("shard=2", "cp=2"):
+        words = ["--config", "tiny-sharded", "--mesh", mesh, "--gpu-memory", "1.3", "--longest-sequence"]
+        assert main(["plan", *words, "--json", str(tmp_path / "plan.json")]) == 0
+        told = capsys.readouterr().out
+        found.append(json.loads((tmp_path / "plan.json").read_text())["longest_sequence"])
+        assert f"rows that fit: up to about {found[-1]:,} tokens" in told
+    assert 1.5 * found[0] < found[1] < 2.5 * found[0]
+    assert main(["plan", "--config", "tiny-sharded", "--gpu-memory", "0.5", "--longest-sequence"]) == 0
+    assert "rows that fit: not even 256 tokens" in capsys.readouterr().out
+    assert main(["plan", "--longest-sequence"]) == 2
+    assert "Give --config" in capsys.readouterr().err
+
+
 def test_gradients_that_are_views_of_the_buckets_count_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from trainer_core import (
     Plan,
     plan,
 )
-from trainer_core.planning import planned_batch
+from trainer_core.planning import longest_sequence, planned_batch
 
 WIDTH, VOCABULARY, LENGTH = 64, 32, 128
 
@@ -194,3 +194,29 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], told: str) -> Non
         planned_batch(2, **given)
     with pytest.raises(ConfigurationError, match="world_size=0"):
         _plan(0)
+
+
+@pytest.mark.parametrize("begin", [1, 512, 4096, 2**20])
+@pytest.mark.parametrize(
+    "curve", [lambda n: 1000 + 3 * n, lambda n: n * n // 50, lambda n: 5 * n + n * n // 4096]
+)
+def test_the_longest_rows_are_found_in_a_few_plans(curve: Callable[[int], int], begin: int) -> None:
+    asked: list[int] = []
+
+    def needs(length: int) -> int:
+        asked.append(length)
+        return curve(length)
+
+    limit = 2**20
+    found = longest_sequence(needs, limit, begin=begin)
+    assert found is not None
+    assert found % 256 == 0
+    assert found in asked
+    assert curve(found) <= limit
+    shortest = min(length for length in asked if curve(length) > limit)
+    assert shortest - found <= max(256, 0.04 * found), "one that does not fit is planned, and is near"
+    assert len(asked) <= 14
+
+
+def test_rows_that_never_fit() -> None:
+    assert longest_sequence(lambda length: 100 + length, 50, begin=4096) is None

@@ -1,4 +1,4 @@
-"""Weights of divided experts are shared out among the ranks that hold the same ones, by what divides evenly."""
+"""Weights of divided experts are shared out among the ranks that hold the same ones, evenly."""
 
 from __future__ import annotations
 

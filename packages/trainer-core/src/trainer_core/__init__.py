@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     )
     from .optimization import Multiopt, build_optimizer
     from .periodic import EXIT_RESUMABLE
-    from .planning import Plan, margin_of, plan
+    from .planning import Plan, longest_sequence, margin_of, plan
     from .precision import (
         FP8_RECIPES,
         QAT_RECIPES,
@@ -208,6 +208,7 @@ __all__ = [
     "load_config_file",
     "load_quantized",
     "logits_of_one_rank",
+    "longest_sequence",
     "loss_of",
     "margin_of",
     "move_aside",

@@ -309,6 +309,44 @@ def planned_batch(
     return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in batch.items()}
 
 
+def longest_sequence(
+    needs: Callable[[int], int], limit: int, *, begin: int, multiple: int = 256
+) -> int | None:
+    """Find how long rows may be: memory grows with their length, nearly along a line.
+
+    Args:
+        needs: The bytes that rows of a length need, such as `plan(..., sequence_length=length).total`.
+        limit: The bytes that there are.
+        begin: A length to begin with.
+        multiple: Lengths are multiples of it.
+
+    Returns:
+        A length that was planned and fits, at most 3 % below one that was planned and does not; None if
+        `multiple` itself does not fit.
+    """
+    known: dict[int, int] = {}
+    fits, misses = 0, 0
+    length = max(1, begin // multiple)
+    while True:
+        known[length] = needs(length * multiple)
+        if known[length] <= limit:
+            fits = length
+        else:
+            misses = length
+        if misses and misses - fits <= max(1, fits // 32):
+            return fits * multiple or None
+        if len(known) == 1:
+            length = 2 * length if fits else max(1, length // 2)
+            continue
+        # Along the line through the two nearest ones, a little below, and never far from what is known.
+        near = sorted(known, key=lambda each: abs(known[each] - limit))[:2]
+        slope = (known[near[0]] - known[near[1]]) / (near[0] - near[1])
+        found = int(0.99 * (near[0] + (limit - known[near[0]]) / slope)) if slope > 0 else 2 * fits
+        # At least so far above what fits that, if it does not, the search ends.
+        step = max(1, fits // 32)
+        length = min(max(found, fits + step), misses - 1 if misses else 8 * fits)
+
+
 def _words(layout: ParallelLayout) -> str:
     """How many ranks share a copy of the model, and how many copies there are."""
     copy = layout.world_size // layout.replicate

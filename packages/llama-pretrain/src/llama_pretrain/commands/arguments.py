@@ -150,6 +150,8 @@ class PlanArguments(FSDP2TrainingArguments):
     """Tokens of one training row."""
     json: str | None = None
     """File for all figures, in bytes."""
+    longest_sequence: bool = False
+    """With --config: also say how long rows could be, planning a few lengths."""
 
     per_device_train_batch_size: int = 2
     """Examples per device and microbatch; the recommended number is at most this."""
@@ -171,7 +173,15 @@ OF_THE_TRAINER: Mapping[str, Sequence[str]] = {
 }
 """Settings of the trainer that decide about memory, by heading."""
 _GROUPS: Mapping[str, Sequence[str]] = {
-    "what on which GPUs": ("model", "gpus", "gpus_per_node", "gpu_memory", "sequence_length", "json"),
+    "what on which GPUs": (
+        "model",
+        "gpus",
+        "gpus_per_node",
+        "gpu_memory",
+        "sequence_length",
+        "json",
+        "longest_sequence",
+    ),
     **OF_THE_TRAINER,
 }
 

@@ -180,6 +180,13 @@ def show_plans(args: PlanArguments) -> None:
         ConfigurationError: If there is no such model, or the settings do not fit it or the GPUs.
         OSError: If the file cannot be written.
     """
+    if args.longest_sequence:
+        raise ConfigurationError(
+            "longest_sequence",
+            True,
+            "is planned for the layout of a run",
+            "give --config, and --mesh beside it",
+        )
     layout = parse_mesh(args.mesh or "")
     if layout.pipeline * layout.context * layout.expert > 1:
         raise ConfigurationError(

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from dist_env import ParallelLayout
-from trainer_core import ConfigurationError, Plan, plan
+from trainer_core import ConfigurationError, Plan, longest_sequence, plan
 from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, recommend
 
 from ..arguments import PretrainArguments, settings_of
@@ -22,7 +22,7 @@ from ..tokenizer import load_tokenizer
 from .arguments import PlanArguments
 from .plan import Gpus, changed_options, launcher, quiet
 
-_OF_THE_GPUS = ("gpus_per_node", "gpu_memory", "json")
+_OF_THE_GPUS = ("gpus_per_node", "gpu_memory", "json", "longest_sequence")
 _GIB = 2**30
 
 
@@ -52,16 +52,27 @@ def show_plan(given: Mapping[str, object]) -> None:
         memory=asked.gpu_memory,
         sequence_length=args.sequence_length,
     )
-    model_init = partial(Llama, model_config(args, load_tokenizer(args.tokenizer)))
-    with quiet():
-        planned = plan(
+    config = model_config(args, load_tokenizer(args.tokenizer))
+
+    def planned_for(length: int) -> Plan:
+        # The tables of positions reach as far as rows do.
+        positions = max(length, config.max_position_embeddings)
+        return plan(
             args,
-            model_init=model_init,
+            model_init=partial(Llama, replace(config, max_position_embeddings=positions)),
             world_size=mesh.world_size,
-            sequence_length=args.sequence_length,
+            sequence_length=length,
             trainer=TRAINERS[args.trainer],
         )
-        verdict = _judge(planned.total, args, mesh, gpus, model_init)
+
+    longest = None
+    with quiet():
+        planned = planned_for(args.sequence_length)
+        verdict = _judge(planned.total, args, mesh, gpus, partial(Llama, config))
+        if asked.longest_sequence:
+            longest = longest_sequence(
+                lambda length: planned_for(length).total, int(gpus.memory * _GIB), begin=args.sequence_length
+            )
     report = _Report(
         name=name,
         args=args,
@@ -72,8 +83,13 @@ def show_plan(given: Mapping[str, object]) -> None:
         to_type=_to_type(name, args, verdict.instead, gpus),
     )
     print(_told(report))
+    if asked.longest_sequence:
+        fitting = f"up to about {longest:,} tokens" if longest else "not even 256 tokens"
+        print(f"rows that fit: {fitting}, with the other settings as they are")
     if asked.json is not None:
         figures = _as_json(report)
+        if asked.longest_sequence:
+            figures["longest_sequence"] = longest
         Path(asked.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
