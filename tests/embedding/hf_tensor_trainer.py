@@ -20,9 +20,13 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from perf_metrics import DefaultMetrics
@@ -30,6 +34,9 @@ from trainer_core import DataParallelArguments, TensorParallel, Trainer
 
 SIZES = {"vocab_size": 63, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.08}
+# Wide enough that experts are clearly apart: a tie would turn with the last bit.
+BALANCED = SIZES | {"initializer_range": 0.2, "output_router_logits": True, "router_aux_loss_coef": 0.05}
+BALANCED |= {"num_experts_per_tok": 2}
 
 
 def build(name: str, dropout: float = 0.0) -> PreTrainedModel:
@@ -40,6 +47,11 @@ def build(name: str, dropout: float = 0.0) -> PreTrainedModel:
         return Qwen3ForCausalLM(
             Qwen3Config(num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, **SIZES)
         )
+    if name == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(num_key_value_heads=2, num_local_experts=4, **BALANCED))
+    if name == "qwen3_moe":
+        own = {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_key_value_heads=2, **own, **BALANCED))
     return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
 
 

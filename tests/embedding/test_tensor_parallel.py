@@ -107,10 +107,40 @@ MEMORY_SCRIPT = SCRIPT.with_name("tensor_memory.py")
 HF_SCRIPT = SCRIPT.with_name("hf_tensor_trainer.py")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", pytest.param("gpt_neox", marks=pytest.mark.full)])
+MESHES = {
+    "llama": (("tp=2", 8), ("shard=2,tp=2", 4), ("pp=2,tp=2", 8)),
+    "mixtral": (("shard=2,ep=2", 4), ("pp=2", 8)),
+    "mixtral everywhere": (
+        ("pp=2,dp=2", 4),
+        ("shard=4,ep=2", 2),
+        ("tp=2,ep=2", 8),
+        ("cp=2,ep=2", 8),
+        ("pp=2,shard=2,ep=2", 4),
+    ),
+    "qwen3_moe": (("tp=2,ep=2", 8),),
+    "qwen3_moe everywhere": (("shard=2,ep=2", 4), ("shard=2,tp=2,ep=4", 4), ("dp=2,shard=2,ep=2", 2)),
+}
+"""What a model trains on, and with how many rows at a time; others with tp=2."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama",
+        "qwen3",
+        "mixtral",
+        "qwen3_moe",
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("gpt_neox", *(n for n in MESHES if " " in n))
+        ),
+    ],
+)
 def test_models_of_transformers_train_and_write_as_one_process(
-    warm: WarmStart, tmp_path: Path, name: str
+    warm: WarmStart, tmp_path: Path, case: str
 ) -> None:
+    name = case.partition(" ")[0]
+
     def trained(mesh: str | None, batch: int) -> Any:
         folder = tmp_path / f"run-{mesh}"
         printed = run(warm, folder, [str(HF_SCRIPT), name, str(folder), str(batch)], mesh)
@@ -118,9 +148,7 @@ def test_models_of_transformers_train_and_write_as_one_process(
         return printed, *saved
 
     (whole, written), initial, weights = trained(None, 8)
-    for mesh, batch in {"llama": (("tp=2", 8), ("shard=2,tp=2", 4), ("pp=2,tp=2", 8))}.get(
-        name, (("tp=2", 8),)
-    ):
+    for mesh, batch in MESHES.get(case, (("tp=2", 8),)):
         (together, same), begun, divided = trained(mesh, batch)
         assert all(torch.equal(begun[key], value) for key, value in initial.items())
         for found, expected in zip(together, whole, strict=True):

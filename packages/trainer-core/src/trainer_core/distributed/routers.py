@@ -86,6 +86,7 @@ def with_routers(built: BuiltModel, loss: TokenLoss, *, sees_outputs: bool) -> T
         ]
         parts = RowParts(*groups)
     losses = RouterLosses(routers, [router_shape(each) for each in every.values()], coefficient, parts)
+    built.balances_routers = coefficient > 0
     built.hooks.append(RouterHooks(built, losses, routers, rate, list(every)))
     if isinstance(loss, OnTargets):
         return RoutedTargets(loss, losses)

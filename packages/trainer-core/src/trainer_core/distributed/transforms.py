@@ -157,6 +157,8 @@ class BuiltModel:
     """What matrix products run in, as peak tables name it, where that is another dtype than `args` says."""
     compiled_blocks: str | None = None
     """Path of the blocks to compile one by one, where the model cannot be called as a whole."""
+    balances_routers: bool = False
+    """Whether the loss has the balance of routers, whatever the model computes of it."""
     counted_elsewhere: list[nn.Parameter] = field(default_factory=list)
     """Parameters whose gradient counts in the norm on another stage."""
     experts: list[nn.Module] = field(default_factory=list)
@@ -206,18 +208,24 @@ class BuiltModel:
                 batch = self.sequence.cut(batch, self.ranks.device)
             except ValueError as error:
                 raise DataError(f"the layout {self.ranks.layout} divides sequences: {error}") from error
-        if "position_ids" in batch and "use_cache" not in batch and self._takes_use_cache:
+        options: dict[str, object] = {}
+        if "position_ids" in batch:
             # With a cache transformers takes packed documents for one: each would attend to those before it.
-            return {**batch, "use_cache": False}
-        return batch
+            options["use_cache"] = False
+        if self.balances_routers:
+            # The model need not compute its own balance loss, and in a pipeline no rank has all routers.
+            options["output_router_logits"] = False
+        wanted = {name: value for name, value in options.items() if name in self._taken and name not in batch}
+        return {**batch, **wanted} if wanted else batch
 
     @cached_property
-    def _takes_use_cache(self) -> bool:
+    def _taken(self) -> set[str]:
+        """Names of what the model takes."""
         base = getattr(self.model, "get_base_model", None)  # of an adapter of PEFT
         model = base() if callable(base) else self.model
         # What divides the model may have put a class in front, whose forward takes anything.
         forwards = (vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls))
-        return any("use_cache" in inspect.signature(each).parameters for each in forwards)
+        return {name for each in forwards for name in inspect.signature(each).parameters}
 
     def whole_predictions(self, predictions: object, length: int) -> object:
         """Predictions [rows, length, ...] of whole rows, from those that `forward` returns; collective.
@@ -324,6 +332,10 @@ class BuiltModel:
         with ExitStack() as stack:
             for hook in self.hooks:
                 stack.enter_context(hook.generating())
+            if self.balances_routers and "output_router_logits" in self._taken:
+                # For the same reason; whoever lets the model write does not say so in each call.
+                stack.callback(setattr, self.model.config, "output_router_logits", True)
+                self.model.config.output_router_logits = False  # type: ignore[union-attr]
             meshes = self.ranks.meshes
             for view in ("tensor", "context"):
                 if meshes is not None and getattr(self.ranks.layout, view) > 1:
