@@ -201,6 +201,12 @@ EXPERT_CASES = [
         for schedule in ("gpipe", "interleaved_1f1b", "looped_bfs")
     ),
     *(
+        _on_ranks(
+            "pp=2,tp=2,ep=2", f"{schedule}, sigmoid, bias", recipe=SIGMOID, schedule=schedule, full=True
+        )
+        for schedule in ("interleaved_zero_bubble", "zbv", "dualpipe_v")
+    ),
+    *(
         _moved(first, then, full=(first, then) not in MOVED)
         for first in LAYOUTS
         for then in LAYOUTS
