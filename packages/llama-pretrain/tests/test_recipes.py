@@ -74,8 +74,9 @@ def test_the_recipe_of_long_rows_stretches_the_model_that_it_is_given(tmp_path: 
     args = resolve({"config": LONG})
     mesh = parse_mesh(args.mesh)
     assert (mesh.world_size, mesh.context) == (64, 8)
-    assert tokens_per_step(args) == 64 * 32768  # 64 rows, as in the paper
-    assert (args.learning_rate, args.weight_decay, args.warmup_steps, args.max_steps) == (2e-5, 0, 20, 400)
+    assert tokens_per_step(args) == 16 * 32768
+    assert args.max_steps * 16 == 400 * 64  # rows of the run, as in the paper
+    assert (args.learning_rate, args.weight_decay, args.warmup_steps) == (2e-5, 0, 20)
     assert args.document_attention
     tokenizer = load_tokenizer("byte")
     assert model_config(args, tokenizer).rope_scaling == YarnScaling(
