@@ -69,12 +69,6 @@ def test_a_broken_rule_is_named(
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling", "llama3"]),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            ["rope_parameters", "yarn", "scaling"],
-        ),
-        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, ["rope_parameters", "factor"]),
         ({"attention_bias": True}, ["attention_bias=True", "only False"]),
         ({"mlp_bias": True}, ["mlp_bias=True"]),
         ({"attention_dropout": 0.1}, ["attention_dropout=0.1"]),

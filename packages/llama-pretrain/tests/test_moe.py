@@ -206,6 +206,10 @@ def test_flops_by_formula_and_by_counting_agree(name: str) -> None:
 REFUSED = {
     "another kind": ({"model_type": "qwen3_moe"}, "only llama, mixtral, glm4_moe are implemented"),
     "half of each head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    "half, in the scaling": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.5",
+    ),
     "half by default": ({"rope_parameters": {"rope_theta": 1e4}, "partial_rotary_factor": None}, "is 0.5"),
     "groups": ({"n_group": 4}, "n_group=4"),
     "norms of heads": ({"use_qk_norm": True}, "use_qk_norm=True"),
@@ -217,8 +221,8 @@ REFUSED = {
     "negative rate": ({"router_bias_update_rate": -1.0}, "router_bias_update_rate=-1.0"),
     "scale": ({"routed_scaling_factor": 0.0}, "routed_scaling_factor=0.0"),
     "scaled positions": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 1.0}},
-        "rope_parameters",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 1.0}},
+        "rope_parameters.rope_type='dynamic'",
     ),
 }
 

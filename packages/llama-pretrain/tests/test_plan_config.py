@@ -35,7 +35,8 @@ def test_a_recipe_fits_the_gpus_that_it_names(
     plan = figures["plan"]
     assert figures["fits"]
     assert figures["instead"] is None
-    shared = plan["mesh"]["shards"] * parse_mesh(args.mesh).tensor
+    mesh = parse_mesh(args.mesh)
+    shared = plan["mesh"]["shards"] * mesh.tensor * mesh.context
     assert shared * plan["mesh"]["replicas"] == figures["count"]
     assert plan["batch_size"] == args.per_device_train_batch_size
     assert plan["sequence_length"] == args.sequence_length

@@ -9,16 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from llama_pretrain import YarnScaling, load_tokenizer, preset
 from llama_pretrain.cli import main
 from llama_pretrain.commands.recipes import tokens_per_step
 from llama_pretrain.config_files import load_config, purpose, recipe_names, recipe_text
+from llama_pretrain.experiment import model_config
 from llama_pretrain.mesh import parse_mesh
 from llama_pretrain.settings import resolve
 from trainer_core import ConfigurationError
 
-LARGE = [name for name in recipe_names() if not name.startswith("tiny") and not name.endswith("-tensor")]
+LARGE = [name for name in recipe_names() if re.fullmatch(r"\d+b-\d+gpus", name)]
 TENSOR = [name for name in recipe_names() if name.endswith("-tensor")]
-SMALL = [name for name in recipe_names() if name.startswith("tiny")]
+SMALL = [name for name in recipe_names() if name.startswith("tiny") and name != "tiny-experts"]
+LONG = "7b-64gpus-long"
+EXPERTS = ("tiny-experts", "mixtral-8x7b-64gpus")
 
 
 def test_the_installed_package_has_them() -> None:
@@ -27,6 +31,19 @@ def test_the_installed_package_has_them() -> None:
     assert {"tiny-cpu", "tiny-2-processes", "tiny-pipeline", "7b-128gpus", "70b-464gpus"} <= set(
         recipe_names()
     )
+    assert sorted(recipe_names()) == sorted([*LARGE, *TENSOR, *SMALL, LONG, *EXPERTS])
+    assert {"mixtral-8x7b-64gpus", LONG} & set(recipe_names()[: len(SMALL) + 1]) == set(), (
+        "the small ones first"
+    )
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_recipe_with_experts_divides_them(name: str) -> None:
+    args = resolve({"config": name})
+    mesh = parse_mesh(args.mesh)
+    assert mesh.expert == min(8, mesh.world_size), "within a node"
+    assert preset(args.model).experts(preset(args.model).num_hidden_layers - 1) is not None
+    assert tokens_per_step(args) == (1024 if name.startswith("tiny") else 2**20)
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -64,6 +81,24 @@ def test_a_recipe_that_divides_tensors_differs_in_the_layout_alone(name: str) ->
     of_the_layout = ("mesh", "gradient_accumulation_steps", "output_dir", "fused_loss")
     same = {each.name for each in fields(args)} - {*of_the_layout}
     assert {key for key in same if getattr(args, key) != getattr(other, key)} == set()
+
+
+def test_the_recipe_of_long_rows_stretches_the_model_that_it_is_given(tmp_path: Path) -> None:
+    args = resolve({"config": LONG})
+    mesh = parse_mesh(args.mesh)
+    assert (mesh.world_size, mesh.context) == (64, 8)
+    assert tokens_per_step(args) == 16 * 32768
+    assert args.max_steps * 16 == 400 * 64  # rows of the run, as in the paper
+    assert (args.learning_rate, args.weight_decay, args.warmup_steps) == (2e-5, 0, 20)
+    assert args.document_attention
+    tokenizer = load_tokenizer("byte")
+    assert model_config(args, tokenizer).rope_scaling == YarnScaling(
+        factor=8.0, original_max_position_embeddings=4096
+    )
+    preset("7b", max_position_embeddings=8192).save(tmp_path)
+    given = model_config(resolve({"config": LONG, "model": str(tmp_path)}), tokenizer)
+    assert given.rope_scaling == YarnScaling(factor=4.0, original_max_position_embeddings=8192)
+    assert given.max_position_embeddings == 32768
 
 
 @pytest.mark.parametrize(

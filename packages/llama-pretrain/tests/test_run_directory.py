@@ -124,7 +124,11 @@ def test_what_may_change_is_told_and_kept(tmp_path: Path) -> None:
     assert directory.begin(lower, SUBJECT) == {}
     with pytest.raises(ConfigurationError, match=r"begun with 0\.0005"):
         directory.begin(args, SUBJECT)
-    for name, why in {"sequence_length": "documents would repeat", "model": "its shape"}.items():
+    for name, why in {
+        "sequence_length": "documents would repeat",
+        "model": "its shape",
+        "rope_scaling": "positions",
+    }.items():
         with pytest.raises(ConfigurationError, match=f"allow_changes='{name}' cannot change .*{why}"):
             replace(args, allow_changes=(name,))
 
@@ -133,6 +137,17 @@ def test_old_files_say_otherwise_that_epochs_do_not_limit_a_run(tmp_path: Path) 
     directory, args = _begun(tmp_path, num_train_epochs=-1)
     (directory.path / "checkpoint-5").mkdir()
     assert directory.begin(replace(args, num_train_epochs=None), SUBJECT) == {}
+
+
+def test_old_files_have_a_model_without_rotary_scaling(tmp_path: Path) -> None:
+    directory, args = _begun(tmp_path)
+    (directory.path / "checkpoint-5").mkdir()
+    plain = SUBJECT | {"model": {**SUBJECT["model"], "rope_scaling": None}}  # type: ignore[dict-item]
+    assert directory.begin(args, plain) == {}
+    assert directory.begin(args, SUBJECT) == {}
+    scaled = SUBJECT | {"model": {**SUBJECT["model"], "rope_scaling": {"factor": 2.0}}}  # type: ignore[dict-item]
+    with pytest.raises(ConfigurationError, match=r"model=\{'rope_scaling': \{'factor': 2.0\}\} differs"):
+        directory.begin(args, scaled)
 
 
 def test_a_fresh_start_moves_another_run_aside(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ UNCHANGEABLE: Mapping[str, str] = {
     **TrainingArguments.unchangeable,
     **dict.fromkeys(("data", "text_column", "tokenizer", "sequence_length", "shards"), _DATA),
     **dict.fromkeys(("model", "vocab_size"), "the saved weights have its shape"),
+    "rope_scaling": "the saved weights were trained with its positions",
     "held_out": "documents that were trained on would be evaluated on",
 }
 """Settings of which a run that continues keeps what they stand for, and why."""
@@ -86,6 +87,9 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     document_attention: bool = False
     """Whether tokens attend within their own document only, with positions from its beginning. If not, those
     of a row attend to all before them."""
+    rope_scaling: str = ""
+    """linear, llama3 or yarn: scale the rotary positions of a model that has fewer than sequence_length, so
+    that it has as many; none: such a model is refused."""
     held_out: float = 0.02
     """Share of the documents kept for evaluation; 0: none, and no evaluation."""
     prompt: str = "def "
@@ -150,6 +154,13 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
                 self.sequence_length,
                 "must be at least 2, to predict a token from one",
                 "set it to 2 or more",
+            )
+        if self.rope_scaling not in ("", "linear", "llama3", "yarn"):
+            raise ConfigurationError(
+                "rope_scaling",
+                self.rope_scaling,
+                "must be linear, llama3 or yarn",
+                "choose one of these, or leave it out",
             )
         if not 0 <= self.held_out < 1:
             raise ConfigurationError(

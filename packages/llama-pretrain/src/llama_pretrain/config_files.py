@@ -66,5 +66,5 @@ def _suggestion(name: str) -> str:
 
 def _order(name: str) -> tuple[int, int, str]:
     """Those of a model size by size and number of GPUs, behind all others."""
-    numbers = re.fullmatch(r"(\d+)b-(\d+)gpus", name)
+    numbers = re.fullmatch(r"(?:mixtral-)?(\d+)(?:x\d+)?b-(\d+)gpus(?:-[a-z]+)?", name)
     return (int(numbers[1]), int(numbers[2]), name) if numbers else (0, 0, name)

@@ -21,6 +21,7 @@ from .data import evaluation_loader, open_data, split_data, training_loader
 from .model.config import CONFIG_FILE, LlamaConfig, preset
 from .model.llama import Llama, has_weights
 from .model.moe_weights import has_separate_experts
+from .model.rope import scaling_for
 from .tokenizer import Tokenizer, load_tokenizer
 
 TRAINERS: Mapping[str, type[Trainer]] = {
@@ -123,7 +124,7 @@ def model_config(args: PretrainArguments, tokenizer: Tokenizer) -> LlamaConfig:
     """Return the shape of the model to train, checked against tokenizer and sequence length.
 
     A preset takes the vocabulary that `vocab_size` asks for, or that of the tokenizer, rounded up to a
-    multiple of 64. A directory keeps its own.
+    multiple of 64. A directory keeps its own. With `rope_scaling` it has as many positions as a row.
 
     Raises:
         ConfigurationError: If there is no such model, or it does not fit.
@@ -138,7 +139,7 @@ def model_config(args: PretrainArguments, tokenizer: Tokenizer) -> LlamaConfig:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-    _check_positions("sequence_length", args.sequence_length, args.sequence_length, config)
+    config = _stretched(config, args)
     if args.sample_tokens:
         prompt = len(tokenizer.encode(args.prompt))
         _check_positions("sample_tokens", args.sample_tokens, prompt + args.sample_tokens, config)
@@ -187,12 +188,54 @@ def _checked_vocabulary(config: LlamaConfig, args: PretrainArguments, tokenizer:
     )
 
 
-def _check_positions(setting: str, value: int, positions: int, config: LlamaConfig) -> None:
+def _stretched(config: LlamaConfig, args: PretrainArguments) -> LlamaConfig:
+    """The same model with room for a row; its rotary positions are scaled if a setting asks for that."""
+    positions, wanted = config.max_position_embeddings, args.sequence_length
+    before = config.rope_scaling
+    if not args.rope_scaling:
+        _check_row(config, args)
+        return config
+    if wanted <= positions:
+        raise ConfigurationError(
+            "rope_scaling",
+            args.rope_scaling,
+            f"has no effect, because rows of sequence_length={wanted} fit the model {args.model}, which has "
+            f"max_position_embeddings={positions}",
+            "leave it out",
+        )
+    if before is not None and not (before.rope_type == args.rope_scaling and before.stretches):
+        own = before.to_dict()
+        raise ConfigurationError(
+            "rope_scaling",
+            args.rope_scaling,
+            f"cannot be combined with the scaling that the model {args.model} has already, {own}",
+            f"use {before.rope_type!r}"
+            if before.stretches
+            else "lower sequence_length, or use another model",
+        )
+    scaling = scaling_for(args.rope_scaling, positions=positions, wanted=wanted, before=before)
+    return replace(config, rope_scaling=scaling, max_position_embeddings=wanted)
+
+
+def _check_row(config: LlamaConfig, args: PretrainArguments) -> None:
+    before, fix = config.rope_scaling, "lower sequence_length, or choose a model with more positions"
+    is_shape = (Path(args.model) / CONFIG_FILE).is_file() and not starts_from_weights(args)
+    if not is_shape and (
+        before is None or before.stretches
+    ):  # a shape alone may have any number of positions
+        kind = "yarn" if before is None else before.rope_type
+        fix = f"{fix}, or stretch this one with rope_scaling, such as --rope-scaling {kind}"
+    _check_positions("sequence_length", args.sequence_length, args.sequence_length, config, fix)
+
+
+def _check_positions(
+    setting: str, value: int, positions: int, config: LlamaConfig, fix: str | None = None
+) -> None:
     if positions > config.max_position_embeddings:
         raise ConfigurationError(
             setting,
             value,
             f"needs {positions} positions, but the model has "
             f"max_position_embeddings={config.max_position_embeddings}",
-            f"lower {setting}, or choose a model with more positions",
+            fix or f"lower {setting}, or choose a model with more positions",
         )

@@ -92,6 +92,8 @@ _SETTINGS_OF_A_RUN = (
 )
 _AS_BEFORE: Mapping[str, object] = {"document_attention": False}
 """What a run has done whose version did not know the setting."""
+_MODEL_AS_BEFORE: Mapping[str, object] = {"rope_scaling": None}
+"""The same of its model."""
 _NOT_WORTH_SAYING = ("output_dir", "logging_dir", "resume_from_checkpoint", "allow_changes")
 
 
@@ -269,7 +271,8 @@ class RunDirectory:
                 f"has a damaged {IDENTITY_NAME} ({error})",
                 "choose another --output-dir",
             ) from error
-        before = {**_AS_BEFORE, **before} if isinstance(before, dict) else {}
+        before = _filled(before) if isinstance(before, dict) else {}
+        identity = _filled(identity)
         names = sorted({*before, *identity} - {*allowed})
         changed = [name for name in names if before.get(name) != identity.get(name)]
         changed.sort(key=lambda name: name in _OF_THE_OPTIMIZER)
@@ -336,6 +339,13 @@ def _identity(args: PretrainArguments, subject: Mapping[str, object]) -> dict[st
     settings = {name: getattr(args, name) for name in _SETTINGS_OF_A_RUN}
     identity: dict[str, object] = json.loads(json.dumps({**subject, **settings}))
     return identity
+
+
+def _filled(identity: Mapping[str, object]) -> dict[str, object]:
+    """An identity as this version writes it, also if an earlier one wrote it."""
+    model = identity.get("model")
+    shape = {"model": {**_MODEL_AS_BEFORE, **model}} if isinstance(model, Mapping) else {}
+    return {**_AS_BEFORE, **identity, **shape}
 
 
 def settings_by_name(settings: Mapping[str, object]) -> dict[str, object]:

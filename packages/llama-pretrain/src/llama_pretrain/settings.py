@@ -35,6 +35,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "vocab_size",
         "sequence_length",
         "document_attention",
+        "rope_scaling",
         "held_out",
         "seed",
     ),

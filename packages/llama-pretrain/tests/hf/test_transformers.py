@@ -77,12 +77,12 @@ def test_greedy_continuations_agree(small_config: MakeConfig, tmp_path: Path) ->
     assert torch.equal(generate(ours, prompt, max_new_tokens=30, temperature=0), expected)
 
 
-def test_rotary_scaling_is_refused(small_config: MakeConfig, tmp_path: Path) -> None:
+def test_scaling_by_the_length_of_a_row_is_refused(small_config: MakeConfig, tmp_path: Path) -> None:
     values = small_config().to_dict() | {
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 2.0}
     }
     HuggingFaceConfig.from_dict(values).save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match="rope_parameters"):
+    with pytest.raises(ConfigurationError, match=r"rope_parameters.rope_type='dynamic' is not supported"):
         LlamaConfig.load(tmp_path)
 
 

@@ -304,6 +304,10 @@ def attend(
         own = query[:, :, first : first + end - start]
         first += end - start
         size = max(1, min(end - start, _MASK_ELEMENTS // (rows * end)))
+        if query.is_meta:
+            size = (
+                end - start
+            )  # FLOPs are counted so, by the convention that products with masks count as well
         for begin in range(start, end, size):
             last = min(begin + size, end)
             some = partial(_attend, start=begin, document_ids=document_ids, scale=scale)

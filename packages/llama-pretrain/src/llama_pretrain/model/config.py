@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from trainer_core import ConfigurationError, suggest
 
+from .rope import RopeScaling, YarnScaling, take_rope_settings
+
 if TYPE_CHECKING:
     from .moe import Experts
 
@@ -43,7 +45,8 @@ class LlamaConfig:
     """Shape and constants of a Llama, in Hugging Face's names.
 
     `num_key_value_heads` and `head_dim` may be left out: they become `num_attention_heads` and
-    `hidden_size // num_attention_heads`.
+    `hidden_size // num_attention_heads`. `rope_scaling` is None for plain rotary positions, or one of
+    `LinearScaling`, `Llama3Scaling` and `YarnScaling`.
 
     Raises:
         ConfigurationError: If a value breaks a rule. The message names setting, value, rule and fix.
@@ -57,7 +60,6 @@ class LlamaConfig:
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
-        "rope_scaling": None,
         "pretraining_tp": 1,
     }
     """Settings that Hugging Face allows and this model does not compute: only these values are accepted."""
@@ -72,6 +74,7 @@ class LlamaConfig:
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     bos_token_id: int | None = 1
@@ -102,9 +105,13 @@ class LlamaConfig:
         """Return the content of a `config.json` that transformers reads as `architecture`."""
         values: dict[str, object] = {"architectures": [self.architecture], "model_type": self.model_type}
         values |= {field.name: getattr(self, field.name) for field in fields(self)}
-        # transformers 4 reads rope_theta, transformers 5 reads rope_parameters.
-        values["rope_parameters"] = {"rope_type": "default", "rope_theta": self.rope_theta}
-        values |= {key: value for key, value in self.fixed.items() if key != "rope_scaling"}
+        # transformers 4 reads rope_theta and rope_scaling, transformers 5 reads rope_parameters.
+        scaling: dict[str, object] = {"rope_type": "default"}
+        del values["rope_scaling"]
+        if self.rope_scaling is not None:
+            values["rope_scaling"] = scaling = self.rope_scaling.to_dict()
+        values["rope_parameters"] = {**scaling, "rope_theta": self.rope_theta}
+        values |= self.fixed
         return values
 
     @classmethod
@@ -117,15 +124,17 @@ class LlamaConfig:
 
         Raises:
             ConfigurationError: If a key is unknown, or a value asks for something this model does not compute
-                (scaled rotary embedding, biases, dropout, another activation or architecture).
+                (other rotary scaling than `rope_scaling` can have, biases, dropout, another activation or
+                architecture).
         """
         if cls is LlamaConfig and values.get("model_type") not in (None, cls.model_type):
             return _class_of(values["model_type"]).from_dict(values)
         remaining = {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
         _refuse_unsupported(remaining, {"model_type": cls.model_type, **cls.fixed})
-        theta = _rope_theta(remaining)
-        names = {field.name for field in fields(cls)}
-        unknown = sorted(set(remaining) - names)
+        names = {field.name: field for field in fields(cls)}
+        positions = remaining.get("max_position_embeddings") or names["max_position_embeddings"].default
+        theta, scaling = take_rope_settings(remaining, positions)
+        unknown = sorted(set(remaining) - set(names))
         if unknown:
             raise ConfigurationError(
                 unknown[0],
@@ -138,7 +147,7 @@ class LlamaConfig:
         given = {key: value for key, value in remaining.items() if value is not None or key in nullable}
         if theta is not None:
             given["rope_theta"] = theta
-        return cls(**given)  # type: ignore[arg-type]  # the types are checked by the class
+        return cls(**given, rope_scaling=scaling)  # type: ignore[arg-type]  # the types are checked by the class
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write `config.json` into an existing directory and return its path."""
@@ -200,6 +209,8 @@ def _check_types(config: LlamaConfig) -> None:
             right = isinstance(value, int | float) and not isinstance(value, bool)
         elif value is None:
             right = "None" in expected
+        elif field.name == "rope_scaling":
+            right = isinstance(value, RopeScaling)
         else:
             right = isinstance(value, int) and not isinstance(value, bool)
         _require(right, field.name, value, f"must be {expected}", "give a value of that type")
@@ -237,6 +248,13 @@ def _check_shape(config: LlamaConfig) -> None:
             "must be above 0",
             "set it to a positive number",
         )
+    _require(
+        config.rope_theta > 1 or not isinstance(config.rope_scaling, YarnScaling),
+        "rope_theta",
+        config.rope_theta,
+        "must be above 1 with rope_scaling 'yarn', which finds pairs of a head by their frequency",
+        "set it to the base of the model, such as 10000.0",
+    )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = getattr(config, name)
         _require(
@@ -275,27 +293,6 @@ def _refuse_unsupported(values: dict[str, object], fixed: Mapping[str, object]) 
             f"is not supported: only {permitted!r} is implemented",
             "use a model without this feature",
         )
-
-
-def _rope_theta(values: dict[str, object]) -> object:
-    """Take `rope_parameters` (transformers 5) out of `values` and return its base, if there is one."""
-    parameters = values.pop("rope_parameters", None)
-    if parameters is None:
-        return None
-    if not isinstance(parameters, Mapping):
-        raise ConfigurationError(
-            "rope_parameters", parameters, "must be a table", "write rope_type and rope_theta into it"
-        )
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    extra = sorted(set(parameters) - {"rope_type", "type", "rope_theta"})
-    if kind != "default" or extra:
-        raise ConfigurationError(
-            "rope_parameters",
-            dict(parameters),
-            "is not supported: only rope_type 'default' with a rope_theta is implemented",
-            "use a model without rotary scaling",
-        )
-    return parameters.get("rope_theta")
 
 
 # 7b to 70b are the shapes of Llama 2 (Touvron et al. 2023). Each preset has the number of parameters that its

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from trainer_core import ConfigurationError, Sampling
 from .config import LlamaConfig
 from .moe import MoE
 from .moe_weights import has_separate_experts, with_separate_experts
+from .rope import RotaryEmbedding, apply_rotary
 
 
 class KVCache:
@@ -65,71 +66,6 @@ class KVCache:
     def advance(self, count: int) -> None:
         """Count `count` positions as stored in every layer."""
         self.length += count
-
-
-class RotaryEmbedding(nn.Module):
-    """Cosine and sine tables for every position, in float32.
-
-    Pair `i` of a head turns by `position * theta ** (-2 i / head_dim)` (Su et al., RoFormer, section 3.2.2),
-    with the halves of the head as partners (Hugging Face's `rotate_half` convention). Complex numbers would
-    break compiled graphs, so cosine and sine are kept apart.
-
-    The tables are not parameters and are not saved. They are computed again whenever the module changes
-    device or dtype, so they stay float32 in a bfloat16 model and are right after a start on the meta device.
-
-    Args:
-        head_dim: Width of one head.
-        max_positions: Number of positions in the tables.
-        theta: Base of the frequencies.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, head_dim: int, max_positions: int, theta: float) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.max_positions = max_positions
-        self.theta = theta
-        cos, sin = self._tables(torch.get_default_device())
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-
-    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine `[length, head_dim / 2]`, float32, of `length` positions from `start` on."""
-        return self.cos[start : start + length], self.sin[start : start + length]
-
-    def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine `[batch, 1, positions, head_dim / 2]`, float32, of given positions."""
-        return self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)
-
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-        frequencies = 1.0 / self.theta**exponents
-        positions = torch.arange(self.max_positions, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, frequencies)
-        return angles.cos(), angles.sin()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.cos, self.sin = self._tables(self.cos.device)
-        return self
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn heads by their positions.
-
-    Args:
-        x: Queries or keys `[batch, heads, positions, head_dim]`.
-        cos: Cosines `[positions, head_dim / 2]`, or `[batch, 1, positions, head_dim / 2]`, float32.
-        sin: Sines of the same shape.
-
-    Returns:
-        The turned heads in the shape and dtype of `x`.
-    """
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -254,7 +190,9 @@ class LlamaBackbone(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope_theta)
+        self.rotary_emb = RotaryEmbedding(
+            config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling
+        )
 
     def forward(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from trainer_core import ConfigurationError
 
@@ -33,7 +33,6 @@ class MixtralConfig(LlamaConfig):
     fixed: ClassVar[Mapping[str, object]] = {
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        "rope_scaling": None,
         "sliding_window": None,
         "router_jitter_noise": 0.0,
     }
@@ -90,7 +89,6 @@ class Glm4MoeConfig(LlamaConfig):
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "rope_scaling": None,
         "use_qk_norm": False,
         "n_group": 1,
         "topk_group": 1,
@@ -139,9 +137,10 @@ class Glm4MoeConfig(LlamaConfig):
     def to_dict(self) -> dict[str, object]:
         """Return the content of a `config.json` that transformers reads as `Glm4MoeForCausalLM`."""
         values = super().to_dict()
+        rotary = cast(Mapping[str, object], values["rope_parameters"])
         # transformers turns half of each head if nothing says how much.
-        rotary = {"rope_type": "default", "rope_theta": self.rope_theta, "partial_rotary_factor": 1.0}
-        return {**values, "rope_parameters": rotary, "partial_rotary_factor": 1.0}
+        whole = {"partial_rotary_factor": 1.0}
+        return {**values, "rope_parameters": {**rotary, **whole}, **whole}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> LlamaConfig:
@@ -154,10 +153,13 @@ class Glm4MoeConfig(LlamaConfig):
         # Layers behind the last one that predict a second token: the logits are the same without them, and
         # files that hold their weights are refused by these names.
         values.pop("num_nextn_predict_layers", None)
-        parameters = values.get("rope_parameters")
-        inside = dict(parameters) if isinstance(parameters, Mapping) else {}
-        outside = values.pop("partial_rotary_factor", None)
-        turned = inside.pop("partial_rotary_factor", outside)
+        turned = values.pop("partial_rotary_factor", None)
+        for key in ("rope_parameters", "rope_scaling"):  # transformers 5 lets the second one win
+            parameters = values.get(key)
+            if isinstance(parameters, Mapping):
+                inside = dict(parameters)
+                turned = inside.pop("partial_rotary_factor", turned)
+                values[key] = inside
         if turned is None:
             turned = 0.5  # what transformers takes where nothing says so
         if turned != 1:
@@ -167,8 +169,6 @@ class Glm4MoeConfig(LlamaConfig):
                 "is not supported: only 1.0 is implemented, the default of transformers is 0.5",
                 "use a model that turns whole heads",
             )
-        if isinstance(parameters, Mapping):
-            values["rope_parameters"] = inside
         return super().from_dict(values)
 
     def experts(self, layer: int) -> Experts | None:
