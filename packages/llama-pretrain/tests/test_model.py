@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from llama_pretrain import KVCache, Llama, LlamaConfig, generate
+from llama_pretrain import KVCache, Llama, LlamaConfig, generate, preset
+from perf_metrics import architecture_of_model, count_flops
 from trainer_core import ConfigurationError, Sampling
 
 MakeConfig = Callable[..., LlamaConfig]
@@ -201,3 +203,17 @@ def test_bad_settings_are_named(small_model: Llama, settings: dict[str, float], 
 def test_an_empty_prompt_is_refused(small_model: Llama) -> None:
     with pytest.raises(ConfigurationError, match="input_ids"):
         generate(small_model, PROMPT[:, :0], max_new_tokens=1)
+
+
+def test_attention_within_documents_counts_as_much_where_masks_are_made_in_pieces() -> None:
+    config = replace(preset("tiny"), max_position_embeddings=4096)
+    with torch.device("meta"):
+        model = Llama(config)
+        ids = torch.zeros(1, 4096, dtype=torch.int64)
+    counted = [
+        count_flops(model, inputs={"input_ids": ids, **more}).per_token().total
+        for more in ({}, {"position_ids": ids, "document_ids": ids})
+    ]
+    assert counted[0] == pytest.approx(counted[1], rel=1e-9)
+    formula = architecture_of_model(model).per_token(4096, "dense")
+    assert counted[0] == pytest.approx(formula.total, rel=1e-9)
