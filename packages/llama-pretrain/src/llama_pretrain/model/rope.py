@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 
@@ -13,7 +14,7 @@ from trainer_core import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class RopeScaling(ABC):
     """How the frequencies of a rotary embedding differ from the plain ones. Use one of its subclasses.
 
     Fields have the names of `rope_parameters` in Hugging Face's configuration.
@@ -40,6 +41,7 @@ class RopeScaling:
                 object.__setattr__(self, each.name, float(value))
         self._require(self.factor >= 1, "factor", "must be at least 1", "use new length / original length")
 
+    @abstractmethod
     def frequencies(self, per_radian: Tensor, theta: float) -> Tensor:
         """Return the scaled frequencies of all pairs of a head.
 
@@ -48,7 +50,6 @@ class RopeScaling:
                 frequency, float32 `[head_dim / 2]`.
             theta: Base of these.
         """
-        raise NotImplementedError
 
     @property
     def amplitude(self) -> float:
