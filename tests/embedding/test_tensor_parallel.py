@@ -107,6 +107,14 @@ MEMORY_SCRIPT = SCRIPT.with_name("tensor_memory.py")
 HF_SCRIPT = SCRIPT.with_name("hf_tensor_trainer.py")
 
 
+def test_stages_with_divided_experts_see_lengths_together(warm: WarmStart, tmp_path: Path) -> None:
+    script = str(SCRIPT.with_name("unlike_lengths.py"))
+    whole = run(warm, tmp_path / "whole", [script, str(tmp_path / "whole"), "2"], None)
+    parts = run(warm, tmp_path / "parts", [script, str(tmp_path / "parts"), "1"], "pp=2,shard=2,ep=2")
+    for found, expected in zip(parts, whole, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 MESHES = {
     "llama": (("tp=2", 8), ("shard=2,tp=2", 4), ("pp=2,tp=2", 8)),
     "mixtral": (("shard=2,ep=2", 4), ("pp=2", 8)),

@@ -145,6 +145,7 @@ REFUSALS = {
     "a number that is a property": "a module with an attribute num_experts",
     "a buffer": "The experts Chosen have seen beside parameters",
     "tied": "share up with another module",
+    "adapted": "The experts base_layer are adapted by another module, such as by target_parameters of PEFT",
     "divided already": "The model is divided already. Divide experts first",
     "tensors divided already": "The model is divided already. Divide experts first",
     "two dimensions": "mesh has 2 dimensions, and experts are divided over one",

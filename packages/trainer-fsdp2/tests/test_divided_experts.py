@@ -36,7 +36,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         first = torch.zeros(len(tokens), 1, dtype=torch.int64, device=x.device)
-        return x + self.out(self.experts(tokens, first, torch.ones_like(first, dtype=x.dtype))).view(x.shape)
+        chosen = self.experts(tokens, first, torch.ones_like(first, dtype=torch.float32))
+        return x + self.out(chosen.to(x.dtype)).view(x.shape)
 
 
 class Model(nn.Module):
@@ -113,9 +114,25 @@ def test_weights_that_nothing_divides_are_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path, 4, "shard=4,ep=2", Model(2, 5, 7))
 
 
-def test_a_number_for_gathered_weights_must_fit_both_groups(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"reshard_after_forward=2.* must divide the 3 ranks"):
-        trainer_of(tmp_path, 6, "shard=6,ep=2", Model(6, 6, 6), fsdp2=FSDP2Arguments(reshard_after_forward=2))
+@pytest.mark.parametrize(("ranks", "mesh"), [(4, "shard=4,ep=2"), (4, "shard=4,ep=4"), (6, "shard=6,ep=2")])
+def test_a_number_for_gathered_weights_is_about_the_other_ones(ranks: int, mesh: str, tmp_path: Path) -> None:
+    model = Model(ranks, 6, 6 if ranks == 6 else 8)
+    trainer_of(tmp_path, ranks, mesh, model, fsdp2=FSDP2Arguments(reshard_after_forward=2))
+
+
+def test_weights_of_the_choice_are_not_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[torch.dtype, torch.dtype]] = set()
+    forward = Experts.forward
+
+    def watched(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not hidden_states.is_meta:  # as where FLOPs are counted
+            seen.add((hidden_states.dtype, top_k_weights.dtype))
+        return forward(self, hidden_states, top_k_index, top_k_weights.to(hidden_states.dtype))
+
+    monkeypatch.setattr(Experts, "forward", watched)
+    for mesh in ("shard=2", "shard=2,ep=2"):
+        trainer_of(tmp_path, 2, mesh, Model(), fsdp2=FSDP2Arguments(param_dtype="bfloat16"))
+        assert seen == {(torch.bfloat16, torch.float32)}, mesh
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:

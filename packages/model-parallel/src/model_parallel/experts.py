@@ -56,8 +56,8 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, *, same_tokens: DeviceMes
         Names of the modules that were divided.
 
     Raises:
-        PlanError: On every rank, before anything is divided: the model has no experts that can be divided, or
-            ranks have different models.
+        PlanError: On every rank of the mesh, before anything is divided: the model has no experts that can be
+            divided, or ranks of the mesh have different models.
     """
     if mesh.ndim != 1:
         raise PlanError(
@@ -124,6 +124,11 @@ def _examined(model: nn.Module, ranks: int) -> list[str]:
             problems.append(
                 f"The experts {short} have {', '.join(odd)} beside parameters of the shape [{count}, ...], "
                 "and only these are divided by experts. Leave out ep."
+            )
+        elif "base_layer" in name.split("."):
+            problems.append(
+                f"The experts {short} are adapted by another module, such as by target_parameters of PEFT, "
+                "which computes with their whole weights. Adapt linear layers only, or leave out ep."
             )
         elif shared := [each for each, value in own.items() if uses[id(value)] > 1]:
             problems.append(

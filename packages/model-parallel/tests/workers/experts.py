@@ -537,6 +537,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, tuple[str, str, float]]:
         "a number that is a property": lambda: divide_experts(Fixed(), mesh),
         "a buffer": lambda: divide_experts(Chosen(up=weight(EXPERTS, 2), seen=torch.ones(EXPERTS)), mesh),
         "tied": lambda: divide_experts(tied(), mesh),
+        "adapted": lambda: divide_experts(nn.ModuleDict({"base_layer": Chosen(up=weight(EXPERTS, 2))}), mesh),
         "divided already": lambda: divide_experts(divided, mesh),
         "tensors divided already": lambda: divide_experts(shard_tensors(Decoding(), mesh, TENSORS), mesh),
         "two dimensions": lambda: divide_experts(untouched, plane),

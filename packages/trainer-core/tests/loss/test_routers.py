@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dist_env import ParallelLayout, StaticDistributedEnvironment
+from dist_env import Meshes, ParallelLayout, StaticDistributedEnvironment, fake_job
 from trainer_core import CausalLMLoss, ConfigurationError, OutputMeanLoss, Trainer, TrainingArguments
 from trainer_core.distributed.ranks import Ranks
 from trainer_core.distributed.routers import with_routers
@@ -20,6 +20,7 @@ from trainer_core.loss import (
     OnTargets,
     RoutedTargets,
     RouterLosses,
+    RowParts,
     is_router,
     router_shape,
     row_balance,
@@ -357,6 +358,34 @@ def test_a_loss_that_sees_the_outputs_adds_what_it_wants(tmp_path: Path) -> None
 def built(model: nn.Module, layout: ParallelLayout) -> BuiltModel:
     env = StaticDistributedEnvironment(world_size=layout.world_size)
     return BuiltModel(TrainingArguments(use_cpu=True), Ranks(env, layout), model, model)
+
+
+def test_positions_of_a_rank_where_layers_divide_sequences() -> None:
+    with fake_job(2, rank=1):
+        group = Meshes(ParallelLayout(tensor=2)).tensor.get_group()
+        whole = torch.arange(12).view(2, 6) % 4 > 0
+        counted, groups = RowParts(tensor=group).find(whole, 6)
+        assert torch.equal(counted, whole[:, 3:])
+        assert groups == [group]
+        # Labels of rows: each rank has a part of each row, and is not the only one.
+        rows, groups = RowParts(tensor=group).find(torch.tensor([True, False]), 6)
+        assert torch.equal(rows, torch.tensor([[True] * 3, [False] * 3]))
+        assert groups == [group]
+        assert RowParts(tensor=group).find(torch.ones(2, 5, dtype=torch.bool), 5)[0] is None
+    assert torch.equal(RowParts().find(whole, 12)[0], whole)
+
+
+def test_biases_that_no_label_moves_are_refused() -> None:
+    model = Routed(balance=0.0)
+    losses = RouterLosses(
+        dict(enumerate(model.gates)), [router_shape(each) for each in model.gates], 0.0, moves_biases=True
+    )
+    with losses.watching():
+        model(batch(8, 11)["input_ids"])
+    with pytest.raises(
+        ConfigurationError, match=r"router_bias_update_rate.* needs a label for each of the 88"
+    ):
+        losses.take(torch.ones(3, 5, dtype=torch.bool))
 
 
 def test_a_rate_without_biases_is_refused() -> None:

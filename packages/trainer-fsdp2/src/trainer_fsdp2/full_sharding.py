@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 import torch
@@ -95,8 +95,6 @@ class FullyShard(ModelTransform):
         self.keeps_parameters = not self._is_sharded
         if self._is_sharded:
             resharding(self.settings.reshard_after_forward, layout.shard * layout.context)
-            if layout.expert > 1:
-                resharding(self.settings.reshard_after_forward, layout.expert_fsdp)
 
     def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
         """What sharding keeps whole."""
@@ -211,10 +209,15 @@ def shard(
     if stays_gathered and reshard is True:
         reshard = False
     if expert_mesh is not None:
+        ranks = expert_mesh.shape[-1]
+        # A number is about the ranks of other weights: where it is not a part of these, all is dropped.
+        fits = isinstance(reshard, bool) or (reshard < ranks and ranks % reshard == 0)
+        # The layer has cast hidden states; weights of the choice stay as the router computes them.
+        policy = replace(precision_policy(settings), cast_forward_inputs=False)
         for module in experts:
-            chosen = _dimension_of(module, expert_mesh.shape[-1])
-            own = {**options, "mesh": expert_mesh, "shard_placement_fn": chosen}
-            fully_shard(module, reshard_after_forward=reshard, **own)  # type: ignore[call-overload]
+            own = {**options, "mesh": expert_mesh, "mp_policy": policy}
+            own["shard_placement_fn"] = _dimension_of(module, ranks)
+            fully_shard(module, reshard_after_forward=reshard if fits else True, **own)  # type: ignore[call-overload]
     for _, module in units:
         fully_shard(module, reshard_after_forward=reshard, **options)  # type: ignore[call-overload]
     # The backward pass begins with the root, so its weights stay where they are until then.

@@ -235,7 +235,13 @@ class PipelineExecutor:
                 module.training = mode
 
     def _schedule(self, microbatches: Sequence[Microbatch]) -> Schedule:
-        specs = self._specs.of(microbatches[0]) or self._probe(microbatches[0])
+        specs = self._specs.of(microbatches[0])
+        probes = specs is None
+        if self._built.experts:
+            # It sends tokens to ranks that may know the shapes of theirs already.
+            probes = self._built.ranks.any([probes])[0]
+        if specs is None or probes:
+            specs = self._probe(microbatches[0])
         key = (specs, len(microbatches))
         if key in self._schedules:
             self._schedules.move_to_end(key)

@@ -77,15 +77,14 @@ def with_routers(built: BuiltModel, loss: TokenLoss, *, sees_outputs: bool) -> T
             "the balance loss of routers is left to compute_loss_func, which sees what the model returns"
         )
         coefficient = 0.0
-    meshes, layout = built.ranks.meshes, built.ranks.layout
-    parts = RowParts()
+    meshes, parts = built.ranks.meshes, RowParts()
     if meshes is not None:
-        groups = [
-            mesh.get_group() if size > 1 else None
-            for mesh, size in ((meshes.context, layout.context), (meshes.tensor, layout.tensor))
-        ]
-        parts = RowParts(*groups)
-    losses = RouterLosses(routers, [router_shape(each) for each in every.values()], coefficient, parts)
+        parts = RowParts(
+            meshes.context.get_group() if built.ranks.layout.context > 1 else None,
+            meshes.tensor.get_group() if built.layers_divide_sequences else None,
+        )
+    shapes = [router_shape(each) for each in every.values()]
+    losses = RouterLosses(routers, shapes, coefficient, parts, moves_biases=rate > 0)
     built.balances_routers = coefficient > 0
     built.hooks.append(RouterHooks(built, losses, routers, rate, list(every)))
     if isinstance(loss, OnTargets):

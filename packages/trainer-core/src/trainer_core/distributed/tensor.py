@@ -100,6 +100,7 @@ class TensorParallel(ModelTransform):
             raise ConfigurationError(
                 "mesh", str(built.ranks.layout), f"cannot divide this model: {error}", "change tp or the plan"
             ) from error
+        built.layers_divide_sequences = self._sequence
         built.hooks.append(TensorHooks(built.model, meshes.tensor))
 
 

@@ -165,6 +165,8 @@ class BuiltModel:
     """Modules with experts that are divided; the ranks of `Meshes.expert_fsdp` hold the same ones."""
     sequence: SequencePart | None = None
     """What this rank computes of each sequence, where sequences are divided."""
+    layers_divide_sequences: bool = False
+    """Whether the ranks of `tensor` have parts of sequences between the layers."""
     traffic: CommBytes | None = None
     """What this rank has sent for training; None where nobody counts."""
     stages: tuple[int, ...] = (0,)

@@ -109,7 +109,7 @@ class RowParts(NamedTuple):
     context: ProcessGroup | None = None
     """Those that divide rows and their labels."""
     tensor: ProcessGroup | None = None
-    """Those that have the same labels, and may divide rows among layers: rank after rank."""
+    """Those that have the same labels, and divide rows among layers: rank after rank."""
 
     def find(self, counted: Tensor, tokens: int) -> tuple[Tensor | None, list[ProcessGroup]]:
         """Which of the tokens of a router count, `[rows, positions]`, and who has other positions.
@@ -117,12 +117,14 @@ class RowParts(NamedTuple):
         The first is None if labels do not tell.
         """
         groups = [] if self.context is None else [self.context]
-        found = _by_position(counted, tokens)
-        if found is None and self.tensor is not None and counted.ndim == 2:
-            ranks = self.tensor.size()
-            if counted.numel() == tokens * ranks and counted.shape[1] % ranks == 0:
-                return counted.chunk(ranks, dim=1)[self.tensor.rank()], [*groups, self.tensor]
-        return found, groups
+        if self.tensor is None:
+            return _by_position(counted, tokens), groups
+        ranks = self.tensor.size()
+        if counted.ndim == 2:
+            if counted.shape[1] % ranks:
+                return None, groups
+            counted = counted.chunk(ranks, dim=1)[self.tensor.rank()]
+        return _by_position(counted, tokens), [*groups, self.tensor]
 
 
 class RouterLosses:
@@ -133,6 +135,7 @@ class RouterLosses:
         shapes: Those of all routers of the whole model.
         coefficient: Weight of the balance loss; 0: only the figures are wanted.
         parts: How rows are divided.
+        moves_biases: Whether biases follow from the figures.
     """
 
     def __init__(
@@ -141,8 +144,11 @@ class RouterLosses:
         shapes: Sequence[RouterShape],
         coefficient: float,
         parts: RowParts | None = None,
+        *,
+        moves_biases: bool = False,
     ) -> None:
         self._parts = parts or RowParts()
+        self._moves_biases = moves_biases
         self.coefficient = coefficient
         self.shapes = shapes
         self._open = False
@@ -215,8 +221,8 @@ class RouterLosses:
                 _check_is_frozen(self._routers[number])
             where, groups = self._parts.find(counted, len(logits))
             if where is None:
-                if self.coefficient:
-                    raise _without_labels(counted, len(logits))
+                if self.coefficient or self._moves_biases:
+                    raise _without_labels(counted, len(logits), bias=not self.coefficient)
                 continue
             sigmoid = self.shapes[number].sigmoid
             balance = row_balance(logits, chosen, where, sigmoid=sigmoid, groups=groups)
@@ -259,13 +265,13 @@ def _by_position(counted: Tensor, tokens: int) -> Tensor | None:
     return counted if counted.ndim == 2 and counted.numel() == tokens else None
 
 
-def _without_labels(counted: Tensor, tokens: int) -> ConfigurationError:
+def _without_labels(counted: Tensor, tokens: int, *, bias: bool) -> ConfigurationError:
     return ConfigurationError(
-        "output_router_logits",
-        True,
+        "router_bias_update_rate" if bias else "output_router_logits",
+        "above 0" if bias else True,
         f"needs a label for each of the {tokens} tokens that a router has seen, but the labels are "
         f"{list(counted.shape)}",
-        "set it to False in the config of the model",
+        f"set it to {0 if bias else False} in the config of the model",
     )
 
 
