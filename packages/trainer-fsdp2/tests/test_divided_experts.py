@@ -141,3 +141,11 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
         ConfigurationError, match="mesh='shard=2,ep=2' cannot be used with this model: The model"
     ):
         trainer_of(tmp_path, 2, "shard=2,ep=2", model)
+
+
+def test_layers_that_are_replaced_by_others_are_refused(tmp_path: Path) -> None:
+    recipe = "int8-dynamic-act-int4-weight"
+    with pytest.raises(
+        ConfigurationError, match=f"'{recipe}' replaces layers by others that expert parallel"
+    ):
+        trainer_of(tmp_path, 2, "shard=2,ep=2", Model(), qat_recipe=recipe)

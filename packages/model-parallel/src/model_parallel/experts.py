@@ -8,7 +8,6 @@ the tokens of all ranks that share it.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections import Counter
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from .activations import Unaliased, gathered, split
 from .plan import PlanError, collapsed
-from .same import listed
+from .same import check_same
 from .styles import Call, Style, Styled, add_style, local_parameters
 
 
@@ -167,29 +166,17 @@ def _is_called_with_choice(module: nn.Module) -> bool:
 
 def _check_same(model: nn.Module, found: list[str], mesh: DeviceMesh, same_tokens: DeviceMesh | None) -> None:
     """Refuse different models, and let all ranks know of one that refuses."""
-    digest = 0
-    if found:
-        facts = [
-            (f"{name}.{own}", tuple(value.shape), str(value.dtype), value.requires_grad, value.is_meta)
-            for name in found
-            for own, value in model.get_submodule(name).named_parameters()
-        ]
-        text = repr((facts, 1 if same_tokens is None else same_tokens.size()))
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") | 1
-    mine = torch.tensor([digest], device=mesh.device_type)
-    told = [torch.zeros_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(told, mine, group=mesh.get_group())
-    digests = [int(each) for each in told]
-    if digest == 0 or len(set(digests)) == 1:
-        return
-    if refused := [rank for rank, each in enumerate(digests) if each == 0]:
-        raise PlanError(
-            f"The experts were refused on rank(s) {listed(refused)} of the mesh. See the error there."
-        )
-    other = [rank for rank, each in enumerate(digests) if each != digests[0]]
-    raise PlanError(
-        f"Rank(s) {listed(other)} of the mesh have other experts or another same_tokens than rank 0. Give "
-        "all ranks the same."
+    facts = [
+        (f"{name}.{own}", tuple(value.shape), str(value.dtype), value.requires_grad, value.is_meta)
+        for name in found
+        for own, value in model.get_submodule(name).named_parameters()
+    ]
+    tokens = 1 if same_tokens is None else same_tokens.size()
+    check_same(
+        (facts, tokens) if found else None,
+        mesh,
+        refused="The experts were refused",
+        differs="have other experts or another same_tokens",
     )
 
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .draws import generator_of
+from .plan import PlanError
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -40,6 +41,33 @@ def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
         _compare(given, module.training, mesh, passes)
 
     model.register_forward_pre_hook(compare, with_kwargs=True)
+
+
+def check_same(facts: object, mesh: DeviceMesh, *, refused: str, differs: str) -> None:
+    """Refuse to divide a model where ranks were given different things; collective.
+
+    Args:
+        facts: What must be the same, with a `repr` that tells; None on a rank that refuses for itself.
+        mesh: The ranks.
+        refused: Begins the sentence that the others raise then.
+        differs: What the others have, in a sentence behind their numbers.
+
+    Raises:
+        PlanError: On every rank, but those that refuse for themselves.
+    """
+    digest = 0
+    if facts is not None:
+        digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big") | 1
+    mine = torch.tensor([digest], device=mesh.device_type)
+    told = [torch.zeros_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(told, mine, group=mesh.get_group())
+    digests = [int(each) for each in told]
+    if digest == 0 or len(set(digests)) == 1:
+        return
+    if none := [rank for rank, each in enumerate(digests) if each == 0]:
+        raise PlanError(f"{refused} on rank(s) {listed(none)} of the mesh. See the error there.")
+    other = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    raise PlanError(f"Rank(s) {listed(other)} of the mesh {differs} than rank 0. Give all ranks the same.")
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import cast
 
@@ -20,7 +19,7 @@ from .check import cautions, examine
 from .draws import Draws, share_generators
 from .experts import Dispatched
 from .plan import PlanError, are_divided, module_at
-from .same import check_inputs, listed
+from .same import check_inputs, check_same
 from .structure import Structure, is_shared_head, local_size
 from .styles import (
     Colwise,
@@ -124,31 +123,15 @@ def _check_same(
     model: nn.Module, structure: Structure | None, mesh: DeviceMesh, settings: tuple[bool, ...]
 ) -> None:
     """Refuse different models, plans or settings, and let all ranks know of one that refuses."""
-    digest = 0
+    facts = None
     if structure is not None:
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        facts = [
+        described = [
             (name, tuple(value.shape), str(value.dtype), value.requires_grad, value.is_meta)
             for name, value in tensors
         ]
-        text = repr((facts, sorted(structure.styles.items()), settings))
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") | 1
-    mine = torch.tensor([digest], device=mesh.device_type)
-    told = [torch.zeros_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(told, mine, group=mesh.get_group())
-    digests = [int(each) for each in told]
-    if digest == 0 or len(set(digests)) == 1:
-        return
-    refused = [rank for rank, each in enumerate(digests) if each == 0]
-    if refused:
-        raise PlanError(
-            f"The plan was refused on rank(s) {listed(refused)} of the mesh. See the error there."
-        )
-    other = [rank for rank, each in enumerate(digests) if each != digests[0]]
-    raise PlanError(
-        f"Rank(s) {listed(other)} of the mesh have another model, plan or setting than rank 0. Give all "
-        "ranks the same."
-    )
+        facts = (described, sorted(structure.styles.items()), settings)
+    check_same(facts, mesh, refused="The plan was refused", differs="have another model, plan or setting")
 
 
 def _add_styles(

@@ -11,7 +11,7 @@ from model_parallel import PlanError, divide_experts
 from ..arguments import TrainingArguments
 from ..errors import ConfigurationError
 from .ranks import Ranks
-from .transforms import BuiltModel, ModelTransform
+from .transforms import BuiltModel, ModelTransform, refuse_converted_layers
 
 
 class ExpertParallel(ModelTransform):
@@ -37,15 +37,7 @@ class ExpertParallel(ModelTransform):
         """
         if not self.is_active(ranks.layout):
             return
-        for name in ("fp8_recipe", "qat_recipe"):
-            if (value := getattr(args, name)) is not None:
-                raise ConfigurationError(
-                    name,
-                    value,
-                    f"replaces layers by others, which is not tried beside experts that the layout "
-                    f"{ranks.layout} divides",
-                    f"leave {name} out, or ep out of mesh",
-                )
+        refuse_converted_layers(args, ranks.layout, "expert parallelism", "ep")
 
     def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
         """What the plan supposes."""

@@ -17,7 +17,7 @@ from model_parallel import PlanError, shard_tensors, whole_sequences
 from ..arguments import TrainingArguments
 from ..errors import ConfigurationError
 from .ranks import Ranks
-from .transforms import BuiltModel, ModelTransform, StepHooks
+from .transforms import BuiltModel, ModelTransform, StepHooks, refuse_converted_layers
 
 
 class TensorParallel(ModelTransform):
@@ -51,15 +51,7 @@ class TensorParallel(ModelTransform):
         """
         if not self.is_active(ranks.layout):
             return
-        for name in ("fp8_recipe", "qat_recipe"):
-            if (value := getattr(args, name)) is not None:
-                raise ConfigurationError(
-                    name,
-                    value,
-                    f"replaces layers by others that tensor parallelism (the layout {ranks.layout}) cannot "
-                    "divide",
-                    f"leave {name} out, or tp out of mesh",
-                )
+        refuse_converted_layers(args, ranks.layout, "tensor parallelism", "tp")
         if args.fused_loss not in ("no", "auto", "chunked"):
             raise ConfigurationError(
                 "fused_loss",

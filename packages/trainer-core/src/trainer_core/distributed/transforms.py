@@ -482,6 +482,28 @@ def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 TransformFactory = Callable[[TrainingArguments], ModelTransform]
 
 
+def refuse_converted_layers(args: TrainingArguments, layout: ParallelLayout, way: str, short: str) -> None:
+    """Refuse settings that replace layers by others, for a way that cannot divide these.
+
+    Args:
+        args: The settings.
+        layout: The layout.
+        way: What divides layers, such as "tensor parallelism".
+        short: Its dimension in a mesh.
+
+    Raises:
+        ConfigurationError: Naming the setting.
+    """
+    for name in ("fp8_recipe", "qat_recipe"):
+        if (value := getattr(args, name)) is not None:
+            raise ConfigurationError(
+                name,
+                value,
+                f"replaces layers by others that {way} (the layout {layout}) cannot divide",
+                f"leave {name} out, or {short} out of mesh",
+            )
+
+
 def in_order(transforms: Sequence[ModelTransform]) -> list[ModelTransform]:
     """The transforms in the order in which they are applied.
 
