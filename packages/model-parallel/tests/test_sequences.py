@@ -64,6 +64,23 @@ def test_logits_of_a_document_are_those_of_it_alone_on_one_device() -> None:
         attend(query, key, value, documents[:, :6])
 
 
+def test_a_whole_row_of_any_length_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[bool] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, attn_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        masks.append(attn_mask is not None)
+        return real(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr("model_parallel.context.F.scaled_dot_product_attention", watched)
+    x = torch.randn(1, 1, 4096, 8)
+    whole = CausalAttention()(x, x, x)
+    assert masks == [False], "kernels without a mask are the fast ones"
+    within = CausalAttention()(x, x, x, torch.zeros(1, 4096, dtype=torch.int64))
+    assert set(masks[1:]) == {True}
+    torch.testing.assert_close(whole, within)
+
+
 @pytest.fixture
 def part() -> Callable[..., SequencePart]:
     class Of:

@@ -304,10 +304,10 @@ def attend(
         own = query[:, :, first : first + end - start]
         first += end - start
         size = max(1, min(end - start, _MASK_ELEMENTS // (rows * end)))
-        if query.is_meta:
-            size = (
-                end - start
-            )  # FLOPs are counted so, by the convention that products with masks count as well
+        if query.is_meta or (not start and document_ids is None):
+            # Without values memory does not matter, and FLOPs are counted as those of one product. From the
+            # beginning on kernels know the mask, and need none that is made.
+            size = end - start
         for begin in range(start, end, size):
             last = min(begin + size, end)
             some = partial(_attend, start=begin, document_ids=document_ids, scale=scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,9 +71,13 @@ def show_plan(given: Mapping[str, object]) -> None:
         planned = planned_for(args.sequence_length)
         verdict = _judge(planned.total, args, mesh, gpus, partial(Llama, config))
         if asked.longest_sequence:
-            longest = longest_sequence(
-                lambda length: planned_for(length).total, int(gpus.memory * _GIB), begin=args.sequence_length
-            )
+
+            def needs(length: int) -> int:
+                total = planned_for(length).total
+                print(f"planned: rows of {length:,} tokens need {total / _GIB:.1f} GiB", file=sys.stderr)
+                return total
+
+            longest = longest_sequence(needs, int(gpus.memory * _GIB), begin=args.sequence_length)
     report = _Report(
         name=name,
         args=args,

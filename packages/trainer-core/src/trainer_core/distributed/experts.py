@@ -62,6 +62,6 @@ class ExpertParallel(ModelTransform):
             names = divide_experts(built.model, meshes.expert, same_tokens=same)
         except PlanError as error:
             raise ConfigurationError(
-                "mesh", str(ranks.layout), f"cannot be used with this model: {error}", "change ep"
+                "mesh", str(ranks.layout), f"cannot be used with this model: {error}", "correct mesh"
             ) from error
         built.experts = [built.model.get_submodule(name) for name in names]
