@@ -27,7 +27,7 @@ from dist_env import DistributedEnvironment, device_check, examination, examine,
 from model_parallel.draws import Draws, share_generators
 from perf_metrics.utilization import gather_over_ranks
 from tests.device.case import SETTINGS, Model, Stop, WaitsByBatch, WaitsByStep, curve, experts, llama, rows
-from trainer_core import TensorParallel, Trainer
+from trainer_core import ContextParallel, TensorParallel, Trainer
 from trainer_core.distributed.transforms import ReplicaGradSync
 from trainer_ddp import CompressionArguments, DDPTrainer, DDPTrainingArguments, DiLoCoArguments
 from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
@@ -61,6 +61,7 @@ TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
     ),
     "tensor": (DDPTrainer, DDPTrainingArguments, {"mesh": "tp=2", "fused_loss": "chunked"}),
     "context": (FSDP2Trainer, FSDP2TrainingArguments, {"mesh": "cp=2"}),
+    "ring": (FSDP2Trainer, FSDP2TrainingArguments, {"mesh": "cp=2"}),
     "experts": (DDPTrainer, DDPTrainingArguments, {"per_device_train_batch_size": 4}),
     "exchange": (
         FSDP2Trainer,
@@ -78,6 +79,7 @@ TRAINERS: dict[str, tuple[type[Trainer], type[Any], dict[str, Any]]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "tensor": {"model_init": llama, "parallel": [TensorParallel(sequence=True)]},
     "context": {"model_init": llama},
+    "ring": {"model_init": llama, "parallel": [ContextParallel(exchange="ring")]},
     "experts": {"model_init": experts},
     "exchange": {"model_init": experts},
 }

@@ -15,6 +15,7 @@ from typing import Any
 import fakecuda
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from checkpoint_core import (
     CheckpointConfig,
@@ -32,7 +33,10 @@ from llama_pretrain.data import evaluation_loader, open_data, training_loader
 from llama_pretrain.model.config import preset
 from llama_pretrain.model.llama import Llama, generate
 from llama_pretrain.tokenizer import ByteTokenizer
+from model_parallel import CausalAttention, attention, attention_kernel
+from trainer_core import TrainingArguments
 from trainer_core.model.offload import ActivationOffload
+from trainer_core.model.run_settings import run_settings
 from trainer_ddp.compression import LowRankGradient
 from trainer_ddp.error_feedback import Residual
 
@@ -109,6 +113,63 @@ def test_a_run_saves_on_the_way_without_a_change(tmp_path: Path) -> None:
     saved = make(tmp_path / "parts", device="cuda:0", save_strategy="steps", save_steps=1)
     saved.train()
     assert curve(saved) == curve(whole)
+
+
+# ---- Attention
+
+
+@pytest.fixture
+def flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention as plain operators, as if triton had compiled it for the device."""
+    monkeypatch.setattr(attention, "find_spec", lambda name: name)
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
+    attention._problem.cache_clear()
+
+
+def attended(device: str) -> list[torch.Tensor]:
+    """Values and gradients of attention within documents, by a model of one layer."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, 2, 300, 16, generator=generator).to(device).requires_grad_() for _ in range(3)]
+    out = CausalAttention()(*given, (torch.arange(300, device=device) // 70)[None])
+    return [each.detach().cpu() for each in (out, *torch.autograd.grad(out.square().sum(), given))]
+
+
+@pytest.mark.usefixtures("flex")
+def test_attention_within_documents_is_computed_by_the_kernel_that_agrees(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said() -> list[str]:
+        found = [each.getMessage() for each in caplog.records if each.name == attention.__name__]
+        caplog.clear()
+        attention._problem.cache_clear()
+        return found
+
+    with caplog.at_level(logging.INFO, attention.__name__):
+        by_flex = attended("cuda")
+        assert said() == ["masked attention of float32 heads of 16 on cuda:0 is computed by FlexAttention"]
+        with run_settings(TrainingArguments(output_dir="", sdpa_backend="math"), torch.device("cuda")):
+            chosen = attended("cuda")
+        assert said() == [], "another kernel was chosen"
+        right = attention.block_mask
+        monkeypatch.setattr(attention, "block_mask", lambda at, to, documents: right(at, to, None))
+        masked = attended("cuda")
+        assert "is computed by masks: its values are off by" in said()[0]
+    for found in (by_flex, chosen, masked):
+        for one, other in zip(found, attended("cpu"), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_without_triton_is_computed_by_masks(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    attention._problem.cache_clear()
+    for one, other in zip(attended("cuda"), attended("cpu"), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert "by masks: triton, with which its kernels are compiled, is not installed" in caplog.text
+    refused = pytest.raises(RuntimeError, match="was set to flex, but FlexAttention cannot be used on cuda:0")
+    with attention_kernel("flex"), refused:
+        attended("cuda")
 
 
 # ---- Activations

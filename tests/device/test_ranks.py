@@ -133,8 +133,9 @@ def test_layers_divided_among_ranks(ranks: Callable[[str], Seen], tmp_path: Path
     assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)
 
 
-def test_sequences_divided_among_ranks(ranks: Callable[[str], Seen], tmp_path: Path) -> None:
-    seen = ranks("train-context")
+@pytest.mark.parametrize("exchange", ["context", "ring"])
+def test_sequences_divided_among_ranks(ranks: Callable[[str], Seen], tmp_path: Path, exchange: str) -> None:
+    seen = ranks(f"train-{exchange}")
     alone = make(tmp_path / "alone", model=llama, use_cpu=True)
     alone.train()
     assert losses(seen[0]["curve"]) == pytest.approx(losses(curve_of(alone)), rel=1e-5)

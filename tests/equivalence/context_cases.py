@@ -18,6 +18,10 @@ def _contiguous() -> dict[str, object]:
     return {"parallel": [ContextParallel(balanced=False)]}
 
 
+def _ring() -> dict[str, object]:
+    return {"parallel": [ContextParallel(exchange="ring")]}
+
+
 def _by_sequence() -> dict[str, object]:
     return {"parallel": [TensorParallel(sequence=True)]}
 
@@ -102,6 +106,26 @@ CONTEXT_CASES = [
             "dp=2,cp=2,tp=2",
             "dp=2,pp=2,cp=2",
         )
+    ),
+    _row("cp=2", "ring, accumulation 2", accumulation=2, options=_ring),
+    _row(
+        "cp=2",
+        "ring, compiled blocks",
+        settings={**BY_EYE, "torch_compile_scope": "blocks"},
+        options=_ring,
+        full=True,
+    ),
+    _row("shard=2,cp=2", "ring, checkpointing full", settings=CHECKPOINTED, options=_ring, full=True),
+    *(
+        _row(mesh, "ring", options=_ring, full=True)
+        for mesh in ("cp=4", "cp=2,tp=2", "dp=2,cp=2", "pp=2,cp=2")
+    ),
+    _row(
+        "pp=2,cp=2",
+        "ring, interleaved_1f1b",
+        settings={"pipeline": PipelineArguments(schedule="interleaved_1f1b", n_microbatches=4)},
+        options=_ring,
+        full=True,
     ),
     *(
         _moved(first, then, full=(first, then) not in MOVED)

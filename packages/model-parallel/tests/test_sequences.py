@@ -24,6 +24,18 @@ CASES: dict[str, dict[str, Any]] = {
     "padding": {"length": 16, "padded": 11},
     "masks made for some queries at a time": {"length": 32, "mask": 64},
     "documents, masks made for some queries at a time": {"length": 32, "documents": [9, 23], "mask": 128},
+    "ring": {"length": 17, "exchange": "ring"},
+    "ring, contiguous": {"length": 19, "exchange": "ring", "balanced": False},
+    "ring, documents": {"length": 23, "documents": [1, 11, 3, 8], "exchange": "ring"},
+    "ring, a few queries at a time": {"length": 32, "documents": [9, 23], "exchange": "ring", "mask": 128},
+    "flex": {"length": 17, "kernel": "flex"},
+    "flex, documents": {"length": 600, "documents": [7, 391, 202], "kernel": "flex"},
+    "flex, ring, documents": {
+        "length": 600,
+        "documents": [260, 139, 201],
+        "exchange": "ring",
+        "kernel": "flex",
+    },
 }
 
 
@@ -49,6 +61,17 @@ def test_logits_of_a_document_are_those_of_it_alone(
         assert found["alone"] < 1e-5, found
 
 
+def test_a_ring_keeps_keys_and_values_of_its_own_positions_only(
+    notes: dict[str, list[dict[str, Any]]],
+) -> None:
+    of_one = 2 * 512 * 8 * 4  # bytes: heads, positions, features, float32
+    sums = 2 * 512 * 4  # a float for each query
+    around, gathered = ([each["kept"] for each in notes[name]] for name in ("ring", "plain"))
+    assert set(around) == {4 * of_one + sums}, "queries, keys, values and outputs"
+    for kept, ranks in zip(gathered, (2, 2, 3, 3, 3), strict=True):
+        assert kept > (1 + 2 * ranks) * of_one, "whole keys and values"
+
+
 def test_logits_of_a_document_are_those_of_it_alone_on_one_device() -> None:
     torch.manual_seed(0)
     attend = CausalAttention()
@@ -72,7 +95,7 @@ def test_a_whole_row_of_any_length_needs_no_mask(monkeypatch: pytest.MonkeyPatch
         masks.append(attn_mask is not None)
         return real(*args, attn_mask=attn_mask, **kwargs)
 
-    monkeypatch.setattr("model_parallel.context.F.scaled_dot_product_attention", watched)
+    monkeypatch.setattr("model_parallel.attention.F.scaled_dot_product_attention", watched)
     x = torch.randn(1, 1, 4096, 8)
     whole = CausalAttention()(x, x, x)
     assert masks == [False], "kernels without a mask are the fast ones"

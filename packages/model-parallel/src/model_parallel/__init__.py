@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from dist_env import lazy_names
 
 if TYPE_CHECKING:
+    from model_parallel.attention import attention_kernel
     from model_parallel.check import LayerShare, check_plan
     from model_parallel.context import CausalAttention, SequencePart, divide_sequences, undivided
     from model_parallel.experts import divide_experts
@@ -19,6 +20,7 @@ __all__ = [
     "LayerShare",
     "PlanError",
     "SequencePart",
+    "attention_kernel",
     "check_plan",
     "divide_experts",
     "divide_sequences",

@@ -1,9 +1,9 @@
 """Divide sequences over the ranks of a mesh: each computes some positions, and attends to all before them.
 
 Every rank gathers the keys and values of a layer, and computes attention for its own positions. The gradient
-of what was gathered is summed back by a reduce-scatter. With `balanced` a rank has one piece from the first
-half of a sequence and one from the second, so that all have as many keys to look at: rank r of n has the
-pieces r and 2 n - 1 - r of 2 n.
+of what was gathered is summed back by a reduce-scatter. Or keys and values travel around a ring. With
+`balanced` a rank has one piece from the first half of a sequence and one from the second, so that all have as
+many keys to look at: rank r of n has the pieces r and 2 n - 1 - r of 2 n.
 """
 
 from __future__ import annotations
@@ -12,28 +12,26 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from math import lcm
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 from .activations import can_look_at, gathered
+from .attention import attend, positions_of
 from .plan import PlanError
+from .ring import attend_around
+
+Exchange: TypeAlias = Literal["all_gather", "ring"]
 
 HF_ATTENTION = "divided_sequence"
 """The name by which transformers finds the attention of this module."""
 PADDING = -1
 """In `document_ids`, of positions that belong to no document."""
-_KEPT_MASK = 2**20
-"""A mask of more elements is not kept for the backward pass: attention is computed again there."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_MASK_ELEMENTS = 2**22
-"""A mask of more elements is made for some queries at a time."""
 _OF_OTHER_KERNELS = {
     "cu_seq_lens_q",
     "cu_seq_lens_k",
@@ -54,6 +52,9 @@ class SequencePart:
         mesh: The ranks that share out each sequence: one dimension.
         balanced: Whether each has a piece of both halves. If not, each has one piece.
         multiple: What the number of positions of a rank is a multiple of.
+        exchange: "all_gather": each rank has the keys and values of a whole layer while it computes and,
+            unless it is recomputed, until its backward pass. "ring": they travel from rank to rank, and each
+            rank keeps its own ones only; attention is computed a second time in the backward pass.
         packed_by_positions: Whether rows with `position_ids` and without `document_ids` are packed documents
             that begin where positions do not go on, as transformers takes them.
     """
@@ -61,6 +62,7 @@ class SequencePart:
     mesh: DeviceMesh
     balanced: bool = True
     multiple: int = 1
+    exchange: Exchange = "all_gather"
     packed_by_positions: bool = False
     longest: int | None = None
     """The most positions that the model has, where it does not say so itself of whole rows."""
@@ -73,6 +75,11 @@ class SequencePart:
         """Itself: the copy of a model is divided over the same ranks, and a mesh cannot be copied."""
         return self
 
+    @property
+    def divides(self) -> bool:
+        """Whether each rank computes a part of a sequence for now."""
+        return not self.is_whole and self.mesh.size() > 1
+
     def padded_length(self, length: int) -> int:
         """The least length from `length` on that can be divided."""
         step = self.mesh.size() * lcm(2 if self.balanced else 1, self.multiple)
@@ -80,11 +87,20 @@ class SequencePart:
 
     def pieces(self, length: int) -> list[tuple[int, int]]:
         """Begin and end of each piece of this rank, of a sequence whose length can be divided."""
-        return _pieces(self, self.mesh.get_local_rank(), length)
+        return self.pieces_of(self.mesh.get_local_rank(), length)
+
+    def pieces_of(self, rank: int, length: int) -> list[tuple[int, int]]:
+        """The same of another rank, by its place in the mesh."""
+        ranks = self.mesh.size()
+        if not self.balanced:
+            size = length // ranks
+            return [(rank * size, (rank + 1) * size)]
+        size = length // (2 * ranks)
+        return [(piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank)]
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """The positions of this rank: int64 [length / ranks]."""
-        return _positions(self.pieces(length), device)
+        return positions_of(self.pieces(length), device)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """A tensor with all positions, in their order, from one with those of each rank."""
@@ -93,7 +109,7 @@ class SequencePart:
         whole = gathered(x, self.mesh, dim, length, partial_gradient=True)
         if not self.balanced:
             return whole
-        pieces = [each for rank in range(ranks) for each in _pieces(self, rank, length)]
+        pieces = [each for rank in range(ranks) for each in self.pieces_of(rank, length)]
         parts = torch.split(whole, [end - start for start, end in pieces], dim)
         in_order = sorted(zip(pieces, parts, strict=True), key=lambda each: each[0][0])
         return torch.cat([part for _, part in in_order], dim)
@@ -202,19 +218,6 @@ class SequencePart:
         return documents  # padding behind a row is attended to by nothing that counts
 
 
-def _pieces(part: SequencePart, rank: int, length: int) -> list[tuple[int, int]]:
-    ranks = part.mesh.size()
-    if not part.balanced:
-        size = length // ranks
-        return [(rank * size, (rank + 1) * size)]
-    size = length // (2 * ranks)
-    return [(piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank)]
-
-
-def _positions(pieces: list[tuple[int, int]], device: torch.device | str | None) -> Tensor:
-    return torch.cat([torch.arange(start, end, device=device) for start, end in pieces])
-
-
 def _lengthened(name: str, x: Tensor, length: int) -> Tensor:
     missing = length - x.shape[1]
     if not missing:
@@ -270,85 +273,29 @@ class CausalAttention(nn.Module):
                 f"there are {query.shape[2]} queries and {key.shape[2]} keys, but positions attend to those "
                 "of their own rows. Attend to a cache by scaled_dot_product_attention."
             )
-        part = self.part
-        if part is None or part.is_whole or part.mesh.size() == 1:
-            pieces = [(0, query.shape[2])]
-        else:
-            pieces = part.pieces(part.mesh.size() * query.shape[2])
-            key, value = part.gather(key, 2), part.gather(value, 2)
-        if document_ids is not None and document_ids.shape[-1] != key.shape[2]:
+        part = self.part if self.part is not None and self.part.divides else None
+        length = query.shape[2] * (1 if part is None else part.mesh.size())
+        if document_ids is not None and document_ids.shape[-1] != length:
             raise ValueError(
-                f"document_ids has the shape {list(document_ids.shape)}, but there are {key.shape[2]} keys. "
+                f"document_ids has the shape {list(document_ids.shape)}, but there are {length} keys. "
                 "Give the numbers of whole rows."
             )
-        return attend(query, key, value, pieces, document_ids, scale)
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pieces: list[tuple[int, int]],
-    document_ids: Tensor | None,
-    scale: float | None = None,
-) -> Tensor:
-    """Causal attention of the queries of some pieces of a sequence to its keys, of which it has all.
-
-    Memory for masks does not grow with the square of the length: beyond some length they are made for a few
-    queries at a time, and in the backward pass again.
-    """
-    outputs = []
-    rows = 1 if document_ids is None else query.shape[0]
-    first = 0
-    for start, end in pieces:
-        own = query[:, :, first : first + end - start]
-        first += end - start
-        size = max(1, min(end - start, _MASK_ELEMENTS // (rows * end)))
-        if query.is_meta or (not start and document_ids is None):
-            # Without values memory does not matter, and FLOPs are counted as those of one product. From the
-            # beginning on kernels know the mask, and need none that is made.
-            size = end - start
-        for begin in range(start, end, size):
-            last = min(begin + size, end)
-            some = partial(_attend, start=begin, document_ids=document_ids, scale=scale)
-            given = (own[:, :, begin - start : last - start], key[:, :, :last], value[:, :, :last])
-            masked = begin > 0 or document_ids is not None
-            if masked and rows * (last - begin) * last > _KEPT_MASK and torch.is_grad_enabled():
-                outputs.append(checkpoint(some, *given, use_reentrant=False))
-            else:
-                outputs.append(some(*given))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    start: int,
-    document_ids: Tensor | None,
-    scale: float | None,
-) -> Tensor:
-    """Attention of the last queries of a sequence, from `start` on, to all its keys."""
-    count, keys = query.shape[2], key.shape[2]
-    mask: Tensor | None = None
-    if start or document_ids is not None:
-        mask = torch.ones(count, keys, dtype=torch.bool, device=query.device).tril(start)
-        if document_ids is not None:
-            numbers = document_ids[:, :keys]
-            mask = (mask & (numbers[:, start:, None] == numbers[:, None])).unsqueeze(1)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None and count > 1,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+        if part is None:
+            return attend(query, key, value, [(0, length)], document_ids, scale)
+        if part.exchange == "ring" and not query.is_meta:
+            around: Tensor = attend_around(query, key, value, part, document_ids, scale)
+            return around
+        key, value = part.gather(key, 2), part.gather(value, 2)
+        return attend(query, key, value, part.pieces(length), document_ids, scale)
 
 
 def divide_sequences(
-    model: nn.Module, mesh: DeviceMesh, *, balanced: bool = True, multiple: int = 1
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    balanced: bool = True,
+    multiple: int = 1,
+    exchange: Exchange = "all_gather",
 ) -> SequencePart:
     """Let a model compute a part of each sequence on each rank of a mesh, in place.
 
@@ -362,14 +309,19 @@ def divide_sequences(
         balanced: Whether each rank has a piece from both halves of a sequence, so that all compute equally
             much.
         multiple: What the number of positions of a rank is a multiple of, where something divides it further.
+        exchange: How keys and values come to the ranks: "all_gather", or "ring", which takes less memory and
+            more time. See `SequencePart`.
 
     Returns:
         How batches are cut.
 
     Raises:
         PlanError: If the model attends in another way, or in one that cannot be divided.
+        ValueError: If `exchange` is none of the two.
     """
-    part = SequencePart(mesh, balanced, multiple)
+    if exchange not in get_args(Exchange):
+        raise ValueError(f"exchange is {exchange!r}, but it must be all_gather or ring.")
+    part = SequencePart(mesh, balanced, multiple, exchange)
     own = [module for module in model.modules() if isinstance(module, CausalAttention)]
     _check_positions(model)
     if not own:

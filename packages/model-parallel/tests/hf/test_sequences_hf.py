@@ -18,6 +18,12 @@ CASES: dict[str, dict[str, Any]] = {
     "llama, a length that nothing divides": {"family": "llama", "length": 17},
     "llama, documents by their positions": {"family": "llama", "length": 24, "documents": [7, 10, 7]},
     "qwen3, contiguous": {"family": "qwen3", "length": 16, "balanced": False},
+    "llama, ring, documents": {
+        "family": "llama",
+        "length": 23,
+        "documents": [7, 10, 6],
+        "exchange": "ring",
+    },
     "gpt_neox, a rank that counts no token": {
         "family": "gpt_neox",
         "length": 16,

@@ -16,10 +16,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 
-import model_parallel.context
 from dist_env import DistributedEnvironment, Meshes, ParallelLayout
-from model_parallel import CausalAttention, SequencePart, divide_sequences, undivided
+from model_parallel import (
+    CausalAttention,
+    SequencePart,
+    attention,
+    attention_kernel,
+    divide_sequences,
+    ring,
+    undivided,
+)
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, STEPS = 61, 32, 4, 2, 3
 
@@ -160,14 +168,19 @@ def run(case: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
         given = alone
     expected = train(make(case, ByHand), alone, None)
     model = make(case, CausalAttention)
-    part = divide_sequences(model, meshes.context, balanced=case.get("balanced", True))
+    settings = {name: case[name] for name in ("balanced", "exchange") if name in case}
+    part = divide_sequences(model, meshes.context, **settings)
+    # torch has gradients of FlexAttention on a CPU, as plain operators, but refuses to use them (2.13).
+    flex_attention._validate_device = lambda *tensors: None
     if "mask" in case:
-        model_parallel.context._MASK_ELEMENTS = model_parallel.context._KEPT_MASK = case["mask"]
+        attention._MASK_ELEMENTS = attention._KEPT_MASK = ring._SCORES = case["mask"]
     found = train(model, given, part)
     notes = {
         name: max(abs(mine[place] / other[place] - 1) for mine, other in zip(found, expected, strict=True))
         for place, name in enumerate(("loss", "norm"))
     }
+    if case.get("kernel") != "flex":
+        notes["kept"] = kept(part)
     with torch.no_grad():
         whole = part.gather(logits_of(model, part.cut(given[0])), 1)[:, : case["length"]]
         with undivided(part):
@@ -191,6 +204,23 @@ def documents_alone(
     return worst
 
 
+def kept(part: SequencePart) -> int:
+    """Elements that attention of 512 positions of each rank keeps for its backward pass."""
+    attend = CausalAttention()
+    attend.part = part
+    given = [torch.randn(1, 2, 512, 8, requires_grad=True) for _ in range(3)]
+    sizes: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = attend(*given)
+    out.sum().backward()
+    return sum(sizes.values())
+
+
 def far(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / one.abs().max())
 
@@ -198,11 +228,12 @@ def far(one: Tensor, other: Tensor) -> float:
 def main(cases: list[dict[str, Any]]) -> None:
     with DistributedEnvironment(no_accelerator=True) as env:
         meshes = Meshes(ParallelLayout(context=env.world_size))
-        limits = model_parallel.context._MASK_ELEMENTS, model_parallel.context._KEPT_MASK
+        limits = attention._MASK_ELEMENTS, attention._KEPT_MASK, ring._SCORES
         notes = []
         for case in cases:
-            notes.append(run(case, meshes))
-            model_parallel.context._MASK_ELEMENTS, model_parallel.context._KEPT_MASK = limits
+            with attention_kernel(case.get("kernel", "auto")):
+                notes.append(run(case, meshes))
+            attention._MASK_ELEMENTS, attention._KEPT_MASK, ring._SCORES = limits
     Path(os.environ["NOTES"]).write_text(json.dumps(notes))
 
 

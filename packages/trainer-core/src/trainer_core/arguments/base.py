@@ -59,7 +59,8 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     detect_anomaly: bool = False
     """Anomaly mode of autograd, for debugging; slow."""
     sdpa_backend: str | tuple[str, ...] | None = None
-    """Implementations of attention to allow: math, flash, efficient, cudnn."""
+    """Implementations of attention to allow: math, flash, efficient, cudnn. None: those that torch chooses,
+    and FlexAttention for attention within documents and of parts of sequences."""
     sdpa_set_priority: bool = False
     """Try the implementations of attention in the order given."""
     dynamo_recompile_limit: int | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from checkpoint_core import RNGState
+from model_parallel import attention_kernel
 
 from ..errors import ConfigurationError
 from .offload import activation_offload
@@ -126,6 +127,8 @@ def run_settings(args: TrainingArguments, device: torch.device, *, training: boo
 
     with ExitStack() as stack:
         stack.enter_context(attention_context(args.sdpa_backend, args.sdpa_set_priority, device))
+        if args.sdpa_backend is not None:
+            stack.enter_context(attention_kernel("masks"))  # FlexAttention is none of those that were chosen
         stack.enter_context(matmul_precision(args))
         stack.enter_context(recompile_limit(args.dynamo_recompile_limit))
         stack.enter_context(memory_budget(args.activation_memory_budget))
