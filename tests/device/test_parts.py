@@ -136,7 +136,7 @@ def attended(device: str) -> list[torch.Tensor]:
 
 @pytest.mark.usefixtures("flex")
 def test_attention_within_documents_is_computed_by_the_kernel_that_agrees(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def said() -> list[str]:
         found = [each.getMessage() for each in caplog.records if each.name == attention.__name__]
@@ -147,7 +147,8 @@ def test_attention_within_documents_is_computed_by_the_kernel_that_agrees(
     with caplog.at_level(logging.INFO, attention.__name__):
         by_flex = attended("cuda")
         assert said() == ["masked attention of float32 heads of 16 on cuda:0 is computed by FlexAttention"]
-        with run_settings(TrainingArguments(output_dir="", sdpa_backend="math"), torch.device("cuda")):
+        args = TrainingArguments(output_dir=str(tmp_path), sdpa_backend="math")
+        with run_settings(args, torch.device("cuda")):
             chosen = attended("cuda")
         assert said() == [], "another kernel was chosen"
         right = attention.block_mask

@@ -99,6 +99,18 @@ def test_compiled_kernels_honour_blocks() -> None:
     torch.testing.assert_close(compiled, attention.attend(query, key, value, pieces, documents))
 
 
+@pytest.mark.parametrize("documents", [True, False])
+def test_flex_attention_is_part_of_a_compiled_graph(documents: bool) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 260, 16), torch.randn(2, 2, 440, 16)
+    numbers = (torch.arange(440) // 150).expand(2, -1) if documents else None
+    given = query, key, key, [(70, 200), (310, 440)], numbers
+    compiled = torch.compile(attention.attend, backend="eager", fullgraph=True)
+    with attention_kernel("flex"), torch.no_grad():
+        found = compiled(*given)
+    torch.testing.assert_close(found, attention.attend(*given))
+
+
 def test_the_kernel_can_be_chosen() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(1, 4, 200, 16), torch.randn(1, 2, 200, 16)
