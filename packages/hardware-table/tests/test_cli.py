@@ -19,7 +19,9 @@ def test_list_shows_every_device_in_a_table(capsys: Captured) -> None:
     assert lines[0].split()[:5] == ["device", "arch", "units", "GHz", "bf16"]
     assert len(lines) == 1 + len(accelerators()) + 2
     row = next(line for line in lines if line.startswith("NVIDIA H100 PCIe "))
-    assert " ".join(row.split()) == "NVIDIA H100 PCIe Hopper 114 SM 1.62 756 756 378 - 1513 - - 2000 measured"
+    assert (
+        " ".join(row.split()) == "NVIDIA H100 PCIe Hopper 114 SM 1.62 756 756 378 - - 1513 - - 2000 measured"
+    )
     assert max(map(len, lines)) < 170
 
 

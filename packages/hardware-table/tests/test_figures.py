@@ -104,6 +104,21 @@ def test_names_observed_on_real_machines(row: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "expected"),
     [
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
+        ("NVIDIA A100-SXM4-80GB", "fp64", 19.5e12),
+        ("NVIDIA A100-SXM4-80GB", "int8", 624e12),
+        ("NVIDIA A100 80GB PCIe", "fp32", 19.5e12),
+        ("NVIDIA A100 80GB PCIe", "fp64", 19.5e12),
+        ("NVIDIA A100 80GB PCIe", "int8", 624e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", 66.9e12),
+        ("NVIDIA H100 80GB HBM3", "fp64", 66.9e12),
+        ("NVIDIA H100 80GB HBM3", "int8", 1978.9e12),
+        ("NVIDIA H200", "fp32", 66.9e12),
+        ("NVIDIA H200", "fp64", 66.9e12),
+        ("NVIDIA H200", "int8", 1978.9e12),
+        ("NVIDIA B200", "fp32", 75e12),
+        ("NVIDIA B200", "fp64", 37e12),
+        ("NVIDIA B200", "int8", 4500e12),
         ("NVIDIA H20", "fp32", 44e12),
         ("NVIDIA H20", "int8", 296e12),
         ("NVIDIA H100 NVL", "fp32", 60e12),
@@ -127,8 +142,15 @@ def test_names_observed_on_real_machines(row: dict[str, str]) -> None:
         ("NVIDIA GeForce RTX 3070", "fp32", 20.3e12),
     ],
 )
-def test_plain_fp32_and_int8_figures(name: str, dtype: str, expected: float) -> None:
+def test_fp32_fp64_and_int8_figures(name: str, dtype: str, expected: float) -> None:
     assert peak_flops(name, dtype) == expected
+
+
+def test_formats_that_run_at_another_clock_are_derived_at_it() -> None:
+    h100 = lookup("NVIDIA H100 80GB HBM3")
+    assert h100 is not None
+    assert h100.derived_flops("torch.float64") == h100.derived_flops("fp32") == 132 * 256 * 1.98e9
+    assert h100.derived_flops("int8") == 132 * 8192 * 1.83e9
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def peak_flops(device_name: str, dtype: str = "bf16", *, units: int | None = Non
     Args:
         device_name: Exact device name; see `lookup`.
         dtype: Number format, one of `DTYPES` or a torch name for it. 16-bit formats are with FP32
-            accumulation; fp32 is without tensor cores (with them it is tf32).
+            accumulation; fp32 is without tensor cores (with them it is tf32), fp64 with them where there are.
         units: Number of compute units that the device reports; see `lookup`.
 
     Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-DTYPES: tuple[str, ...] = ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4", "int8")
+DTYPES: tuple[str, ...] = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "fp4", "int8")
 """Number formats, in the order in which they are listed."""
 
 _SYNONYMS = {
@@ -13,6 +13,8 @@ _SYNONYMS = {
     "half": "fp16",
     "float32": "fp32",
     "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
     "float8": "fp8",
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
@@ -154,7 +156,8 @@ class Accelerator:
     def derived_flops(self, dtype: str = "bf16") -> float | None:
         """Compute units x FLOPs per cycle x clock, the check of the peak.
 
-        Plain FP32 runs at the SM boost clock, everything else at the clock of the matrix units.
+        FP32, which plain cores compute, and FP64 run at the SM boost clock, everything else at the clock of
+        the matrix units: an H100 SXM computes FP64 at 1980 MHz, and BF16 at 1830 MHz.
 
         Args:
             dtype: One of `DTYPES` or a torch name for it.
@@ -168,7 +171,7 @@ class Accelerator:
         peak = self.peak(dtype)
         if peak is None or peak.flops_per_cycle is None or self.units is None:
             return None
-        clock = self.boost_ghz or self.clock_ghz if peak.dtype == "fp32" else self.clock_ghz
+        clock = self.boost_ghz or self.clock_ghz if peak.dtype in ("fp32", "fp64") else self.clock_ghz
         return None if clock is None else self.units * peak.flops_per_cycle * clock * 1e9
 
     def memory_bandwidth(self, total_memory: int | None = None) -> float | None:
