@@ -28,7 +28,8 @@ def test_a_new_file_shows_the_device_and_how_to_override(tmp_path: Path) -> None
     text = file.read_text(encoding="utf-8")
     entry = yaml.safe_load(text)["detected"]["NVIDIA H100 80GB HBM3"]
     assert entry["units"] == 132
-    assert entry["peak_flops"] == {"bf16": 989.4e12, "fp16": 989.4e12, "tf32": 494.7e12, "fp8": 1978.9e12}
+    peaks = {"bf16": 989.4e12, "tf32": 494.7e12, "fp64": 66.9e12, "fp8": 1978.9e12}
+    assert {dtype: entry["peak_flops"][dtype] for dtype in peaks} == peaks
     # The lines that the comment tells to uncomment are an override once uncommented.
     file.write_text(
         text.replace('#  "NVIDIA', '  "NVIDIA').replace("#    bf16: 165.2e12", "    bf16: 500e12"), "utf-8"
