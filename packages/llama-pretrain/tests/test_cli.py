@@ -93,6 +93,7 @@ def test_a_run_leaves_logs_a_picture_and_checkpoints(work: Path) -> None:
         "config.yaml",
         "run.json",
         "sessions.json",
+        "goodput",
         "checkpoint-50",
         "checkpoint-60",
     }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from llama_pretrain.cli import main
+from perf_metrics import read_goodput
 
 Start = Callable[..., list[Any]]
 RANK_OF_TRAIN = str(Path(__file__).with_name("rank_of_train.py"))
@@ -165,6 +166,9 @@ def test_one_curve_from_one_process_over_two_and_back(
 
     assert main(_words(work, "relay")) == 0
     assert "changed    trainer: ddp at the last start, now single" in capsys.readouterr().out
+    starts = [(each.ranks, each.first_step, each.outcome) for each in read_goodput(work / "relay").sessions]
+    steps = [0, 6, stopped_at, 12, 18, 24]
+    assert starts == [(1 if step in (0, 24) else 2, step, "end") for step in steps]
     for key in ("loss", "grad_norm", "learning_rate", "total_tokens", "eval_loss", "eval_tokens"):
         expected = _curve(work / "whole", key)
         assert _curve(work / "relay", key) == pytest.approx(expected, rel=1e-5), key

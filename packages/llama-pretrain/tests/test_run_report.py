@@ -71,7 +71,8 @@ def test_the_page_tells_the_run_and_asks_nobody(run: Path) -> None:
     ):
         assert heading in page.texts
     assert "Samples (temperature 0.8, from checkpoint-20)" in page.texts
-    assert text.count("<pre>") == 3
+    assert text.count("<pre>") == 3 + 1, "samples, and what the time was spent on"
+    assert "Effective training time: " in text
     assert page.texts.count("unavailable") >= 2  # MFU and OFU of a CPU
     assert "sequence_length" in page.texts
     assert "logging_steps" in page.texts

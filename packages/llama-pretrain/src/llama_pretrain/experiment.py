@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dataloader_dispatch import DocumentSource, data_fingerprint
 from dist_env import DistributedEnvInterface
-from perf_metrics import JsonLogger
+from perf_metrics import GoodputLogger, JsonLogger
 from trainer_core import ConfigurationError, Trainer
 from trainer_ddp import DDPTrainer
 from trainer_fsdp2 import FSDP2Trainer
@@ -111,7 +111,7 @@ def build_trainer(experiment: Experiment, env: DistributedEnvInterface) -> Train
         train_dataset=training_loader(experiment.train_documents, tokenizer, args, env),
         eval_dataset=held_out,
         processing_class=tokenizer,
-        callbacks=[*Trainer.default_callbacks(), JsonLogger(LOGS_NAME)],
+        callbacks=[*Trainer.default_callbacks(), JsonLogger(LOGS_NAME), GoodputLogger()],
         distributed_env=env,
     )
 

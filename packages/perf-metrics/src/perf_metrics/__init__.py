@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .callbacks.device_metrics import OFUMetrics, PeakMemory
+    from .callbacks.goodput_logger import GoodputLogger
     from .callbacks.lightning import LightningCallbacks
     from .callbacks.lightning_state import TokenCounts
     from .callbacks.loggers import JsonLogger, ProgressCallback
@@ -47,6 +48,14 @@ if TYPE_CHECKING:
         warn_of_disagreement,
     )
     from .flops.read_architecture import architecture_of_config, architecture_of_model
+    from .logs.goodput import (
+        Goodput,
+        Session,
+        goodput_as_json,
+        goodput_as_text,
+        plot_goodput,
+        read_goodput,
+    )
     from .logs.log_file import load_logs
     from .logs.plot import plot_logs
     from .logs.summary import RunSummary, summarize_log
@@ -109,6 +118,8 @@ __all__ = [
     "FlopsPerToken",
     "FlopsUnknownError",
     "GemmKernel",
+    "Goodput",
+    "GoodputLogger",
     "IntervalCounts",
     "JobFacts",
     "JobReport",
@@ -131,6 +142,7 @@ __all__ = [
     "RunSummary",
     "Sample",
     "ScanLayer",
+    "Session",
     "TensorClock",
     "ThroughputMeter",
     "TileShape",
@@ -154,6 +166,8 @@ __all__ = [
     "fleet_report",
     "flops_per_token_breakdown",
     "format_value",
+    "goodput_as_json",
+    "goodput_as_text",
     "grafana_dashboard",
     "hardware_flops_per_token",
     "load_logs",
@@ -168,10 +182,12 @@ __all__ = [
     "ofu_from_cycles",
     "palm_flops_per_token",
     "parse_kernel",
+    "plot_goodput",
     "plot_logs",
     "read_applications",
     "read_dmon",
     "read_exporter",
+    "read_goodput",
     "read_nsys",
     "recording_and_alert_rules",
     "report_as_html",
@@ -188,6 +204,7 @@ __all__ = [
 # A name loads its module when it is first used: help texts and reports of logs need few of them.
 _NAMES = {
     "callbacks.device_metrics": ("OFUMetrics", "PeakMemory"),
+    "callbacks.goodput_logger": ("GoodputLogger",),
     "callbacks.lightning": ("LightningCallbacks",),
     "callbacks.lightning_state": ("TokenCounts",),
     "callbacks.loggers": ("JsonLogger", "ProgressCallback"),
@@ -231,6 +248,14 @@ _NAMES = {
         "warn_of_disagreement",
     ),
     "flops.read_architecture": ("architecture_of_config", "architecture_of_model"),
+    "logs.goodput": (
+        "Goodput",
+        "Session",
+        "goodput_as_json",
+        "goodput_as_text",
+        "plot_goodput",
+        "read_goodput",
+    ),
     "logs.log_file": ("load_logs",),
     "logs.plot": ("plot_logs",),
     "logs.summary": ("RunSummary", "summarize_log"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -13,7 +14,16 @@ import torch
 
 from checkpoint_core import find_latest_checkpoint
 from dist_env import DistributedEnvironment
-from perf_metrics import format_value, load_logs, plot_logs, summarize_log
+from perf_metrics import (
+    Goodput,
+    format_value,
+    goodput_as_text,
+    load_logs,
+    plot_goodput,
+    plot_logs,
+    read_goodput,
+    summarize_log,
+)
 from trainer_core import ConfigurationError
 
 from ..arguments import PretrainArguments
@@ -107,6 +117,8 @@ def _sections(
 ) -> Iterator[str]:
     yield section("Figures", table(("", ""), _figures(log)))
     yield section("Curves", _curves(log, args.smooth))
+    with suppress(FileNotFoundError):  # of a run before it was kept
+        yield section("What the time was spent on", _goodput(read_goodput(directory.path), log))
     losses = directory.held_out_losses(settings)
     if losses:
         rows = [(f"{step:,}", f"{loss:.4f}") for step, loss in sorted(losses.items())]
@@ -152,9 +164,18 @@ def _curves(log: Path, smooth: float) -> str:
     logged = {"memory": "peak_mem_allocated"}
     panels = [name for name in _PANELS if name in _ALWAYS or logged.get(name, name) in keys]
     with tempfile.TemporaryDirectory() as folder:
-        picture = plot_logs(log, Path(folder) / "curves.svg", panels=panels, smooth=smooth)
-        svg = picture.read_text(encoding="utf-8")
-    # Within a page the picture is an element, without the head of a file.
+        return _element(plot_logs(log, Path(folder) / "curves.svg", panels=panels, smooth=smooth))
+
+
+def _goodput(goodput: Goodput, log: Path) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        picture = _element(plot_goodput(goodput, Path(folder) / "goodput.svg"))
+    return picture + preformatted(goodput_as_text(goodput, summarize_log(log).mfu_median))
+
+
+def _element(picture: Path) -> str:
+    """An .svg within a page: an element, without the head of a file."""
+    svg = picture.read_text(encoding="utf-8")
     return re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
 
 

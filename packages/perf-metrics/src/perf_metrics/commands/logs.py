@@ -1,12 +1,14 @@
-"""`perf-metrics plot` and `summary`: curves and figures of one or several runs."""
+"""`perf-metrics plot`, `summary` and `goodput`: curves and figures of runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..logs.goodput import FOLDER, goodput_as_json, goodput_as_text, mfu_of_run, plot_goodput, read_goodput
 from ..logs.log_file import LOG_FILENAME, STATE_FILENAME
 from ..logs.plot import PANELS, plot_logs
 from ..logs.summary import default_names, read_run, summary_json, summary_lines, summary_of
@@ -102,4 +104,43 @@ def _run_summary(options: argparse.Namespace) -> int:
         print(json.dumps([summary_json(summary) for summary in summaries], indent=2))
     else:
         print("\n".join(summary_lines(summaries)))
+    return 0
+
+
+def fill_goodput(parser: OneLineParser) -> None:
+    """Add what `goodput` takes."""
+    parser.description = (
+        "Show what the device time of a run was spent on, over all of its sessions: steps in the model, "
+        "steps lost to restarts, start-up, compilation, data, evaluation, saving, and between sessions."
+    )
+    parser.add_argument(
+        "directory", type=Path, metavar="RUN", help=f"directory of a run, with a folder {FOLDER}"
+    )
+    parser.add_argument("--price", type=_price, metavar="X", help="of one device hour, to show costs")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it as a picture too, .png or .svg")
+    parser.add_argument("--json", action="store_true", help="write JSON, in seconds and shares")
+    parser.set_defaults(run=_run_goodput)
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 <= price < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price: give a number, 0 or more.")
+    return price
+
+
+def _run_goodput(options: argparse.Namespace) -> int:
+    goodput = read_goodput(options.directory)
+    mfu = mfu_of_run(options.directory)
+    if options.plot is not None:
+        plot_goodput(goodput, options.plot, title=str(options.directory))
+    if options.json:
+        print(json.dumps(goodput_as_json(goodput, mfu, options.price), indent=2))
+        return 0
+    print(goodput_as_text(goodput, mfu, options.price))
+    if options.plot is not None:
+        print(options.plot)
     return 0

@@ -390,13 +390,13 @@ def _cells(run: RunSummary) -> dict[str, str]:
         "HFU": format_value(run.hfu_median, ".1%"),
         "peak memory": format_value(run.peak_memory_bytes, "gib"),
         "data wait": format_value(run.data_wait_share, ".1%"),
-        "wall": _duration(run.wall_seconds),
-        "pauses": f"{pauses} of {_duration(run.pause_seconds)}" if run.pauses else pauses,
+        "wall": duration(run.wall_seconds),
+        "pauses": f"{pauses} of {duration(run.pause_seconds)}" if run.pauses else pauses,
         "resumes": format_value(run.resumes, "d"),
     }
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
     """Return a time in its two largest units: 12.3s, 4m37s, 1h02m, 2d03h."""
     if seconds is None:
         return format_value(None)

@@ -1,0 +1,191 @@
+"""A callback that records what each session of a run spends its time on, so that goodput can be told."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from ..logs.goodput import FOLDER, Kind
+from ..throughput import COMPILE_PHASE, ThroughputMeter, exclude_compilation
+from ..utilization import has_process_group
+from . import EventHandlers, LoggingArguments, ProgressState
+
+_SIGN_OF_LIFE_SECONDS = 1.0
+"""The last line is never older while the process lives, whatever it does."""
+_AT_MOST_EVERY_SECONDS = 0.1
+"""Between two events that write it: a step of a small model takes less than a millisecond."""
+_began_before = False
+"""Whether this process has recorded a session: its start-up belongs to the first one."""
+
+
+class GoodputLogger(EventHandlers):
+    """Writes a small file for each session of a run, which `read_goodput` makes one account of.
+
+    A session is one call of `train` in one start of the job. Its file, in the folder `goodput` of
+    `args.output_dir`, tells when it started, how many ranks it had, at which step it began, at which steps it
+    saved, and in its last line, which is replaced every second, how far it came and what its time was spent
+    on. After a kill at any instant that line is at most about a second old. Only rank 0 writes.
+
+    The time between two events is judged by the event at its end, as `IntervalCounts` does: up to
+    `on_step_begin` it was waiting for data, up to `on_step_end` a step, up to `on_prediction_step` and
+    `on_evaluate` evaluation, up to `on_save` saving. What torch.compile compiles meanwhile is counted apart.
+    Times are those of the host: work that is queued on a device counts where the host waits for it.
+
+    Args:
+        clock: Returns seconds from any fixed origin and never goes back.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._file: _SessionFile | None = None
+
+    def on_train_begin(
+        self, args: LoggingArguments, state: ProgressState, control: object, **_: object
+    ) -> None:
+        """Begin a session."""
+        if state.is_world_process_zero:
+            self._close("replaced by another")
+            path = Path(args.output_dir) / FOLDER
+            self._file = _SessionFile(path, state.global_step, self._clock)
+
+    def on_step_begin(self, args: object, state: object, control: object, **_: object) -> None:
+        """The batches are there."""
+        if self._file is not None:
+            self._file.ended("data")
+
+    def on_step_end(self, args: object, state: ProgressState, control: object, **_: object) -> None:
+        """A step is done, or queued."""
+        if self._file is not None:
+            self._file.ended("steps", step=state.global_step)
+
+    def on_prediction_step(self, args: object, state: object, control: object, **_: object) -> None:
+        """A batch of an evaluation is done."""
+        if self._file is not None:
+            self._file.ended("evaluation")
+
+    def on_evaluate(self, args: object, state: object, control: object, **_: object) -> None:
+        """An evaluation is done."""
+        if self._file is not None:
+            self._file.ended("evaluation")
+
+    def on_save(self, args: object, state: ProgressState, control: object, **_: object) -> None:
+        """A checkpoint is saved, or its weights are copied for that."""
+        if self._file is not None:
+            self._file.saved(state.global_step)
+
+    def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
+        """End the session."""
+        self._close("end")
+
+    def _close(self, how: str) -> None:
+        if self._file is not None:
+            self._file.close(how)
+            self._file = None
+
+
+class _SessionFile:
+    """The file of one session; its last line is replaced until the session ends."""
+
+    def __init__(self, folder: Path, step: int, clock: Callable[[], float]) -> None:
+        now = time.time()
+        folder.mkdir(parents=True, exist_ok=True)
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1e6) % 10**6:06}"
+        self._file = (folder / f"{stamp}-{os.getpid()}.jsonl").open("xb", buffering=0)
+        self._end = 0
+        self._lock = threading.Lock()
+        self._step = step
+        self._seconds: dict[Kind, float] = {}
+        self._has_data = False
+        self._meter = ThroughputMeter(clock)
+        self._compiling = ExitStack()
+        if "torch._dynamo" in sys.modules:  # loading the compiler takes seconds
+            self._compiling.enter_context(exclude_compilation(self._meter))
+        self._append(
+            {"event": "begin", "time": now, "started": _started(now), "ranks": _ranks(), "step": step}
+        )
+        self._closed = threading.Event()
+        self._write_last("alive")
+        threading.Thread(target=self._keep_alive, name="goodput", daemon=True).start()
+
+    def ended(self, kind: Kind, step: int | None = None) -> None:
+        """What was done since the last call has ended, and was of this kind."""
+        lap = self._meter.lap()
+        if kind == "data" and not self._has_data:
+            kind, self._has_data = "start", True  # workers start, and read up to where the run resumes
+        with self._lock:
+            self._add(kind, lap.net_seconds)
+            self._add("compilation", lap.phases.get(COMPILE_PHASE, 0.0))
+            self._step = self._step if step is None else step
+            if time.time() - self._written > _AT_MOST_EVERY_SECONDS:
+                self._write_last("alive")
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of a step was saved."""
+        self.ended("saving")
+        with self._lock:
+            self._append({"event": "save", "time": time.time(), "step": step, "seconds": self._seconds})
+
+    def close(self, how: str) -> None:
+        """The session has ended; what came behind its last step or save is its end."""
+        self._compiling.close()
+        self.ended("other")
+        with self._lock:
+            self._closed.set()
+            self._write_last(how)
+            self._file.close()
+
+    def _keep_alive(self) -> None:
+        while not self._closed.wait(_SIGN_OF_LIFE_SECONDS):
+            with self._lock:
+                if not self._closed.is_set():
+                    self._write_last("alive")
+
+    def _add(self, kind: Kind, seconds: float) -> None:
+        if seconds > 0:
+            self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
+
+    def _append(self, line: dict[str, object]) -> None:
+        """Write a line that stays, in the place of the last one."""
+        self._end += self._put(line)
+
+    def _write_last(self, event: str) -> None:
+        """Replace the last line; the lock is held."""
+        self._written = time.time()
+        seconds = {kind: round(value, 3) for kind, value in self._seconds.items()}
+        self._put({"event": event, "time": self._written, "step": self._step, "seconds": seconds})
+
+    def _put(self, line: dict[str, object]) -> int:
+        data = json.dumps(line).encode() + b"\n"
+        # One call each: a kill leaves the old line or the new one, and of a longer old one a torn rest.
+        os.pwrite(self._file.fileno(), data, self._end)
+        os.truncate(self._file.fileno(), self._end + len(data))
+        return len(data)
+
+
+def _ranks() -> int:
+    if has_process_group():
+        import torch
+
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _started(now: float) -> float:
+    """When this process was started, for its first session; for another one in the same process: now."""
+    global _began_before
+    if _began_before:
+        return now
+    _began_before = True
+    try:
+        # Linux: field 22 of stat is the start in ticks after booting; the name before may have blanks.
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        running = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return now  # another system: start-up is not known
+    return now - max(0.0, running)

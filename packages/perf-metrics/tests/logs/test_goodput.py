@@ -1,0 +1,255 @@
+"""The account of a run's time holds what real processes that are killed have done."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perf_metrics import GoodputLogger, plot_goodput, read_goodput
+from perf_metrics.commands.main import main
+from perf_metrics.logs.goodput import FOLDER, KINDS
+
+WORKER = Path(__file__).parents[1] / "workers" / "episode.py"
+
+
+@dataclass
+class Episode:
+    """What one start of a run did, as its own notes and this process saw it."""
+
+    ranks: int
+    started: float
+    ended: float
+    done: Sequence[Mapping[str, Any]]
+    killed: bool
+    spent: Counter[str] = field(default_factory=Counter)
+
+
+def play(directory: Path, seed: int, episodes: int) -> list[Episode]:
+    """A run of several starts, killed at some instant, with pauses and other numbers of ranks."""
+    draw, found = random.Random(seed), []
+    for number in range(episodes):
+        truth, ranks = directory.parent / f"truth-{number}.jsonl", draw.choice([1, 2, 4])
+        last = number == episodes - 1
+        command = [sys.executable, str(WORKER), str(directory), str(truth), "12" if last else "1000"]
+        command.append(str(draw.uniform(0, 0.3)))
+        started = time.time()
+        process = subprocess.Popen(command, env={**os.environ, "WORLD_SIZE": str(ranks)})
+        if last:
+            assert process.wait(timeout=60) == 0
+        else:
+            time.sleep(draw.uniform(0.8, 2.2))
+            process.kill()
+            process.wait()
+        ended = time.time()
+        lines = truth.read_text().splitlines() if truth.exists() else []
+        if lines:  # otherwise it was killed before training began, which nobody could have noted
+            found.append(Episode(ranks, started, ended, [json.loads(line) for line in lines], not last))
+        time.sleep(draw.uniform(0, 0.5))
+    return found
+
+
+def judge(episodes: Sequence[Episode]) -> None:
+    """Fill in what the time of each episode was for."""
+    for number, own in enumerate(episodes):
+        begins = [next(each["step"] for each in later.done) for later in episodes[number + 1 :]]
+        kept = min(begins, default=10**9)
+        for each in own.done:
+            kind = each["kind"]
+            if kind in ("steps", "data") and each["step"] > kept:
+                kind = "lost"
+            own.spent[kind] += each["to"] - each["from"]
+        begin = own.done[0]["from"]
+        own.spent["start"] += begin - own.started
+        last = own.done[-1]["to"]
+        own.spent["lost" if own.killed else "other"] += own.ended - last
+        if number:
+            own.spent["down"] += own.started - episodes[number - 1].ended
+
+
+@pytest.mark.parametrize(
+    "episodes", [pytest.param(4, id="4 episodes"), pytest.param(20, id="20 episodes", marks=pytest.mark.full)]
+)
+def test_the_account_is_what_happened(tmp_path: Path, episodes: int) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    truth = play(directory, 7, episodes)
+    judge(truth)
+    goodput = read_goodput(directory)
+    assert len(goodput.sessions) == len(truth)
+    for own, session in zip(truth, goodput.sessions, strict=True):
+        assert session.ranks == own.ranks
+        assert session.last_step == pytest.approx(max(each["step"] for each in own.done), abs=25)
+        for kind in KINDS:
+            # A sign of life comes each second: of a kill the account knows no better.
+            assert session.seconds[kind] == pytest.approx(own.spent[kind], abs=1.0), (
+                kind,
+                session,
+                own.spent,
+            )
+        assert sum(session.seconds.values()) - session.seconds["down"] == pytest.approx(
+            session.ended - session.started, abs=1e-3
+        )
+    first, last = goodput.sessions[0].started, goodput.sessions[-1].ended
+    assert sum(sum(each.seconds.values()) for each in goodput.sessions) == pytest.approx(
+        last - first, abs=1e-2
+    )
+    assert last - first == pytest.approx(truth[-1].ended - truth[0].started, abs=1.0)
+    wall = sum(each.ranks * sum(each.seconds.values()) for each in goodput.sessions)
+    assert goodput.total == pytest.approx(wall)
+    assert goodput.sessions[-1].outcome == "end"
+    assert goodput.sessions[0].outcome == "no end"
+    done = [each["to"] - each["from"] for own in truth for each in own.done if each["kind"] == "steps"]
+    assert 0 < sum(each.seconds["steps"] for each in goodput.sessions) < sum(done)
+    assert goodput.largest_loss is not None
+
+
+# ---- Ledgers that are written by hand
+
+
+Write = Callable[..., None]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write the file of a session; times are seconds after the first start."""
+
+    def session(
+        started: float,
+        begun: float,
+        ended: float,
+        step: int,
+        last: int,
+        seconds: dict[str, float],
+        saves: Mapping[int, dict[str, float]] | None = None,
+        event: str = "alive",
+        ranks: int = 8,
+    ) -> None:
+        folder = tmp_path / FOLDER
+        folder.mkdir(exist_ok=True)
+        lines: list[dict[str, object]] = [
+            {"event": "begin", "time": 1e9 + begun, "started": 1e9 + started, "ranks": ranks, "step": step},
+            *(
+                {"event": "save", "time": 0, "step": saved, "seconds": spent}
+                for saved, spent in (saves or {}).items()
+            ),
+            {"event": event, "time": 1e9 + ended, "step": last, "seconds": seconds},
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{len(list(folder.iterdir())):04}.jsonl").write_text(text)
+
+    return session
+
+
+def test_what_a_restart_does_again_is_lost(tmp_path: Path, write: Write) -> None:
+    saves = {100: {"start": 5.0, "steps": 90.0, "data": 5.0, "saving": 2.0}}
+    spent = {"start": 5.0, "steps": 180.0, "data": 15.0, "saving": 2.0}
+    write(0, 20, 230, 0, 190, spent, saves)
+    write(290, 300, 400, 100, 200, {"start": 10.0, "steps": 90.0}, event="end", ranks=4)
+    one, two = read_goodput(tmp_path).sessions
+    expected = {"steps": 90, "data": 5, "start": 25, "saving": 2, "lost": 90 + 10 + 8}
+    assert one.seconds == {kind: expected.get(kind, 0) for kind in KINDS}
+    assert two.seconds == {kind: {"start": 20, "steps": 90, "down": 60}.get(kind, 0) for kind in KINDS}
+    goodput = read_goodput(tmp_path)
+    assert goodput.device_seconds["steps"] == 8 * 90 + 4 * 90
+    assert goodput.total == 8 * 230 + 4 * (60 + 110)
+    assert goodput.ratio == pytest.approx(1080 / 2520)
+    assert goodput.largest_loss == "lost"
+
+
+def test_a_restart_from_further_back_undoes_earlier_sessions(tmp_path: Path, write: Write) -> None:
+    write(0, 0, 100, 0, 100, {"steps": 100.0}, {40: {"steps": 40.0}, 80: {"steps": 80.0}})
+    write(100, 100, 150, 80, 130, {"steps": 50.0}, {120: {"steps": 40.0}})
+    write(150, 150, 160, 40, 50, {"steps": 10.0}, event="end")  # both later checkpoints were damaged
+    steps = [each.seconds["steps"] for each in read_goodput(tmp_path).sessions]
+    lost = [each.seconds["lost"] for each in read_goodput(tmp_path).sessions]
+    assert (steps, lost) == ([40, 0, 10], [60, 50, 0])
+
+
+def test_a_restart_where_the_last_one_ended_loses_nothing(tmp_path: Path, write: Write) -> None:
+    write(0, 0, 100, 0, 100, {"steps": 99.0}, {100: {"steps": 99.0}}, event="end")
+    write(100, 100, 200, 100, 200, {"steps": 100.0}, event="end")
+    assert [each.seconds["lost"] for each in read_goodput(tmp_path).sessions] == [0, 0]
+    assert read_goodput(tmp_path).ratio == pytest.approx(199 / 200)
+
+
+def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path, write: Write) -> None:
+    write(0, 0, 100, 0, 100, {"steps": 100.0})
+    (file,) = (tmp_path / FOLDER).iterdir()
+    with file.open("a") as out:
+        out.write('ps": 3}}\n')
+    assert read_goodput(tmp_path).sessions[0].last_step == 100
+
+
+def test_what_is_no_account_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["goodput", str(tmp_path)]) == 2
+    assert "has no account of its time, which perf_metrics.GoodputLogger writes" in capsys.readouterr().err
+    (tmp_path / FOLDER).mkdir()
+    for text in ("", "[]\n", '{"event": "save"}\n', '{"event": "begin"}\n'):
+        (tmp_path / FOLDER / "0.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=r"0\.jsonl is not the account of a session: .*Remove it"):
+            read_goodput(tmp_path)
+
+
+def test_the_command_shows_shares_costs_and_the_largest_loss(
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(0, 1800, 7200, 0, 100, {"steps": 5400.0})
+    write(10800, 10800, 14400, 100, 200, {"steps": 3600.0}, event="end")
+    (tmp_path / "trainer_logs.json").write_text(
+        json.dumps([{"global_step": step, "loss": 1.0, "mfu": 0.4} for step in (100, 200)])
+    )
+    assert main(["goodput", str(tmp_path), "--price", "2.5", "--plot", str(tmp_path / "goodput.png")]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "steps  62.5%         20.00  50.00  steps that are in the model",
+        "all                  32.00  80.00",
+        "MFU of the steps 40.0%; of all device time 25.0%.",
+        "Largest loss: down, 25.0% (between two sessions). Let the scheduler start the job again at once",
+    ):
+        assert text in out, out
+    assert (tmp_path / "goodput.png").stat().st_size > 10_000
+    assert main(["goodput", str(tmp_path), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["effective_training_time_ratio"] == 0.625
+    assert data["mfu_of_all_time"] == 0.25
+    assert data["sessions"][1]["seconds"]["down"] == 3600
+    with pytest.raises(SystemExit):
+        main(["goodput", str(tmp_path), "--price", "-1"])
+    assert "'-1' is not a price: give a number, 0 or more" in capsys.readouterr().err
+
+
+def test_two_calls_of_train_in_one_process_are_two_sessions(tmp_path: Path, run: Any) -> None:
+    run.args.output_dir = str(tmp_path)
+    logger = GoodputLogger()
+    for first in (0, 5):
+        run.state.global_step = first
+        run.fire("on_train_begin", logger)
+        for _ in range(5):
+            run.fire("on_step_begin", logger)
+            run.state.global_step += 1
+            run.fire("on_step_end", logger)
+        run.fire("on_save", logger)
+        run.fire("on_train_end", logger)
+    one, two = read_goodput(tmp_path).sessions
+    assert [one.first_step, one.last_step, two.first_step, two.last_step] == [0, 5, 5, 10]
+    assert two.seconds["start"] < 1, "this process was started long before"
+    run.state.is_world_process_zero = False
+    run.fire("on_train_begin", logger)
+    run.fire("on_train_end", logger)
+    assert len(list((tmp_path / FOLDER).iterdir())) == 2
+
+
+def test_a_picture_of_one_short_session(tmp_path: Path, write: Write) -> None:
+    write(0, 0, 0, 0, 0, {})
+    assert plot_goodput(read_goodput(tmp_path), tmp_path / "goodput.svg").is_file()
