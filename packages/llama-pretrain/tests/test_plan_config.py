@@ -123,6 +123,62 @@ def test_gradients_that_are_views_of_the_buckets_count_once(
     assert plans[1]["reduced"] == 0
 
 
+H100 = ["--gpu", "NVIDIA H100 80GB HBM3"]
+
+
+def test_time_and_cost_follow_from_the_mfu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    words = ["plan", "--config", "tiny-sharded", *H100, "--mfu", "40%", "--price", "2", "--json", str(file)]
+    assert main(words) == 0
+    shown, time = capsys.readouterr().out, json.loads(file.read_text())["time"]
+    args = resolve({"config": "tiny-sharded"})
+    mesh = parse_mesh(args.mesh)
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * mesh.data_count
+    assert time["tokens"] == args.max_steps * rows * args.sequence_length, "those of the run"
+    seconds = time["tokens"] * time["flops_per_token"] / (mesh.world_size * 0.4 * time["peak_flops"])
+    assert time["days"] == pytest.approx([seconds / 86_400] * 2)
+    assert time["cost"] == pytest.approx([seconds / 3600 * mesh.world_size * 2] * 2)
+    assert "MFU 40% (given)" in shown
+
+    log = [
+        {"global_step": step, "loss": 1.0, "mfu": mfu / 100} for step, mfu in enumerate([3, *range(30, 41)])
+    ]
+    (tmp_path / "trainer_logs.json").write_text(json.dumps(log))
+    assert main([*words[:5], "--mfu", str(tmp_path), "--tokens", "1e9", "--json", str(file)]) == 0
+    time = json.loads(file.read_text())["time"]
+    assert time["mfu"] == pytest.approx([0.31, 0.39]), "without the first entry"
+    assert time["tokens"] == 1e9
+    assert "1 billion tokens: " in capsys.readouterr().out
+
+
+def test_time_of_a_model_alone_is_told_of_an_assumed_range(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "7b", "--gpus", "8", *H100, "--tokens", "2e12"]) == 0
+    shown = capsys.readouterr().out
+    # 6 x 6.74e9 and attention over rows of 4,096, times 2e12 tokens, over 8 x 989.4e12 x MFU.
+    assert "7b: 8 x NVIDIA H100 80GB HBM3, 989.4 TFLOP/s bf16 each; 46.1 GFLOPs per token" in shown
+    assert "MFU 30% to 50% (assumed)" in shown
+    assert "2,000 billion tokens: 270 to 449 days, 51,754 to 86,257 GPU hours\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--gpu", "H100"], "gpu='H100' is not the name of one GPU, as torch reports it. Use: NVIDIA H100"),
+        (["--gpu", "Unheard"], "see `hardware-table list`"),
+        (["--gpu", "Tesla V100-PCIE-16GB"], "has no known bf16 peak"),
+        (["--mfu", "0.4"], "mfu='0.4' is about the time of a run on a GPU, which is not named. Give --gpu."),
+        ([*H100, "--mfu", "40"], "mfu='40' is neither a share above 0, up to 1, nor a run"),
+        ([*H100, "--tokens", "-1"], "tokens=-1.0 must be 0 or more"),
+        ([*H100, "--price", "nan"], "price=nan must be 0 or more"),
+    ],
+)
+def test_wrong_words_about_time_are_told(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "7b", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_options_of_train_beat_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").write_text("model: 160m\nvocab_size: 512\nmesh: shard=2\nsequence_length: 64\n")
     words = ["--config", str(tmp_path / "mine.yaml"), "--mesh", "dp=2,shard=4"]

@@ -152,6 +152,14 @@ class PlanArguments(FSDP2TrainingArguments):
     """File for all figures, in bytes."""
     longest_sequence: bool = False
     """With --config: also say how long rows could be, planning a few lengths."""
+    gpu: str = ""
+    """GPU as torch names it, such as "NVIDIA H100 80GB HBM3": also say how long the run takes."""
+    mfu: str = ""
+    """With --gpu: MFU to expect, such as 0.4 or 35%-45%, or a run whose log has it; none: 30 to 50 %."""
+    tokens: float | None = None
+    """With --gpu: tokens to train on, such as 1e12; none: those of the run of --config."""
+    price: float | None = None
+    """With --gpu: what one GPU hour costs."""
 
     per_device_train_batch_size: int = 2
     """Examples per device and microbatch; the recommended number is at most this."""
@@ -182,6 +190,7 @@ _GROUPS: Mapping[str, Sequence[str]] = {
         "json",
         "longest_sequence",
     ),
+    "how long it takes": ("gpu", "mfu", "tokens", "price"),
     **OF_THE_TRAINER,
 }
 

@@ -19,6 +19,7 @@ from ..mesh import parse_mesh
 from ..model.config import preset_or_load
 from ..model.llama import Llama
 from .arguments import OF_THE_TRAINER, PlanArguments
+from .plan_time import time_plan
 
 _GIB = 2**30
 _COLUMNS: Mapping[str, str] = {
@@ -204,6 +205,10 @@ def show_plans(args: PlanArguments) -> None:
         )
     names = ALL if args.model == "all" else (args.model,)
     check_writable("json", args.json)
+    times = [
+        time_plan(args, preset_or_load(name, args.sequence_length), count=args.gpus, dtype=args.matmul_dtype)
+        for name in names
+    ]
     with quiet():
         planned = [_planned(name, args, layout) for name in names]
     gpus = Gpus(
@@ -213,8 +218,14 @@ def show_plans(args: PlanArguments) -> None:
         sequence_length=args.sequence_length,
     )
     print(overview(planned, gpus) if len(planned) > 1 else details(planned[0], gpus))
+    for name, time in zip(names, times, strict=True):
+        if time is not None:
+            print(f"\n{name}: {time}")
     if args.json is not None:
-        values = [as_json(each, gpus) for each in planned]
+        values = [
+            as_json(each, gpus) | ({} if time is None else {"time": time.to_json()})
+            for each, time in zip(planned, times, strict=True)
+        ]
         Path(args.json).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

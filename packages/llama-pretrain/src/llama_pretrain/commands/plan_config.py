@@ -22,8 +22,18 @@ from ..settings import resolve
 from ..tokenizer import load_tokenizer
 from .arguments import PlanArguments
 from .plan import Gpus, changed_options, launcher, quiet
+from .plan_time import time_plan
 
-_OF_THE_GPUS = ("gpus_per_node", "gpu_memory", "json", "longest_sequence")
+_OF_THE_GPUS = (
+    "gpus_per_node",
+    "gpu_memory",
+    "json",
+    "longest_sequence",
+    "gpu",
+    "mfu",
+    "tokens",
+    "price",
+)
 _GIB = 2**30
 
 
@@ -54,6 +64,14 @@ def show_plan(given: Mapping[str, object]) -> None:
         sequence_length=args.sequence_length,
     )
     config = model_config(args, load_tokenizer(args.tokenizer))
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * mesh.data_count
+    time = time_plan(
+        replace(asked, sequence_length=args.sequence_length),
+        config,
+        count=mesh.world_size,
+        dtype=args.matmul_dtype,
+        tokens=args.max_steps * rows * args.sequence_length if args.max_steps > 0 else None,
+    )
 
     def planned_for(length: int) -> Plan:
         # The tables of positions reach as far as rows do.
@@ -91,8 +109,12 @@ def show_plan(given: Mapping[str, object]) -> None:
     if asked.longest_sequence:
         fitting = f"up to about {longest:,} tokens" if longest else "not even 256 tokens"
         print(f"rows that fit: {fitting}, with the other settings as they are")
+    if time is not None:
+        print(f"\n{time}")
     if asked.json is not None:
         figures = _as_json(report)
+        if time is not None:
+            figures["time"] = time.to_json()
         if asked.longest_sequence:
             figures["longest_sequence"] = longest
         Path(asked.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
