@@ -99,6 +99,7 @@ def test_a_run_leaves_logs_a_picture_and_checkpoints(work: Path) -> None:
     }
     assert (run / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     losses = [entry for entry in _entries(run) if "loss" in entry]
+    assert all(0 < entry["mfu"] < 1.5 for entry in losses), "of a measured rate"
     assert [entry["global_step"] for entry in losses] == [1, *range(5, STEPS + 1, 5)]
     assert all(set(entry) >= ENTRY_KEYS for entry in losses)
     assert losses[-1]["loss"] < losses[0]["loss"] / 1.5

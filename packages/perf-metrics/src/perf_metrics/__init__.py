@@ -90,7 +90,15 @@ if TYPE_CHECKING:
     )
     from .ofu.trace import TraceFileError, TraceOverhead, trace_overhead
     from .throughput import Lap, ThroughputMeter, exclude_compilation
-    from .utilization import MFUMeter, device_peak_flops, mixed_peak_flops, model_flops_utilization, sum_peaks
+    from .utilization import (
+        MEASURED,
+        MFUMeter,
+        device_peak_flops,
+        measure_peak_flops,
+        mixed_peak_flops,
+        model_flops_utilization,
+        sum_peaks,
+    )
 
 __all__ = [
     "Application",
@@ -126,6 +134,7 @@ __all__ = [
     "JsonLogger",
     "Lap",
     "LightningCallbacks",
+    "MEASURED",
     "MFUMeter",
     "MeanOFU",
     "ModelFlops",
@@ -174,6 +183,7 @@ __all__ = [
     "mean_ofu",
     "mean_ofu_by_device",
     "mean_ofu_by_job",
+    "measure_peak_flops",
     "mfu_from_series",
     "mixed_peak_flops",
     "model_flops_per_token",
@@ -291,8 +301,10 @@ _NAMES = {
     "ofu.trace": ("TraceFileError", "TraceOverhead", "trace_overhead"),
     "throughput": ("Lap", "ThroughputMeter", "exclude_compilation"),
     "utilization": (
+        "MEASURED",
         "MFUMeter",
         "device_peak_flops",
+        "measure_peak_flops",
         "mixed_peak_flops",
         "model_flops_utilization",
         "sum_peaks",

@@ -22,13 +22,15 @@ def device_peak_flops(
     """Return the peak FLOP/s of one device of this process, or None when it is unknown.
 
     The order of `hardware_table.get_peak_hardware_flops`: `value` if given, the user's `hardware.yaml`, the
-    table by the name of the current device. A processor without a record, the CPU for one, gives None.
+    table by the name of the current device. A processor without a record, the CPU for one, gives None unless
+    it is measured.
 
     Args:
         dtype: The type that the matrix multiplications run in: "bf16", "fp16", "tf32", "fp32", "fp8", ...; of
             a model that computes in several, each with its share of the FLOPs, such as
             `{"fp8": 0.8, "bf16": 0.2}`: the peak is then that of `mixed_peak_flops`.
-        value: A peak given by the user, in FLOP/s; text such as "165.2e12" will do.
+        value: A peak given by the user, in FLOP/s; text such as "165.2e12" will do. "measured": what
+            `measure_peak_flops` finds.
 
     Returns:
         Dense FLOP/s of one device. Sum it over the ranks for the peak of a job.
@@ -41,9 +43,70 @@ def device_peak_flops(
 
     if not isinstance(dtype, str):
         _check_shares(dtype)
+    if value == MEASURED:
+        names = [dtype] if isinstance(dtype, str) else list(dtype)
+        peaks = {name: measure_peak_flops(name) for name in names}
+        return peaks[dtype] if isinstance(dtype, str) else mixed_peak_flops(dtype, peaks)
     if isinstance(dtype, str) or value is not None:
         return get_peak_hardware_flops(value, dtype=dtype if isinstance(dtype, str) else "bf16")
     return mixed_peak_flops(dtype, {name: get_peak_hardware_flops(dtype=name) for name in dtype})
+
+
+MEASURED = "measured"
+"""In the place of a peak: measure it."""
+_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "tf32": "float32",
+    "fp64": "float64",
+}
+_SIDES = {"cpu": 1024}
+_SIDE = 8192
+
+
+def measure_peak_flops(dtype: str = "fp32", *, device: str | None = None, seconds: float = 0.1) -> float:
+    """Measure the FLOP/s of a device: the best of some products of square matrices, one after the other.
+
+    It stands in where no peak is published, as for a CPU: MFU is then what a model reaches of the rate of
+    such products. A measured rate is below the peak of a data sheet, and MFU higher by as much. Ranks that
+    share a processor must measure at the same time, as the trainers do.
+
+    Args:
+        dtype: "bf16", "fp16", "fp32", "tf32" or "fp64". Whether float32 is computed as fp32 or tf32 is up to
+            torch's setting of the precision of matrix products, which is left as it is.
+        device: Such as "cuda:0"; None: the accelerator of this process, or else the CPU with as many threads
+            as torch has.
+        seconds: How long to measure, after one product to warm up.
+
+    Returns:
+        FLOP/s.
+
+    Raises:
+        ValueError: torch has no such products, or `seconds` is not above 0.
+    """
+    import torch
+
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r} cannot be measured. Use one of {', '.join(_DTYPES)}.")
+    if not seconds > 0:
+        raise ValueError(f"seconds={seconds!r} must be above 0.")
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if accelerator is None else str(accelerator)
+    side = _SIDES.get(device, _SIDE)
+    with torch.inference_mode():
+        # Ones: no random number of a training run is drawn for this.
+        left = torch.ones(side, side, dtype=getattr(torch, _DTYPES[dtype]), device=device)
+        out = torch.mm(left, left)
+        wait_for_device()
+        best, begun = 0.0, time.perf_counter()
+        while best == 0.0 or time.perf_counter() - begun < seconds:
+            start = time.perf_counter()
+            torch.mm(left, left, out=out)
+            wait_for_device()
+            best = max(best, 2.0 * side**3 / (time.perf_counter() - start))
+    return best
 
 
 def mixed_peak_flops(shares: Mapping[str, float], peaks: Mapping[str, float | None]) -> float | None:

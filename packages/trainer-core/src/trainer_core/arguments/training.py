@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from dist_env import DistributedEnvironmentError, ParallelLayout, get_logger
+from perf_metrics import MEASURED
 
 from ..errors import ConfigurationError, Dependent, refuse_without_effect, unused_settings
 from . import rules
@@ -60,8 +61,9 @@ class TrainingArguments(BaseTrainingArguments):
     """Print which parameter is in which optimizer group."""
     speed_metrics_start_step: int = 1
     """Optimizer step after which the speed of the whole run is timed, so that start-up does not count."""
-    peak_hardware_flops: float | None = None
-    """Peak FLOP/s of one device, for MFU; none: the user's hardware.yaml, then the table by device name."""
+    peak_hardware_flops: float | str | None = None
+    """Peak FLOP/s of one device, for MFU, or measured: the best of some matrix products. None: the user's
+    hardware.yaml, then the table by device name."""
     check_flops: bool = True
     """Count one step on a copy of the model without values, at the first log entry: warns if the FLOPs of MFU
     are wrong, and tells what is recomputed, for HFU."""
@@ -176,8 +178,11 @@ def check_training(args: TrainingArguments) -> None:
     rules.at_least("speed_metrics_start_step", args.speed_metrics_start_step, 0)
     if args.gc_steps is not None:
         rules.at_least("gc_steps", args.gc_steps, 1)
-    for name in ("peak_hardware_flops", "max_train_seconds"):
-        _check_positive(args, name)
+    if isinstance(args.peak_hardware_flops, str):
+        rules.one_of("peak_hardware_flops", args.peak_hardware_flops, (MEASURED,))
+    else:
+        _check_positive(args, "peak_hardware_flops")
+    _check_positive(args, "max_train_seconds")
     _check_checkpointing(args)
     _check_memory_budget(args)
     if args.ema_decay is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dist_env import get_logger
 from perf_metrics import (
+    MEASURED,
     CountedFlops,
     FlopsPerToken,
     FlopsUnknownError,
@@ -200,6 +201,12 @@ class FlopsAccount:
             peak = device_peak_flops(self._types(), value=self._args.peak_hardware_flops)
             gathered = self._built.ranks.gather([math.nan if peak is None else peak])
             self._peak = sum_peaks(None if math.isnan(value) else value for (value,) in gathered)
+            if self._args.peak_hardware_flops == MEASURED and self._peak is not None:
+                logger.info(
+                    "MFU is of %.4g GFLOP/s, measured by matrix products on the devices of this run, as %s",
+                    self._peak / 1e9,
+                    self._types(),
+                )
         return self._peak
 
     def _per_token(self, length: int) -> FlopsPerToken | None:
