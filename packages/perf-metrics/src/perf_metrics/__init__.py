@@ -88,8 +88,9 @@ if TYPE_CHECKING:
         ofu_from_cycles,
         tensor_clock,
     )
-    from .ofu.trace import TraceFileError, TraceOverhead, trace_overhead
+    from .ofu.trace import TraceOverhead, trace_overhead
     from .throughput import Lap, ThroughputMeter, exclude_compilation
+    from .traces.trace_file import TraceFileError
     from .utilization import (
         MEASURED,
         MFUMeter,
@@ -298,8 +299,9 @@ _NAMES = {
         "ofu_from_cycles",
         "tensor_clock",
     ),
-    "ofu.trace": ("TraceFileError", "TraceOverhead", "trace_overhead"),
+    "ofu.trace": ("TraceOverhead", "trace_overhead"),
     "throughput": ("Lap", "ThroughputMeter", "exclude_compilation"),
+    "traces.trace_file": ("TraceFileError",),
     "utilization": (
         "MEASURED",
         "MFUMeter",

@@ -12,7 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from perf_metrics.ofu.kernels import TileShape, effective_sizes, parse_kernel
-from perf_metrics.ofu.trace import TraceFileError, TraceOverhead, matmul_sizes, trace_overhead
+from perf_metrics.ofu.trace import TraceOverhead, matmul_sizes, trace_overhead
+from perf_metrics.traces.trace_file import TraceFileError
 
 H100_SMS = 132
 TILE = "nvjet_tst_256x160_64x4_2x1"

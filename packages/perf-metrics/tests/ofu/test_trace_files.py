@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from perf_metrics.ofu.trace import TraceFile, TraceFileError, matmul_sizes, trace_overhead
+from perf_metrics.ofu.trace import matmul_sizes, trace_overhead
+from perf_metrics.traces.trace_file import TraceFile, TraceFileError
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_a_file_is_read_in_pieces_as_json_reads_it_whole(
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({**first, "traceEvents": events, **header}, indent=1))
     for size in (1, 7, 64, 1 << 20):
-        monkeypatch.setattr("perf_metrics.ofu.trace._CHUNK", size)
+        monkeypatch.setattr("perf_metrics.traces.trace_file._CHUNK", size)
         file = TraceFile(path)
         assert list(file.events()) == events
         assert file.header == header
