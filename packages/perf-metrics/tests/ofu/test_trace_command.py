@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perf_metrics.commands import OneLineParser
-from perf_metrics.commands.ofu import fill_trace
+from perf_metrics.commands.trace import fill_trace
 
 TILE = "nvjet_tst_256x160_64x4_2x1"
 

@@ -24,9 +24,9 @@ COMMANDS = {
         "extra work of a matrix multiplication in whole tiles, and its time at the peak",
     ),
     "trace": (
-        "ofu",
+        "trace",
         "fill_trace",
-        "tile overhead of the kernels in a trace of torch.profiler, and adjusted OFU",
+        "what the steps in traces of torch.profiler are spent on, tile overhead, and adjusted OFU",
     ),
     "watch": ("ofu", "fill_watch", "show OFU, tensor activity and clocks of this node's GPUs, live"),
     "fleet": (

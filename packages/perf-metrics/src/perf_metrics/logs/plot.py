@@ -352,7 +352,7 @@ def draw(runs: Sequence[DrawnRun], panels: Sequence[Panel], *, title: str, x: XA
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    figure = _new_figure()
+    figure = new_figure("plot_logs")
     pens = pens_for(len(runs))
     columns = figure.subplots(
         len(panels), 1, sharex=True, squeeze=False, height_ratios=[panel.height for panel in panels]
@@ -376,13 +376,14 @@ def draw(runs: Sequence[DrawnRun], panels: Sequence[Panel], *, title: str, x: XA
     return figure
 
 
-def _new_figure() -> Figure:
+def new_figure(caller: str) -> Figure:
+    """An empty figure. `caller` is the function that needs matplotlib, if the message has to say so."""
     # The object interface leaves the user's pyplot state, backend and rcParams alone.
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "plot_logs needs matplotlib, which is not installed. Install it with `pip install "
+            f"{caller} needs matplotlib, which is not installed. Install it with `pip install "
             "'perf-metrics[plot]'`.",
             name=error.name,
         ) from error
@@ -519,13 +520,18 @@ def plot_logs(
     chosen = choose_panels(panels, logs)
     if x == "tokens":
         _check_tokens(logs)
-    _save(draw(runs, chosen, title=title or _default_title(runs), x=x, smooth=smooth), output)
+    save_figure(draw(runs, chosen, title=title or _default_title(runs), x=x, smooth=smooth), output)
     return output
 
 
-def _check(output: Path, x: str, smooth: float) -> None:
+def check_suffix(output: Path) -> None:
+    """Raise ValueError unless the picture is to be of a kind that is written here."""
     if output.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"output={str(output)!r} must end in {' or '.join(_SUFFIXES)}.")
+
+
+def _check(output: Path, x: str, smooth: float) -> None:
+    check_suffix(output)
     if x not in ("step", "tokens"):
         raise ValueError(f"x={x!r} must be 'step' or 'tokens'.")
     if not 0 <= smooth < 1:
@@ -552,7 +558,8 @@ def _default_title(runs: Sequence[DrawnRun]) -> str:
     return f"Training curve: {runs[0].name}" if len(runs) == 1 else "Training curves"
 
 
-def _save(figure: Figure, output: Path) -> None:
+def save_figure(figure: Figure, output: Path) -> None:
+    """Write the picture whole or not at all."""
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.stem}.tmp{output.suffix}")
     try:

@@ -227,6 +227,13 @@ class TraceOverhead:
         """Whether every kernel counted is exact."""
         return all(kernel.inexact is None for kernel in self.kernels)
 
+    @property
+    def other_seconds(self) -> float:
+        """Time of the kernels that are no matrix work: element-wise ones, communication, and all others."""
+        counted = sum(kernel.seconds for kernel in self.kernels)
+        left_out = (*self.unreadable, *self.without_sizes, *self.plain_cores)
+        return max(0.0, self.device_seconds - counted - sum(kernel.seconds for kernel in left_out))
+
     def share(self, seconds: float) -> float:
         """A time as a share of that of all kernels."""
         return seconds / self.device_seconds if self.device_seconds else 0.0

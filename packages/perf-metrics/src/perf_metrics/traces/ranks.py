@@ -1,0 +1,408 @@
+"""Steps side by side over ranks: who waits for whom, who is late, and what is lost most."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple, TypeAlias
+
+from .classify import (
+    CATEGORIES,
+    POINT_TO_POINT,
+    SYNCHRONIZING,
+    Category,
+    Collective,
+)
+from .steps import RankSteps, StepBreakdown, read_steps, shares_of
+from .sweep import Communication
+from .trace_file import TraceFileError
+
+_StepKey: TypeAlias = tuple[str, int | None]
+"""Which capture, and the number of the step in it."""
+_LEAST_NAMED = 0.01
+"""Waiting below this share of a step has no culprit that is worth a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationTime:
+    """One kind of communication over one process group, summed over the steps of a rank.
+
+    Attributes:
+        collective: What it is.
+        calls: How often.
+        waiting_ns: Exposed, while another rank had not yet begun. 0 if only one rank was read.
+        transfer_ns: The rest of what is exposed.
+        overlapped_ns: Behind computation.
+    """
+
+    collective: Collective
+    calls: int
+    waiting_ns: int
+    transfer_ns: int
+    overlapped_ns: int
+
+    @property
+    def exposed_ns(self) -> int:
+        """Time in which the step had nothing else to do."""
+        return self.waiting_ns + self.transfer_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBreakdown:
+    """What one rank spent its steps on.
+
+    Attributes:
+        rank: Which.
+        on_device: Whether kernels of an accelerator were traced, or operators of a CPU.
+        steps: Those that are compared.
+        nanoseconds: By category, summed over the steps; their sum is the length of the steps exactly.
+        waiting_ns: By the rank that was waited for; part of the exposed communication.
+        communications: By kind and group, the most exposed first.
+        overlapped_ns: Communication behind computation, which is no part of the sum.
+        outside_ns: Work that the trace has outside of every step.
+    """
+
+    rank: int
+    on_device: bool
+    steps: tuple[StepBreakdown, ...]
+    nanoseconds: Mapping[Category, int]
+    waiting_ns: Mapping[int, int]
+    communications: tuple[CommunicationTime, ...]
+    overlapped_ns: int
+    outside_ns: int
+
+    @property
+    def total_ns(self) -> int:
+        """Length of the steps."""
+        return sum(self.nanoseconds.values())
+
+    @property
+    def shares(self) -> dict[Category, float]:
+        """By category, as a share of the steps."""
+        return shares_of(self.nanoseconds)
+
+    def share(self, nanoseconds: float) -> float:
+        """A time as a share of the steps."""
+        return nanoseconds / self.total_ns if self.total_ns else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank that others wait for.
+
+    Attributes:
+        rank: Which.
+        waiting_share: What the other ranks wait for it on average, as a share of their steps.
+        category: What it spends more on than the others.
+        share: That category, as a share of its own steps.
+        others_share: The same on the other ranks, on average.
+    """
+
+    rank: int
+    waiting_share: float
+    category: Category
+    share: float
+    others_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class TraceBreakdown:
+    """What the steps were spent on, rank by rank.
+
+    Attributes:
+        ranks: In their order.
+        straggler: The rank that causes at least half of the waiting, or None.
+        clock_offsets_ns: By rank, what its clock is ahead of that of the first, from ends of collectives.
+        notes: What could not be compared, in sentences.
+    """
+
+    ranks: tuple[RankBreakdown, ...]
+    straggler: Straggler | None
+    clock_offsets_ns: Mapping[int, int]
+    notes: tuple[str, ...]
+
+
+def read_breakdown(paths: str | Path | Sequence[str | Path]) -> TraceBreakdown:
+    """Read the traces of one or all ranks, and compare their steps.
+
+    Steps are those that every rank has. A collective is the same on several ranks if it is the k-th of its
+    kind and group in the step. Clocks are set by the ends of collectives that no rank can end before all have
+    begun; the rank that begins such a collective last is the one that the others wait for.
+
+    Args:
+        paths: Files, or a directory with one file for each rank, such as the `profile/` of a run.
+
+    Raises:
+        TraceFileError: A file is not a trace, or a directory has none.
+        OSError: A file cannot be read.
+    """
+    return compare_ranks([read_steps(path) for path in trace_paths(paths)])
+
+
+def trace_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Files, with each directory replaced by the traces in it, or in its `profile/`.
+
+    Raises:
+        TraceFileError: A directory has no traces.
+    """
+    found: list[Path] = []
+    for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
+        if not path.is_dir():
+            found.append(path)
+            continue
+        folder = path / "profile" if (path / "profile").is_dir() else path
+        files = sorted(file for file in folder.iterdir() if file.name.endswith((".json", ".json.gz")))
+        if not files:
+            raise TraceFileError(
+                f"{folder} has no traces, which end in .json or .json.gz. Record them with ProfilerCallback "
+                "or torch.profiler."
+            )
+        found += files
+    return found
+
+
+def compare_ranks(traces: Sequence[RankSteps]) -> TraceBreakdown:
+    """Compare what was read; a rank may have several traces, of one capture each.
+
+    Raises:
+        TraceFileError: There is no trace.
+    """
+    if not traces:
+        raise TraceFileError("There is no trace to read. Give the files of one or all ranks.")
+    notes: list[str] = []
+    by_rank = _by_rank(traces, notes)
+    steps = {rank: _steps_of(files) for rank, files in by_rank.items()}
+    common = set.intersection(*(set(of_rank) for of_rank in steps.values()))
+    if not common:
+        notes.append("No step is in the traces of all ranks, so steps are not aligned.")
+    elif left_out := sum(len(of_rank) - len(common) for of_rank in steps.values()):
+        notes.append(f"{left_out} steps that are not in the traces of all ranks are left out.")
+    chosen = {
+        rank: {key: step for key, step in of_rank.items() if key in common or not common}
+        for rank, of_rank in steps.items()
+    }
+    calls = {rank: _calls(files, chosen[rank]) for rank, files in by_rank.items()}
+    matches, unmatched = _matches(calls)
+    if unmatched:
+        notes.append(
+            f"{unmatched} collectives could not be matched over ranks, because their numbers in a step "
+            "differ: waiting in them counts as transfer."
+        )
+    offsets = _clock_offsets(matches, tuple(by_rank))
+    waiting = _Waiting(offsets)
+    for match in matches:
+        waiting.add(match)
+    waiting.add_point_to_point(calls)
+    ranks = tuple(
+        _rank_breakdown(rank, files, tuple(chosen[rank].values()), calls[rank], waiting)
+        for rank, files in by_rank.items()
+    )
+    return TraceBreakdown(ranks, _straggler(ranks), offsets, tuple(notes))
+
+
+def _by_rank(traces: Sequence[RankSteps], notes: list[str]) -> dict[int, list[RankSteps]]:
+    found: defaultdict[int, list[RankSteps]] = defaultdict(list)
+    for trace in traces:
+        if trace.rank is not None:
+            found[trace.rank].append(trace)
+    unnamed = [trace for trace in traces if trace.rank is None]
+    if unnamed and len(traces) > 1:
+        notes.append(f"{len(unnamed)} traces do not tell their rank, and were numbered in their order.")
+    number = 0
+    for trace in unnamed:
+        while number in found:
+            number += 1
+        found[number].append(trace)
+    return {rank: sorted(found[rank], key=lambda trace: trace.path.name) for rank in sorted(found)}
+
+
+def _capture(trace: RankSteps, place: int) -> str:
+    """What the traces of one capture have in common: their name without the rank, or their place."""
+    name, ranks = re.subn(r"rank[-_]?\d+", "", trace.path.name)
+    return name if ranks else str(place)
+
+
+def _steps_of(files: Sequence[RankSteps]) -> dict[_StepKey, StepBreakdown]:
+    return {
+        (_capture(trace, place), step.number): step
+        for place, trace in enumerate(files)
+        for step in trace.steps
+    }
+
+
+class _Call(NamedTuple):
+    """A communication, and where it is to be looked for on other ranks."""
+
+    step: _StepKey
+    communication: Communication
+
+
+def _calls(files: Sequence[RankSteps], chosen: Mapping[_StepKey, StepBreakdown]) -> list[_Call]:
+    found = []
+    for place, trace in enumerate(files):
+        for each in trace.communications:
+            if each.step is None:
+                continue
+            key = (_capture(trace, place), trace.steps[each.step].number)
+            if key in chosen:
+                found.append(_Call(key, each))
+    return found
+
+
+_Match: TypeAlias = Mapping[int, Communication]
+"""The same collective, by rank."""
+
+
+def _matches(calls: Mapping[int, Sequence[_Call]]) -> tuple[list[_Match], int]:
+    """The same collectives over ranks, and how many could not be matched."""
+    series: defaultdict[tuple[_StepKey, Collective], dict[int, list[Communication]]] = defaultdict(dict)
+    for rank, of_rank in calls.items():
+        for step, communication in of_rank:
+            if communication.collective.kind not in POINT_TO_POINT:
+                series[step, communication.collective].setdefault(rank, []).append(communication)
+    matches: list[_Match] = []
+    unmatched = 0
+    for (_, collective), by_rank in series.items():
+        if collective.ranks is not None:
+            by_rank = {rank: found for rank, found in by_rank.items() if rank in collective.ranks}
+        if len(by_rank) < 2:
+            continue
+        counts = {len(found) for found in by_rank.values()}
+        if len(counts) > 1:
+            unmatched += max(counts)
+            continue
+        ranks = list(by_rank)
+        matches += (
+            dict(zip(ranks, together, strict=True)) for together in zip(*by_rank.values(), strict=True)
+        )
+    return matches, unmatched
+
+
+def _clock_offsets(matches: Iterable[_Match], ranks: Sequence[int]) -> dict[int, int]:
+    """What each clock is ahead of the first rank's.
+
+    Ranks that share no collective with it are set by way of others that do; those without any stay as they
+    are.
+    """
+    differences: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for match in matches:
+        members = list(match)
+        if match[members[0]].collective.kind not in SYNCHRONIZING:
+            continue
+        # Against the first member alone: pairs of all would grow with the square of the ranks.
+        for member in members[1:]:
+            differences[members[0], member].append(match[member].end - match[members[0]].end)
+    offsets = {ranks[0]: 0}
+    while True:
+        known = len(offsets)
+        for (one, other), found in differences.items():
+            if one in offsets and other not in offsets:
+                offsets[other] = offsets[one] + round(median(found))
+            elif other in offsets and one not in offsets:
+                offsets[one] = offsets[other] - round(median(found))
+        if len(offsets) == known:
+            return {rank: offsets.get(rank, 0) for rank in ranks}
+
+
+class _Waiting:
+    """Time in which a rank waits for another, by rank and by kind of communication."""
+
+    def __init__(self, offsets: Mapping[int, int]) -> None:
+        self._offsets = offsets
+        self.by_culprit: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self.by_collective: defaultdict[int, defaultdict[Collective, int]] = defaultdict(
+            lambda: defaultdict(int)
+        )
+
+    def add(self, match: _Match) -> None:
+        """Add what the ranks wait in one collective for the one that begins it last."""
+        begun = {rank: each.start - self._offsets[rank] for rank, each in match.items()}
+        for rank, each in match.items():
+            # A rank that begins when it is over here is in another group: gloo does not tell groups apart.
+            end = each.end - self._offsets[rank]
+            last = max((other for other in begun if begun[other] <= end), key=begun.__getitem__, default=rank)
+            if last == rank:
+                continue
+            until = begun[last] + self._offsets[rank]
+            waited = sum(max(0, min(stop, until) - start) for start, stop in each.exposed)
+            if waited:
+                self.by_culprit[rank][last] += waited
+                self.by_collective[rank][each.collective] += waited
+
+    def add_point_to_point(self, calls: Mapping[int, Sequence[_Call]]) -> None:
+        """Add what stages of a pipeline wait for the slowest.
+
+        Traces do not tell which send belongs to which receive. The stage that waits least is the one that
+        sets the pace: what others wait more than it does is waiting for it, the rest is transfer, and the
+        bubble that all stages have.
+        """
+        exposed: dict[int, Mapping[Collective, int]] = {}
+        for rank, of_rank in calls.items():
+            sums: defaultdict[Collective, int] = defaultdict(int)
+            for _, each in of_rank:
+                if each.collective.kind in POINT_TO_POINT:
+                    sums[each.collective] += each.exposed_ns
+            if sums:
+                exposed[rank] = sums
+        if len(exposed) < 2:
+            return
+        slowest = min(exposed, key=lambda rank: sum(exposed[rank].values()))
+        least = sum(exposed[slowest].values())
+        for rank, times in exposed.items():
+            total = sum(times.values())
+            for collective, time in times.items():
+                waited = time * (total - least) // total if total else 0
+                if waited:
+                    self.by_culprit[rank][slowest] += waited
+                    self.by_collective[rank][collective] += waited
+
+
+def _rank_breakdown(
+    rank: int,
+    files: Sequence[RankSteps],
+    steps: tuple[StepBreakdown, ...],
+    calls: Sequence[_Call],
+    waiting: _Waiting,
+) -> RankBreakdown:
+    grouped: defaultdict[Collective, list[Communication]] = defaultdict(list)
+    for _, each in calls:
+        grouped[each.collective].append(each)
+    communications = []
+    for collective, found in grouped.items():
+        waited = waiting.by_collective[rank][collective]
+        exposed = sum(each.exposed_ns for each in found)
+        overlapped = sum(each.overlapped_ns for each in found)
+        communications.append(CommunicationTime(collective, len(found), waited, exposed - waited, overlapped))
+    communications.sort(key=lambda each: (-each.exposed_ns, -each.overlapped_ns))
+    return RankBreakdown(
+        rank=rank,
+        on_device=any(trace.on_device for trace in files),
+        steps=steps,
+        nanoseconds={name: sum(step.nanoseconds[name] for step in steps) for name in CATEGORIES},
+        waiting_ns=dict(sorted(waiting.by_culprit[rank].items())),
+        communications=tuple(communications),
+        overlapped_ns=sum(step.overlapped_ns for step in steps),
+        outside_ns=sum(trace.outside_ns for trace in files),
+    )
+
+
+def _straggler(ranks: Sequence[RankBreakdown]) -> Straggler | None:
+    shares: defaultdict[int, float] = defaultdict(float)
+    for one in ranks:
+        for culprit, waited in one.waiting_ns.items():
+            shares[culprit] += one.share(waited) / (len(ranks) - 1)
+    worst = max(shares, key=shares.__getitem__, default=None)
+    if worst is None or shares[worst] < max(_LEAST_NAMED, sum(shares.values()) / 2):
+        return None
+    own = next(one for one in ranks if one.rank == worst).shares
+    others = [one.shares for one in ranks if one.rank != worst]
+    mean = {name: sum(each[name] for each in others) / len(others) for name in CATEGORIES}
+    cause = max(
+        (name for name in CATEGORIES if name != "exposed_communication"),
+        key=lambda name: own[name] - mean[name],
+    )
+    return Straggler(worst, shares[worst], cause, own[cause], mean[cause])
