@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class RankBreakdown:
         on_device: Whether kernels of an accelerator were traced, or operators of a CPU.
         steps: Those that are compared.
         nanoseconds: By category, summed over the steps; their sum is the length of the steps exactly.
-        waiting_ns: By the rank that was waited for; part of the exposed communication.
+        waiting_ns: By the rank that was waited for in the end; part of the exposed communication.
         communications: By kind and group, the most exposed first.
         overlapped_ns: Communication behind computation, which is no part of the sum.
         outside_ns: Work that the trace has outside of every step.
@@ -116,7 +117,7 @@ class TraceBreakdown:
     Attributes:
         ranks: In their order.
         straggler: The rank that causes at least half of the waiting, or None.
-        clock_offsets_ns: By rank, what its clock is ahead of that of the first, from ends of collectives.
+        clock_offsets_ns: By rank, what its host's clock is ahead of the first's, from ends of collectives.
         notes: What could not be compared, in sentences.
     """
 
@@ -130,8 +131,9 @@ def read_breakdown(paths: str | Path | Sequence[str | Path]) -> TraceBreakdown:
     """Read the traces of one or all ranks, and compare their steps.
 
     Steps are those that every rank has. A collective is the same on several ranks if it is the k-th of its
-    kind and group in the step. Clocks are set by the ends of collectives that no rank can end before all have
-    begun; the rank that begins such a collective last is the one that the others wait for.
+    kind and group in the step. Clocks of different hosts are set by the ends of collectives that no rank can
+    end before all have begun. The rank that begins a collective last is the one that the others wait for; if
+    it waits itself meanwhile, they wait for the rank that it waits for.
 
     Args:
         paths: Files, or a directory with one file for each rank, such as the `profile/` of a run.
@@ -192,10 +194,11 @@ def compare_ranks(traces: Sequence[RankSteps]) -> TraceBreakdown:
             f"{unmatched} collectives could not be matched over ranks, because their numbers in a step "
             "differ: waiting in them counts as transfer."
         )
-    offsets = _clock_offsets(matches, tuple(by_rank))
+    offsets = _clock_offsets(matches, by_rank)
     waiting = _Waiting(offsets)
     for match in matches:
         waiting.add(match)
+    waiting.resolve()
     waiting.add_point_to_point(calls)
     ranks = tuple(
         _rank_breakdown(rank, files, tuple(chosen[rank].values()), calls[rank], waiting)
@@ -282,30 +285,42 @@ def _matches(calls: Mapping[int, Sequence[_Call]]) -> tuple[list[_Match], int]:
     return matches, unmatched
 
 
-def _clock_offsets(matches: Iterable[_Match], ranks: Sequence[int]) -> dict[int, int]:
+def _clock_offsets(matches: Iterable[_Match], by_rank: Mapping[int, Sequence[RankSteps]]) -> dict[int, int]:
     """What each clock is ahead of the first rank's.
 
-    Ranks that share no collective with it are set by way of others that do; those without any stay as they
-    are.
+    Hosts that share no collective with its host are set by way of others that do; those without any stay as
+    they are.
     """
-    differences: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    # Ranks of which the host is not known have a clock each.
+    clocks: dict[int, str | int] = {rank: files[0].host or rank for rank, files in by_rank.items()}
+    differences: defaultdict[tuple[str | int, str | int], list[int]] = defaultdict(list)
     for match in matches:
-        members = list(match)
-        if match[members[0]].collective.kind not in SYNCHRONIZING:
+        first, *others = match
+        if match[first].collective.kind not in SYNCHRONIZING:
             continue
         # Against the first member alone: pairs of all would grow with the square of the ranks.
-        for member in members[1:]:
-            differences[members[0], member].append(match[member].end - match[members[0]].end)
-    offsets = {ranks[0]: 0}
+        for other in others:
+            if clocks[first] != clocks[other]:
+                differences[clocks[first], clocks[other]].append(match[other].end - match[first].end)
+    offsets: dict[str | int, int] = {next(iter(clocks.values())): 0}
     while True:
         known = len(offsets)
-        for (one, other), found in differences.items():
-            if one in offsets and other not in offsets:
-                offsets[other] = offsets[one] + round(median(found))
-            elif other in offsets and one not in offsets:
-                offsets[one] = offsets[other] - round(median(found))
+        for (one, other_clock), found in differences.items():
+            if one in offsets and other_clock not in offsets:
+                offsets[other_clock] = offsets[one] + round(median(found))
+            elif other_clock in offsets and one not in offsets:
+                offsets[one] = offsets[other_clock] - round(median(found))
         if len(offsets) == known:
-            return {rank: offsets.get(rank, 0) for rank in ranks}
+            return {rank: offsets.get(clock, 0) for rank, clock in clocks.items()}
+
+
+class _Wait(NamedTuple):
+    """Exposed time in which a rank waits for one that has not begun a collective, by the first clock."""
+
+    start: int
+    end: int
+    culprit: int
+    collective: Collective
 
 
 class _Waiting:
@@ -313,6 +328,7 @@ class _Waiting:
 
     def __init__(self, offsets: Mapping[int, int]) -> None:
         self._offsets = offsets
+        self._waits: defaultdict[int, list[_Wait]] = defaultdict(list)
         self.by_culprit: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
         self.by_collective: defaultdict[int, defaultdict[Collective, int]] = defaultdict(
             lambda: defaultdict(int)
@@ -322,16 +338,42 @@ class _Waiting:
         """Add what the ranks wait in one collective for the one that begins it last."""
         begun = {rank: each.start - self._offsets[rank] for rank, each in match.items()}
         for rank, each in match.items():
+            offset = self._offsets[rank]
             # A rank that begins when it is over here is in another group: gloo does not tell groups apart.
-            end = each.end - self._offsets[rank]
+            end = each.end - offset
             last = max((other for other in begun if begun[other] <= end), key=begun.__getitem__, default=rank)
             if last == rank:
                 continue
-            until = begun[last] + self._offsets[rank]
-            waited = sum(max(0, min(stop, until) - start) for start, stop in each.exposed)
-            if waited:
-                self.by_culprit[rank][last] += waited
-                self.by_collective[rank][each.collective] += waited
+            for start, stop in each.exposed:
+                until = min(stop - offset, begun[last])
+                if until > start - offset:
+                    self._waits[rank].append(_Wait(start - offset, until, last, each.collective))
+
+    def resolve(self) -> None:
+        """Add up, and blame the rank at the root: who waits for a rank that waits itself, waits for a third.
+
+        With replicas of shards, one late rank delays its shard group, and that all others.
+        """
+        for waits in self._waits.values():
+            waits.sort()
+        for rank, waits in self._waits.items():
+            for wait in waits:
+                self.by_collective[rank][wait.collective] += wait.end - wait.start
+                self._blame(rank, wait.culprit, wait.start, wait.end, frozenset({rank}))
+
+    def _blame(self, rank: int, culprit: int, start: int, end: int, seen: frozenset[int]) -> None:
+        waits = self._waits.get(culprit, [])
+        place = bisect_right(waits, start, key=lambda wait: wait.end)
+        for wait in waits[place:]:
+            if wait.start >= end:
+                break
+            if wait.culprit in seen or wait.culprit == culprit:
+                continue
+            overlap_start, overlap_end = max(start, wait.start), min(end, wait.end)
+            self.by_culprit[rank][culprit] += max(0, overlap_start - start)
+            self._blame(rank, wait.culprit, overlap_start, overlap_end, seen | {culprit})
+            start = overlap_end
+        self.by_culprit[rank][culprit] += end - start
 
     def add_point_to_point(self, calls: Mapping[int, Sequence[_Call]]) -> None:
         """Add what stages of a pipeline wait for the slowest.

@@ -72,6 +72,7 @@ class RankSteps:
 
     Attributes:
         rank: From the trace, or else from the file's name; None if neither tells.
+        host: The name of its host, or None if the trace does not tell. Ranks of one host have one clock.
         path: The file.
         on_device: Whether the trace has kernels of an accelerator. If not, operators of the main thread
             are what computes.
@@ -81,6 +82,7 @@ class RankSteps:
     """
 
     rank: int | None
+    host: str | None
     path: Path
     on_device: bool
     steps: tuple[StepBreakdown, ...]
@@ -236,6 +238,7 @@ class StepReader:
             each.exposed = [(start + shift, end + shift) for start, end in each.exposed]
         return RankSteps(
             rank=_rank(file),
+            host=host if isinstance(host := file.header.get("host_name"), str) and host else None,
             path=file.path,
             on_device=self._on_device,
             steps=tuple(

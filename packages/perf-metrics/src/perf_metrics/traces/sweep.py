@@ -44,6 +44,13 @@ class Communication:
         return sum(end - start for start, end in self.exposed)
 
 
+_HIDES_COMMUNICATION = frozenset(
+    CATEGORIES.index(name) for name in ("matmul", "attention", "other_kernels", "memory_copies")
+)
+"""What communication overlaps with. Within a save or a wait for data it is part of that."""
+_EDGE = 2
+"""A point at which a step begins or ends, beside 1 for starts and 0 for ends of intervals."""
+
 NOTHING = -1
 """The kind of an operator that computes nothing by itself."""
 
@@ -53,6 +60,7 @@ class Sweep:
 
     def __init__(self, windows: Sequence[tuple[int, int]], *, on_device: bool) -> None:
         self._windows = windows
+        self._starts = [start for start, _ in windows]
         spans = [CATEGORIES.index("checkpoint"), CATEGORIES.index("data_wait")]
         kernels = [CATEGORIES.index(name) for name in ("matmul", "attention", "other_kernels")]
         copies = [CATEGORIES.index("memory_copies")]
@@ -81,36 +89,37 @@ class Sweep:
             if each.end > each.start:
                 points += ((each.start, 1, _EXPOSED, index), (each.end, 0, _EXPOSED, index))
         edges = sorted({edge for window in self._windows for edge in window})
-        points += ((edge, 2, _HOST_GAP, -1) for edge in edges)
+        points += ((edge, _EDGE, _HOST_GAP, -1) for edge in edges)
         points.sort()
         open_counts = [0] * len(CATEGORIES)
         active: dict[int, None] = {}
         before = points[0][0] if points else 0
-        starts = [start for start, _ in self._windows]
         for time, what, kind, index in points:
             if time > before:
                 chosen, exposed = self._choose(open_counts, active, covered)
-                place = bisect_right(starts, before) - 1
-                if place >= 0 and before < self._windows[place][1]:
+                place = self._place(before)
+                if place is None:
+                    self.outside += time - before if chosen != _HOST_GAP else 0
+                else:
                     self.sums[place][chosen] += time - before
-                    for number in active if chosen != _EXPOSED else ():
-                        communications[number].overlapped_ns += time - before
-                        break  # of several at once one, as for exposed time: their sum is the network's time
-                    if active and chosen != _EXPOSED:
-                        self.overlapped[place] += time - before
-                    if exposed is not None:
-                        _extend(communications[exposed].exposed, before, time)
-                elif chosen != _HOST_GAP:
-                    self.outside += time - before
+                if place is not None and exposed is not None:
+                    _extend(communications[exposed].exposed, before, time)
+                if place is not None and active and chosen in _HIDES_COMMUNICATION:
+                    self.overlapped[place] += time - before
+                    # Of several at once one, as for exposed time: their sum is the time of the network.
+                    communications[next(iter(active))].overlapped_ns += time - before
                 before = time
-            if what == 2:
-                continue
-            if index < 0:
-                open_counts[kind] += 1 if what == 1 else -1
-            elif what == 1:
+            if index >= 0 and what == 1:
                 active[index] = None
-            else:
+            elif index >= 0:
                 del active[index]
+            elif what != _EDGE:
+                open_counts[kind] += 1 if what == 1 else -1
+
+    def _place(self, time: int) -> int | None:
+        """Index of the step at a time; None outside of all."""
+        place = bisect_right(self._starts, time) - 1
+        return place if place >= 0 and time < self._windows[place][1] else None
 
     def _choose(
         self, open_counts: list[int], active: dict[int, None], covered: set[int]
