@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
+from torch.autograd.profiler import record_function
 
 from checkpoint_core import RNGState, Stateful
 from dataloader_dispatch import end_workers, set_loader_epoch
@@ -96,7 +97,8 @@ class TrainingLoop:
         self._sync_control()
         ended = control.should_epoch_stop
         while not (ended or self._run_is_over()):
-            with run.meter.measure("data"):
+            # Spans in traces of the profiler, by which `perf-metrics trace` tells what a step waits for.
+            with run.meter.measure("data"), record_function("data wait"):
                 window = next_window(batches, run.args.gradient_accumulation_steps, run.loss)
             if window is not None:
                 run.state.epoch_data_ended = len(window.batches) < run.args.gradient_accumulation_steps
@@ -156,6 +158,7 @@ class TrainingLoop:
     def _train_step(self, window: Window) -> None:
         run, events = self.run, self.run.events
         events.fire("on_step_begin")
+        self._note_unserved_profile()
         run.progress.generators_before_epoch = None
         tokens = run.ranks.sum(window.target_tokens)
         loss_sum = run.built.forward_backward(
@@ -177,6 +180,16 @@ class TrainingLoop:
         if run.speed.starts_after(run.state):
             run.log_window.flush()
             run.speed.mark(run.state)
+
+    def _note_unserved_profile(self) -> None:
+        """Say so where a profile is asked for, and no callback has cleared the flag to record one."""
+        control = self.run.events.control
+        if control.should_profile:
+            control.should_profile = False
+            logger.warning(
+                "a profile of the next steps was asked for, but this run has no ProfilerCallback. Add "
+                "ProfilerCallback(repeat=0), which records steps only when it is asked to"
+            )
 
     def _step_optimizer(self) -> None:
         run = self.run

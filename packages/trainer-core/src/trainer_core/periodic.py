@@ -7,11 +7,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
+
+from torch.autograd.profiler import record_function
 
 from dist_env import get_logger
 
@@ -327,17 +329,28 @@ class Actions:
         """Save a checkpoint of this step, in a new directory of its own if a path is given."""
         run = self.run
         if path is not None:
-            with run.meter.exclude("save"), run.built.synced_weights(optimizer=True):
+            with self._saving():
                 return run.manager.save_checkpoint(run.state.global_step, path=path)
         metrics = None
         if run.evaluated is not None and self._has_result():
             metrics, run.ranked_step = run.evaluated[1], run.state.global_step
-        with run.meter.exclude("save"), run.built.synced_weights(optimizer=True):
+        with self._saving():
             saved = run.manager.save_checkpoint(run.state.global_step, metrics=metrics)
             note_best(run)
         run.saved_step = run.state.global_step
         run.events.fire("on_save", checkpoint_path=str(saved))
         return saved
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Leave the time of a save out of that of training, and show it in traces of the profiler."""
+        run = self.run
+        with (
+            run.meter.exclude("save"),
+            record_function("checkpoint"),
+            run.built.synced_weights(optimizer=True),
+        ):
+            yield
 
     def _serve(self, *, log: bool, evaluate: bool, save: bool) -> bool:
         control = self.run.events.control

@@ -77,6 +77,8 @@ class TrainerControl:
     should_evaluate: bool = False
     should_log: bool = False
     should_abort_without_save: bool = False
+    should_profile: bool = False
+    """Record the next steps: a `ProfilerCallback` clears it at the beginning of the next step."""
 
     def merge(self, other: TrainerControl) -> None:
         """Raise every flag that is raised in `other`."""

@@ -83,7 +83,7 @@ def test_a_file_with_an_unknown_word_is_kept_and_not_served(
     with caplog.at_level(logging.WARNING):
         callback.on_step_end(arguments(), state(1), control)
     assert control == TrainerControl()
-    assert "unknown 'sav'; known are save, stop, log, evaluate, abort" in caplog.text
+    assert "unknown 'sav'; known are save, stop, log, evaluate, abort, profile" in caplog.text
     assert path.with_name("control.rejected").read_text() == "stop sav"
     assert not path.exists()
 

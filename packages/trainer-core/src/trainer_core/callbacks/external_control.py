@@ -26,12 +26,13 @@ WORDS = {
     "log": "should_log",
     "evaluate": "should_evaluate",
     "abort": "should_abort_without_save",
+    "profile": "should_profile",
 }
 """What can be asked for, and the flag of `TrainerControl` that it raises."""
 
 
 class ExternalControl:
-    """Serves words written into a file: save, stop, log, evaluate, abort.
+    """Serves words written into a file: save, stop, log, evaluate, abort, profile.
 
         echo save log > output/control
 

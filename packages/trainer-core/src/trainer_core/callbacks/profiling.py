@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from .files import process_rank, write_text
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch.profiler import profile
+    from torch.profiler import ProfilerAction, profile
 
     from ..arguments import TrainingArguments
     from ..state import TrainerControl, TrainerState
@@ -34,16 +34,23 @@ class ProfilerCallback:
     `step-<n>-rank<r>.txt`. After the last cycle the profiler is gone and costs nothing. Steps are counted
     from where this session began. A run that ends within a cycle writes what it has.
 
+    It also records while a job runs: when a callback sets `control.should_profile`, or somebody writes
+    "profile" into the file of an `ExternalControl`, all ranks record the same steps, `warmup` and `active` of
+    them from the next one on. With `repeat=0` that is all that it does, and a step costs nothing until then.
+    `perf-metrics trace <log directory>` tells what the recorded steps were spent on.
+
     Args:
         wait: Steps to idle at the start of a cycle, 0 or more.
         warmup: Steps to trace and throw away, 0 or more; tracing is slow at first.
         active: Steps to record, 1 or more.
-        repeat: Number of cycles, 1 or more.
+        repeat: Number of cycles, 0 or more; 0 records only when it is asked to.
         skip_first: Steps before the first cycle, 0 or more.
         record_shapes: Record the shapes of operator inputs.
         with_stack: Record Python stacks; costs much time and memory.
         profile_memory: Record allocations.
         top: Rows of the table, 1 or more.
+        below_ofu: Also record when the `ofu` of the log falls below this share, such as 0.3; again only after
+            it has been above. None leaves it alone.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -63,8 +70,9 @@ class ProfilerCallback:
         with_stack: bool = False,
         profile_memory: bool = False,
         top: int = 25,
+        below_ofu: float | None = None,
     ) -> None:
-        least = {"wait": 0, "warmup": 0, "active": 1, "repeat": 1, "skip_first": 0, "top": 1}
+        least = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "skip_first": 0, "top": 1}
         given = {
             "wait": wait,
             "warmup": warmup,
@@ -78,12 +86,18 @@ class ProfilerCallback:
                 raise ConfigurationError(
                     setting, value, f"must be {least[setting]} or more", f"set it to {least[setting]} or more"
                 )
+        if below_ofu is not None and not 0 < below_ofu <= 1:
+            raise ConfigurationError(
+                "below_ofu", below_ofu, "must be a share between 0 and 1", "give a share, such as 0.3"
+            )
         self._cycle = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
         self._skip_first = skip_first
         self._record_shapes = record_shapes
         self._with_stack = with_stack
         self._profile_memory = profile_memory
         self._top = top
+        self._below_ofu = below_ofu
+        self._was_below_ofu = False
         self._steps_left = 0
         self._step = 0
         self._directory: Path | None = None
@@ -93,17 +107,62 @@ class ProfilerCallback:
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         """Start the schedule."""
-        from torch.profiler import profile, schedule, supported_activities
+        from torch.profiler import schedule
 
-        cycle = self._cycle
-        self._steps_left = self._skip_first + cycle["repeat"] * (
-            cycle["wait"] + cycle["warmup"] + cycle["active"]
-        )
         self._step = state.global_step
         self._directory = args.log_path / "profile"
+        cycle = self._cycle
+        if cycle["repeat"]:
+            steps = cycle["repeat"] * (cycle["wait"] + cycle["warmup"] + cycle["active"])
+            self._start(schedule(skip_first=self._skip_first, **cycle), self._skip_first + steps)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Record from this step on, if that was asked for.
+
+        The trainer makes the flag the same on all ranks at the end of a step, so they begin together.
+        """
+        from torch.profiler import schedule
+
+        if not control.should_profile:
+            return
+        control.should_profile = False
+        if self._profile is not None:
+            logger.info("a profile was asked for at step %d, and one is under way", state.global_step)
+            return
+        warmup, active = self._cycle["warmup"], self._cycle["active"]
+        self._start(schedule(wait=0, warmup=warmup, active=active, repeat=1), warmup + active)
+        logger.info("recording a profile of %d steps after step %d", active, state.global_step + warmup)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: Mapping[str, object],
+        **_: object,
+    ) -> None:
+        """Ask for a profile when OFU falls below the threshold."""
+        ofu = logs.get("ofu")
+        if self._below_ofu is None or not isinstance(ofu, int | float):
+            return
+        below = ofu < self._below_ofu
+        if below and not self._was_below_ofu:
+            logger.warning(
+                "ofu is %.1f%%, below below_ofu=%g: a profile is recorded", 100 * ofu, self._below_ofu
+            )
+            control.should_profile = True
+        self._was_below_ofu = below
+
+    def _start(self, when: Callable[[int], ProfilerAction], steps: int) -> None:
+        from torch.profiler import profile, supported_activities
+
+        self._steps_left = steps
         self._profile = profile(
             activities=supported_activities(),  # type: ignore[no-untyped-call]
-            schedule=schedule(skip_first=self._skip_first, **cycle),
+            schedule=when,
             on_trace_ready=self._write,
             record_shapes=self._record_shapes,
             with_stack=self._with_stack,
