@@ -144,7 +144,9 @@ POINT_TO_POINT = frozenset({"send", "recv", "send_recv", "coalesced"})
 SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Kinds that no rank can end before every rank has begun: their ends show the offset between clocks."""
 
-_BACKEND_SPAN = re.compile(r"(?:gloo|mpi|ucc|xccl|hccl):(\w+)$")
+_BACKEND_SPAN = re.compile(r"(gloo|mpi|ucc|xccl|hccl|host):(\w+)$")
+# dist-env's sums over hosts, which go through no backend of torch.
+_HOSTS = "host"
 _KINDS = (
     ("reduce_scatter", re.compile(r"reduce_?scatter")),
     ("all_gather", re.compile(r"all_?gather")),
@@ -172,7 +174,9 @@ def collective_kind(name: str) -> str:
 def collective_of_span(name: str) -> Collective | None:
     """The collective that a backend on the CPU annotates, such as "gloo:all_reduce"; None for others."""
     match = _BACKEND_SPAN.match(name)
-    return Collective(collective_kind(match[1])) if match else None
+    if match is None:
+        return None
+    return Collective(collective_kind(match[2]), "hosts" if match[1] == _HOSTS else None)
 
 
 def collective_of_kernel(event: Event) -> Collective:
