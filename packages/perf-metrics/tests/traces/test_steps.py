@@ -122,6 +122,75 @@ def test_shares_of_random_traces_add_up(tmp_path: Path, seed: int) -> None:
         assert starts == [step.end_ns for step in found.steps[:-1]]
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_each_microsecond_against_a_count_by_hand(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    trace, length = Trace(), 400
+    trace.step(0, 0, length)
+    order = ["matmul", "attention", "other_kernels", "network", "memory_copies", "checkpoint", "data_wait"]
+    running: list[set[str]] = [set() for _ in range(length)]
+    for _ in range(30):
+        start, kind = chance.randrange(length), chance.choice(order)
+        end = min(length, start + chance.randrange(1, 60))
+        if kind == "network":
+            trace.nccl("allreduce", start, end - start)
+        elif kind == "memory_copies":
+            trace.event("gpu_memcpy", "Memcpy DtoD", start, end - start, 7)
+        elif kind in ("checkpoint", "data_wait"):
+            # Before all communication, which would be part of it.
+            start, end = 0, chance.randrange(1, 40)
+            trace.event("user_annotation", kind.replace("_", " "), start, end)
+        else:
+            name = {"matmul": GEMM, "attention": FLASH, "other_kernels": ADD}[kind]
+            trace.kernel(name, start, end - start)
+        for instant in range(start, end):
+            running[instant].add(kind)
+    trace.events = [
+        event
+        for event in trace.events
+        if not (event["tid"] == 20 and isinstance(event["ts"], int) and event["ts"] < 40)
+    ]
+    expected = dict.fromkeys(CATEGORIES, 0)
+    overlapped = 0
+    network = {event["ts"]: event for event in trace.events if event["tid"] == 20}
+    for instant, kinds in enumerate(running):
+        kinds.discard("network")
+        if any(
+            start <= instant < start + event["dur"]  # type: ignore[operator]
+            for start, event in network.items()
+        ):
+            kinds.add("network")
+        first = next((kind for kind in order if kind in kinds), "host_gap")
+        expected["exposed_communication" if first == "network" else first] += 1000  # type: ignore[index]
+        overlapped += 1000 * ("network" in kinds and first != "network")
+    (step,) = read_steps(trace.write(tmp_path / "trace.json")).steps
+    assert step.nanoseconds == expected
+    assert step.overlapped_ns == overlapped
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"ts": float("nan")},
+        {"ts": "12"},
+        {"dur": float("inf")},
+        {"dur": -5},
+        {"ts": 10**400},
+        {"pid": []},
+        {"name": None},
+    ],
+    ids=str,
+)
+def test_events_of_another_form_do_no_harm(tmp_path: Path, field: dict[str, object]) -> None:
+    trace = Trace()
+    trace.step(0, 0, 100)
+    for category in ("cpu_op", "user_annotation", "kernel"):
+        trace.event(category, "aten::mm", 10, 20)
+        trace.events[-1] |= field
+    (step,) = read_steps(trace.write(tmp_path / "trace.json")).steps
+    assert sum(step.nanoseconds.values()) == step.end_ns - step.start_ns
+
+
 def test_operators_of_a_cpu_count_as_what_they_call(tmp_path: Path) -> None:
     trace = Trace()
     trace.step(0, 0, 1000)

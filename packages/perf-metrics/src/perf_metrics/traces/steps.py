@@ -27,7 +27,7 @@ from .classify import (
 from .sweep import NOTHING, Communication, Interval, Sweep, innermost, inside
 from .trace_file import Event, TraceFile, TraceFileError, event_arguments
 
-_Thread: TypeAlias = tuple[object, object]
+_Thread: TypeAlias = tuple[str, str]
 """Process and thread, as the trace names them."""
 
 
@@ -138,6 +138,8 @@ class _Annotation(NamedTuple):
     thread: _Thread
 
 
+_LONGEST_US = 2**62 // 1000
+"""Nanoseconds are kept in 64 bits."""
 _COPIES = frozenset({"gpu_memcpy", "gpu_memset"})
 # Operators that are none, but show when the communication of a backend without annotations was asked for.
 _LAUNCH = re.compile(r"c10d::(\w+)")
@@ -185,7 +187,7 @@ class StepReader:
             self._kernels.append((start, end, CATEGORIES.index(kind)))
 
     def _add_annotation(self, event: Event, name: str, start: int, end: int) -> None:
-        thread = (event.get("pid"), event.get("tid"))
+        thread = _thread(event)
         number = step_number(name)
         if number is not None:
             self._annotations.append(_Annotation(number, start, end, thread))
@@ -195,7 +197,7 @@ class StepReader:
             self._spans[thread].append((start, end, CATEGORIES.index(span)))
 
     def _add_operator(self, event: Event, name: str, start: int, end: int) -> None:
-        thread = (event.get("pid"), event.get("tid"))
+        thread = _thread(event)
         if (span := span_category(name)) is not None:
             self._spans[thread].append((start, end, CATEGORIES.index(span)))
             return
@@ -309,11 +311,17 @@ def _set_steps(
         each.step = place if place < len(windows) and each.end > starts[place] else None
 
 
+def _thread(event: Event) -> _Thread:
+    return str(event.get("pid")), str(event.get("tid"))
+
+
 def _times(event: Event) -> tuple[int, int] | None:
     """Start and end in nanoseconds; None for an event without them."""
     start, length = event.get("ts"), event.get("dur")
     if not isinstance(start, int | float) or not isinstance(length, int | float):
         return None
+    if not (-_LONGEST_US < start < _LONGEST_US and -_LONGEST_US < length < _LONGEST_US):
+        return None  # nor for one that no clock shows, nan among them
     begin = start * 1000 if isinstance(start, int) else round(start * 1000)
     return begin, begin + max(0, round(length * 1000))
 
