@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from torch.autograd.profiler import record_function
+import torch
 
 from dist_env import get_logger
 
@@ -347,7 +347,7 @@ class Actions:
         run = self.run
         with (
             run.meter.exclude("save"),
-            record_function("checkpoint"),
+            torch.autograd.profiler.record_function("checkpoint"),
             run.built.synced_weights(optimizer=True),
         ):
             yield
