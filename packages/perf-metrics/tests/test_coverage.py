@@ -74,7 +74,7 @@ def mean_over_gpus(random: Random, count: int) -> list[float]:
 
 KINDS: dict[str, tuple[Callable[[Random, int], list[float]], int]] = {
     "independent": (independent, 120),
-    "independent, short": (independent, 32),
+    "independent, short": (independent, 24),
     "correlation 0.5": (correlated(0.5), 240),
     "correlation 0.5, short": (correlated(0.5), 64),
     "correlation 0.9": (correlated(0.9), 600),

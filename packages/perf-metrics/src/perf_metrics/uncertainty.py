@@ -32,11 +32,13 @@ CONFIDENCE = 0.95
 _FEWEST_BATCHES = 16
 _MOST_VALUES = 1024
 """A longer series is averaged into blocks first. It costs no accuracy, as only slow changes are looked at."""
-_LEAST_DF, _MOST_DF, _SAMPLES_PER_DF = 2, 12, 8
-"""More than a dozen degrees of freedom narrow an interval by a few percent, and reach up to the frequencies
-of checkpoints and evaluations, whose large and regular swings are not part of the error of a mean."""
+_LEAST_DF, _MOST_DF, _SAMPLES_PER_DF = 4, 12, 8
+"""With fewer than four, the width of an interval is mostly chance. More than a dozen degrees of freedom
+narrow an interval by a few percent, and reach up to the frequencies of checkpoints and evaluations, whose
+large and regular swings are not part of the error of a mean."""
 _FLATNESS = 0.5
 """Highest frequency used, in units of that at which an AR(1) spectrum has fallen to half."""
+_NOTICED = 1.5
 _MOST_CORRELATION = 0.999
 _LEAST_RATIO = 0.3
 _DRIFT_DF = 0.1
@@ -124,11 +126,11 @@ def mean_interval(
 
     With residuals e_1 ... e_n from the mean and c_j = sqrt(2/n) sum_t e_t cos(pi j (t - 1/2) / n), the
     long-run variance is (c_1^2 + ... + c_v^2) / v, and the half-width t_v sqrt(long-run variance / n). The
-    number v is the largest of 2 to 12, n / 8 at most, at whose frequencies the spectrum is still flat: for a
-    first-order autocorrelation r it is n (1 - r) / (2 pi sqrt(r)), by the values and by their means over 2,
-    4, 8, ... values, whichever asks for the fewest, since noise of single samples (the clock is read at one
-    instant) hides slow changes. r is corrected for its bias in short series (Marriott and Pope, Biometrika
-    41, 1954), and the variance for what an AR(1) spectrum with it loses up to frequency v.
+    number v is the largest of 4 to 12, n / 8 at most above 4, at whose frequencies the spectrum is still
+    flat: for a first-order autocorrelation r it is n (1 - r) / (2 pi sqrt(r)), by the values and by their
+    means over 2, 4, 8, ... values, whichever asks for the fewest, since noise of single samples (the clock is
+    read at one instant) hides slow changes. r is corrected for its bias in short series (Marriott and Pope,
+    Biometrika 41, 1954), and the variance for what an AR(1) spectrum with it loses up to frequency v.
 
     It is assumed that the series varies around one level. What happens less than some four times in it, such
     as an evaluation once an hour, is not in the interval. A pause between values is passed over.
@@ -369,8 +371,8 @@ def _flat_frequencies(values: Sequence[float]) -> tuple[float, float, int]:
 def _autocorrelation(values: Sequence[float]) -> float:
     """Return the first-order autocorrelation without its bias, from 0 to just below 1.
 
-    0 within a standard error of what independent values have, -1/n +- 1/sqrt(n): else many an interval would
-    be wide by a chance correlation of a few batches.
+    0 within one and a half standard errors of what independent values have, -1/n +- 1/sqrt(n): else many an
+    interval would be wide by a chance correlation of a few batches.
     """
     count, mean = len(values), math.fsum(values) / len(values)
     apart = [value - mean for value in values]
@@ -378,7 +380,7 @@ def _autocorrelation(values: Sequence[float]) -> float:
     if squares <= 0:
         return 0.0
     raw = math.fsum(one * other for one, other in pairwise(apart)) / squares
-    if raw < 1 / math.sqrt(count) - 1 / count:
+    if raw < _NOTICED / math.sqrt(count) - 1 / count:
         return 0.0
     return min(_MOST_CORRELATION, max(0.0, (count * raw + 1) / (count - 3)))
 
