@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -124,3 +125,21 @@ def test_what_is_refused(tmp_path: Path) -> None:
         read_dmon(io.StringIO(HEADER), start_s=1.0)
     with pytest.raises(FileNotFoundError):
         read_dmon(tmp_path / "none.txt")
+
+
+def test_devices_of_one_time_are_one_sample_of_the_interval() -> None:
+    random = Random(0)
+    rows = [f"GPU {gpu} 1000 {0.4 + random.gauss(0, 0.01):.6f}" for _ in range(40) for gpu in range(2)]
+    text = "#Entity SMCLK TENSO\nID\n" + "\n".join(rows) + "\n"
+    timed = read_dmon(io.StringIO(text), start_s=0.0, interval_s=30.0)
+    mean = mean_ofu(timed.samples, 1000.0)
+    assert (mean.samples, timed.notes) == (80, ())
+    assert mean.interval is not None
+    assert mean.interval.samples == 40
+    assert mean.interval.mean == pytest.approx(mean.ofu)
+    assert mean.interval.step_s == pytest.approx(30)
+    assert str(mean) == f"{100 * (mean.ofu or 0):.1f} % (± {100 * (mean.interval.half_width or 0):.1f})"
+    # Without times nobody knows which samples belong together, or in what order they are.
+    assert mean_ofu(read_dmon(io.StringIO(text)).samples, 1000.0).interval is None
+    rare = read_dmon(io.StringIO(text), start_s=0.0, interval_s=60.0)
+    assert rare.notes[0].startswith("samples every 60 s miss time")

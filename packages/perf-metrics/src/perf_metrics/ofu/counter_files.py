@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..uncertainty import warn_of_rare_samples
 from .samples import Device, Job, Readings, Sample, check_activity
 
 TENSOR_NAMES = ("DCGM_FI_PROF_TENSOR_UTIL_RATIO", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE")
@@ -252,7 +253,8 @@ def read_dmon(
         raise ValueError("no header begins with #Entity, so this is not the output of dcgmi dmon.")
     times = None if start_s is None or interval_s is None else (start_s, interval_s)
     samples = tuple(row.sample(times) for row in lines.rows)
-    return Readings(samples, tuple(_notes(lines)))
+    rare = None if interval_s is None else warn_of_rare_samples(interval_s)
+    return Readings(samples, (*_notes(lines), *([] if rare is None else [rare])))
 
 
 def _lines(source: str | os.PathLike[str] | Iterable[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
+from ..uncertainty import LONGEST_STEP_S
 from .nvml import CycleCounts, Device, Nvml, Reading, TensorMeter, UnavailableError
 from .samples import TensorClock, check_tensor_mhz, ofu_from_activity, tensor_clock
 
@@ -154,7 +155,7 @@ def mean_of_all(values: Iterable[float | None]) -> float | None:
 
 
 SHORTEST_INTERVAL_S = 0.1
-LONGEST_INTERVAL_S = 30.0
+LONGEST_INTERVAL_S = LONGEST_STEP_S
 """The hardware averages tensor activity over at most this time."""
 
 _STOP_S = 2.0

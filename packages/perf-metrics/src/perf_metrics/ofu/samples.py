@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TypeVar
+
+from ..uncertainty import FEWEST_SAMPLES, MeanInterval, mean_interval
 
 _PREFERRED_DTYPES = ("bf16", "fp16")
 
@@ -228,15 +231,21 @@ class MeanOFU:
         samples: Number of samples in it.
         left_out: Number of samples that are not in it.
         reason: Why `ofu` is None, or why samples were left out; None when there is nothing to say.
+        interval: `ofu` with its confidence interval; None where the samples have no times, or too few.
     """
 
     ofu: float | None
     samples: int
     left_out: int = 0
     reason: str | None = None
+    interval: MeanInterval | None = None
 
     def __str__(self) -> str:
-        return f"unavailable: {self.reason}" if self.ofu is None else f"{self.ofu:.1%}"
+        if self.ofu is None:
+            return f"unavailable: {self.reason}"
+        if self.interval is None or self.interval.half_width is None:
+            return f"{self.ofu:.1%}"
+        return self.interval.in_percent()
 
 
 def mean_ofu(samples: Iterable[Sample], tensor_mhz: float | None) -> MeanOFU:
@@ -256,6 +265,7 @@ def mean_ofu(samples: Iterable[Sample], tensor_mhz: float | None) -> MeanOFU:
     if tensor_mhz is not None:
         check_tensor_mhz(tensor_mhz)
     complete: list[tuple[float, float]] = []
+    times: list[float | None] = []
     no_activity = no_clock = 0
     for sample in samples:
         if sample.tensor_activity is None:
@@ -264,14 +274,34 @@ def mean_ofu(samples: Iterable[Sample], tensor_mhz: float | None) -> MeanOFU:
             no_clock += 1
         else:
             complete.append((sample.tensor_activity, sample.sm_mhz))
+            times.append(sample.time_s)
     left_out = no_activity + no_clock
     reason = _reason(len(complete), no_activity, no_clock)
     if not complete:
         return MeanOFU(None, 0, left_out, reason)
     if tensor_mhz is None:
         return MeanOFU(None, 0, left_out + len(complete), "the tensor clock of the device is not known")
-    total = math.fsum(ofu_from_activity(activity, sm_mhz, tensor_mhz) for activity, sm_mhz in complete)
-    return MeanOFU(total / len(complete), len(complete), left_out, reason)
+    values = [ofu_from_activity(activity, sm_mhz, tensor_mhz) for activity, sm_mhz in complete]
+    mean = math.fsum(values) / len(values)
+    return MeanOFU(mean, len(values), left_out, reason, _interval(times, values))
+
+
+def _interval(times: Sequence[float | None], values: Sequence[float]) -> MeanInterval | None:
+    """Return the interval of the mean over the devices at each time, each weighted by their number.
+
+    Devices of one job wait for one another: their samples of one time are one sample of the job.
+    """
+    at: defaultdict[float, list[float]] = defaultdict(list)
+    for time_s, value in zip(times, values, strict=True):
+        if time_s is None:
+            return None
+        at[time_s].append(value)
+    if len(at) < FEWEST_SAMPLES:
+        return None
+    rows = [at[time_s] for time_s in sorted(at)]
+    step_s = (max(at) - min(at)) / (len(at) - 1)
+    weights = [float(len(row)) for row in rows]
+    return mean_interval([fmean(row) for row in rows], weights=weights, step_s=step_s)
 
 
 def mean_ofu_by_device(samples: Iterable[Sample], tensor_mhz: float | None) -> dict[Device, MeanOFU]:
