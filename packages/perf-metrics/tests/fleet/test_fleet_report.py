@@ -70,7 +70,7 @@ def test_the_json_is_plain_and_the_text_has_the_findings(report: FleetReport) ->
     assert data["jobs"][0]["start"] == "1970-01-01T00:10:00Z"
     assert data["outliers"] == ["experts", "recomputing"]
     text = report_as_text(report)
-    assert "recomputing     2   30.0   40.0     0.75  recomputation not counted" in text
+    assert "recomputing     2   30.0   40.0  -10.0 (± 0.0)     0.75  recomputation not counted" in text
 
 
 def test_a_job_that_slowed_down_alike_in_mfu_and_ofu_is_a_regression() -> None:

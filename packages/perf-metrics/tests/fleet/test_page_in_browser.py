@@ -70,7 +70,7 @@ filter.dispatchEvent(new Event("input"));
 console.log(rows.filter((row) => !row.hidden).map((row) => row.cells[0].textContent).join(" "));
 </script>"""
     copy.write_text(page.read_text().replace("</body>", f"{use}</body>"))
-    assert visit(chromium, copy, tmp_path).console == ["10.0 32.2 40.0", "recomputing"]
+    assert visit(chromium, copy, tmp_path).console == ["10.0 (± 0.0) 32.2 40.0 (± 0.0)", "recomputing"]
 
 
 def test_a_picture_of_it_can_be_taken(chromium: str, page: Path, tmp_path: Path) -> None:

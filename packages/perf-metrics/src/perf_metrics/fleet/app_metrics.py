@@ -35,6 +35,7 @@ class Application:
         facts: What sharpens a diagnosis.
         times: Unix times at which it told MFU, in seconds, to the millisecond; None: it holds for all of it.
         notes: What it says that is not used, in sentences.
+        mfu_at: MFU as a share at each of `times`; None where only the mean is known.
 
     Raises:
         ValueError: `mfu` is not a share.
@@ -46,6 +47,7 @@ class Application:
     facts: JobFacts = field(default_factory=JobFacts)
     times: frozenset[float] | None = None
     notes: tuple[str, ...] = ()
+    mfu_at: Mapping[float, float] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_mfu(self.mfu)
@@ -245,7 +247,11 @@ def _note(query: str, names: Mapping[str, object], runs: Mapping[str, object]) -
 
 def _application_of_points(points: Sequence[tuple[float, float]], job: str, query: str) -> Application:
     mfu = _mean([value for _, value in points], job, query)
-    return Application(mfu, times=frozenset(round(time_s, 3) for time_s, _ in points))
+    told: defaultdict[float, list[float]] = defaultdict(list)
+    for time_s, value in points:
+        told[round(time_s, 3)].append(value)
+    mfu_at = {time_s: fmean(values) for time_s, values in told.items()}
+    return Application(mfu, times=frozenset(mfu_at), mfu_at=mfu_at)
 
 
 def _job(labels: Mapping[str, str], job_labels: Sequence[str], query: str) -> str:

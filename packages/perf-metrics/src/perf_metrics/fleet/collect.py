@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from ..ofu.counter_files import CLOCK_NAME, LABEL, TENSOR_NAMES, blank_reason, device_of, present_labels
 from ..ofu.samples import Device
+from ..uncertainty import warn_of_rare_samples
 from .job_samples import RUN_GAP_S, FleetSamples, RunLabels
 from .prometheus_api import Progress, PrometheusAPI, RangeSeries, read_in_chunks
 
@@ -95,8 +96,9 @@ def collect_fleet(
 
     Activity and clock are multiplied for each point, so `step_s` should be the scrape interval: with a longer
     one, points are left out, which costs little accuracy up to 30 s (0.22 points at most, in "Instant GPU
-    Efficiency Visibility at Fleet Scale"). On a device that jobs share, each gets the device's figure. A GPU
-    is its UUID: series of it under several hosts, exporters or names of the metric are one.
+    Efficiency Visibility at Fleet Scale"). Above that, time is missed: a warning and a note say so. On a
+    device that jobs share, each gets the device's figure. A GPU is its UUID: series of it under several
+    hosts, exporters or names of the metric are one.
 
     Args:
         server: Where dcgm-exporter's series are.
@@ -122,6 +124,8 @@ def collect_fleet(
     if not 1 <= step_s <= 3600:
         raise ValueError(f"step_s={step_s!r} must be 1 to 3600 seconds. The scrape interval is best.")
     fleet = FleetSamples(start, end, step_s, tensor_mhz, run_gap_s)
+    if (note := warn_of_rare_samples(step_s)) is not None:
+        fleet.notes.append(note)
     labels = tuple(job_labels)
     parting = labels_of_runs(labels, run_labels)
     queries = activity_query(labels, selector, step_s), clock_query(labels, selector, step_s)

@@ -11,6 +11,7 @@ from statistics import median, median_low
 from typing import Literal, TypeAlias
 
 from ..ofu.samples import Device
+from ..uncertainty import MeanInterval, mean_interval
 from .job_samples import DeviceSamples, JobSamples
 from .regressions import Drop, find_drops
 
@@ -211,6 +212,8 @@ class JobFigures:
         times: Unix times of the series in seconds, a step apart where there is no gap.
         series: Mean OFU of the devices in the step before.
         gpu_seconds: Their time in that step, all of them together.
+        interval: The mean OFU with its confidence interval, of the series: GPUs of one job are not
+            independent. None when there is no sample.
     """
 
     job: str
@@ -230,6 +233,7 @@ class JobFigures:
     times: tuple[float, ...]
     series: tuple[float, ...]
     gpu_seconds: tuple[float, ...]
+    interval: MeanInterval | None = None
 
     @property
     def device_hours(self) -> float:
@@ -257,6 +261,7 @@ def job_figures(job: str, seen: JobSamples, start: float, end: float, step_s: fl
     steps = sorted(sums)
     times = tuple(start + step * step_s for step in steps)
     series = tuple(sums[step][1] / sums[step][0] for step in steps)
+    gpu_seconds = tuple(sums[step][0] for step in steps)
     first, last = seen.window() or (math.nan, math.nan)
     alike = _at_the_same_times(devices, used, spans, start, step_s)
     return JobFigures(
@@ -284,7 +289,8 @@ def job_figures(job: str, seen: JobSamples, start: float, end: float, step_s: fl
         drops=find_drops(times, series),
         times=times,
         series=series,
-        gpu_seconds=tuple(sums[step][0] for step in steps),
+        gpu_seconds=gpu_seconds,
+        interval=mean_interval(series, weights=gpu_seconds, step_s=step_s) if series else None,
     )
 
 

@@ -6,10 +6,18 @@ import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import fmean, median, stdev
 from typing import Literal, TypeAlias
+
+from ..uncertainty import (
+    CONFIDENCE,
+    MeanInterval,
+    independent_difference,
+    mean_interval,
+    t_quantile,
+)
 
 LEAST_FALL = 0.10
 """Share of its level that OFU must lose: the day-to-day spread of a steady job is a few percent."""
@@ -38,11 +46,14 @@ class Drop:
         time_s: Unix time of the first sample at the lower level, in seconds.
         before: OFU of the level before without short stalls, as a share.
         after: OFU of the level after without short stalls, as a share.
+        interval: Of before - after, by the samples of both levels. That the cut was chosen where the two
+            differ most is not in it; that is why a fall takes six standard errors to be found.
     """
 
     time_s: float
     before: float
     after: float
+    interval: MeanInterval | None = None
 
 
 def find_drops(times: Sequence[float], values: Sequence[float]) -> tuple[Drop, ...]:
@@ -66,19 +77,35 @@ def find_drops(times: Sequence[float], values: Sequence[float]) -> tuple[Drop, .
         return ()
     step_s = median(later - earlier for earlier, later in pairwise(times))
     steady = _without_stalls(values, max(1, round(_STALL_S / step_s)))
+    calm = _without_outliers(values, steady)
     starts, blocks = _blocks(times, steady)
-    noise = _noise(_without_outliers(values, steady), max(1, round(_BLOCK_S / step_s)))
+    noise = _noise(calm, max(1, round(_BLOCK_S / step_s)))
     block_edges = _joined([0, *_cuts(blocks, noise), len(blocks)], blocks)
     # A stall beside an edge moves it less over a shorter time.
     sharp = _without_stalls(values, max(1, round(_BLOCK_S / step_s)))
     edges = [_refined(block, starts, sharp) for block in block_edges[1:-1]]
-    levels = [steady[low:high] for low, high in pairwise([0, *edges, len(steady)])]
+    ends = [0, *edges, len(steady)]
+    levels = [steady[low:high] for low, high in pairwise(ends)]
     near = max(1, round(LEAST_S / step_s))
     return tuple(
-        Drop(times[edge], fmean(before), fmean(after))
-        for edge, (before, after) in zip(edges, pairwise(levels), strict=True)
+        Drop(times[edge], fmean(before), fmean(after), _interval_of_drop(calm, parts, before, after))
+        for edge, parts, (before, after) in zip(
+            edges, zip(ends, edges, ends[2:], strict=False), pairwise(levels), strict=True
+        )
         if fmean(after) < fmean(before) >= LEAST_LEVEL and _is_abrupt(before, after, near)
     )
+
+
+def _interval_of_drop(
+    calm: Sequence[float], parts: tuple[int, int, int], before: Sequence[float], after: Sequence[float]
+) -> MeanInterval:
+    """Return before - after with its interval.
+
+    From the samples without stalls: the levels themselves are running medians, of which neighbours are alike.
+    """
+    low, edge, high = parts
+    apart = independent_difference(mean_interval(calm[low:edge]), mean_interval(calm[edge:high]))
+    return replace(apart, mean=fmean(before) - fmean(after))
 
 
 def _without_stalls(values: Sequence[float], half: int) -> list[float]:
@@ -223,6 +250,7 @@ class Regression:
         after: OFU after as a share.
         gpus: Number of GPUs of the job.
         detail: What else to know, such as the number of earlier jobs.
+        interval: Of before - after, with which the fall is certain or not.
     """
 
     job: str
@@ -232,6 +260,13 @@ class Regression:
     after: float
     gpus: int
     detail: str
+    interval: MeanInterval | None = None
+
+    @property
+    def is_certain(self) -> bool | None:
+        """Whether the interval is above 0; None where there is none."""
+        low = None if self.interval is None else self.interval.low
+        return None if low is None else low > 0
 
     @property
     def fall(self) -> float:
@@ -264,8 +299,21 @@ def slower_than_earlier_jobs(levels: Sequence[JobLevel]) -> Iterator[Regression]
                     level.ofu,
                     level.gpus,
                     f"run {level.run}, {len(earlier)} earlier jobs on {level.gpus} GPUs",
+                    _interval_of_next_job(past, usual, level.ofu),
                 )
         earlier.append(level)
+
+
+def _interval_of_next_job(past: Sequence[float], usual: float, now: float) -> MeanInterval:
+    """Return usual - now, with the prediction interval of one more job: t s sqrt(1 + 1/n), n - 1 degrees.
+
+    Jobs of one run differ, by nodes and neighbours, more than the samples within one of them tell. With two
+    earlier jobs t is 12.7: so few say little, however near to each other they are.
+    """
+    count = len(past)
+    error = stdev(past) * math.sqrt(1 + 1 / count)
+    half_width = t_quantile(0.5 + CONFIDENCE / 2, count - 1) * error
+    return MeanInterval(usual - now, half_width, CONFIDENCE, error, count - 1, count)
 
 
 def _least_fall(past: Sequence[float]) -> float:

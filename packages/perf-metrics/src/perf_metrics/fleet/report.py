@@ -7,11 +7,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from statistics import fmean
 from typing import TypeAlias
 
 from ..display import text_table
 from ..ofu.diagnosis import Candidate, diagnose
+from ..uncertainty import (
+    MeanInterval,
+    interval_json,
+    paired_difference,
+    plus_minus,
+    rare_samples_note,
+)
 from .app_metrics import Agreement, Application, Pair, agreement, agreement_by_gpus
 from .job_figures import JobFigures, OddDevice, Span, job_figures, time_of_one_gpu, weighted_mean
 from .job_samples import FleetSamples
@@ -79,12 +87,32 @@ class JobReport:
     @property
     def compared_ofu(self) -> float | None:
         """OFU over the times at which the application told MFU, where these are known; else over all."""
+        if self.application.times is None:
+            return None if self.figures.ofu is None else self.figures.ofu.mean
+        told = self._compared_steps()
+        return weighted_mean(*list(zip(*told, strict=True))[1:]) if told else None
+
+    @cached_property
+    def difference(self) -> MeanInterval | None:
+        """MFU - OFU as a share with its interval; None where one of the two is not known.
+
+        Where MFU is known over time, of their difference at the same times: what slows both does not count.
+        Where it is one number, that is taken as exact, and the interval is that of OFU.
+        """
+        pair = self.pair
+        if pair is None:
+            return None
+        times, ofu, seconds = zip(*self._compared_steps(), strict=True)
+        mfu_at = self.application.mfu_at
+        mfu = [pair.mfu if mfu_at is None else mfu_at.get(round(time, 3), pair.mfu) for time in times]
+        apart = paired_difference(mfu, ofu, weights=seconds)
+        return replace(apart, mean=pair.mfu - pair.ofu)
+
+    def _compared_steps(self) -> list[tuple[float, float, float]]:
+        """Return time, OFU and GPU time of the steps in which OFU is compared with MFU."""
         figures, times = self.figures, self.application.times
-        if times is None:
-            return None if figures.ofu is None else figures.ofu.mean
         rows = zip(figures.times, figures.series, figures.gpu_seconds, strict=True)
-        told = [(ofu, seconds) for time, ofu, seconds in rows if round(time, 3) in times]
-        return weighted_mean(*zip(*told, strict=True)) if told else None
+        return [row for row in rows if times is None or round(row[0], 3) in times]
 
 
 @dataclass(frozen=True)
@@ -158,7 +186,12 @@ def fleet_report(
         agreement(pairs),
         agreement_by_gpus(pairs),
         tuple(regressions),
-        (*fleet.notes, *_notes_on_samples(fleet, runs, applications), *_notes(jobs, runs, applications)),
+        (
+            *fleet.notes,
+            *_note_on_rare_samples(jobs, fleet.step_s),
+            *_notes_on_samples(fleet, runs, applications),
+            *_notes(jobs, runs, applications),
+        ),
     )
 
 
@@ -178,7 +211,8 @@ def _regressions(jobs: Sequence[JobReport]) -> Iterator[Regression]:
         figures = job.figures
         for drop in figures.drops:
             levels = drop.time_s, drop.before, drop.after
-            yield Regression(figures.job, "within the job", *levels, job.gpus, f"{job.gpus} GPUs")
+            detail = f"{job.gpus} GPUs"
+            yield Regression(figures.job, "within the job", *levels, job.gpus, detail, drop.interval)
     yield from slower_than_earlier_jobs(
         [
             # The median: a restart begins with minutes of loading and compiling.
@@ -202,6 +236,14 @@ def _judged(job: JobReport, rule: OutlierRule, regressions: Sequence[Regression]
     facts = replace(job.application.facts, usual_ofu=fmean(usual)) if usual else job.application.facts
     found = diagnose(pair.mfu, pair.ofu, facts).candidates
     return replace(job, outlier=outlier, candidates=tuple(one for one in found if one.fits))
+
+
+def _note_on_rare_samples(jobs: Sequence[JobReport], step_s: float) -> Iterator[str]:
+    """Yield what a server that was asked every 30 s or less cannot give: scrapes that are rarer."""
+    rare = [job.figures for job in jobs if rare_samples_note(job.figures.interval_s)]
+    if rare and rare_samples_note(step_s) is None:
+        note = rare_samples_note(max(figures.interval_s for figures in rare))
+        yield f"{len(rare)} jobs are sampled too rarely: {_some([one.job for one in rare])}; {note}"
 
 
 def _notes_on_samples(
@@ -284,7 +326,23 @@ def iso(time_s: float) -> str | None:
 
 def _regression_json(one: Regression) -> Json:
     told = {name: getattr(one, name) for name in ("before", "after", "fall", "lost_gpus", "detail")}
-    return {"job": one.job, "kind": one.kind, "time": iso(one.time_s), **told}
+    return {
+        "job": one.job,
+        "kind": one.kind,
+        "time": iso(one.time_s),
+        **told,
+        "points_interval": _points_json(one.interval),
+        "certain": one.is_certain,
+    }
+
+
+def _interval_json(interval: MeanInterval | None) -> Json:
+    return None if interval is None else {**interval_json(interval)}
+
+
+def _points_json(interval: MeanInterval | None) -> Json:
+    """Return the interval of a difference of shares in percentage points."""
+    return _interval_json(None if interval is None else interval.scaled(100))
 
 
 def _job(job: JobReport) -> Json:
@@ -297,6 +355,7 @@ def _job(job: JobReport) -> Json:
         **_measured(figures),
         "mfu": job.application.mfu,
         "difference_points": None if pair is None else pair.points,
+        "difference_points_interval": _points_json(job.difference),
         "ratio": pair.mfu / pair.ofu if pair is not None and pair.ofu else None,
         "outlier": job.outlier,
         "candidates": [{**asdict(one), "expected": list(one.expected)} for one in job.candidates],
@@ -314,15 +373,23 @@ def _measured(figures: JobFigures) -> dict[str, Json]:
         "end": iso(figures.end),
         **{name: getattr(figures, name) for name in ("cut", "device_hours", "samples", "left_out")},
         "ofu": None if figures.ofu is None else asdict(figures.ofu),
+        "ofu_interval": _interval_json(figures.interval),
         "imbalance": figures.imbalance,
         "odd_devices": [_odd_device_json(odd) for odd in figures.odd_devices],
         "drops": [
-            {"time": iso(drop.time_s), "before": drop.before, "after": drop.after} for drop in figures.drops
+            {
+                "time": iso(drop.time_s),
+                "before": drop.before,
+                "after": drop.after,
+                "points_interval": _points_json(drop.interval),
+            }
+            for drop in figures.drops
         ],
     }
 
 
 AGREEMENT_HEADER = ("GPUs", "jobs", "MFU %", "sd", "OFU %", "|MFU-OFU|", "sd", "within 10", "beyond 20", "r")
+PLUS_MINUS = "\n± is half of the 95 % confidence interval, in points"
 _MOST_ROWS = 20
 _LONGEST_NAME = 60
 
@@ -338,6 +405,23 @@ def report_as_text(report: FleetReport) -> str:
 def share(value: float | None) -> str:
     """Return a share as a percentage with one decimal, without the sign."""
     return "n/a" if value is None else f"{100 * value:.1f}"
+
+
+def share_with_interval(value: float | None, interval: MeanInterval | None) -> str:
+    """Return a share in percent with its interval, "31.2 (± 0.4)"; without one "31.2"."""
+    if value is None or interval is None or interval.half_width is None:
+        return share(value)
+    return f"{share(value)} ({plus_minus(100 * interval.half_width)})"
+
+
+def points(difference: MeanInterval | None) -> str:
+    """Return a difference of shares in points with its interval, "+9.9 (± 0.4)"."""
+    return "n/a" if difference is None else difference.in_points()
+
+
+def certainty(one: Regression) -> str:
+    """Return whether a fall is more than chance: "yes", "no: includes 0", or that it cannot be told."""
+    return {True: "yes", False: "no: includes 0", None: "no interval"}[one.is_certain]
 
 
 def number(value: float | None, fmt: str = ".1f") -> str:
@@ -378,7 +462,7 @@ def _summary(report: FleetReport) -> str:
         f"{short_time(report.start)} to {short_time(report.end)} UTC, every {report.step_s:g} s: "
         f"{len(report.jobs)} jobs on {report.devices} devices, {samples:,} samples, mean OFU "
         f"{share(report.ofu_mean)} %"
-    )
+    ) + (PLUS_MINUS if any(job.figures.interval is not None for job in report.jobs) else "")
 
 
 def _agreement_section(report: FleetReport) -> str:
@@ -391,15 +475,16 @@ def _agreement_section(report: FleetReport) -> str:
 def _findings(report: FleetReport) -> Iterator[str]:
     outliers = report.outliers
     if outliers:
-        header = ("job", "GPUs", "MFU %", "OFU %", "MFU/OFU", "candidates (not verdicts)")
-        yield _table("MFU and OFU far apart", header, [_outlier(job) for job in outliers], left=(0, 5))
+        header = ("job", "GPUs", "MFU %", "OFU %", "MFU-OFU", "MFU/OFU", "candidates (not verdicts)")
+        yield _table("MFU and OFU far apart", header, [_outlier(job) for job in outliers], left=(0, 6))
     if report.regressions:
         rows = [_regression_row(one) for one in report.regressions]
-        yield _table("OFU fell", ("job", "since", "from %", "to %", "against"), rows, left=(0, 1, 4))
+        header = ("job", "since", "from %", "to %", "by points", "certain", "against")
+        yield _table("OFU fell", header, rows, left=(0, 1, 5, 6))
     if odd := [(job.figures.job, one) for job in report.jobs for one in job.figures.odd_devices]:
         rows = [_odd_device_row(name, one) for name, one in odd]
-        header = ("job", "kind", "OFU %", "tensor active %", "SM MHz", "device")
-        yield _table("Devices unlike the others of their job", header, rows, left=(0, 1, 5))
+        columns = ("job", "kind", "OFU %", "tensor active %", "SM MHz", "device")
+        yield _table("Devices unlike the others of their job", columns, rows, left=(0, 1, 5))
 
 
 def _outlier(job: JobReport) -> tuple[str, ...]:
@@ -410,14 +495,17 @@ def _outlier(job: JobReport) -> tuple[str, ...]:
         str(job.gpus),
         share(mfu),
         share(ofu),
+        points(job.difference),
         number(ratio, ".2f"),
         "; ".join(one.name for one in job.candidates) or "none fits: look at a profiler trace",
     )
 
 
 def _regression_row(one: Regression) -> tuple[str, ...]:
+    fell = points(one.interval) if one.interval is not None else share(one.before - one.after)
+    levels = share(one.before), share(one.after), fell
     against = f"{one.kind}; {one.detail}"
-    return plain(one.job), short_time(one.time_s), share(one.before), share(one.after), against
+    return plain(one.job), short_time(one.time_s), *levels, certainty(one), against
 
 
 def _odd_device_row(job: str, one: OddDevice) -> tuple[str, ...]:
@@ -435,7 +523,8 @@ def _lowest(report: FleetReport) -> str:
             plain(job.figures.job),
             str(job.gpus),
             f"{job.figures.device_hours:.1f}",
-            *map(share, (ofu.mean, ofu.p10, ofu.p50, ofu.p90)),
+            share_with_interval(ofu.mean, job.figures.interval),
+            *map(share, (ofu.p10, ofu.p50, ofu.p90)),
             number(None if job.figures.imbalance is None else 100 * job.figures.imbalance),
         )
         for ofu, job in told[:10]

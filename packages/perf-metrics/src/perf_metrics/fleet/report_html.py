@@ -17,7 +17,19 @@ from typing import TYPE_CHECKING
 
 from .app_metrics import NEAR_POINTS
 from .job_figures import JobFigures
-from .report import AGREEMENT_HEADER, FleetReport, JobReport, agreement_row, number, share, short_time
+from .regressions import Regression
+from .report import (
+    AGREEMENT_HEADER,
+    FleetReport,
+    JobReport,
+    agreement_row,
+    certainty,
+    number,
+    points,
+    share,
+    share_with_interval,
+    short_time,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -299,7 +311,7 @@ def _body(report: FleetReport, title: str) -> Iterator[str]:
     yield (
         '<p class="soft">OFU = tensor pipe activity x SM clock / clock of the tensor peak, multiplied for '
         f"each sample (every {report.step_s:g} s) and then averaged: what the tensor cores did, whatever the "
-        "job counts.</p>"
+        "job counts. ± is half of the 95 % confidence interval, in points.</p>"
     )
     yield _key_figures(report)
     if report.agreement is not None:
@@ -356,7 +368,7 @@ def _standing_out(report: FleetReport) -> Iterator[str]:
         why = "<br>".join(escape(reason) for reason in what_stands_out(job, report))
         link = f'<b><a href="#{_row_id(job.figures.job)}">{name}</a></b>'
         mean = job.figures.ofu.mean if job.figures.ofu else None
-        ofu, mfu = share(mean), share(job.application.mfu)
+        ofu, mfu = share_with_interval(mean, job.figures.interval), share(job.application.mfu)
         caption = f"{link}, {job.gpus} GPUs, OFU {ofu} %, MFU {mfu} %<br>{why}"
         yield f"<figure>{job_svg(job, report.step_s)}<figcaption>{caption}</figcaption></figure>"
     yield "</div>"
@@ -376,11 +388,11 @@ def what_stands_out(job: JobReport, report: FleetReport) -> list[str]:
     pair = job.pair
     told = []
     if job.outlier and pair is not None:
-        told.append(f"MFU and OFU are {abs(pair.points):.1f} points apart")
+        told.append(f"MFU and OFU are {abs(pair.points):.1f} points apart: {points(job.difference)}")
     told += [f"{one.name}: {one.arithmetic}" for one in job.candidates]
     told += [
         f"OFU fell from {one.before:.1%} to {one.after:.1%} at {short_time(one.time_s)} "
-        f"({one.kind}; {one.detail})"
+        f"({one.kind}; {one.detail}), by {_fall_text(one)}"
         for one in report.regressions
         if one.job == job.figures.job
     ]
@@ -415,13 +427,27 @@ def _job_row(job: JobReport, report: FleetReport) -> list[Cell]:
         number_cell((figures.end - figures.start) / 3600, ".2f"),
         number_cell(job.gpus, "d"),
         number_cell(len(figures.devices), "d"),
-        *(share_cell(value) for value in ((ofu.mean, ofu.p10, ofu.p50, ofu.p90) if ofu else (None,) * 4)),
+        _interval_cell(ofu.mean, share_with_interval(ofu.mean, figures.interval))
+        if ofu
+        else share_cell(None),
+        *(share_cell(value) for value in ((ofu.p10, ofu.p50, ofu.p90) if ofu else (None,) * 3)),
         share_cell(figures.imbalance),
         share_cell(job.application.mfu),
-        number_cell(None if pair is None else pair.points, "+.1f"),
+        number_cell(None, "") if pair is None else _interval_cell(pair.points / 100, points(job.difference)),
         number_cell(pair.mfu / pair.ofu if pair is not None and pair.ofu else None, ".2f"),
         Cell("; ".join(kinds), css="text long"),
     ]
+
+
+def _interval_cell(share_value: float, text: str) -> Cell:
+    """Return a cell that shows a figure with its interval and is sorted by the figure, in percent."""
+    return Cell(text, 100 * share_value)
+
+
+def _fall_text(one: Regression) -> str:
+    fell = share(one.before - one.after) if one.interval is None else points(one.interval)
+    told = {True: "certain", False: "not certain: the interval includes 0", None: certainty(one)}
+    return f"{fell} points ({told[one.is_certain]})"
 
 
 def _point_text(job: JobReport) -> str:
