@@ -24,7 +24,7 @@ LLAMA = {
     "num_attention_heads": 2,
     "intermediate_size": 16,
 }
-COMMANDS = ("plot", "summary", "flops", "gemm", "trace", "watch", "fleet", "fleet-files")
+COMMANDS = ("plot", "summary", "compare", "flops", "gemm", "trace", "watch", "fleet", "fleet-files")
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""`perf-metrics plot`, `summary` and `goodput`: curves and figures of runs."""
+"""`perf-metrics plot`, `summary`, `compare` and `goodput`: curves and figures of runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..logs.compare import DIFFERENCE, KEYS, compare_logs, comparison_json, comparison_lines
 from ..logs.goodput import FOLDER, goodput_as_json, goodput_as_text, mfu_of_run, plot_goodput, read_goodput
 from ..logs.log_file import LOG_FILENAME, STATE_FILENAME
 from ..logs.plot import PANELS, plot_logs
@@ -88,7 +89,8 @@ def fill_summary(parser: OneLineParser) -> None:
     """Add what `summary` takes."""
     parser.description = (
         "Show the figures of runs, one a row; n/a: the log does not tell. Speed and utilization "
-        "are medians over the log entries."
+        "are medians over the log entries; OFU and MFU-OFU, where logged, are means over the time without "
+        "warm-up, with their 95 % confidence intervals."
     )
     add_logs_argument(parser)
     parser.add_argument(
@@ -104,6 +106,51 @@ def _run_summary(options: argparse.Namespace) -> int:
         print(json.dumps([summary_json(summary) for summary in summaries], indent=2))
     else:
         print("\n".join(summary_lines(summaries)))
+    return 0
+
+
+def fill_compare(parser: OneLineParser) -> None:
+    """Add what `compare` takes."""
+    parser.description = (
+        "Compare two runs, such as two settings: means over time without warm-up, which are the first log "
+        "entry and the first after a resume or a pause; their 95 % confidence intervals; the difference with "
+        "its own; and which is better, or how much longer to measure until a difference can be told."
+    )
+    logs = f"{LOG_FILENAME}, {STATE_FILENAME}, a directory with one of them, or JSON lines"
+    parser.add_argument("first", type=Path, metavar="A", help=logs)
+    parser.add_argument("second", type=Path, metavar="B", help="the same of the other run")
+    parser.add_argument(
+        "--keys",
+        type=_names,
+        metavar="NAME,...",
+        help=f"keys of the log entries [those of {', '.join(KEYS)} that both have]",
+    )
+    parser.add_argument(
+        "--difference",
+        type=float,
+        default=100 * DIFFERENCE,
+        metavar="PERCENT",
+        help="of A's figure: how long does it take to tell that? [%(default)g]",
+    )
+    parser.add_argument(
+        "--skip-steps", type=int, default=0, metavar="N", help="first steps that do not count either [0]"
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON, in units of the log and seconds")
+    parser.set_defaults(run=_run_compare)
+
+
+def _run_compare(options: argparse.Namespace) -> int:
+    comparisons = compare_logs(
+        options.first,
+        options.second,
+        keys=options.keys,
+        difference=options.difference / 100,
+        skip_steps=options.skip_steps,
+    )
+    if options.json:
+        print(json.dumps([comparison_json(one) for one in comparisons], indent=2))
+    else:
+        print("\n".join(comparison_lines(comparisons)))
     return 0
 
 

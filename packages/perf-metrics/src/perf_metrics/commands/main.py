@@ -16,6 +16,7 @@ PROGRAM = "perf-metrics"
 COMMANDS = {
     "plot": ("logs", "fill_plot", "draw loss, speed, utilization, memory and learning rate of runs"),
     "summary": ("logs", "fill_summary", "show steps, losses, speed, utilization, memory and time of runs"),
+    "compare": ("logs", "fill_compare", "compare two runs: which is faster, or how long to measure to tell"),
     "goodput": ("logs", "fill_goodput", "what the device time of a run was spent on, restarts included"),
     "flops": ("flops", "fill_flops", "FLOPs per token of a model, from its config.json"),
     "gemm": (

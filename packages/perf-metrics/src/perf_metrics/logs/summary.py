@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, quantiles
 
 from ..display import format_value, text_table
+from ..uncertainty import MeanInterval, interval_json, paired_difference
 from .log_file import (
     LOG_FILENAME,
     STATE_FILENAME,
@@ -173,6 +175,8 @@ def _as_number(value: JsonValue, reduce: Callable[[Sequence[float]], float]) -> 
         return math.nan
 
 
+_MOST = 1e15
+"""No figure of a training and no time in seconds is above it; sums of larger numbers overflow."""
 PAUSE_SECONDS = 60.0
 """Unexplained time between two log entries that is noted as a pause."""
 
@@ -228,6 +232,10 @@ class RunSummary:
     resumes: int | None
     """How often training came back to an earlier step. None if it never did, which tells nothing:
     `JsonLogger` removes the traces of that, and a run that continued from its last entry leaves none."""
+    ofu: MeanInterval | None = None
+    """Mean OFU over the time of `steady_entries`, with its confidence interval."""
+    mfu_minus_ofu: MeanInterval | None = None
+    """Mean of MFU - OFU over the same time, entry by entry, with its confidence interval."""
 
 
 def summarize_log(path: str | Path) -> RunSummary:
@@ -271,7 +279,64 @@ def summary_of(run: RunLog, name: str) -> RunSummary:
         pauses=None if pauses is None else len(pauses),
         pause_seconds=None if pauses is None else math.fsum(pauses),
         resumes=run.resumes_seen or None,
+        ofu=interval_of(run, "ofu"),
+        mfu_minus_ofu=interval_of(run, "mfu", minus="ofu"),
     )
+
+
+def interval_of(
+    run: RunLog, key: str, *, minus: str | None = None, after_step: float = 0.0
+) -> MeanInterval | None:
+    """Return the mean of a key over time, or of the difference of two, with its confidence interval.
+
+    Over `steady_entries`, each counting by its `interval_seconds`, or all the same where one has none.
+
+    Args:
+        run: The log.
+        key: Key of the entries.
+        minus: Another key, which is subtracted entry by entry.
+        after_step: Steps up to here are left out.
+
+    Returns:
+        None where no entry has the key.
+    """
+    rows = [
+        (value, other, number_of(entry, "interval_seconds"), number_of(entry, "timestamp"))
+        for entry in steady_entries(run, after_step)
+        if (value := number_of(entry, key)) is not None
+        and (other := 0.0 if minus is None else number_of(entry, minus)) is not None
+        and max(abs(value), abs(other)) < _MOST
+    ]
+    if not rows:
+        return None
+    values, others, seconds, times = zip(*rows, strict=True)
+    weights = [one for one in seconds if one is not None and 0 < one < _MOST]
+    if len(weights) == len(rows):
+        return paired_difference(values, others, weights=weights, step_s=fmean(weights))
+    told = [time for time in times if time is not None]
+    gaps = [later - earlier for earlier, later in pairwise(told) if later > earlier]
+    return paired_difference(values, others, step_s=median(gaps) if gaps else None)
+
+
+def steady_entries(run: RunLog, after_step: float = 0.0) -> list[LogEntry]:
+    """Return the entries of training intervals without warm-up.
+
+    The first entry of the run, and the first after each resume or pause that the log tells, have compilation,
+    loading and caches in them, and are left out.
+    """
+    first: list[LogEntry] = []
+    last, pauses = -math.inf, {id(entry) for entry, _ in _unexplained(run.written) or ()}
+    for entry in run.written:
+        if is_training(entry):
+            if not first or step_of(entry) <= last or id(entry) in pauses:
+                first.append(entry)
+            last = step_of(entry)
+    warming = {id(entry) for entry in first}
+    return [
+        entry
+        for entry in run.entries
+        if is_training(entry) and id(entry) not in warming and step_of(entry) > after_step
+    ]
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -342,7 +407,13 @@ def _numbers(run: RunLog, *keys: str) -> list[float]:
 
 def _pauses(written: Sequence[LogEntry]) -> list[float] | None:
     """Return the lengths of pauses between the training entries, or None if times are missing."""
-    pauses: list[float] = []
+    pauses = _unexplained(written)
+    return None if pauses is None else [seconds for _, seconds in pauses]
+
+
+def _unexplained(written: Sequence[LogEntry]) -> list[tuple[LogEntry, float]] | None:
+    """Return the entries before which there was a pause, and its seconds; None if times are missing."""
+    pauses: list[tuple[LogEntry, float]] = []
     last: float | None = None
     told = False
     evaluating = 0.0
@@ -357,25 +428,34 @@ def _pauses(written: Sequence[LogEntry]) -> list[float] | None:
             told = True
             unexplained = time - last - interval - evaluating
             if PAUSE_SECONDS < unexplained < math.inf:
-                pauses.append(unexplained)
+                pauses.append((entry, unexplained))
         last, evaluating = time, 0.0
     return pauses if told else None
 
 
 def summary_lines(summaries: Sequence[RunSummary]) -> list[str]:
     """Return a table with one row for each run; figures that a log does not tell are "n/a"."""
-    rows = [_cells(summary) for summary in summaries]
+    rows = [_cells(summary, with_ofu=any(one.ofu is not None for one in summaries)) for summary in summaries]
     return text_table(list(rows[0]), [list(row.values()) for row in rows]).splitlines() if rows else []
 
 
 def summary_json(summary: RunSummary) -> dict[str, JsonValue]:
     """Return a summary as plain JSON data, with null for what is missing or no number."""
-    return {key: _plain(value) for key, value in asdict(summary).items()}
+    told = {one.name: _plain(getattr(summary, one.name)) for one in fields(summary)}
+    for name in ("ofu", "mfu_minus_ofu"):
+        interval: MeanInterval | None = getattr(summary, name)
+        told[name] = None if interval is None else {**interval_json(interval)}
+    return told
 
 
-def _cells(run: RunSummary) -> dict[str, str]:
+def _cells(run: RunSummary, *, with_ofu: bool) -> dict[str, str]:
     best = format_value(run.best_eval_loss, ".4f")
     pauses = format_value(run.pauses, "d")
+    # Few runs have counters; the table is wide enough without them.
+    ofu = {
+        "OFU": format_value(None) if run.ofu is None else run.ofu.in_percent(),
+        "MFU-OFU": format_value(None) if run.mfu_minus_ofu is None else run.mfu_minus_ofu.in_points(),
+    }
     return {
         "run": run.name,
         "steps": format_value(run.steps, ",d"),
@@ -388,6 +468,7 @@ def _cells(run: RunSummary) -> dict[str, str]:
         "p90": format_value(run.tok_per_sec_p90, "si"),
         "MFU": format_value(run.mfu_median, ".1%"),
         "HFU": format_value(run.hfu_median, ".1%"),
+        **(ofu if with_ofu else {}),
         "peak memory": format_value(run.peak_memory_bytes, "gib"),
         "data wait": format_value(run.data_wait_share, ".1%"),
         "wall": duration(run.wall_seconds),
