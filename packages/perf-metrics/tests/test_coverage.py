@@ -13,6 +13,7 @@ from statistics import fmean, median, stdev
 
 import pytest
 
+from perf_metrics.fleet.regressions import find_drops
 from perf_metrics.uncertainty import independent_difference, mean_interval, shortest_window
 
 LEVEL = 0.40
@@ -153,6 +154,36 @@ def test_a_difference_of_two_runs_is_covered() -> None:
 def test_a_difference_of_two_runs_is_covered_in_93_to_97_percent() -> None:
     share = covered_difference(2000)
     print(f"A/B: {share:.2%}")
+    assert 0.93 <= share <= 0.97
+
+
+def covered_falls(cases: int) -> float:
+    """Return the share of falls, with checkpoints in half of the jobs, whose interval holds the step."""
+    random, step, hits = Random(9), 0.1, list[bool]()
+    for case in range(cases):
+        before, after = random.randint(120, 400), random.randint(120, 400)
+        noise = autoregressive(random, before + after, random.choice((0.0, 0.5, 0.8)))
+        values = [
+            0.02
+            if case % 2 and place % CHECKPOINT_EVERY < CHECKPOINT_LASTS
+            else LEVEL - step * (place >= before) + SPREAD * value
+            for place, value in enumerate(noise)
+        ]
+        drops = find_drops([30.0 * place for place in range(len(values))], values)
+        hits += [bool(drop.interval.includes(step)) for drop in drops if drop.interval is not None]
+    assert len(hits) > 0.98 * cases
+    return fmean(hits)
+
+
+def test_a_fall_is_covered() -> None:
+    """Which it was not with the samples around the edge, whose place is known to some samples only: 67 %."""
+    assert 0.91 <= covered_falls(200) <= 0.985
+
+
+@pytest.mark.full
+def test_a_fall_is_covered_in_93_to_97_percent() -> None:
+    share = covered_falls(2000)
+    print(f"falls: {share:.2%}")
     assert 0.93 <= share <= 0.97
 
 

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean, median, stdev
 from typing import Literal, TypeAlias
@@ -46,8 +46,9 @@ class Drop:
         time_s: Unix time of the first sample at the lower level, in seconds.
         before: OFU of the level before without short stalls, as a share.
         after: OFU of the level after without short stalls, as a share.
-        interval: Of before - after, by the samples of both levels. That the cut was chosen where the two
-            differ most is not in it; that is why a fall takes six standard errors to be found.
+        interval: Of the step, by the samples of both levels that are not stalls and not near the edge. That
+            the cut was chosen where the two differ most is not in it; that is why a fall takes six standard
+            errors to be found.
     """
 
     time_s: float
@@ -86,26 +87,30 @@ def find_drops(times: Sequence[float], values: Sequence[float]) -> tuple[Drop, .
     edges = [_refined(block, starts, sharp) for block in block_edges[1:-1]]
     ends = [0, *edges, len(steady)]
     levels = [steady[low:high] for low, high in pairwise(ends)]
-    near = max(1, round(LEAST_S / step_s))
+    near, margin = max(1, round(LEAST_S / step_s)), max(1, round(_BLOCK_S / step_s))
     return tuple(
-        Drop(times[edge], fmean(before), fmean(after), _interval_of_drop(calm, parts, before, after))
-        for edge, parts, (before, after) in zip(
-            edges, zip(ends, edges, ends[2:], strict=False), pairwise(levels), strict=True
-        )
+        Drop(times[edge], fmean(before), fmean(after), _interval_of_drop(calm, low, edge, high, margin))
+        for low, edge, high, (before, after) in zip(ends, edges, ends[2:], pairwise(levels), strict=False)
         if fmean(after) < fmean(before) >= LEAST_LEVEL and _is_abrupt(before, after, near)
     )
 
 
-def _interval_of_drop(
-    calm: Sequence[float], parts: tuple[int, int, int], before: Sequence[float], after: Sequence[float]
-) -> MeanInterval:
-    """Return before - after with its interval.
+def _interval_of_drop(calm: Sequence[float], low: int, edge: int, high: int, margin: int) -> MeanInterval:
+    """Return the level before - that after an edge, with its interval.
 
-    From the samples without stalls: the levels themselves are running medians, of which neighbours are alike.
+    From the samples without stalls: running medians are alike over half an hour. Where exactly the edge is,
+    is known to some samples, of which one on the wrong side moves a mean by more than noise does; so those
+    around it are left out.
     """
-    low, edge, high = parts
-    apart = independent_difference(mean_interval(calm[low:edge]), mean_interval(calm[edge:high]))
-    return replace(apart, mean=fmean(before) - fmean(after))
+    before = _between(calm, low, edge, margin)
+    after = _between(calm, edge, high, margin)
+    return independent_difference(mean_interval(before), mean_interval(after))
+
+
+def _between(values: Sequence[float], low: int, high: int, margin: int) -> Sequence[float]:
+    """Return the values between two edges, without those near an edge that is not an end of the series."""
+    margin = min(margin, (high - low) // 4)
+    return values[low + margin * (low > 0) : high - margin * (high < len(values))]
 
 
 def _without_stalls(values: Sequence[float], half: int) -> list[float]:
