@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         plot_goodput,
         read_goodput,
     )
+    from .logs.compare import Comparison, compare_logs
     from .logs.log_file import load_logs
     from .logs.plot import plot_logs
     from .logs.summary import RunSummary, summarize_log
@@ -90,6 +91,13 @@ if TYPE_CHECKING:
     )
     from .ofu.trace import TraceOverhead, trace_overhead
     from .throughput import Lap, ThroughputMeter, exclude_compilation
+    from .uncertainty import (
+        MeanInterval,
+        independent_difference,
+        mean_interval,
+        paired_difference,
+        shortest_window,
+    )
     from .traces.losses import Loss, largest_loss, losses_of
     from .traces.picture import plot_breakdown
     from .traces.ranks import CommunicationTime, RankBreakdown, Straggler, TraceBreakdown, read_breakdown
@@ -116,6 +124,7 @@ __all__ = [
     "ColumnSpec",
     "CommunicationTime",
     "ComparedPart",
+    "Comparison",
     "Convention",
     "CountedFlops",
     "CountedPart",
@@ -144,6 +153,7 @@ __all__ = [
     "MEASURED",
     "Loss",
     "MFUMeter",
+    "MeanInterval",
     "MeanOFU",
     "ModelFlops",
     "OFUMetrics",
@@ -180,6 +190,7 @@ __all__ = [
     "check_process",
     "collect_fleet",
     "compare_flops",
+    "compare_logs",
     "convention",
     "count_flops",
     "device_peak_flops",
@@ -197,6 +208,9 @@ __all__ = [
     "largest_loss",
     "load_logs",
     "losses_of",
+    "independent_difference",
+    "load_logs",
+    "mean_interval",
     "mean_ofu",
     "mean_ofu_by_device",
     "mean_ofu_by_job",
@@ -207,6 +221,7 @@ __all__ = [
     "model_flops_utilization",
     "ofu_from_activity",
     "ofu_from_cycles",
+    "paired_difference",
     "palm_flops_per_token",
     "parse_kernel",
     "plot_goodput",
@@ -223,6 +238,7 @@ __all__ = [
     "report_as_html",
     "report_as_json",
     "report_as_text",
+    "shortest_window",
     "sum_peaks",
     "summarize_log",
     "tensor_clock",
@@ -286,6 +302,7 @@ _NAMES = {
         "plot_goodput",
         "read_goodput",
     ),
+    "logs.compare": ("Comparison", "compare_logs"),
     "logs.log_file": ("load_logs",),
     "logs.plot": ("plot_logs",),
     "logs.summary": ("RunSummary", "summarize_log"),
@@ -326,6 +343,13 @@ _NAMES = {
     "traces.report": ("breakdown_as_json", "breakdown_as_text"),
     "traces.steps": ("RankSteps", "StepBreakdown", "read_steps"),
     "traces.trace_file": ("TraceFileError",),
+    "uncertainty": (
+        "MeanInterval",
+        "independent_difference",
+        "mean_interval",
+        "paired_difference",
+        "shortest_window",
+    ),
     "utilization": (
         "MEASURED",
         "MFUMeter",
