@@ -98,9 +98,13 @@ class MeanInterval:
         mean = f"{100 * self.mean:.1f} %"
         return mean if self.half_width is None else f"{mean} ({plus_minus(100 * self.half_width)})"
 
-    def in_points(self) -> str:
-        """Return a difference of shares as text, such as "+9.9 (± 0.4)"; without an interval "+9.9"."""
-        mean = f"{100 * self.mean:+.1f}"
+    def in_points(self, *, sign: str = "+") -> str:
+        """Return a difference of shares as text, such as "+9.9 (± 0.4)"; without an interval "+9.9".
+
+        Args:
+            sign: "+" for a sign in any case, "" for one of negative differences only.
+        """
+        mean = f"{100 * self.mean:{sign}.1f}"
         return mean if self.half_width is None else f"{mean} ({plus_minus(100 * self.half_width)})"
 
 

@@ -71,6 +71,17 @@ def test_each_job_has_its_interval_or_the_reason_for_none(report: FleetReport) -
     }
 
 
+def test_jobs_without_an_interval_are_named_in_the_notes(report: FleetReport) -> None:
+    text, page = report_as_text(report), report_as_html(report)
+    for note in (
+        "1 jobs have no interval for OFU, as the samples drift or step from one level to another, so that "
+        "their mean tells no level: fell",
+        "1 jobs have no interval for OFU, as it takes 16 steps with samples: short",
+    ):
+        assert f"- {note}\n" in f"{text}\n"
+        assert f"<li>{note}</li>" in page
+
+
 def test_the_interval_is_wider_than_that_of_independent_samples(report: FleetReport) -> None:
     (job,) = (one for one in report.jobs if one.figures.job == "steady")
     values = [value for span in job.figures.spans for value in span.ofu]

@@ -54,6 +54,13 @@ def test_the_summary_has_ofu_and_what_parts_it_from_mfu(tmp_path: Path) -> None:
     assert told["mfu_minus_ofu"]["reason"] is None
 
 
+def test_too_few_entries_are_said_below_the_table(tmp_path: Path) -> None:
+    summary = summarize_log(write(tmp_path / "a.json", 0.40, entries=12))
+    assert summary_lines([summary])[2:] == [
+        "a: OFU has no interval, as 11 samples are too few for an interval, which takes 16"
+    ]
+
+
 def test_a_log_without_counters_has_the_table_of_before(tmp_path: Path) -> None:
     summary = summarize_log(write(tmp_path / "a.json", 0.40, ofu=None))
     assert (summary.ofu, summary.mfu_minus_ofu) == (None, None)

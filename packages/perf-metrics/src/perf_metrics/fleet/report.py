@@ -14,6 +14,7 @@ from typing import TypeAlias
 from ..display import text_table
 from ..ofu.diagnosis import Candidate, diagnose
 from ..uncertainty import (
+    FEWEST_SAMPLES,
     MeanInterval,
     interval_json,
     paired_difference,
@@ -238,6 +239,18 @@ def _judged(job: JobReport, rule: OutlierRule, regressions: Sequence[Regression]
     return replace(job, outlier=outlier, candidates=tuple(one for one in found if one.fits))
 
 
+def notes_on_intervals(jobs: Sequence[JobReport]) -> Iterator[str]:
+    """Yield which jobs have OFU and no interval, and why; in the JSON each job has its reason."""
+    lacking: defaultdict[str, list[str]] = defaultdict(list)
+    for job in jobs:
+        interval = job.figures.interval
+        if interval is not None and interval.reason is not None:
+            too_few = f"it takes {FEWEST_SAMPLES} steps with samples"
+            lacking[too_few if interval.samples < FEWEST_SAMPLES else interval.reason].append(job.figures.job)
+    for reason, names in lacking.items():
+        yield f"{len(names)} jobs have no interval for OFU, as {reason}: {_some(names)}"
+
+
 def _note_on_rare_samples(jobs: Sequence[JobReport], step_s: float) -> Iterator[str]:
     """Yield what a server that was asked every 30 s or less cannot give: scrapes that are rarer."""
     rare = [job.figures for job in jobs if rare_samples_note(job.figures.interval_s)]
@@ -397,8 +410,8 @@ _LONGEST_NAME = 60
 def report_as_text(report: FleetReport) -> str:
     """Return the report as tables."""
     sections = [_summary(report), _agreement_section(report), *_findings(report), _lowest(report)]
-    if report.notes:
-        sections.append("Notes\n" + "\n".join(f"- {_printable(note)}" for note in report.notes))
+    if notes := [*report.notes, *notes_on_intervals(report.jobs)]:
+        sections.append("Notes\n" + "\n".join(f"- {_printable(note)}" for note in notes))
     return "\n\n".join(section for section in sections if section)
 
 
@@ -417,6 +430,11 @@ def share_with_interval(value: float | None, interval: MeanInterval | None) -> s
 def points(difference: MeanInterval | None) -> str:
     """Return a difference of shares in points with its interval, "+9.9 (± 0.4)"."""
     return "n/a" if difference is None else difference.in_points()
+
+
+def fallen_points(one: Regression) -> str:
+    """Return by how many points OFU fell, with the interval: "9.9 (± 0.4)"."""
+    return share(one.before - one.after) if one.interval is None else one.interval.in_points(sign="")
 
 
 def certainty(one: Regression) -> str:
@@ -502,8 +520,7 @@ def _outlier(job: JobReport) -> tuple[str, ...]:
 
 
 def _regression_row(one: Regression) -> tuple[str, ...]:
-    fell = points(one.interval) if one.interval is not None else share(one.before - one.after)
-    levels = share(one.before), share(one.after), fell
+    levels = share(one.before), share(one.after), fallen_points(one)
     against = f"{one.kind}; {one.detail}"
     return plain(one.job), short_time(one.time_s), *levels, certainty(one), against
 

@@ -24,6 +24,8 @@ from .report import (
     JobReport,
     agreement_row,
     certainty,
+    fallen_points,
+    notes_on_intervals,
     number,
     points,
     share,
@@ -319,8 +321,8 @@ def _body(report: FleetReport, title: str) -> Iterator[str]:
     yield f"<h2>The fleet over time</h2>\n<figure>{fleet_svg(report)}</figure>"
     yield from _standing_out(report)
     yield from _all_jobs(report)
-    if report.notes:
-        notes = "\n".join(f"<li>{escape(note)}</li>" for note in report.notes)
+    if told := [*report.notes, *notes_on_intervals(report.jobs)]:
+        notes = "\n".join(f"<li>{escape(note)}</li>" for note in told)
         yield f"<h2>Notes</h2>\n<ul>\n{notes}\n</ul>"
 
 
@@ -367,9 +369,9 @@ def _standing_out(report: FleetReport) -> Iterator[str]:
         name = escape(job.figures.job)
         why = "<br>".join(escape(reason) for reason in what_stands_out(job, report))
         link = f'<b><a href="#{_row_id(job.figures.job)}">{name}</a></b>'
-        mean = job.figures.ofu.mean if job.figures.ofu else None
-        ofu, mfu = share_with_interval(mean, job.figures.interval), share(job.application.mfu)
-        caption = f"{link}, {job.gpus} GPUs, OFU {ofu} %, MFU {mfu} %<br>{why}"
+        interval = job.figures.interval
+        ofu = "n/a" if interval is None else interval.in_percent()
+        caption = f"{link}, {job.gpus} GPUs, OFU {ofu}, MFU {share(job.application.mfu)} %<br>{why}"
         yield f"<figure>{job_svg(job, report.step_s)}<figcaption>{caption}</figcaption></figure>"
     yield "</div>"
 
@@ -445,9 +447,8 @@ def _interval_cell(share_value: float, text: str) -> Cell:
 
 
 def _fall_text(one: Regression) -> str:
-    fell = share(one.before - one.after) if one.interval is None else points(one.interval)
     told = {True: "certain", False: "not certain: the interval includes 0", None: certainty(one)}
-    return f"{fell} points ({told[one.is_certain]})"
+    return f"{fallen_points(one)} points ({told[one.is_certain]})"
 
 
 def _point_text(job: JobReport) -> str:

@@ -434,9 +434,18 @@ def _unexplained(written: Sequence[LogEntry]) -> list[tuple[LogEntry, float]] | 
 
 
 def summary_lines(summaries: Sequence[RunSummary]) -> list[str]:
-    """Return a table with one row for each run; figures that a log does not tell are "n/a"."""
+    """Return a table with one row for each run; figures that a log does not tell are "n/a".
+
+    Below it stand the runs whose OFU has no interval, with the reason.
+    """
     rows = [_cells(summary, with_ofu=any(one.ofu is not None for one in summaries)) for summary in summaries]
-    return text_table(list(rows[0]), [list(row.values()) for row in rows]).splitlines() if rows else []
+    table = text_table(list(rows[0]), [list(row.values()) for row in rows]).splitlines() if rows else []
+    lacking = [
+        f"{run.name}: OFU has no interval, as {run.ofu.reason}"
+        for run in summaries
+        if run.ofu is not None and run.ofu.reason is not None
+    ]
+    return [*table, *lacking]
 
 
 def summary_json(summary: RunSummary) -> dict[str, JsonValue]:
