@@ -8,15 +8,16 @@ from random import Random
 
 import pytest
 
+from perf_metrics.student_t import t_quantile
 from perf_metrics.uncertainty import (
     MeanInterval,
+    RunningSeries,
     independent_difference,
     mean_interval,
     paired_difference,
     plus_minus,
     rare_samples_note,
     shortest_window,
-    t_quantile,
     warn_of_rare_samples,
 )
 
@@ -105,6 +106,20 @@ def test_what_both_series_have_in_common_cancels_out_in_pairs() -> None:
     assert paired.half_width is not None
     assert apart.half_width is not None
     assert paired.half_width < apart.half_width / 4
+
+
+def test_a_series_taken_value_by_value_keeps_means_and_the_same_interval() -> None:
+    values = noise(10_000)
+    series = RunningSeries()
+    for value in values:
+        series.add(value)
+    kept, whole = series.interval(step_s=1.0), mean_interval(values, step_s=1.0)
+    assert kept is not None
+    assert kept.samples < 2048
+    assert kept.step_s == 8  # 10,000 values in means of 8
+    assert kept.mean == pytest.approx(whole.mean)
+    assert kept.half_width == pytest.approx(whole.half_width, rel=0.3)
+    assert RunningSeries().interval() is None
 
 
 def test_the_difference_of_two_has_welch_degrees_of_freedom() -> None:

@@ -23,7 +23,7 @@ from perf_metrics import (
 )
 from perf_metrics.fleet.regressions import JobLevel, find_drops, slower_than_earlier_jobs
 from perf_metrics.ofu.samples import Device
-from perf_metrics.uncertainty import t_quantile
+from perf_metrics.student_t import t_quantile
 
 LEVEL, AFTER, STEPS = 0.40, 0.30, 240
 

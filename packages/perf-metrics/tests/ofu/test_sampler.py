@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -70,6 +71,22 @@ def test_counters_that_begin_anew_are_not_counted_backwards() -> None:
     window = sums.window(None)
     assert window.cycles == CycleCounts(1700, 850, 170)
     assert (window.samples, window.seconds, window.cycles_seconds) == (4, 2.0, 1.0)
+
+
+def test_sixteen_samples_of_a_window_make_an_interval() -> None:
+    sums = WindowSums(Device("0", "x", "x", "GPU-0"), TensorClock(1830, "given"))
+    random = Random(0)
+    for _ in range(15):
+        sums.add(Reading(random.gauss(0.5, 0.01), 1830, 0.5, None), None)
+    assert sums.window(None).interval is None
+    for _ in range(25):
+        sums.add(Reading(random.gauss(0.5, 0.01), 1830, 0.5, None), None)
+    window = sums.window(None)
+    assert window.interval is not None
+    assert (window.interval.samples, window.interval.step_s) == (40, 0.5)
+    assert window.interval.mean == pytest.approx(window.ofu)
+    assert window.interval.half_width is not None
+    assert 0.001 < window.interval.half_width < 0.02
 
 
 def test_slow_forbidden_old_and_unknown_devices_do_not_stop_the_others(fake_nvml) -> None:

@@ -11,12 +11,12 @@ from itertools import accumulate, pairwise
 from statistics import fmean, median, stdev
 from typing import Literal, TypeAlias
 
+from ..student_t import t_quantile
 from ..uncertainty import (
     CONFIDENCE,
     MeanInterval,
     independent_difference,
     mean_interval,
-    t_quantile,
 )
 
 LEAST_FALL = 0.10

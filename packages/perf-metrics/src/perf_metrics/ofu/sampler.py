@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-from ..uncertainty import LONGEST_STEP_S
+from ..uncertainty import LONGEST_STEP_S, MeanInterval, RunningSeries
 from .nvml import CycleCounts, Device, Nvml, Reading, TensorMeter, UnavailableError
 from .samples import TensorClock, check_tensor_mhz, ofu_from_activity, tensor_clock
 
@@ -34,6 +34,7 @@ class DeviceWindow:
         cycles_seconds: Time in which they did.
         problem: What NVML refused or failed to do, or why the tensor clock is unknown; None if nothing. With
             samples that succeeded, `ofu` is their mean all the same.
+        interval: `ofu` with its confidence interval; None for fewer than 16 samples.
     """
 
     label: str
@@ -50,6 +51,7 @@ class DeviceWindow:
     cycles: CycleCounts | None
     cycles_seconds: float
     problem: str | None
+    interval: MeanInterval | None = None
 
     @property
     def reason(self) -> str | None:
@@ -103,6 +105,7 @@ class WindowSums:
         self._lowest, self._highest = math.inf, 0.0
         self._cycles: CycleCounts | None = None
         self._cycles_seconds = 0.0
+        self._series = RunningSeries()
 
     def add(self, reading: Reading, before: CycleCounts | None) -> None:
         """Add a sample; `before` are the raw counters at the sample before it, if there are any."""
@@ -112,7 +115,9 @@ class WindowSums:
         self._mhz += reading.sm_mhz
         self._lowest, self._highest = min(self._lowest, reading.sm_mhz), max(self._highest, reading.sm_mhz)
         if self._clock.mhz is not None:
-            self._ofu += ofu_from_activity(reading.tensor_activity, reading.sm_mhz, self._clock.mhz)
+            ofu = ofu_from_activity(reading.tensor_activity, reading.sm_mhz, self._clock.mhz)
+            self._ofu += ofu
+            self._series.add(ofu)
         if reading.cycles is not None and before is not None:
             self._add_cycles(reading.cycles, before, reading.seconds)
 
@@ -136,6 +141,7 @@ class WindowSums:
             cycles=self._cycles,
             cycles_seconds=self._cycles_seconds,
             problem=problem,
+            interval=self._series.interval(self._seconds / count if count else None),
         )
 
     def _add_cycles(self, now: CycleCounts, before: CycleCounts, seconds: float) -> None:
