@@ -79,11 +79,12 @@ KINDS: dict[str, tuple[Callable[[Random, int], list[float]], int]] = {
     "correlation 0.5": (correlated(0.5), 240),
     "correlation 0.5, short": (correlated(0.5), 64),
     "correlation 0.9": (correlated(0.9), 600),
+    "correlation 0.9, short": (correlated(0.9), 200),
     "slow under clock noise": (slow_under_clock_noise, 1200),
     "checkpoints": (with_checkpoints, 1800),
     "8 GPUs": (mean_over_gpus, 300),
 }
-"""What is long enough: twenty correlation times, (1 + r) / (1 - r) samples each, and thirty checkpoints."""
+"""What is long enough: ten correlation times, (1 + r) / (1 - r) samples each, and thirty checkpoints."""
 
 TOO_SHORT: dict[str, tuple[Callable[[Random, int], list[float]], int]] = {
     "correlation 0.9 in 32 samples": (correlated(0.9), 32),
@@ -103,10 +104,10 @@ def covered(kind: str, simulate: Callable[[Random, int], list[float]], count: in
 
 
 def test_two_thousand_intervals_hold_the_truth_in_93_to_97_percent() -> None:
-    cases = 2000 // len(KINDS)
+    cases = math.ceil(2000 / len(KINDS))
     shares = {kind: covered(kind, *of_kind, cases) for kind, of_kind in KINDS.items()}
     assert 0.93 <= fmean(shares.values()) <= 0.97
-    # 250 cases of one kind have a standard error of 1.4 points by themselves.
+    # 223 cases of one kind have a standard error of 1.5 points by themselves.
     assert all(0.91 <= share <= 0.985 for share in shares.values()), shares
 
 
