@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         warn_of_disagreement,
     )
     from .flops.read_architecture import architecture_of_config, architecture_of_model
+    from .logs.compare import Comparison, compare_logs
     from .logs.goodput import (
         Goodput,
         Session,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
         plot_goodput,
         read_goodput,
     )
-    from .logs.compare import Comparison, compare_logs
     from .logs.log_file import load_logs
     from .logs.plot import plot_logs
     from .logs.summary import RunSummary, summarize_log
@@ -91,6 +91,12 @@ if TYPE_CHECKING:
     )
     from .ofu.trace import TraceOverhead, trace_overhead
     from .throughput import Lap, ThroughputMeter, exclude_compilation
+    from .traces.losses import Loss, largest_loss, losses_of
+    from .traces.picture import plot_breakdown
+    from .traces.ranks import CommunicationTime, RankBreakdown, Straggler, TraceBreakdown, read_breakdown
+    from .traces.report import breakdown_as_json, breakdown_as_text
+    from .traces.steps import RankSteps, StepBreakdown, read_steps
+    from .traces.trace_file import TraceFileError
     from .uncertainty import (
         MeanInterval,
         independent_difference,
@@ -98,12 +104,6 @@ if TYPE_CHECKING:
         paired_difference,
         shortest_window,
     )
-    from .traces.losses import Loss, largest_loss, losses_of
-    from .traces.picture import plot_breakdown
-    from .traces.ranks import CommunicationTime, RankBreakdown, Straggler, TraceBreakdown, read_breakdown
-    from .traces.report import breakdown_as_json, breakdown_as_text
-    from .traces.steps import RankSteps, StepBreakdown, read_steps
-    from .traces.trace_file import TraceFileError
     from .utilization import (
         MEASURED,
         MFUMeter,
@@ -209,7 +209,6 @@ __all__ = [
     "load_logs",
     "losses_of",
     "independent_difference",
-    "load_logs",
     "mean_interval",
     "mean_ofu",
     "mean_ofu_by_device",
