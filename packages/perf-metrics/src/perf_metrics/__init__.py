@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .display import ColumnOverride, ColumnSpec, format_value
     from .fleet.app_metrics import Application, mfu_from_series, read_applications
     from .fleet.collect import collect_fleet
+    from .fleet.job_identity import JobIdentity, JobNames, read_pod_labels, read_sacct
     from .fleet.job_samples import FleetSamples
     from .fleet.prometheus_api import PrometheusAPI, PrometheusError
     from .fleet.report import (
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
         OutlierRule,
         fleet_report,
         report_as_json,
-        report_as_text,
     )
     from .fleet.report_html import report_as_html
+    from .fleet.report_text import report_as_text
     from .flops.architecture import (
         CONVENTIONS,
         Architecture,
@@ -146,6 +147,8 @@ __all__ = [
     "GoodputLogger",
     "IntervalCounts",
     "JobFacts",
+    "JobIdentity",
+    "JobNames",
     "JobReport",
     "JsonLogger",
     "Lap",
@@ -233,6 +236,8 @@ __all__ = [
     "read_goodput",
     "read_nsys",
     "read_steps",
+    "read_pod_labels",
+    "read_sacct",
     "recording_and_alert_rules",
     "report_as_html",
     "report_as_json",
@@ -258,6 +263,7 @@ _NAMES = {
     "display": ("ColumnOverride", "ColumnSpec", "format_value"),
     "fleet.app_metrics": ("Application", "mfu_from_series", "read_applications"),
     "fleet.collect": ("collect_fleet",),
+    "fleet.job_identity": ("JobIdentity", "JobNames", "read_pod_labels", "read_sacct"),
     "fleet.job_samples": ("FleetSamples",),
     "fleet.prometheus_api": ("PrometheusAPI", "PrometheusError"),
     "fleet.report": (
@@ -266,9 +272,9 @@ _NAMES = {
         "OutlierRule",
         "fleet_report",
         "report_as_json",
-        "report_as_text",
     ),
     "fleet.report_html": ("report_as_html",),
+    "fleet.report_text": ("report_as_text",),
     "flops.architecture": (
         "Architecture",
         "CONVENTIONS",

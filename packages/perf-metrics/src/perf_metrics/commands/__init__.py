@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -37,3 +38,18 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and exit."""
         self.exit(2, f"{self.prog}: {message}. See --help.\n")
+
+
+def price(text: str) -> float:
+    """Return a price that was given as text.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no number, or below 0.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price: give a number, 0 or more.")
+    return value

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING
 
 from ..fleet.app_metrics import Application, mfu_from_series, read_applications
 from ..fleet.collect import collect_fleet
+from ..fleet.job_identity import JobNames, read_pod_labels, read_sacct
 from ..fleet.job_samples import RUN_GAP_S
 from ..fleet.prometheus_api import PrometheusAPI
-from ..fleet.report import OutlierRule, fleet_report, report_as_json, report_as_text
+from ..fleet.report import OutlierRule, fleet_report, report_as_json
 from ..fleet.report_html import report_as_html
+from ..fleet.report_text import report_as_text
 from ..monitoring.dashboard import grafana_dashboard
 from ..monitoring.rules import example_config, recording_and_alert_rules
 from ..ofu.samples import check_tensor_mhz
+from . import price
 
 if TYPE_CHECKING:
     from . import OneLineParser
@@ -46,6 +49,20 @@ def fill_fleet(parser: OneLineParser) -> None:
         default=("hpc_job",),
         metavar="LABEL,...",
         help="label that names a job, such as pod; several are joined by / [hpc_job]",
+    )
+    source.add_argument(
+        "--job-pattern",
+        metavar="REGEX",
+        help="searched for in that name: its group job names the job that all series with the same are of, "
+        "such as '^(?P<job>.+)-worker-\\d+$', and its group run the workload over jobs",
+    )
+    source.add_argument(
+        "--sacct", type=Path, metavar="FILE", help="what `sacct --json` writes: users, accounts and names"
+    )
+    source.add_argument(
+        "--kube-labels",
+        action="store_true",
+        help="pods of one JobSet, PyTorchJob or Job are one job, by kube_pod_labels of kube-state-metrics",
     )
     source.add_argument(
         "--run-label",
@@ -95,6 +112,7 @@ def fill_fleet(parser: OneLineParser) -> None:
         metavar="N",
         help="points between MFU and OFU that make an outlier [%(default)g]",
     )
+    output.add_argument("--price", type=price, metavar="X", help="of one GPU hour, to show costs by user")
     parser.set_defaults(run=run_fleet)
 
 
@@ -118,12 +136,18 @@ def run_fleet(options: argparse.Namespace) -> int:
     _check_outputs(options)
     server = PrometheusAPI(options.prometheus, headers=_headers(options), patience_s=options.patience)
     try:
+        names = JobNames(
+            options.job_label,
+            pattern=options.job_pattern,
+            slurm=None if options.sacct is None else read_sacct(options.sacct),
+            pods=read_pod_labels(server, start, end) if options.kube_labels else None,
+        )
         with _progress("counters", end - start) as progress:
             fleet = collect_fleet(
                 server,
                 start,
                 end,
-                job_labels=options.job_label,
+                names=names,
                 selector=options.selector,
                 step_s=options.step,
                 tensor_mhz=_clocks(options.tensor_mhz),
@@ -134,17 +158,19 @@ def run_fleet(options: argparse.Namespace) -> int:
         if options.mfu_query is not None:
             with _progress("MFU", end - start) as progress:
                 applications = mfu_from_series(
-                    server, options.mfu_query, fleet, job_labels=options.job_label, progress=progress
+                    server, options.mfu_query, fleet, names=names, progress=progress
                 )
     finally:
         server.close()
     report = fleet_report(fleet, applications, rule)
     # Before the text: whoever reads that may have seen enough, and end this by it.
     if options.json is not None:
-        options.json.write_text(json.dumps(report_as_json(report), indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(
+            json.dumps(report_as_json(report, options.price), indent=1) + "\n", encoding="utf-8"
+        )
     if options.html is not None:
         options.html.write_text(report_as_html(report), encoding="utf-8")
-    print(report_as_text(report))
+    print(report_as_text(report, options.price))
     for path in (options.json, options.html):
         if path is not None:
             print(f"\n{path}")

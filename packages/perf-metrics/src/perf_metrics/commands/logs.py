@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from ..logs.goodput import FOLDER, goodput_as_json, goodput_as_text, mfu_of_run,
 from ..logs.log_file import LOG_FILENAME, STATE_FILENAME
 from ..logs.plot import PANELS, plot_logs
 from ..logs.summary import default_names, read_run, summary_json, summary_lines, summary_of
+from . import price
 
 if TYPE_CHECKING:
     from . import OneLineParser
@@ -163,20 +163,10 @@ def fill_goodput(parser: OneLineParser) -> None:
     parser.add_argument(
         "directory", type=Path, metavar="RUN", help=f"directory of a run, with a folder {FOLDER}"
     )
-    parser.add_argument("--price", type=_price, metavar="X", help="of one device hour, to show costs")
+    parser.add_argument("--price", type=price, metavar="X", help="of one device hour, to show costs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it as a picture too, .png or .svg")
     parser.add_argument("--json", action="store_true", help="write JSON, in seconds and shares")
     parser.set_defaults(run=_run_goodput)
-
-
-def _price(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = math.nan
-    if not 0 <= price < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a price: give a number, 0 or more.")
-    return price
 
 
 def _run_goodput(options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from statistics import StatisticsError, correlation, fmean, stdev
 
 from ..display import hint
 from ..ofu.diagnosis import RATES, JobFacts
+from .job_identity import JobNames
 from .job_samples import FleetSamples
 from .prometheus_api import Progress, PrometheusAPI, read_in_chunks
 
@@ -196,6 +197,7 @@ def mfu_from_series(
     fleet: FleetSamples,
     *,
     job_labels: Sequence[str] = ("hpc_job",),
+    names: JobNames | None = None,
     progress: Progress = lambda seconds: None,
 ) -> dict[str, Application]:
     """Return the mean MFU of each job over the time in which its devices were seen, and when it told it.
@@ -209,6 +211,7 @@ def mfu_from_series(
             series of one job, such as one for each rank, are averaged.
         fleet: The jobs and their times.
         job_labels: Labels that name a job together, as for the fleet.
+        names: How jobs are named, in the place of `job_labels`, as for the fleet.
         progress: Called with the seconds that have been read more.
 
     Raises:
@@ -217,12 +220,13 @@ def mfu_from_series(
     """
     runs = fleet.runs()
     told: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    names: dict[str, None] = {}
+    told_by: dict[str, None] = {}
+    names = names or JobNames(job_labels)
 
     def read(first: float, last: float) -> int:
         answer = server.query_range(query, first, last, fleet.step_s)
         for series in answer:
-            names[job := _job(series.labels, job_labels, query)] = None
+            told_by[job := _job(series.labels, names, query)] = None
             for name, run in runs.get(job, {}).items():
                 begin, end = run.window() or (math.inf, -math.inf)
                 if all(series.labels.get(label, value) == value for label, value in run.labels):
@@ -232,7 +236,7 @@ def mfu_from_series(
         return sum(len(series.points) for series in answer)
 
     read_in_chunks(read, fleet.start, fleet.end, fleet.step_s, progress)
-    fleet.notes.append(_note(query, names, runs))
+    fleet.notes.append(_note(query, told_by, runs))
     finite = {job: [one for one in points if math.isfinite(one[1])] for job, points in told.items()}
     return {job: _application_of_points(points, job, query) for job, points in finite.items() if points}
 
@@ -254,14 +258,14 @@ def _application_of_points(points: Sequence[tuple[float, float]], job: str, quer
     return Application(mfu, times=frozenset(mfu_at), mfu_at=mfu_at)
 
 
-def _job(labels: Mapping[str, str], job_labels: Sequence[str], query: str) -> str:
-    for label in job_labels:
+def _job(labels: Mapping[str, str], names: JobNames, query: str) -> str:
+    for label in names.labels:
         if not labels.get(label):
             raise ValueError(
                 f"mfu_query={query!r} has series without the label {label}, by which the jobs are named. "
                 f"They have {', '.join(labels) or 'none'}."
             )
-    return "/".join(labels[label] for label in job_labels)
+    return names.name_of(labels)
 
 
 def _mean(values: Sequence[float], job: str, query: str) -> float | None:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from ..ofu.counter_files import CLOCK_NAME, LABEL, TENSOR_NAMES, blank_reason, device_of, present_labels
 from ..ofu.samples import Device
 from ..uncertainty import warn_of_rare_samples
+from .job_identity import JobNames
 from .job_samples import RUN_GAP_S, FleetSamples, RunLabels
 from .prometheus_api import Progress, PrometheusAPI, RangeSeries, read_in_chunks
 
@@ -90,6 +91,7 @@ def collect_fleet(
     tensor_mhz: float | Mapping[str, float] | None = None,
     run_labels: Sequence[str] = (),
     run_gap_s: float = RUN_GAP_S,
+    names: JobNames | None = None,
     progress: Progress = lambda seconds: None,
 ) -> FleetSamples:
     """Return the samples of all devices that had a job between two times, by job.
@@ -112,35 +114,44 @@ def collect_fleet(
         run_labels: Further labels that part runs of one name; `cluster` and, of a pod, its namespace and UID
             do in any case. A series without one belongs to any run.
         run_gap_s: Seconds without a sample after which the name of a job stands for another run.
+        names: How jobs are named, in the place of `job_labels`.
         progress: Called with the seconds of the range that have been read more.
 
     Raises:
         ValueError: A setting is out of range.
         PrometheusError: The server did not give all of it.
     """
+    names = names or JobNames(job_labels)
+    job_labels = names.labels
     check_labels(job_labels)
     if not start < end:
         raise ValueError(f"start={_iso(start)} must be before end={_iso(end)}.")
     if not 1 <= step_s <= 3600:
         raise ValueError(f"step_s={step_s!r} must be 1 to 3600 seconds. The scrape interval is best.")
-    fleet = FleetSamples(start, end, step_s, tensor_mhz, run_gap_s)
+    fleet = FleetSamples(start, end, step_s, tensor_mhz, run_gap_s, names=names)
     if (note := warn_of_rare_samples(step_s)) is not None:
         fleet.notes.append(note)
     labels = tuple(job_labels)
-    parting = labels_of_runs(labels, run_labels)
+    parting = labels_of_runs(labels, run_labels, joins_pods=names.joins_pods)
     queries = activity_query(labels, selector, step_s), clock_query(labels, selector, step_s)
     tally = _Tally()
 
     def read(first: float, last: float) -> int:
         chunk = _Chunk()
         answers = [server.query_range(query, first, last, step_s) for query in queries]
-        _read_activity(chunk, answers[0], labels, parting, tally)
+        _read_activity(chunk, answers[0], names, parting, tally)
         _read_clocks(chunk, answers[1], tally)
         _add_chunk(fleet, chunk, tally)
         return chunk.points
 
     read_in_chunks(read, start, end, step_s, progress)
     fleet.notes.extend(tally.notes(labels))
+    if names.unmatched:
+        some = next(iter(names.unmatched))
+        fleet.notes.append(
+            f"{len(names.unmatched)} names of jobs do not match the job pattern, and stay as they are, such "
+            f"as {some}"
+        )
     fleet.notes.extend(
         f"{count} series of the server's answers are malformed and left out: {wrong}"
         for wrong, count in sorted((server.malformed + tally.strange).items())
@@ -150,15 +161,27 @@ def collect_fleet(
     return fleet
 
 
-def labels_of_runs(job_labels: Sequence[str], further: Sequence[str] = ()) -> tuple[str, ...]:
+def labels_of_runs(
+    job_labels: Sequence[str], further: Sequence[str] = (), *, joins_pods: bool = False
+) -> tuple[str, ...]:
     """Return the labels that part runs of a job with this name.
+
+    Args:
+        job_labels: Labels that name a job.
+        further: Labels that part runs beside those that do in any case.
+        joins_pods: Whether several pods may be one job: their UIDs do not part it then.
 
     Raises:
         ValueError: One of them is not the name of a label.
     """
     if further:
         check_labels(further)
-    of_pods = (name for label in job_labels for name in _RUN_LABELS.get(label, ()))
+    of_pods = (
+        name
+        for label in job_labels
+        for name in _RUN_LABELS.get(label, ())
+        if not (joins_pods and name.endswith("pod_uid"))
+    )
     return tuple(name for name in dict.fromkeys(("cluster", *of_pods, *further)) if name not in job_labels)
 
 
@@ -174,15 +197,15 @@ def _iso(time_s: float) -> str:
 def _read_activity(
     chunk: _Chunk,
     answer: Sequence[RangeSeries],
-    job_labels: Sequence[str],
+    names: JobNames,
     parting: Sequence[str],
     tally: _Tally,
 ) -> None:
     # The preferred name last, so that its values stay.
-    found = _named(answer, TENSOR_NAMES, job_labels, tally)
+    found = _named(answer, TENSOR_NAMES, names.labels, tally)
     for series in sorted(found, key=lambda one: TENSOR_NAMES.index(one.labels["__name__"]), reverse=True):
         labels = present_labels(series.labels)
-        job = "/".join(series.labels[label] for label in job_labels)
+        job = names.name_of(series.labels)
         device = device_of(labels)
         values = chunk.activity[job, run_labels_of(series.labels, parting), device.identity]
         if series.points:

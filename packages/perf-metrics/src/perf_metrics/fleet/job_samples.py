@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from ..ofu.samples import MAX_ACTIVITY, Device, check_tensor_mhz, ofu_from_activity, tensor_clock
+from .job_identity import JobNames
 
 RUN_GAP_S = 3600.0
 """Seconds without any sample of a job after which its name stands for another run: what is queued again after
@@ -149,6 +150,7 @@ class FleetSamples:
         unknown_models: Number of samples of devices whose tensor clock is not known, by the device's name.
         refused: Samples that cannot be true, by what is wrong with them.
         notes: What was missing, in sentences.
+        names: How its jobs are named, and what is known of them; None: nothing is.
     """
 
     start: float
@@ -160,6 +162,7 @@ class FleetSamples:
     unknown_models: Counter[str] = field(default_factory=Counter)
     refused: defaultdict[str, Refused] = field(default_factory=lambda: defaultdict(Refused))
     notes: list[str] = field(default_factory=list)
+    names: JobNames | None = None
     _clocks: dict[str | None, float | None] = field(default_factory=dict)
     _limits: dict[str | None, float] = field(default_factory=dict)
 

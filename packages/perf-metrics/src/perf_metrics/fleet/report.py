@@ -1,4 +1,4 @@
-"""The report on a fleet, as objects, as JSON and as text."""
+"""The report on a fleet, as objects and as JSON."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from functools import cached_property
 from statistics import fmean
 from typing import TypeAlias
 
-from ..display import text_table
 from ..ofu.diagnosis import Candidate, diagnose
 from ..uncertainty import (
     FEWEST_SAMPLES,
     MeanInterval,
     interval_json,
     paired_difference,
-    plus_minus,
     rare_samples_note,
 )
 from .app_metrics import Agreement, Application, Pair, agreement, agreement_by_gpus
 from .job_figures import JobFigures, OddDevice, Span, job_figures, time_of_one_gpu, weighted_mean
+from .job_identity import JobIdentity
 from .job_samples import FleetSamples
 from .regressions import SHORTEST_JOB_S, JobLevel, Regression, slower_than_earlier_jobs
+from .users import UserTime, time_by_user
 
 _NOTHING_KNOWN = Application(mfu=None)
 _NAMES_IN_NOTE = 5
@@ -67,6 +67,7 @@ class JobReport:
     Attributes:
         figures: What the counters say.
         application: What the job says of itself.
+        identity: Whose it is, and of which run; None where nothing was asked about it.
         gpus: Number of its GPUs: what the application says, else those that it had at a time.
         outlier: Whether MFU and OFU are too far apart.
         candidates: What would explain the difference or the fall, within the error of OFU; best first. For
@@ -78,6 +79,13 @@ class JobReport:
     gpus: int
     outlier: bool = False
     candidates: tuple[Candidate, ...] = ()
+    identity: JobIdentity | None = None
+
+    @property
+    def run(self) -> str | None:
+        """Name of the workload, the same over restarts, where it is known."""
+        told = self.application.run
+        return told if told is not None or self.identity is None else self.identity.run
 
     @property
     def pair(self) -> Pair | None:
@@ -147,6 +155,11 @@ class FleetReport:
     notes: tuple[str, ...] = field(default=())
 
     @property
+    def users(self) -> tuple[UserTime, ...]:
+        """GPU time by user and account, the most first; nothing where no user is known."""
+        return time_by_user(self.jobs)
+
+    @property
     def outliers(self) -> list[JobReport]:
         """Jobs whose MFU and OFU are too far apart, the farthest first."""
         found = [(abs(job.pair.points), job) for job in self.jobs if job.outlier and job.pair is not None]
@@ -168,10 +181,13 @@ def fleet_report(
     applications, rule = applications or {}, rule or OutlierRule()
     jobs = []
     runs = fleet.runs()
-    for name, seen in (run for of_name in runs.values() for run in of_name.items()):
-        figures = job_figures(name, seen, fleet.start, fleet.end, fleet.step_s)
-        application = applications.get(name, _NOTHING_KNOWN)
-        jobs.append(JobReport(figures, application, application.gpus or figures.gpus))
+    for base, of_name in runs.items():
+        identity = None if fleet.names is None else fleet.names.identity(base)
+        for name, seen in of_name.items():
+            figures = job_figures(name, seen, fleet.start, fleet.end, fleet.step_s)
+            application = applications.get(name, _NOTHING_KNOWN)
+            gpus = application.gpus or figures.gpus
+            jobs.append(JobReport(figures, application, gpus, identity=identity))
     jobs.sort(key=lambda job: (math.isnan(job.figures.start), job.figures.start, job.figures.job))
     regressions = sorted(_regressions(jobs), key=lambda one: -one.lost_gpus)
     pairs = [job.pair for job in jobs if job.pair is not None]
@@ -219,7 +235,7 @@ def _regressions(jobs: Sequence[JobReport]) -> Iterator[Regression]:
             # The median: a restart begins with minutes of loading and compiling.
             JobLevel(job.figures.job, run, job.gpus, job.figures.start, job.figures.ofu.p50)
             for job in jobs
-            if (run := job.application.run) is not None
+            if (run := job.run) is not None
             and job.figures.ofu is not None
             and job.figures.end - job.figures.start >= SHORTEST_JOB_S
         ]
@@ -305,10 +321,14 @@ def _some(names: Sequence[str]) -> str:
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | int | bool | None"
 
 
-def report_as_json(report: FleetReport) -> dict[str, Json]:
+def report_as_json(report: FleetReport, price: float | None = None) -> dict[str, Json]:
     """Return the report as what `json` can write: shares from 0 to 1, differences in percentage points.
 
     Times are ISO 8601 in UTC. What is not known is None.
+
+    Args:
+        report: The report.
+        price: Of one GPU hour, for costs by user.
     """
     return {
         "start": iso(report.start),
@@ -323,6 +343,10 @@ def report_as_json(report: FleetReport) -> dict[str, Json]:
             "all": None if report.agreement is None else asdict(report.agreement),
             "buckets": [asdict(bucket) for bucket in report.buckets],
         },
+        "users": [
+            {**asdict(one), "cost": None if price is None else price * one.device_hours}
+            for one in report.users
+        ],
         "outliers": [job.figures.job for job in report.outliers],
         "regressions": [_regression_json(one) for one in report.regressions],
         "jobs": [_job(job) for job in report.jobs],
@@ -362,7 +386,9 @@ def _job(job: JobReport) -> Json:
     figures, pair = job.figures, job.pair
     return {
         "job": figures.job,
-        "run": job.application.run,
+        "run": job.run,
+        "user": None if job.identity is None else job.identity.user,
+        "account": None if job.identity is None else job.identity.account,
         "gpus": job.gpus,
         "devices": len(figures.devices),
         **_measured(figures),
@@ -399,166 +425,3 @@ def _measured(figures: JobFigures) -> dict[str, Json]:
             for drop in figures.drops
         ],
     }
-
-
-AGREEMENT_HEADER = ("GPUs", "jobs", "MFU %", "sd", "OFU %", "|MFU-OFU|", "sd", "within 10", "beyond 20", "r")
-PLUS_MINUS = "\n± is half of the 95 % confidence interval, in points"
-_MOST_ROWS = 20
-_LONGEST_NAME = 60
-
-
-def report_as_text(report: FleetReport) -> str:
-    """Return the report as tables."""
-    sections = [_summary(report), _agreement_section(report), *_findings(report), _lowest(report)]
-    if notes := [*report.notes, *notes_on_intervals(report.jobs)]:
-        sections.append("Notes\n" + "\n".join(f"- {_printable(note)}" for note in notes))
-    return "\n\n".join(section for section in sections if section)
-
-
-def share(value: float | None) -> str:
-    """Return a share as a percentage with one decimal, without the sign."""
-    return "n/a" if value is None else f"{100 * value:.1f}"
-
-
-def share_with_interval(value: float | None, interval: MeanInterval | None) -> str:
-    """Return a share in percent with its interval, "31.2 (± 0.4)"; without one "31.2"."""
-    if value is None or interval is None or interval.half_width is None:
-        return share(value)
-    return f"{share(value)} ({plus_minus(100 * interval.half_width)})"
-
-
-def points(difference: MeanInterval | None) -> str:
-    """Return a difference of shares in points with its interval, "+9.9 (± 0.4)"."""
-    return "n/a" if difference is None else difference.in_points()
-
-
-def fallen_points(one: Regression) -> str:
-    """Return by how many points OFU fell, with the interval: "9.9 (± 0.4)"."""
-    return share(one.before - one.after) if one.interval is None else one.interval.in_points(sign="")
-
-
-def certainty(one: Regression) -> str:
-    """Return whether a fall is more than chance: "yes", "no: includes 0", or that it cannot be told."""
-    return {True: "yes", False: "no: includes 0", None: "no interval"}[one.is_certain]
-
-
-def number(value: float | None, fmt: str = ".1f") -> str:
-    """Return a number, or what stands for none."""
-    return "n/a" if value is None else format(value, fmt)
-
-
-def plain(text: str) -> str:
-    """Return a name as a terminal can show it: one line, no control characters, not too long."""
-    shown = _printable(text)
-    return shown if len(shown) <= _LONGEST_NAME else shown[: _LONGEST_NAME - 3] + "..."
-
-
-def short_time(time_s: float) -> str:
-    """Return a Unix time to the minute, in UTC."""
-    return (iso(time_s) or "n/a")[:16].replace("T", " ")
-
-
-def agreement_row(one: Agreement) -> tuple[str, ...]:
-    """Return a row of the table of agreement."""
-    return (
-        one.gpus,
-        str(one.jobs),
-        share(one.mfu_mean),
-        share(one.mfu_sd),
-        share(one.ofu_mean),
-        number(one.mae_points),
-        number(one.sd_points),
-        f"{one.within_10:.1%}",
-        f"{one.beyond_20:.1%}",
-        number(one.correlation, ".3f"),
-    )
-
-
-def _summary(report: FleetReport) -> str:
-    samples = sum(job.figures.samples for job in report.jobs)
-    return (
-        f"{short_time(report.start)} to {short_time(report.end)} UTC, every {report.step_s:g} s: "
-        f"{len(report.jobs)} jobs on {report.devices} devices, {samples:,} samples, mean OFU "
-        f"{share(report.ofu_mean)} %"
-    ) + (PLUS_MINUS if any(job.figures.interval is not None for job in report.jobs) else "")
-
-
-def _agreement_section(report: FleetReport) -> str:
-    if report.agreement is None:
-        return "No job has both MFU and OFU, so there is nothing to compare (--mfu FILE, --mfu-query)."
-    rows = [agreement_row(one) for one in (*report.buckets, report.agreement)]
-    return f"MFU against OFU, in percentage points\n{text_table(AGREEMENT_HEADER, rows)}"
-
-
-def _findings(report: FleetReport) -> Iterator[str]:
-    outliers = report.outliers
-    if outliers:
-        header = ("job", "GPUs", "MFU %", "OFU %", "MFU-OFU", "MFU/OFU", "candidates (not verdicts)")
-        yield _table("MFU and OFU far apart", header, [_outlier(job) for job in outliers], left=(0, 6))
-    if report.regressions:
-        rows = [_regression_row(one) for one in report.regressions]
-        header = ("job", "since", "from %", "to %", "by points", "certain", "against")
-        yield _table("OFU fell", header, rows, left=(0, 1, 5, 6))
-    if odd := [(job.figures.job, one) for job in report.jobs for one in job.figures.odd_devices]:
-        rows = [_odd_device_row(name, one) for name, one in odd]
-        columns = ("job", "kind", "OFU %", "tensor active %", "SM MHz", "device")
-        yield _table("Devices unlike the others of their job", columns, rows, left=(0, 1, 5))
-
-
-def _outlier(job: JobReport) -> tuple[str, ...]:
-    mfu, ofu = job.application.mfu, job.compared_ofu
-    ratio = mfu / ofu if mfu is not None and ofu else None
-    return (
-        plain(job.figures.job),
-        str(job.gpus),
-        share(mfu),
-        share(ofu),
-        points(job.difference),
-        number(ratio, ".2f"),
-        "; ".join(one.name for one in job.candidates) or "none fits: look at a profiler trace",
-    )
-
-
-def _regression_row(one: Regression) -> tuple[str, ...]:
-    levels = share(one.before), share(one.after), fallen_points(one)
-    against = f"{one.kind}; {one.detail}"
-    return plain(one.job), short_time(one.time_s), *levels, certainty(one), against
-
-
-def _odd_device_row(job: str, one: OddDevice) -> tuple[str, ...]:
-    device = one.figures
-    figures = share(device.ofu), share(device.tensor_activity), f"{device.sm_mhz:.0f}"
-    return plain(job), one.kind, *figures, plain(str(device.device))
-
-
-def _lowest(report: FleetReport) -> str:
-    told = [(job.figures.ofu, job) for job in report.jobs if job.figures.ofu is not None]
-    # Where most could be won: devices x hours x what is missing.
-    told.sort(key=lambda one: -one[1].figures.device_hours * (1 - min(1.0, one[0].mean)))
-    rows = [
-        (
-            plain(job.figures.job),
-            str(job.gpus),
-            f"{job.figures.device_hours:.1f}",
-            share_with_interval(ofu.mean, job.figures.interval),
-            *map(share, (ofu.p10, ofu.p50, ofu.p90)),
-            number(None if job.figures.imbalance is None else 100 * job.figures.imbalance),
-        )
-        for ofu, job in told[:10]
-    ]
-    header = ("job", "GPUs", "device hours", "OFU %", "p10", "p50", "p90", "imbalance %")
-    return _table("Where most GPU time goes without tensor work", header, rows) if rows else ""
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _table(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, left: tuple[int, ...] = (0,)
-) -> str:
-    more = len(rows) - _MOST_ROWS
-    table = text_table(header, rows[:_MOST_ROWS], left=left)
-    return f"{title} ({len(rows)})\n{table}" + (
-        f"\nand {more} more; see --json or --html" if more > 0 else ""
-    )

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING
 from .app_metrics import NEAR_POINTS
 from .job_figures import JobFigures
 from .regressions import Regression
-from .report import (
+from .report import FleetReport, JobReport, notes_on_intervals
+from .report_text import (
     AGREEMENT_HEADER,
-    FleetReport,
-    JobReport,
     agreement_row,
     certainty,
     fallen_points,
-    notes_on_intervals,
     number,
     points,
     share,
@@ -424,7 +422,7 @@ def _job_row(job: JobReport, report: FleetReport) -> list[Cell]:
         kinds.append("far apart, no candidate fits")
     return [
         text_cell(figures.job),
-        text_cell(job.application.run or ""),
+        text_cell(job.run or ""),
         Cell(short_time(figures.start), figures.start),
         number_cell((figures.end - figures.start) / 3600, ".2f"),
         number_cell(job.gpus, "d"),
