@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -82,6 +82,42 @@ def test_flex_attention_is_tried_against_masks(dtype: torch.dtype, monkeypatch: 
     assert attention._far_from_masks(*given) > 0.3, "a later token is seen"
 
 
+@pytest.mark.usefixtures("with_gradients")
+@pytest.mark.parametrize("wrong", range(3))
+def test_gradients_that_are_no_numbers_are_seen(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention._by_flex
+
+    class Spoilt(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * torch.nan
+
+    def spoilt(*given: Any) -> Tensor:
+        own = list(given)
+        own[wrong] = Spoilt.apply(own[wrong])
+        return right(*own)
+
+    monkeypatch.setattr(attention, "_by_flex", spoilt)
+    assert not attention._far_from_masks(torch.device("cpu"), torch.float32, 16, 2) < attention._TOLERANCE
+
+
+def test_more_kinds_of_calls_than_torch_compiles_a_function_for() -> None:
+    """Sizes of heads, documents and sums: each is a graph of its own."""
+    compiled = attention._compiled_flex("eager")
+    for length, size in ((300, 16), (300, 32), (300, 48)):
+        given = torch.randn(1, 2, length, size), *(torch.randn(1, 1, length, size) for _ in range(2))
+        at = torch.arange(length)
+        for documents in (None, (at[None] // 70, at[None] // 70)):
+            mask = attention.block_mask(at, at, documents)
+            for more in ({}, {"return_aux": flex_attention.AuxRequest(lse=True)}):
+                with torch.no_grad():
+                    compiled(*given, block_mask=mask, enable_gqa=True, **more)
+
+
 @pytest.mark.full
 def test_compiled_kernels_honour_blocks() -> None:
     torch.manual_seed(0)
@@ -109,6 +145,23 @@ def test_flex_attention_is_part_of_a_compiled_graph(documents: bool) -> None:
     with attention_kernel("flex"), torch.no_grad():
         found = compiled(*given)
     torch.testing.assert_close(found, attention.attend(*given))
+
+
+@pytest.mark.parametrize("kernel", ["masks", "flex"])
+def test_numbers_of_documents_may_be_those_of_all_rows(kernel: attention.AttentionKernel) -> None:
+    x = torch.randn(3, 2, 200, 16)
+    numbers = (torch.arange(200) // 70)[None]
+    with attention_kernel(kernel), torch.no_grad():
+        found = CausalAttention()(x, x, x, numbers)
+        torch.testing.assert_close(found, CausalAttention()(x, x, x, numbers.expand(3, -1)))
+        with pytest.raises(ValueError, match="there are 3 rows and 200 keys"):
+            CausalAttention()(x, x, x, numbers.expand(2, -1))
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    x = torch.randn(1, 2, 200, 16, dtype=torch.float64)
+    with attention_kernel("flex"), torch.no_grad(), torch.autocast("cpu"):
+        assert CausalAttention()(x, x, x, (torch.arange(200) // 70)[None]).dtype is torch.float64
 
 
 def test_the_kernel_can_be_chosen() -> None:

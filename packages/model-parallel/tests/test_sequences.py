@@ -83,7 +83,7 @@ def test_logits_of_a_document_are_those_of_it_alone_on_one_device() -> None:
         torch.testing.assert_close(whole[row : row + 1, :, start:end], attend(*own))
     with pytest.raises(ValueError, match="there are 12 queries and 5 keys"):
         attend(query, key[:, :, :5], value[:, :, :5])
-    with pytest.raises(ValueError, match="there are 12 keys"):
+    with pytest.raises(ValueError, match="there are 2 rows and 12 keys"):
         attend(query, key, value, documents[:, :6])
 
 

@@ -7,6 +7,7 @@ as values, or as the blocks that FlexAttention computes, which skips those that 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -36,6 +37,7 @@ _UNSEEN = -1e30
 _TOLERANCE = 0.03
 """How far FlexAttention may be from float64, relative to the largest value: a wrong mask is off by more than
 0.3, bfloat16 and TensorFloat-32 by less than 0.01."""
+_MOST_GRAPHS = 64
 _setting: AttentionKernel = "auto"
 
 
@@ -109,7 +111,9 @@ def _far_from_masks(device: torch.device, dtype: torch.dtype, head_size: int, gr
         found = outputs(_by_flex, dtype, device)
         right = outputs(_by_masks, torch.float64, torch.device("cpu"))
     both = zip(found, right, strict=True)
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in both)
+    apart = torch.stack([(one - other).abs().max() / other.abs().max() for one, other in both])
+    # Of values that are none, as wrong kernels give them, the largest difference is none either.
+    return float(apart.max()) if bool(apart.isfinite().all()) else math.inf
 
 
 def uses_flex(query: Tensor, key: Tensor) -> bool:
@@ -127,7 +131,7 @@ def uses_flex(query: Tensor, key: Tensor) -> bool:
     if isinstance(query, FakeTensor):
         return False  # as of a dry run: nothing is computed
     groups = query.shape[1] // key.shape[1]
-    problem = _problem(query.device, _computed_in(query), query.shape[3], groups)
+    problem = _problem(query.device, computed_in(query), query.shape[3], groups)
     if problem is not None and _setting == "flex":
         raise RuntimeError(
             f"The attention kernel was set to flex, but FlexAttention cannot be used on {query.device}: "
@@ -311,21 +315,31 @@ def _flex(
     """FlexAttention in the dtype of an autocast, as `scaled_dot_product_attention` does it."""
     plain = query.device.type == "cpu" or torch.compiler.is_compiling()
     by = cast("Callable[..., Any]", flex_attention) if plain else _compiled_flex()
-    given = (each.to(_computed_in(each)) for each in (query, key, value))
+    given = (each.to(computed_in(each)) for each in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     return by(*given, block_mask=mask, scale=scale, enable_gqa=grouped, **more)
 
 
 @cache
-def _compiled_flex() -> Callable[..., Any]:
+def _compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
     # Without fullgraph torch would leave a graph that it has compiled too often, and make all scores.
-    return torch.compile(flex_attention, fullgraph=True)
+    compiled = torch.compile(flex_attention, fullgraph=True, backend=backend)
+
+    def attend(*given: Any, **more: Any) -> Any:
+        # torch compiles one function 8 times at most. This one is compiled for each dtype and size of heads,
+        # with and without documents, gradients and sums, and for lengths: first as they are, then for any.
+        # A setting that is private to torch (2.11 to 2.13 have it); a test counts graphs.
+        with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+            return compiled(*given, **more)
+
+    return attend
 
 
-def _computed_in(x: Tensor) -> torch.dtype:
-    """The dtype in which autocast computes attention."""
+def computed_in(x: Tensor) -> torch.dtype:
+    """The dtype in which autocast computes attention: its own, but for float64."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    casts = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
+    return torch.get_autocast_dtype(kind) if casts else x.dtype
 
 
 def attend_to_some(

@@ -275,11 +275,14 @@ class CausalAttention(nn.Module):
             )
         part = self.part if self.part is not None and self.part.divides else None
         length = query.shape[2] * (1 if part is None else part.mesh.size())
-        if document_ids is not None and document_ids.shape[-1] != length:
+        rows = query.shape[0]
+        if document_ids is not None and document_ids.shape not in ((rows, length), (1, length)):
             raise ValueError(
-                f"document_ids has the shape {list(document_ids.shape)}, but there are {length} keys. "
-                "Give the numbers of whole rows."
+                f"document_ids has the shape {list(document_ids.shape)}, but there are {rows} rows and "
+                f"{length} keys. Give the numbers of whole rows."
             )
+        if document_ids is not None:
+            document_ids = document_ids.expand(rows, length)
         if part is None:
             return attend(query, key, value, [(0, length)], document_ids, scale)
         if part.exchange == "ring" and not query.is_meta:

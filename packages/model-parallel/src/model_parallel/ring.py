@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from .attention import Pieces, attend_to_some, uses_flex
+from .attention import Pieces, attend_to_some, computed_in, uses_flex
 
 if TYPE_CHECKING:
     from .context import SequencePart
@@ -48,9 +48,7 @@ def attend_around(
     Returns:
         As `query`. Of the gradients that come to keys and values the sum over the ranks returns.
     """
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
+    query, key, value = (each.to(computed_in(each)) for each in (query, key, value))
     ring = _Ring(part, document_ids, scale)
     out: Tensor = _Around.apply(query, key.contiguous(), value.contiguous(), ring)  # type: ignore[no-untyped-call]
     return out
@@ -102,7 +100,7 @@ class _Ring:
             _wait(works)
             held = arriving
 
-    def steps(self, source: int, query: Tensor) -> Iterator[_Step]:
+    def steps(self, source: int, query: Tensor, key: Tensor) -> Iterator[_Step]:
         """What this rank's queries attend to of the keys of another one: some queries at a time."""
         length = self.size * query.shape[2]
         own, others = self.part.pieces(length), self.part.pieces_of(source, length)
@@ -110,7 +108,7 @@ class _Ring:
         # keys at the end of theirs are seen by none of the queries.
         begin, end = _count_before(own, others[0][0]), query.shape[2]
         size = max(1, _SCORES // (query.shape[0] * query.shape[1] * query.shape[2]))
-        if uses_flex(query, query):
+        if uses_flex(query, key):
             size = end  # which makes no scores
         for first in range(begin, end, size):
             last = min(first + size, end)
@@ -159,7 +157,7 @@ class _Around(torch.autograd.Function):
         out = torch.zeros(shape, dtype=wide, device=query.device)
         total = torch.full(shape[:3], -torch.inf, dtype=wide, device=query.device)
         for source, keys, values in ring.visits(key, value):
-            for step in ring.steps(source, query):
+            for step in ring.steps(source, query, key):
                 at = (..., step.queries, slice(None))
                 own, count = ring.attend(step, query[at], keys[:, :, step.keys], values[:, :, step.keys])
                 before = total[..., step.queries]
@@ -182,7 +180,7 @@ class _Around(torch.autograd.Function):
         travelling, works = [torch.zeros_like(each, dtype=wide) for each in (key, value)], list[dist.Work]()
         for source, keys, values in ring.visits(key, value):
             mine = [torch.zeros_like(each, dtype=wide) for each in (keys, values)]
-            for step in ring.steps(source, query):
+            for step in ring.steps(source, query, key):
                 at = (..., step.queries, slice(None))
                 with torch.enable_grad():
                     given = [
