@@ -170,6 +170,7 @@ def test_time_of_a_model_alone_is_told_of_an_assumed_range(capsys: pytest.Captur
         ([*H100, "--mfu", "40"], "mfu='40' is neither a share above 0, up to 1, nor a run"),
         ([*H100, "--tokens", "-1"], "tokens=-1.0 must be 0 or more"),
         ([*H100, "--price", "nan"], "price=nan must be 0 or more"),
+        ([*H100, "--mfu", __file__], "cannot be read"),
     ],
 )
 def test_wrong_words_about_time_are_told(
@@ -177,6 +178,14 @@ def test_wrong_words_about_time_are_told(
 ) -> None:
     assert main(["plan", "--model", "7b", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_time_in_float8_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "model: tiny\nmesh: shard=2\nfp8_recipe: tensorwise\nmixed_precision: bf16\n"
+    )
+    assert main(["plan", "--config", str(tmp_path / "run.yaml"), *H100]) == 2
+    assert "is used in float8 and in other types" in capsys.readouterr().err
 
 
 def test_options_of_train_beat_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

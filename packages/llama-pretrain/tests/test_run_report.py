@@ -120,6 +120,10 @@ def test_no_run_and_damaged_files_are_told(
 ) -> None:
     assert main(["report", "--output-dir", str(tmp_path)]) == 2
     assert "contains no run" in capsys.readouterr().err
+    (run / "goodput" / "9.jsonl").write_text('{"event": "save"}\n')
+    assert main(["report", "--output-dir", str(run), "--samples", "0"]) == 0
+    assert "is not the account of a session" in (run / "report.html").read_text()
+    (run / "goodput" / "9.jsonl").unlink()
     sessions = (run / "sessions.json").read_text()
     (run / "sessions.json").write_text("[")
     assert main(["report", "--output-dir", str(run), "--samples", "0"]) == 2

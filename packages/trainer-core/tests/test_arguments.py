@@ -78,6 +78,8 @@ BAD = [
     ({"gc_steps": 0}, "gc_steps=0"),
     ({"max_train_seconds": 0.0}, "max_train_seconds"),
     ({"peak_hardware_flops": 0.0}, "peak_hardware_flops"),
+    ({"peak_hardware_flops": "fast"}, "peak_hardware_flops"),
+    ({"peak_hardware_flops": "measured", "fp8_recipe": "tensorwise"}, "peak_hardware_flops"),
     ({"speed_metrics_start_step": -1}, "speed_metrics_start_step"),
     # values that exclude each other
     (

@@ -63,7 +63,7 @@ def test_events_come_in_order_with_their_keywords(
         "on_log",
         "on_train_end",
     ]
-    assert set(recorder.names()) == set(EVENTS)
+    assert {*recorder.names(), "on_exception"} == set(EVENTS)
     always = {"model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"}
     assert all(always | {"trainer"} <= keywords for _, keywords in recorder.seen)
     extras = {name: keywords - always - {"trainer"} for name, keywords in recorder.seen}
@@ -176,3 +176,17 @@ def test_what_a_callback_asks_for_is_served_before_the_next_step(
     found = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "run").glob("checkpoint-*"))
     assert found == served
     assert [entry["global_step"] for entry in trainer.state.log_history if "loss" in entry] == served
+
+
+def test_an_exception_that_ends_training_is_told_of_and_raised(make_trainer: Callable[..., Trainer]) -> None:
+    class Fails:
+        def on_step_end(self, args: object, state: object, control: object, **kw: object) -> None:
+            raise RuntimeError("no more")
+
+    recorder = Recorder()
+    trainer = make_trainer(max_steps=3, callbacks=[Fails(), recorder])
+    with pytest.raises(RuntimeError, match="no more"):
+        trainer.train()
+    assert recorder.names()[-1] == "on_exception"
+    assert "on_train_end" not in recorder.names()
+    assert "exception" in recorder.seen[-1][1]

@@ -104,7 +104,7 @@ def build_trainer(experiment: Experiment, env: DistributedEnvInterface) -> Train
         args = replace(args, eval_strategy="no")
     else:
         held_out = evaluation_loader(experiment.held_out_documents, tokenizer, args, env)
-    if args.peak_hardware_flops is None and env.device.type == "cpu":
+    if args.peak_hardware_flops is None and args.fp8_recipe is None and env.device.type == "cpu":
         args = replace(args, peak_hardware_flops=MEASURED)  # which no table has: a first run shows an MFU too
     return TRAINERS[args.trainer](
         args,

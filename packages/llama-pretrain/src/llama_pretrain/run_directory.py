@@ -16,7 +16,7 @@ import yaml
 
 from checkpoint_core import DirectoryLease, find_lease_holder
 from dist_env import DistributedEnvInterface
-from perf_metrics import load_logs, plot_logs
+from perf_metrics import GOODPUT_FOLDER, load_logs, plot_logs
 from trainer_core import (
     PREVIOUS,
     ConfigurationError,
@@ -159,7 +159,8 @@ class RunDirectory:
         changes = self.check(args, subject)
         self.path.mkdir(parents=True, exist_ok=True)
         if args.starts_fresh:
-            own = [self.path / name for name in (IDENTITY_NAME, CONFIG_NAME, SESSIONS_NAME, CURVE_NAME)]
+            names = (IDENTITY_NAME, CONFIG_NAME, SESSIONS_NAME, CURVE_NAME, GOODPUT_FOLDER)
+            own = [self.path / name for name in names]
             move_aside(self.path, [*checkpoints_in(self.path), *own, self.log_file(args)])
             # A later start with these settings continues with this run.
             args = replace(args, resume_from_checkpoint=True, overwrite_output_dir=False)

@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+# FlexAttention is imported where it is used: it loads the compiler's front end, which takes seconds.
 
 AttentionKernel: TypeAlias = Literal["auto", "flex", "masks"]
 Pieces: TypeAlias = Sequence[tuple[int, int]]
@@ -261,6 +265,8 @@ def block_mask(queries: Tensor, keys: Tensor, documents: tuple[Tensor, Tensor] |
         keys: Likewise, [keys].
         documents: The numbers of their documents, [rows, queries] and [rows, keys]; None: each row is one.
     """
+    from torch.nn.attention.flex_attention import BlockMask
+
     first, last = _ends_of_blocks(queries)
     key_first, key_last = _ends_of_blocks(keys)
     some = last[:, None] >= key_first
@@ -313,6 +319,8 @@ def _flex(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None, **more: Any
 ) -> Any:
     """FlexAttention in the dtype of an autocast, as `scaled_dot_product_attention` does it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     plain = query.device.type == "cpu" or torch.compiler.is_compiling()
     by = cast("Callable[..., Any]", flex_attention) if plain else _compiled_flex()
     given = (each.to(computed_in(each)) for each in (query, key, value))
@@ -322,6 +330,8 @@ def _flex(
 
 @cache
 def _compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
     # Without fullgraph torch would leave a graph that it has compiled too often, and make all scores.
     compiled = torch.compile(flex_attention, fullgraph=True, backend=backend)
 
@@ -369,6 +379,8 @@ def attend_to_some(
     at, to = positions_of(pieces, query.device), positions_of(key_pieces, query.device)
     documents = None if document_ids is None else (document_ids[:, at], document_ids[:, to])
     if uses_flex(query, key):
+        from torch.nn.attention.flex_attention import AuxRequest
+
         mask = block_mask(at, to, documents)
         out, aux = _flex(query, key, value, mask, scale, return_aux=AuxRequest(lse=True))
         return out, aux.lse.clamp_min(_UNSEEN)

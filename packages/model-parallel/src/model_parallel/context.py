@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from .activations import can_look_at, gathered
 from .attention import attend, positions_of
 from .plan import PlanError
-from .ring import attend_around
 
 Exchange: TypeAlias = Literal["all_gather", "ring"]
 
@@ -286,6 +285,8 @@ class CausalAttention(nn.Module):
         if part is None:
             return attend(query, key, value, [(0, length)], document_ids, scale)
         if part.exchange == "ring" and not query.is_meta:
+            from .ring import attend_around  # which loads the compiler's front end, to keep out of graphs
+
             around: Tensor = attend_around(query, key, value, part, document_ids, scale)
             return around
         key, value = part.gather(key, 2), part.gather(value, 2)

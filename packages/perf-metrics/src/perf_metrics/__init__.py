@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .flops.read_architecture import architecture_of_config, architecture_of_model
     from .logs.compare import Comparison, compare_logs
     from .logs.goodput import (
+        GOODPUT_FOLDER,
         Goodput,
         Session,
         goodput_as_json,
@@ -143,6 +144,7 @@ __all__ = [
     "FlopsPerToken",
     "FlopsUnknownError",
     "GemmKernel",
+    "GOODPUT_FOLDER",
     "Goodput",
     "GoodputLogger",
     "IntervalCounts",
@@ -300,6 +302,7 @@ _NAMES = {
     ),
     "flops.read_architecture": ("architecture_of_config", "architecture_of_model"),
     "logs.goodput": (
+        "GOODPUT_FOLDER",
         "Goodput",
         "Session",
         "goodput_as_json",

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def device_peak_flops(
-    dtype: str | Mapping[str, float] = "bf16", *, value: float | str | None = None
+    dtype: str | Mapping[str, float] = "bf16",
+    *,
+    value: float | str | None = None,
+    device: str | None = None,
 ) -> float | None:
     """Return the peak FLOP/s of one device of this process, or None when it is unknown.
 
@@ -31,6 +34,7 @@ def device_peak_flops(
             `{"fp8": 0.8, "bf16": 0.2}`: the peak is then that of `mixed_peak_flops`.
         value: A peak given by the user, in FLOP/s; text such as "165.2e12" will do. "measured": what
             `measure_peak_flops` finds.
+        device: Where it is measured, such as "cpu"; None: the accelerator of this process, if it has one.
 
     Returns:
         Dense FLOP/s of one device. Sum it over the ranks for the peak of a job.
@@ -45,7 +49,7 @@ def device_peak_flops(
         _check_shares(dtype)
     if value == MEASURED:
         names = [dtype] if isinstance(dtype, str) else list(dtype)
-        peaks = {name: measure_peak_flops(name) for name in names}
+        peaks = {name: measure_peak_flops(name, device=device) for name in names}
         return peaks[dtype] if isinstance(dtype, str) else mixed_peak_flops(dtype, peaks)
     if isinstance(dtype, str) or value is not None:
         return get_peak_hardware_flops(value, dtype=dtype if isinstance(dtype, str) else "bf16")
@@ -62,7 +66,8 @@ _DTYPES = {
     "fp64": "float64",
 }
 _SIDES = {"cpu": 1024}
-_SIDE = 8192
+_SIDE = 4096
+"""Rows and columns. Larger matrices come closer to the peak, and take memory that a run has used up."""
 
 
 def measure_peak_flops(dtype: str = "fp32", *, device: str | None = None, seconds: float = 0.1) -> float:
@@ -94,7 +99,7 @@ def measure_peak_flops(dtype: str = "fp32", *, device: str | None = None, second
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if accelerator is None else str(accelerator)
-    side = _SIDES.get(device, _SIDE)
+    side = _SIDES.get(torch.device(device).type, _SIDE)
     with torch.inference_mode():
         # Ones: no random number of a training run is drawn for this.
         left = torch.ones(side, side, dtype=getattr(torch, _DTYPES[dtype]), device=device)

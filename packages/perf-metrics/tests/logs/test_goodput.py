@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +21,7 @@ import pytest
 
 from perf_metrics import GoodputLogger, plot_goodput, read_goodput
 from perf_metrics.commands.main import main
-from perf_metrics.logs.goodput import FOLDER, KINDS
+from perf_metrics.logs.goodput import GOODPUT_FOLDER, KINDS
 
 WORKER = Path(__file__).parents[1] / "workers" / "episode.py"
 
@@ -135,7 +138,7 @@ def write(tmp_path: Path) -> Write:
         event: str = "alive",
         ranks: int = 8,
     ) -> None:
-        folder = tmp_path / FOLDER
+        folder = tmp_path / GOODPUT_FOLDER
         folder.mkdir(exist_ok=True)
         lines: list[dict[str, object]] = [
             {"event": "begin", "time": 1e9 + begun, "started": 1e9 + started, "ranks": ranks, "step": step},
@@ -183,9 +186,37 @@ def test_a_restart_where_the_last_one_ended_loses_nothing(tmp_path: Path, write:
     assert read_goodput(tmp_path).ratio == pytest.approx(199 / 200)
 
 
+def test_a_process_that_waited_for_its_turn_comes_behind_what_it_continues(
+    tmp_path: Path, write: Write
+) -> None:
+    write(0, 100, 200, 50, 150, {"steps": 100.0}, event="end")  # started first, and trained second
+    write(10, 20, 90, 0, 50, {"steps": 70.0}, {50: {"steps": 70.0}}, event="end")
+    first, second = read_goodput(tmp_path).sessions
+    assert (first.first_step, second.first_step) == (0, 50)
+    assert [each.seconds["lost"] for each in (first, second)] == [0, 0]
+    assert second.seconds["start"] == 10, "not while the other one trained"
+    assert sum(sum(each.seconds.values()) for each in (first, second)) == 200 - 10
+
+
+def test_steps_that_no_later_session_began_with_are_lost(tmp_path: Path, write: Write) -> None:
+    write(0, 0, 100, 0, 100, {"steps": 100.0}, {50: {"steps": 50.0}, 100: {"steps": 100.0}})
+    write(100, 100, 110, 50, 60, {"steps": 10.0})  # went back, and was given up
+    write(110, 110, 115, 0, 5, {"steps": 5.0})  # began anew by mistake
+    write(115, 115, 165, 100, 150, {"steps": 50.0}, event="end")  # continues with the first one
+    sessions = read_goodput(tmp_path).sessions
+    assert [each.seconds["steps"] for each in sessions] == [100, 0, 0, 50]
+    assert [each.seconds["lost"] for each in sessions] == [0, 10, 5, 0]
+
+
+def test_a_clock_that_is_set_back_leaves_what_was_measured(tmp_path: Path, write: Write) -> None:
+    write(0, 10, -50, 0, 100, {"steps": 100.0}, event="end")
+    (session,) = read_goodput(tmp_path).sessions
+    assert session.ended - session.started == 110 == sum(session.seconds.values())
+
+
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path, write: Write) -> None:
     write(0, 0, 100, 0, 100, {"steps": 100.0})
-    (file,) = (tmp_path / FOLDER).iterdir()
+    (file,) = (tmp_path / GOODPUT_FOLDER).iterdir()
     with file.open("a") as out:
         out.write('ps": 3}}\n')
     assert read_goodput(tmp_path).sessions[0].last_step == 100
@@ -194,9 +225,13 @@ def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path, write: Write) -> None
 def test_what_is_no_account_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["goodput", str(tmp_path)]) == 2
     assert "has no account of its time, which perf_metrics.GoodputLogger writes" in capsys.readouterr().err
-    (tmp_path / FOLDER).mkdir()
-    for text in ("", "[]\n", '{"event": "save"}\n', '{"event": "begin"}\n'):
-        (tmp_path / FOLDER / "0.jsonl").write_text(text)
+    (tmp_path / GOODPUT_FOLDER).mkdir()
+    for text in ("", "[]\n", '{"event": "beg'):  # of a kill or a full disk before anything was known
+        (tmp_path / GOODPUT_FOLDER / "0.jsonl").write_text(text)
+        with pytest.raises(FileNotFoundError, match="has no session that began"):
+            read_goodput(tmp_path)
+    for text in ('{"event": "save"}\n', '{"event": "begin"}\n'):
+        (tmp_path / GOODPUT_FOLDER / "0.jsonl").write_text(text)
         with pytest.raises(ValueError, match=r"0\.jsonl is not the account of a session: .*Remove it"):
             read_goodput(tmp_path)
 
@@ -247,9 +282,114 @@ def test_two_calls_of_train_in_one_process_are_two_sessions(tmp_path: Path, run:
     run.state.is_world_process_zero = False
     run.fire("on_train_begin", logger)
     run.fire("on_train_end", logger)
-    assert len(list((tmp_path / FOLDER).iterdir())) == 2
+    assert len(list((tmp_path / GOODPUT_FOLDER).iterdir())) == 2
+
+
+def begin(logger: GoodputLogger, run: Any, steps: int = 3) -> None:
+    run.fire("on_train_begin", logger)
+    for _ in range(steps):
+        run.fire("on_step_begin", logger)
+        run.state.global_step += 1
+        run.fire("on_step_end", logger)
+
+
+def signs_of_life() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "goodput"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_exception_ends_a_session(tmp_path: Path, run: Any, told: bool) -> None:
+    """Told of by our trainers; of others at the next session, or when the logger is gone."""
+    run.args.output_dir = str(tmp_path)
+    logger = GoodputLogger()
+    begin(logger, run)
+    if told:
+        run.fire("on_exception", logger)
+    begin(GoodputLogger(), run)
+    first, second = read_goodput(tmp_path).sessions
+    assert first.outcome == "no end"
+    assert first.ended <= second.started + 0.01
+    assert second.outcome == "running"
+    del logger
+    gc.collect()
+    deadline = time.time() + 10
+    while signs_of_life() and time.time() < deadline:
+        time.sleep(0.05)
+    assert not signs_of_life()
+
+
+def test_a_save_does_not_end_a_session(tmp_path: Path, run: Any) -> None:
+    run.args.output_dir = str(tmp_path)
+    logger = GoodputLogger()
+    begin(logger, run)
+    run.fire("on_save", logger)
+    assert read_goodput(tmp_path).sessions[0].outcome == "running"
+    run.fire("on_train_end", logger)
+
+
+def test_a_disk_that_is_full_for_a_while_leaves_training_alone(
+    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing or a part of a line is written; what stays is made up for."""
+    run.args.output_dir = str(tmp_path)
+    logger, real, free = GoodputLogger(), os.pwrite, False
+
+    def full(file: int, data: bytes, place: int) -> int:
+        if not free:
+            if len(data) > 40:
+                return real(file, data[:40], place)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, data, place)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    begin(logger, run)
+    run.fire("on_save", logger)
+    assert caplog.text.count("No space left on device") == 1
+    free = True
+    run.fire("on_step_begin", logger)
+    run.fire("on_train_end", logger)
+    (session,) = read_goodput(tmp_path).sessions
+    assert (session.outcome, session.last_step) == ("end", 3)
+    (file,) = (tmp_path / GOODPUT_FOLDER).iterdir()
+    assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["begin", "save", "end"]
+
+
+def test_an_account_that_cannot_be_written_at_all_is_said_once(
+    tmp_path: Path, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.args.output_dir = str(tmp_path)
+    (tmp_path / GOODPUT_FOLDER).write_text("in the way")
+    logger = GoodputLogger()
+    begin(logger, run)
+    run.fire("on_train_end", logger)
+    assert caplog.text.count("the account of this session's time is not complete") == 1
+
+
+def test_compilation_is_told_apart_if_the_compiler_comes_later(tmp_path: Path) -> None:
+    code = """
+import sys, time, types
+from perf_metrics import GoodputLogger
+args = types.SimpleNamespace(output_dir=sys.argv[1])
+state = types.SimpleNamespace(global_step=0, is_world_process_zero=True)
+logger = GoodputLogger()
+logger.on_train_begin(args, state, None)
+assert "torch._dynamo" not in sys.modules
+logger.on_step_begin(args, state, None)
+import torch
+loaded = torch.compile(lambda x: x + 1, backend="eager")
+loaded(torch.ones(1))
+logger.on_step_end(args, state, None)
+def slow(graph, inputs):
+    time.sleep(0.5)
+    return graph
+torch.compile(lambda x: x * 2, backend=slow)(torch.ones(1))
+logger.on_step_end(args, state, None)
+logger.on_train_end(args, state, None)
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert read_goodput(tmp_path).sessions[0].seconds["compilation"] > 0.5
 
 
 def test_a_picture_of_one_short_session(tmp_path: Path, write: Write) -> None:
     write(0, 0, 0, 0, 0, {})
-    assert plot_goodput(read_goodput(tmp_path), tmp_path / "goodput.svg").is_file()
+    assert plot_goodput(read_goodput(tmp_path), tmp_path / "goodput.svg", title="a$b_{$").is_file()

@@ -26,7 +26,7 @@ from checkpoint_core import (
     find_lease_holder,
 )
 from dist_env import gather_objects, get_logger
-from perf_metrics import JsonLogger
+from perf_metrics import GOODPUT_FOLDER, GoodputLogger, JsonLogger
 
 from .arguments import TrainingArguments
 from .arguments.config import Changes
@@ -210,6 +210,8 @@ def make_room(run: Run) -> None:
     elif starts_over(run):
         logs = [one.filename for one in run.events.callbacks if isinstance(one, JsonLogger)]
         paths = [*checkpoints_in(args.output_dir), *(args.log_path / name for name in logs)]
+        if any(isinstance(one, GoodputLogger) for one in run.events.callbacks):
+            paths.append(Path(args.output_dir) / GOODPUT_FOLDER)
     if not run.ranks.any([bool(paths)])[0]:
         return
     failure = None

@@ -50,6 +50,9 @@ class TrainingLoop:
         """Train, save and sum up. No worker process of a loader is left behind."""
         try:
             return self._train()
+        except BaseException as error:
+            self.run.events.fire("on_exception", exception=error)
+            raise
         finally:
             end_workers(self.run.loader, self._pass)
             for data in (self.run.evaluation or {}).values():

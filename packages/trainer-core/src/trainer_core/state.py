@@ -135,6 +135,7 @@ EVENTS = (
     "on_init_end",
     "on_train_begin",
     "on_train_end",
+    "on_exception",
     "on_epoch_begin",
     "on_epoch_end",
     "on_step_begin",

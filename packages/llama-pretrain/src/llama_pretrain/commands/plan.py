@@ -19,7 +19,7 @@ from ..mesh import parse_mesh
 from ..model.config import preset_or_load
 from ..model.llama import Llama
 from .arguments import OF_THE_TRAINER, PlanArguments
-from .plan_time import time_plan
+from .plan_time import FP8, time_plan
 
 _GIB = 2**30
 _COLUMNS: Mapping[str, str] = {
@@ -205,8 +205,9 @@ def show_plans(args: PlanArguments) -> None:
         )
     names = ALL if args.model == "all" else (args.model,)
     check_writable("json", args.json)
+    dtype = args.matmul_dtype if args.fp8_recipe is None else FP8
     times = [
-        time_plan(args, preset_or_load(name, args.sequence_length), count=args.gpus, dtype=args.matmul_dtype)
+        time_plan(args, preset_or_load(name, args.sequence_length), count=args.gpus, dtype=dtype)
         for name in names
     ]
     with quiet():

@@ -22,7 +22,7 @@ from ..settings import resolve
 from ..tokenizer import load_tokenizer
 from .arguments import PlanArguments
 from .plan import Gpus, changed_options, launcher, quiet
-from .plan_time import time_plan
+from .plan_time import FP8, time_plan
 
 _OF_THE_GPUS = (
     "gpus_per_node",
@@ -69,7 +69,7 @@ def show_plan(given: Mapping[str, object]) -> None:
         replace(asked, sequence_length=args.sequence_length),
         config,
         count=mesh.world_size,
-        dtype=args.matmul_dtype,
+        dtype=args.matmul_dtype if args.fp8_recipe is None else FP8,
         tokens=args.max_steps * rows * args.sequence_length if args.max_steps > 0 else None,
     )
 

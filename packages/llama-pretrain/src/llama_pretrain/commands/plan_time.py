@@ -22,6 +22,7 @@ ASSUMED_MFU = (0.3, 0.5)
 """What is assumed of a run that nothing is known of. Published runs of dense models of 7B to 70B under FSDP
 have 0.32 to 0.45 on H100s and 0.47 to 0.68 on A100s ("Maximizing training throughput using PyTorch FSDP",
 pytorch.org, 2024); much communication between nodes, or small models, have less."""
+FP8 = "fp8"
 _DAY = 86_400.0
 
 
@@ -83,17 +84,21 @@ class TimePlan:
         yield f"tokens per day: {_range((least / 1e9, most / 1e9), ',.3g')} billion"
         if self.tokens is None or self.days is None or self.gpu_hours is None:
             return
-        cost = "" if self.cost is None else f", which cost {_range(self.cost, ',.0f')}"
-        yield (
-            f"{self.tokens / 1e9:,.4g} billion tokens: {_range(self.days, ',.3g')} days, "
-            f"{_range(self.gpu_hours, ',.0f')} GPU hours{cost}"
-        )
+        cost = "" if self.cost is None else f", which cost {_figures(self.cost)}"
+        hours = (self.days[0] * 24, self.days[1] * 24)
+        time = f"{_figures(self.days)} days" if self.days[1] >= 1 else f"{_figures(hours)} hours"
+        yield f"{self.tokens / 1e9:,.4g} billion tokens: {time}, {_figures(self.gpu_hours)} GPU hours{cost}"
         yield "Evaluation, saving and restarts come on top; `perf-metrics goodput` tells them of a run."
 
     def to_json(self) -> dict[str, object]:
         """All figures as plain values; ranges as lists of two."""
         ranges = {name: getattr(self, name) for name in ("tokens_per_day", "days", "gpu_hours", "cost")}
         return {**vars(self), **{name: None if each is None else list(each) for name, each in ranges.items()}}
+
+
+def _figures(ends: tuple[float, float]) -> str:
+    """A range of small or large numbers, in three digits or whole."""
+    return _range(ends, ",.0f" if ends[0] >= 100 else ".3g")
 
 
 def _range(ends: tuple[float, float], fmt: str) -> str:
@@ -110,7 +115,7 @@ def time_plan(
         asked: The GPU, the MFU, the tokens and the price; and the length of rows.
         config: Shape of the model.
         count: Number of GPUs.
-        dtype: Type of the matrix products, as the peak tables name it.
+        dtype: Type of the matrix products, as the peak tables name it; "fp8" where only some are in it.
         tokens: Of the run, where `asked` does not say.
 
     Raises:
@@ -130,6 +135,13 @@ def time_plan(
             raise ConfigurationError(name, value, "must be 0 or more", "give a number such as 1e12")
     if not asked.gpu:
         return None
+    if dtype == FP8:
+        raise ConfigurationError(
+            "gpu",
+            asked.gpu,
+            "is used in float8 and in other types, whose shares are known when the model has been converted",
+            "leave --gpu out, or plan the run without fp8_recipe",
+        )
     mfu, origin = _mfu(asked.mfu)
     with torch.device("meta"):
         flops = model_flops_per_token(Llama(config), asked.sequence_length)
@@ -173,9 +185,13 @@ def _mfu(text: str) -> tuple[tuple[float, float], str]:
         raise ConfigurationError(
             "mfu", text, "is neither a share above 0, up to 1, nor a run", "use 0.4, 35%-45% or a directory"
         )
-    found = [
-        value for entry in load_logs(text) if "loss" in entry and isinstance(value := entry.get("mfu"), float)
-    ]
+    try:
+        entries = load_logs(text)
+    except ValueError as error:
+        raise ConfigurationError(
+            "mfu", text, f"cannot be read: {error}", "name a run, or give a share"
+        ) from error
+    found = [value for entry in entries if "loss" in entry and isinstance(value := entry.get("mfu"), float)]
     if not found:
         raise ConfigurationError("mfu", text, "has logged no MFU", "name a run on a device with a known peak")
     # The first entry has the warm-up in it.

@@ -15,7 +15,6 @@ import torch
 from checkpoint_core import find_latest_checkpoint
 from dist_env import DistributedEnvironment
 from perf_metrics import (
-    Goodput,
     format_value,
     goodput_as_text,
     load_logs,
@@ -118,7 +117,7 @@ def _sections(
     yield section("Figures", table(("", ""), _figures(log)))
     yield section("Curves", _curves(log, args.smooth))
     with suppress(FileNotFoundError):  # of a run before it was kept
-        yield section("What the time was spent on", _goodput(read_goodput(directory.path), log))
+        yield section("What the time was spent on", _goodput(directory.path, log))
     losses = directory.held_out_losses(settings)
     if losses:
         rows = [(f"{step:,}", f"{loss:.4f}") for step, loss in sorted(losses.items())]
@@ -167,7 +166,11 @@ def _curves(log: Path, smooth: float) -> str:
         return _element(plot_logs(log, Path(folder) / "curves.svg", panels=panels, smooth=smooth))
 
 
-def _goodput(goodput: Goodput, log: Path) -> str:
+def _goodput(run: Path, log: Path) -> str:
+    try:
+        goodput = read_goodput(run)
+    except ValueError as error:  # one file of it is damaged
+        return preformatted(str(error))
     with tempfile.TemporaryDirectory() as folder:
         picture = _element(plot_goodput(goodput, Path(folder) / "goodput.svg"))
     return picture + preformatted(goodput_as_text(goodput, summarize_log(log).mfu_median))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
 
-from ..logs.goodput import FOLDER, Kind
+from ..logs.goodput import GOODPUT_FOLDER, Kind
 from ..throughput import COMPILE_PHASE, ThroughputMeter, exclude_compilation
 from ..utilization import has_process_group
 from . import EventHandlers, LoggingArguments, ProgressState
 
+_logger = logging.getLogger("perf_metrics")
 _SIGN_OF_LIFE_SECONDS = 1.0
 """The last line is never older while the process lives, whatever it does."""
 _AT_MOST_EVERY_SECONDS = 0.1
@@ -30,7 +34,8 @@ class GoodputLogger(EventHandlers):
     A session is one call of `train` in one start of the job. Its file, in the folder `goodput` of
     `args.output_dir`, tells when it started, how many ranks it had, at which step it began, at which steps it
     saved, and in its last line, which is replaced every second, how far it came and what its time was spent
-    on. After a kill at any instant that line is at most about a second old. Only rank 0 writes.
+    on. After a kill at any instant that line is at most about a second old. Only rank 0 writes; where it
+    cannot, as on a full disk, it warns once, and training goes on.
 
     The time between two events is judged by the event at its end, as `IntervalCounts` does: up to
     `on_step_begin` it was waiting for data, up to `on_step_end` a step, up to `on_prediction_step` and
@@ -50,9 +55,10 @@ class GoodputLogger(EventHandlers):
     ) -> None:
         """Begin a session."""
         if state.is_world_process_zero:
-            self._close("replaced by another")
-            path = Path(args.output_dir) / FOLDER
-            self._file = _SessionFile(path, state.global_step, self._clock)
+            folder = (Path(args.output_dir) / GOODPUT_FOLDER).absolute()
+            if (before := _open.pop(folder, None)) is not None:
+                before.close("exception")  # of which nobody told
+            self._file = _open[folder] = _SessionFile(folder, state.global_step, self._clock)
 
     def on_step_begin(self, args: object, state: object, control: object, **_: object) -> None:
         """The batches are there."""
@@ -83,35 +89,49 @@ class GoodputLogger(EventHandlers):
         """End the session."""
         self._close("end")
 
+    def on_exception(self, args: object, state: object, control: object, **_: object) -> None:
+        """End the session where an exception ended training; its last step is not known to be done."""
+        self._close("exception")
+
     def _close(self, how: str) -> None:
         if self._file is not None:
+            _open.pop(self._file.folder, None)
             self._file.close(how)
             self._file = None
 
 
 class _SessionFile:
-    """The file of one session; its last line is replaced until the session ends."""
+    """The file of one session; its last line is replaced until the session ends.
+
+    A file that cannot be written leaves the account incomplete, which is said once, and training alone.
+    """
 
     def __init__(self, folder: Path, step: int, clock: Callable[[], float]) -> None:
         now = time.time()
-        folder.mkdir(parents=True, exist_ok=True)
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1e6) % 10**6:06}"
-        self._file = (folder / f"{stamp}-{os.getpid()}.jsonl").open("xb", buffering=0)
-        self._end = 0
+        self._path = (
+            folder / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}.{int(now * 1e6) % 10**6:06}"
+        )
+        self._path = self._path.with_name(f"{self._path.name}-{os.getpid()}.jsonl")
         self._lock = threading.Lock()
-        self._step = step
+        self.closed = threading.Event()
+        self._told = False
+        self._file: FileIO | None = None
+        self._end, self._kept = 0, b""
+        self._step, self._written = step, now
         self._seconds: dict[Kind, float] = {}
         self._has_data = False
+        begin = {"event": "begin", "time": now, "started": _started(now), "ranks": _ranks(), "step": step}
+        self._keep(begin)
+        self._write_last("alive")
         self._meter = ThroughputMeter(clock)
         self._compiling = ExitStack()
-        if "torch._dynamo" in sys.modules:  # loading the compiler takes seconds
-            self._compiling.enter_context(exclude_compilation(self._meter))
-        self._append(
-            {"event": "begin", "time": now, "started": _started(now), "ranks": _ranks(), "step": step}
-        )
-        self._closed = threading.Event()
-        self._write_last("alive")
-        threading.Thread(target=self._keep_alive, name="goodput", daemon=True).start()
+        # A weak reference: a run that is dropped without an end gives no signs of life any more.
+        threading.Thread(target=_keep_alive, args=(weakref.ref(self),), name="goodput", daemon=True).start()
+
+    @property
+    def folder(self) -> Path:
+        """Where it is, however that is written."""
+        return self._path.parent.absolute()
 
     def ended(self, kind: Kind, step: int | None = None) -> None:
         """What was done since the last call has ended, and was of this kind."""
@@ -124,48 +144,92 @@ class _SessionFile:
             self._step = self._step if step is None else step
             if time.time() - self._written > _AT_MOST_EVERY_SECONDS:
                 self._write_last("alive")
+        if "torch._dynamo" in sys.modules and not self.closed.is_set():
+            self._leave_out_compilation()
 
     def saved(self, step: int) -> None:
         """A checkpoint of a step was saved."""
         self.ended("saving")
         with self._lock:
-            self._append({"event": "save", "time": time.time(), "step": step, "seconds": self._seconds})
+            self._keep({"event": "save", "time": time.time(), "step": step, "seconds": self._seconds})
+            self._write_last("alive")
 
     def close(self, how: str) -> None:
         """The session has ended; what came behind its last step or save is its end."""
-        self._compiling.close()
-        self.ended("other")
-        with self._lock:
-            self._closed.set()
-            self._write_last(how)
-            self._file.close()
-
-    def _keep_alive(self) -> None:
-        while not self._closed.wait(_SIGN_OF_LIFE_SECONDS):
+        if not self.closed.is_set():
+            if how == "end":
+                self.ended("other")
             with self._lock:
-                if not self._closed.is_set():
-                    self._write_last("alive")
+                self.closed.set()
+                self._write_last(how)
+                if self._file is not None:
+                    self._file.close()
+        self._compiling.close()
+
+    def give_sign_of_life(self) -> bool:
+        """Replace the last line; False when the session has ended."""
+        with self._lock:
+            if not self.closed.is_set():
+                self._write_last("alive")
+        return not self.closed.is_set()
+
+    def _leave_out_compilation(self) -> None:
+        # Not before the compiler is there: loading it takes seconds.
+        if not self._has_compiler:
+            self._has_compiler = True
+            self._compiling.enter_context(exclude_compilation(self._meter))
+
+    _has_compiler = False
 
     def _add(self, kind: Kind, seconds: float) -> None:
         if seconds > 0:
             self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
 
-    def _append(self, line: dict[str, object]) -> None:
-        """Write a line that stays, in the place of the last one."""
-        self._end += self._put(line)
+    def _keep(self, line: Mapping[str, object]) -> None:
+        """Have a line that stays written with the next one."""
+        self._kept += _encoded(line)
 
     def _write_last(self, event: str) -> None:
-        """Replace the last line; the lock is held."""
+        """Write the lines that stay, and the last one in the place of the one before; the lock is held."""
         self._written = time.time()
         seconds = {kind: round(value, 3) for kind, value in self._seconds.items()}
-        self._put({"event": event, "time": self._written, "step": self._step, "seconds": seconds})
+        last = {"event": event, "time": self._written, "step": self._step, "seconds": seconds}
+        data = self._kept + _encoded(last)
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = FileIO(self._path, "x+")
+            # One call as a rule: a kill leaves the old line or the new one, and a torn rest of a longer one.
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._file.fileno(), data[done:], self._end + done)
+            os.truncate(self._file.fileno(), self._end + len(data))
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                _logger.warning(
+                    "the account of this session's time is not complete: %s cannot be written: %s",
+                    self._path,
+                    error,
+                )
+            return
+        self._end += len(self._kept)
+        self._kept = b""
 
-    def _put(self, line: dict[str, object]) -> int:
-        data = json.dumps(line).encode() + b"\n"
-        # One call each: a kill leaves the old line or the new one, and of a longer old one a torn rest.
-        os.pwrite(self._file.fileno(), data, self._end)
-        os.truncate(self._file.fileno(), self._end + len(data))
-        return len(data)
+
+def _encoded(line: Mapping[str, object]) -> bytes:
+    return json.dumps(line).encode() + b"\n"
+
+
+def _keep_alive(session: weakref.ReferenceType[_SessionFile]) -> None:
+    while (own := session()) is not None and own.give_sign_of_life():
+        closed = own.closed
+        del own
+        closed.wait(_SIGN_OF_LIFE_SECONDS)
+
+
+_open: weakref.WeakValueDictionary[Path, _SessionFile] = weakref.WeakValueDictionary()
+"""The open session of each folder: the next one in this process ends it, if an exception has not."""
 
 
 def _ranks() -> int:

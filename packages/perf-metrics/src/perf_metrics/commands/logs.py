@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..logs.compare import DIFFERENCE, KEYS, compare_logs, comparison_json, comparison_lines
-from ..logs.goodput import FOLDER, goodput_as_json, goodput_as_text, mfu_of_run, plot_goodput, read_goodput
+from ..logs.goodput import (
+    GOODPUT_FOLDER,
+    goodput_as_json,
+    goodput_as_text,
+    mfu_of_run,
+    plot_goodput,
+    read_goodput,
+)
 from ..logs.log_file import LOG_FILENAME, STATE_FILENAME
 from ..logs.plot import PANELS, plot_logs
 from ..logs.summary import default_names, read_run, summary_json, summary_lines, summary_of
@@ -161,7 +168,7 @@ def fill_goodput(parser: OneLineParser) -> None:
         "steps lost to restarts, start-up, compilation, data, evaluation, saving, and between sessions."
     )
     parser.add_argument(
-        "directory", type=Path, metavar="RUN", help=f"directory of a run, with a folder {FOLDER}"
+        "directory", type=Path, metavar="RUN", help=f"directory of a run, with a folder {GOODPUT_FOLDER}"
     )
     parser.add_argument("--price", type=price, metavar="X", help="of one device hour, to show costs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it as a picture too, .png or .svg")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
@@ -15,7 +14,7 @@ from ..display import format_value, text_table
 from .log_file import LOG_FILENAME, JsonValue
 from .summary import duration, summarize_log
 
-FOLDER = "goodput"
+GOODPUT_FOLDER = "goodput"
 """Where `GoodputLogger` writes, in the directory of a run."""
 
 Kind: TypeAlias = Literal[
@@ -60,7 +59,7 @@ class Session:
     """The step that it began with: 0, or that of the checkpoint."""
     last_step: int
     outcome: str
-    """"end", "running", or "no end" for one that was killed."""
+    """"end", "running", or "no end" for one that was killed, or that an exception ended."""
     seconds: Mapping[Kind, float]
     """By kind, of the time from `started` to `ended`, which they add up to; and "down", before it."""
 
@@ -100,9 +99,10 @@ class Goodput:
 def read_goodput(run: str | Path) -> Goodput:
     """Read the account of a run that `GoodputLogger` has kept.
 
-    A session that resumes from a checkpoint does the steps behind it anew: those of the session before are
-    lost. What a session was doing when its last sign of life came, without an end, is lost too. From then to
-    the start of the next session the run was down, with as many ranks as that has.
+    The last session began with a checkpoint of an earlier one, and that with one of another: steps on this
+    way are in the model, and all others are lost. What a session was doing when its last sign of life came,
+    without an end, is lost too. From then to the start of the next session the run was down, with as many
+    ranks as that has.
 
     Args:
         run: The directory of the run.
@@ -111,24 +111,26 @@ def read_goodput(run: str | Path) -> Goodput:
         FileNotFoundError: It has no account.
         ValueError: A file of it is not one of a session.
     """
-    folder = Path(run) / FOLDER
+    folder = Path(run) / GOODPUT_FOLDER
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise FileNotFoundError(
             f"{run} has no account of its time, which perf_metrics.GoodputLogger writes. Give that callback "
             "to the trainer, or name the directory of a run that had it."
         )
-    read = sorted((_read(file) for file in files), key=lambda each: each.started)
-    for before, after in pairwise(read):
-        before.undo_after(after.first_step, read[: read.index(before)])
-    ended = [-math.inf, *(each.ended for each in read)]
-    alive = read[-1].last.event == "alive" and time.time() - ended[-1] < _SIGNS_OF_LIFE_SECONDS
-    return Goodput(
-        sessions=tuple(
-            each.session(max(ended[: place + 1]), running=alive and each is read[-1])
-            for place, each in enumerate(read)
-        )
-    )
+    read = [session for file in files if (session := _read(file)) is not None]
+    # By the beginning of training: a process that was started early may have waited for its turn.
+    read.sort(key=lambda each: each.began)
+    if not read:
+        raise FileNotFoundError(f"{folder} has no session that began. Name the directory of another run.")
+    _mark_lost(read)
+    last = read[-1].last
+    alive = last.event == "alive" and time.time() - last.time < _SIGNS_OF_LIFE_SECONDS
+    sessions: list[Session] = []
+    for each in read:
+        before = max((session.ended for session in sessions), default=None)
+        sessions.append(each.session(before, running=alive and each is read[-1]))
+    return Goodput(sessions=tuple(sessions))
 
 
 class _Read:
@@ -141,44 +143,59 @@ class _Read:
         self.ranks, self.first_step = int(begin["ranks"]), int(begin["step"])
         self.saves = {int(save["step"]): dict(save["seconds"]) for save in saves}  # type: ignore[call-overload]
         self.last = last
-        self.ended = last.time
         self.lost = 0.0
         self.seconds = dict(last.seconds)
 
-    def undo_after(self, step: int, earlier: Iterable[_Read]) -> None:
-        """The next session began with this step: what was done behind it is lost, here and before."""
-        if step >= self.last.step:
-            return
-        known = [each for each in self.saves if each <= step]
-        kept = self.saves[max(known)] if known else {}
-        for kind in ("steps", "data"):
-            behind = self.seconds.get(kind, 0.0) - kept.get(kind, 0.0)
-            self.seconds[kind] = kept.get(kind, 0.0)
-            self.lost += max(0.0, behind)
-        if step < self.first_step:
-            for each in earlier:
-                each.undo_after(step, ())
+    def leads_to(self, step: int) -> bool:
+        """Whether a later session may have begun with what this one had at a step."""
+        return step in self.saves or step == self.last.step
 
-    def session(self, ended_before: float, *, running: bool) -> Session:
+    def keep(self, step: int) -> None:
+        """What was done behind a step is lost; 0 for all of it."""
+        kept = self.seconds if step == self.last.step else self.saves.get(step)
+        if kept is None:
+            before = [each for each in self.saves if each <= step]
+            kept = self.saves[max(before)] if before else {}
+        for kind in ("steps", "data"):
+            self.lost += max(0.0, self.seconds.get(kind, 0.0) - kept.get(kind, 0.0))
+            self.seconds[kind] = kept.get(kind, 0.0)
+
+    def session(self, ended_before: float | None, *, running: bool) -> Session:
         """The session, after the last sign of life of those before it."""
         ended = self.last.event == "end"
         seconds: dict[Kind, float] = {kind: self.seconds.get(kind, 0.0) for kind in KINDS}
-        seconds["start"] += max(0.0, self.began - self.started)
+        started = self.started if ended_before is None else min(max(self.started, ended_before), self.began)
+        seconds["start"] += self.began - started
         seconds["lost"] += self.lost
-        unknown = self.ended - self.started - math.fsum(seconds.values())
+        spent = math.fsum(seconds.values())
+        # A clock that was set back says less than what was measured.
+        last = max(self.last.time, started + spent)
         # Of a session without an end: what it was doing when the last sign of life came.
-        seconds["other" if ended or running else "lost"] += max(0.0, unknown)
-        if math.isfinite(ended_before):
-            seconds["down"] = max(0.0, self.started - ended_before)
+        seconds["other" if ended or running else "lost"] += last - started - spent
+        if ended_before is not None:
+            seconds["down"] = max(0.0, started - ended_before)
         return Session(
-            started=self.started,
-            ended=self.ended,
+            started=started,
+            ended=last,
             ranks=self.ranks,
             first_step=self.first_step,
             last_step=self.last.step,
-            outcome="end" if ended else "running" if running else "no end",
+            outcome="running" if running else "end" if ended else "no end",
             seconds=seconds,
         )
+
+
+def _mark_lost(read: Sequence[_Read]) -> None:
+    """Follow the last session back to the first step: what is not on the way is not in the model."""
+    kept = {len(read) - 1: read[-1].last.step}
+    step = read[-1].first_step
+    for place in reversed(range(len(read) - 1)):
+        own = read[place]
+        follows = own.leads_to(step) or not any(each.leads_to(step) for each in read[:place])
+        if step > 0 and follows and own.first_step <= step <= own.last.step:
+            kept[place], step = step, own.first_step
+    for place, own in enumerate(read):
+        own.keep(kept.get(place, -1))
 
 
 @dataclass(frozen=True)
@@ -189,7 +206,8 @@ class _Last:
     seconds: Mapping[Kind, float]
 
 
-def _read(file: Path) -> _Read:
+def _read(file: Path) -> _Read | None:
+    """The session of a file; None where a kill or a full disk came before its first line."""
     lines = []
     for text in file.read_bytes().splitlines():
         try:
@@ -199,8 +217,10 @@ def _read(file: Path) -> _Read:
         if not isinstance(line, dict):
             break
         lines.append(line)
+    if not lines:
+        return None
+    begin, *others = lines
     try:
-        begin, *others = lines
         if begin["event"] != "begin":
             raise ValueError("its first line is not that of a beginning")
         end = others[-1] if others else {**begin, "seconds": {}}
@@ -337,7 +357,8 @@ def plot_goodput(goodput: Goodput, path: str | Path, *, title: str | None = None
             left += share
     whole.set(xlim=(0, 1), yticks=[], xticks=[])
     whole.margins(0)
-    whole.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, frameon=False, fontsize=9)
+    if goodput.total > 0:
+        whole.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, frameon=False, fontsize=9)
     first = goodput.sessions[0].started
     # The unit in which the whole has a few to a few hundred ticks.
     length = max(each.ended for each in goodput.sessions) - first
@@ -351,7 +372,7 @@ def plot_goodput(goodput: Goodput, path: str | Path, *, title: str | None = None
                 start += seconds
     sessions.set(xlim=(0, length / unit or 1), ylabel="ranks", xlabel=f"{name} since the first start")
     if title is not None:
-        figure.suptitle(title)
+        figure.suptitle(title, parse_math=False)  # a path may have dollars
     figure.savefig(path, dpi=130)
     return Path(path)
 

@@ -180,6 +180,13 @@ def check_training(args: TrainingArguments) -> None:
         rules.at_least("gc_steps", args.gc_steps, 1)
     if isinstance(args.peak_hardware_flops, str):
         rules.one_of("peak_hardware_flops", args.peak_hardware_flops, (MEASURED,))
+        if args.fp8_recipe is not None:
+            raise ConfigurationError(
+                "peak_hardware_flops",
+                MEASURED,
+                "cannot be: products in float8 are not measured",
+                "leave it out, or give the peak in FLOP/s",
+            )
     else:
         _check_positive(args, "peak_hardware_flops")
     _check_positive(args, "max_train_seconds")

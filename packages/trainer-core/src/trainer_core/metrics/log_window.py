@@ -198,7 +198,8 @@ class FlopsAccount:
         """Peak FLOP/s of all devices together, None if one is unknown; the first call is collective."""
         if not self._is_gathered:
             self._is_gathered = True
-            peak = device_peak_flops(self._types(), value=self._args.peak_hardware_flops)
+            device = str(self._built.ranks.device)
+            peak = device_peak_flops(self._types(), value=self._args.peak_hardware_flops, device=device)
             gathered = self._built.ranks.gather([math.nan if peak is None else peak])
             self._peak = sum_peaks(None if math.isnan(value) else value for (value,) in gathered)
             if self._args.peak_hardware_flops == MEASURED and self._peak is not None:
