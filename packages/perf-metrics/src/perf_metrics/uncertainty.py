@@ -152,8 +152,7 @@ def mean_interval(
 
     Raises:
         ValueError: There are no values, one of them is not finite, weights are negative, all 0 or not as
-        many,
-            or another argument is out of range.
+            many, or another argument is out of range.
     """
     _check_confidence(confidence)
     if step_s is not None and not 0 < step_s < math.inf:
@@ -278,7 +277,7 @@ def shortest_window(difference: float, *measured: MeanInterval, power: float = 0
 
     Raises:
         ValueError: The difference is not positive, `power` is not 0.5 to below 1, or a series has no
-        `step_s`.
+            `step_s`.
     """
     if not 0 < difference < math.inf:
         raise ValueError(f"difference={difference!r} must be a positive number, such as 0.01 for one point.")
