@@ -227,3 +227,52 @@ def test_picture_of_many_ranks(tmp_path: Path) -> None:
     assert plot_breakdown(found, tmp_path / "steps.svg").read_text().count("rank ") >= 20
     with pytest.raises(ValueError, match=r"must end in"):
         plot_breakdown(found, tmp_path / "steps.txt")
+
+
+def test_a_trace_counts_once_and_two_runs_are_refused(tmp_path: Path) -> None:
+    folder = late_rank(tmp_path / "a")
+    alone = read_breakdown(folder)
+    again = read_breakdown([folder, *folder.iterdir()])
+    assert breakdown_as_json(again) == breakdown_as_json(alone)
+    with pytest.raises(
+        TraceFileError, match=r"Rank 0 has several traces of one capture: .*Give those of one"
+    ):
+        read_breakdown([folder, late_rank(tmp_path / "b")])
+
+
+def test_a_number_that_comes_again_is_another_step(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        trace = Trace(rank)
+        for start in (0, 1000):
+            for number in (1, 2):
+                trace.step(number, start + 100 * number, 100)
+                trace.kernel(GEMM, start + 100 * number, 50)
+                trace.nccl("allreduce", start + 100 * number + 50, 40)
+        trace.write(tmp_path / f"rank{rank}.json")
+    first, _ = read_breakdown(tmp_path).ranks
+    assert len(first.steps) == 4
+    assert first.communications[0].calls == 4
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        trace = Trace(rank)
+        trace.step(1, 0, 100)
+        trace.nccl("allreduce", 5, 90, ranks="[0, 1, 2, 3]")
+        trace.write(tmp_path / f"rank{rank}.json")
+    assert read_breakdown(tmp_path).notes == (
+        "Traces of ranks 2, 3 are missing: waiting for them counts as transfer.",
+    )
+
+
+def test_a_long_chain_of_ranks_that_wait_for_one_another(tmp_path: Path) -> None:
+    count = 1100
+    for rank in range(count):
+        trace = Trace(rank, host_name="a")
+        trace.step(1, 0, 10 * count + 100)
+        if rank:  # begins with the rank before, which is late
+            trace.nccl("allreduce", 1, 10 * rank, f"pair_{rank}", f"[{rank - 1}, {rank}]")
+        if rank + 1 < count:
+            trace.nccl("allreduce", 10 * rank + 2, 5, f"pair_{rank + 1}", f"[{rank}, {rank + 1}]")
+        trace.write(tmp_path / f"rank{rank}.json")
+    assert len(read_breakdown(tmp_path).ranks) == count

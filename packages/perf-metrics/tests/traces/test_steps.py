@@ -335,3 +335,45 @@ def test_operators_spans_and_collectives() -> None:
         "something else": "communication",
     }
     assert {name: collective_kind(name) for name in kinds} == kinds
+
+
+def test_steps_of_another_thread_and_steps_that_overlap_do_not_count_twice(tmp_path: Path) -> None:
+    trace = Trace()
+    for number, start in ((1, 0), (2, 100), (4, 150)):  # the third is left out, and the second ends late
+        trace.step(number, start, 100)
+    trace.event("user_annotation", "ProfilerStep#7", 50, 100, 2)
+    trace.event("cpu_op", "aten::mm", 20, 220)
+    steps = read_steps(trace.write(tmp_path / "trace.json")).steps
+    assert [(step.number, step.start_ns, step.end_ns) for step in steps] == [
+        (1, 0, 100_000),
+        (2, 100_000, 150_000),
+        (4, 150_000, 250_000),
+    ]
+    assert all(sum(step.nanoseconds.values()) == step.end_ns - step.start_ns for step in steps)
+
+
+def test_what_the_host_does_after_the_last_step_is_not_part_of_it(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.step(1, 0, 100)
+    trace.kernel(GEMM, 10, 110)
+    trace.event("user_annotation", "checkpoint", 130, 1000)
+    (step,) = read_steps(trace.write(tmp_path / "trace.json")).steps
+    assert (step.end_ns, microseconds(step)) == (120_000, {"matmul": 110, "host_gap": 10})
+
+
+def test_communication_within_the_outer_of_two_spans_is_part_of_it(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.step(1, 0, 100)
+    trace.kernel(GEMM, 0, 5)
+    trace.event("user_annotation", "checkpoint", 5, 90)
+    trace.event("user_annotation", "data wait", 10, 5)
+    trace.nccl("allreduce", 50, 20)
+    (step,) = read_steps(trace.write(tmp_path / "trace.json")).steps
+    assert "exposed_communication" not in microseconds(step)
+
+
+def test_an_event_whose_kind_is_no_text_is_left_out(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.step(1, 0, 100)
+    trace.events.append({"ph": "X", "cat": ["x"], "name": "a", "pid": 0, "tid": 1, "ts": 0, "dur": 5})
+    assert len(read_steps(trace.write(tmp_path / "trace.json")).steps) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,13 @@ from .steps import RankSteps, StepBreakdown, read_steps, shares_of
 from .sweep import Communication
 from .trace_file import TraceFileError
 
-_StepKey: TypeAlias = tuple[str, int | None]
-"""Which capture, and the number of the step in it."""
+_StepKey: TypeAlias = tuple[str, int | None, int]
+"""Which capture, the number of the step in it, and how often that was there before."""
 _LEAST_NAMED = 0.01
 """Waiting below this share of a step has no culprit that is worth a name."""
+_LONGEST_CHAIN = 64
+"""So many ranks wait for one another at most before the blame stays where it is."""
+_NAMES_IN_NOTE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,8 @@ def trace_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
                 "or torch.profiler."
             )
         found += files
-    return found
+    # A file that is given by itself and by its folder is one.
+    return list({path.resolve(): path for path in found}.values())
 
 
 def compare_ranks(traces: Sequence[RankSteps]) -> TraceBreakdown:
@@ -194,6 +198,11 @@ def compare_ranks(traces: Sequence[RankSteps]) -> TraceBreakdown:
             f"{unmatched} collectives could not be matched over ranks, because their numbers in a step "
             "differ: waiting in them counts as transfer."
         )
+    if missing := sorted(_named_ranks(calls) - set(by_rank)):
+        names = ", ".join(map(str, missing[:_NAMES_IN_NOTE])) + (
+            " and more" if len(missing) > _NAMES_IN_NOTE else ""
+        )
+        notes.append(f"Traces of ranks {names} are missing: waiting for them counts as transfer.")
     offsets = _clock_offsets(matches, by_rank)
     waiting = _Waiting(offsets)
     for match in matches:
@@ -220,7 +229,18 @@ def _by_rank(traces: Sequence[RankSteps], notes: list[str]) -> dict[int, list[Ra
         while number in found:
             number += 1
         found[number].append(trace)
-    return {rank: sorted(found[rank], key=lambda trace: trace.path.name) for rank in sorted(found)}
+    in_order = {rank: sorted(found[rank], key=lambda trace: trace.path.name) for rank in sorted(found)}
+    for rank, files in in_order.items():
+        captures = [_capture(trace, place) for place, trace in enumerate(files)]
+        twice = next((each for place, each in enumerate(captures) if each in captures[:place]), None)
+        if twice is not None:
+            paths = " and ".join(
+                str(trace.path) for trace, each in zip(files, captures, strict=True) if each == twice
+            )
+            raise TraceFileError(
+                f"Rank {rank} has several traces of one capture: {paths}. Give those of one run, each once."
+            )
+    return in_order
 
 
 def _capture(trace: RankSteps, place: int) -> str:
@@ -231,10 +251,19 @@ def _capture(trace: RankSteps, place: int) -> str:
 
 def _steps_of(files: Sequence[RankSteps]) -> dict[_StepKey, StepBreakdown]:
     return {
-        (_capture(trace, place), step.number): step
+        key: step
         for place, trace in enumerate(files)
-        for step in trace.steps
+        for key, step in zip(_keys(trace, place), trace.steps, strict=True)
     }
+
+
+def _keys(trace: RankSteps, place: int) -> list[_StepKey]:
+    """What names each step of a trace over ranks; a number that comes again is another step."""
+    capture, seen, keys = _capture(trace, place), Counter[int | None](), []
+    for step in trace.steps:
+        keys.append((capture, step.number, seen[step.number]))
+        seen[step.number] += 1
+    return keys
 
 
 class _Call(NamedTuple):
@@ -247,13 +276,19 @@ class _Call(NamedTuple):
 def _calls(files: Sequence[RankSteps], chosen: Mapping[_StepKey, StepBreakdown]) -> list[_Call]:
     found = []
     for place, trace in enumerate(files):
-        for each in trace.communications:
-            if each.step is None:
-                continue
-            key = (_capture(trace, place), trace.steps[each.step].number)
-            if key in chosen:
-                found.append(_Call(key, each))
+        keys = _keys(trace, place)
+        found += [
+            _Call(keys[each.step], each)
+            for each in trace.communications
+            if each.step is not None and keys[each.step] in chosen
+        ]
     return found
+
+
+def _named_ranks(calls: Mapping[int, Sequence[_Call]]) -> set[int]:
+    """The ranks that take part in communication, as far as traces tell."""
+    groups = {call.communication.collective.ranks for of_rank in calls.values() for call in of_rank}
+    return {rank for ranks in groups if ranks is not None for rank in ranks}
 
 
 _Match: TypeAlias = Mapping[int, Communication]
@@ -362,7 +397,8 @@ class _Waiting:
                 self._blame(rank, wait.culprit, wait.start, wait.end, frozenset({rank}))
 
     def _blame(self, rank: int, culprit: int, start: int, end: int, seen: frozenset[int]) -> None:
-        waits = self._waits.get(culprit, [])
+        # A chain of more ranks is cut: who is at its end is not the rank to look at first.
+        waits = self._waits.get(culprit, []) if len(seen) < _LONGEST_CHAIN else []
         place = bisect_right(waits, start, key=lambda wait: wait.end)
         for wait in waits[place:]:
             if wait.start >= end:

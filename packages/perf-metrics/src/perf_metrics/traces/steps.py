@@ -163,7 +163,7 @@ class StepReader:
         if times is None or event.get("ph", "X") != "X":
             return
         start, end = times
-        category, name = event.get("cat"), str(event.get("name", ""))
+        category, name = str(event.get("cat")), str(event.get("name", ""))
         if category == "kernel":
             self._add_kernel(event, name, start, end)
         elif category in _COPIES:
@@ -280,22 +280,27 @@ class StepReader:
         self, busy: Sequence[Interval], communications: Sequence[Communication]
     ) -> list[tuple[int | None, int, int]]:
         """Number, start and end of each step: without gaps between steps that follow one another."""
-        work = [(start, end) for start, end, _ in busy] + [(one.start, one.end) for one in communications]
         if not self._annotations:
+            work = [(start, end) for start, end, _ in busy]
+            work += [(one.start, one.end) for one in communications]
             if not work:
                 return []
             return [(None, min(start for start, _ in work), max(end for _, end in work))]
-        annotations = sorted(set(self._annotations), key=lambda each: each.start)
+        # Those of one thread: steps of another profiler, or of a second loop, would lie across them.
+        thread = self._annotations[0].thread
+        own = {each for each in self._annotations if each.thread == thread}
+        annotations = sorted(own, key=lambda each: each.start)
         last = annotations[-1]
         end = last.end
         if self._on_device:
             # The host runs ahead: what it has launched by the end of the last step is part of that step.
-            end = max([end, *(stop for start, stop in work)])
+            end = max([end, *(stop for _, stop, _ in self._kernels), *(one.end for one in communications)])
         windows: list[tuple[int | None, int, int]] = []
         for each, following in pairwise(annotations):
             # Between two captures of one profiler lie steps that were not recorded.
             adjacent = following.number == each.number + 1
-            windows.append((each.number, each.start, following.start if adjacent else each.end))
+            until = following.start if adjacent else min(each.end, following.start)
+            windows.append((each.number, each.start, until))
         return [*windows, (last.number, last.start, max(end, last.start))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeAlias
 
 from .classify import CATEGORIES, Collective
@@ -181,9 +182,10 @@ def inside(spans: Sequence[Interval], communications: Sequence[Communication]) -
     """Indices of communications that began within a span: agreements of ranks in the course of a save."""
     ordered = sorted(spans)
     starts = [start for start, _, _ in ordered]
-    found = set()
-    for index, each in enumerate(communications):
-        place = bisect_right(starts, each.start) - 1
-        if place >= 0 and each.start < ordered[place][1]:
-            found.add(index)
-    return found
+    # Spans may lie within spans: the last end of all that have begun.
+    ends = list(accumulate((end for _, end, _ in ordered), max))
+    return {
+        index
+        for index, each in enumerate(communications)
+        if (place := bisect_right(starts, each.start) - 1) >= 0 and each.start < ends[place]
+    }
