@@ -258,6 +258,10 @@ def independent_difference(first: MeanInterval, second: MeanInterval) -> MeanInt
     return MeanInterval(difference, half_width, first.confidence, error, df, samples)
 
 
+_LONGEST_WINDOW_S = 3.2e8
+"""Ten years: nobody measures so long."""
+
+
 def shortest_window(difference: float, *measured: MeanInterval, power: float = 0.8) -> float | None:
     """Return the seconds that each series must be measured to tell a difference of this size.
 
@@ -273,7 +277,8 @@ def shortest_window(difference: float, *measured: MeanInterval, power: float = 0
         power: Probability of telling a true difference of this size.
 
     Returns:
-        Seconds, of at least 16 samples; None where a series has no interval.
+        Seconds, of at least 16 samples; None where a series has no interval, and where ten years are not
+        enough.
 
     Raises:
         ValueError: The difference is not positive, `power` is not 0.5 to below 1, or a series has no
@@ -305,11 +310,13 @@ def shortest_window(difference: float, *measured: MeanInterval, power: float = 0
         least = t_quantile(0.5 + measured[0].confidence / 2, df) + t_quantile(power, df)
         return least * math.sqrt(sum(squares)) <= difference
 
-    low = FEWEST_SAMPLES * max(steps)
+    low = float(FEWEST_SAMPLES * max(steps))
     if is_enough(low):
         return low
     high = 2 * low
     while not is_enough(high):
+        if high > _LONGEST_WINDOW_S:
+            return None
         low, high = high, 2 * high
     while high - low > 1e-3 * high:
         middle = (low + high) / 2

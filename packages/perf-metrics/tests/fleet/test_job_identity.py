@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from perf_metrics import Device, FleetSamples
 from perf_metrics.fleet.job_identity import JobIdentity, JobNames, read_sacct
 
 from .fleet_command import fleet_command, report_of, run
@@ -178,6 +179,53 @@ def test_what_cannot_be_joined_is_told(served: PrometheusServer, tmp_path: Path)
     assert "kube_pod_labels has 0 series in this time and none with a label of a job" in without.stderr
     with pytest.raises(SystemExit):
         run(command(served, "--price", "much"))
+
+
+def test_what_slurm_and_kubernetes_do_not_know_is_noted(served: PrometheusServer, tmp_path: Path) -> None:
+    file = sacct(tmp_path)
+    known = json.loads(file.read_text())
+    known["jobs"] = known["jobs"][1:4]
+    file.write_text(json.dumps(known))
+    report = report_of(command(served, "--sacct", str(file)), tmp_path)
+    assert any("2 jobs are not among those that Slurm" in note for note in report["notes"]), report["notes"]
+    joined = report_of(command(served, "--job-label", "modelName,hpc_job", "--sacct", str(file)), tmp_path)
+    assert {job["user"] for job in joined["jobs"]} == {"ana", None}, "found by the one label that is an id"
+
+
+def test_an_id_of_two_clusters_is_refused(tmp_path: Path) -> None:
+    jobs = [{"job_id": 7, "name": "a", "user": user, "cluster": user} for user in ("ann", "bob")]
+    (tmp_path / "sacct.json").write_text(json.dumps({"jobs": jobs}))
+    with pytest.raises(ValueError, match="has job 7 of two users or names"):
+        read_sacct(tmp_path / "sacct.json")
+    (tmp_path / "sacct.json").write_text(json.dumps({"jobs": [{"job_id": {"set": True, "number": 7}}]}))
+    assert list(read_sacct(tmp_path / "sacct.json")) == ["7"]
+
+
+@pytest.mark.parametrize("order", [("x/7", "x/8", "x/9"), ("x/9", "x/8", "x/7")])
+def test_a_joined_job_has_a_user_in_any_order(order: tuple[str, ...]) -> None:
+    slurm = {
+        f"x/{number}": JobIdentity(f"x/{number}", None, user) for number, user in ((8, "ann"), (9, "bob"))
+    }
+    names = JobNames(["hpc_job"], pattern="^(?P<job>x)/", slurm=slurm)
+    assert {names.name_of({"hpc_job": each}) for each in order} == {"x"}
+    assert names.identity("x").user == ("ann" if order[0] == "x/7" else "bob")
+    assert any("joined from those of several users" in note for note in names.notes())
+
+
+def test_labels_that_the_scrape_has_renamed_name_the_pod() -> None:
+    pods = {("nlp", "a-0"): JobIdentity("nlp/a", "nlp/a", "nlp")}
+    names = JobNames(["exported_pod"], pods=pods)
+    series = {"pod": "exporter-1", "namespace": "gpu", "exported_pod": "a-0", "exported_namespace": "nlp"}
+    assert names.name_of(series) == "nlp/a"
+
+
+def test_names_of_runs_are_not_those_of_other_jobs() -> None:
+    fleet = FleetSamples(0, 30_000, 30)
+    for name, times in (("a", (0, 20_000)), ("a#1", (0,))):
+        for time in times:
+            fleet.add(name, Device("node", "0", model=MODEL), time, 0.5, 1830)
+    found = [name for of_name in fleet.runs().values() for name in of_name]
+    assert sorted(found) == ["a##1", "a##2", "a#1"]
 
 
 def test_tasks_of_an_array_have_both_names(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from perf_metrics import mean_interval, shortest_window
 from perf_metrics.commands.main import main
-from perf_metrics.logs.compare import compare_logs, comparison_lines
+from perf_metrics.logs.compare import _in_one_unit, compare_logs, comparison_lines
 from perf_metrics.logs.summary import read_run, steady_entries, summarize_log, summary_json, summary_lines
 
 START = 1.7e9
@@ -151,3 +153,26 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "told"),
+    [
+        (1003.7, 2.31, "1.0037K (± 0.0023K)"),
+        (2.0, 0.00456, "2.0000 (± 0.0046)"),
+        (-3.6e-6, 1.2e-6, "-3.6e-06 (± 1.2e-06)"),
+        (41_200.0, 150.0, "41.20K (± 0.15K)"),
+        (7.43, 5.42, "7.4 (± 5.4)"),
+        (5.0, 0.0, "5.00 (± 0)"),
+    ],
+)
+def test_an_interval_is_shown_to_its_second_digit(mean: float, half: float, told: str) -> None:
+    around = mean_interval([0.0, 1.0] * 20)
+    shown = replace(around, mean=mean, half_width=half)
+    assert _in_one_unit(shown) == told
+
+
+def test_a_difference_that_nobody_can_wait_for_has_no_window(tmp_path: Path) -> None:
+    one = mean_interval([1.0, 1.1, 0.9, 1.05] * 10, step_s=30)
+    assert shortest_window(1e-300, one) is None
+    assert shortest_window(1e-10, one) is None

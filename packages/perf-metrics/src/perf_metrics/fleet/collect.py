@@ -146,12 +146,7 @@ def collect_fleet(
 
     read_in_chunks(read, start, end, step_s, progress)
     fleet.notes.extend(tally.notes(labels))
-    if names.unmatched:
-        some = next(iter(names.unmatched))
-        fleet.notes.append(
-            f"{len(names.unmatched)} names of jobs do not match the job pattern, and stay as they are, such "
-            f"as {some}"
-        )
+    fleet.notes.extend(names.notes())
     fleet.notes.extend(
         f"{count} series of the server's answers are malformed and left out: {wrong}"
         for wrong, count in sorted((server.malformed + tally.strange).items())

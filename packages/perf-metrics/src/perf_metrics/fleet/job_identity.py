@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,10 @@ class JobNames:
         self._known: dict[str, JobIdentity] = {}
         self.unmatched: dict[str, None] = {}
         """Names that the pattern does not match."""
+        self.unknown: dict[str, None] = {}
+        """Names of jobs that neither Slurm nor Kubernetes told of, where they were asked."""
+        self.contradicting: dict[str, None] = {}
+        """Jobs that were joined from those of several users."""
 
     @property
     def joins_pods(self) -> bool:
@@ -79,7 +83,9 @@ class JobNames:
     def name_of(self, labels: Mapping[str, str]) -> str:
         """Return the name of the job of a series that has the labels."""
         name = "/".join(labels[label] for label in self.labels)
-        found = self._of_pod(labels) or self._slurm.get(name)
+        found = self._of_pod(labels) or self._of_slurm(labels, name)
+        if found is None and (self._slurm or self._pods):
+            self.unknown[name] = None
         job, run = name if found is None else found.job, None if found is None else found.run
         if self._pattern is not None:
             match = self._pattern.search(name)
@@ -88,22 +94,49 @@ class JobNames:
             else:
                 told = match.groupdict()
                 job, run = told.get("job") or job, told.get("run") or run
-        if job not in self._known:
-            user, account = (None, None) if found is None else (found.user, found.account)
-            self._known[job] = JobIdentity(job, run, user, account)
+        known = self._known.get(job, JobIdentity(job))
+        user, account = (None, None) if found is None else (found.user, found.account)
+        # Of a job that was joined from several: what the first ones that tell it say.
+        self._known[job] = JobIdentity(job, known.run or run, known.user or user, known.account or account)
+        if user is not None and known.user not in (None, user):
+            self.contradicting[job] = None
         return job
 
     def identity(self, job: str) -> JobIdentity:
         """Return what is known of a job that `name_of` has named."""
         return self._known.get(job, JobIdentity(job))
 
+    def notes(self) -> Iterator[str]:
+        """What could not be joined, in sentences."""
+        for names, what in (
+            (self.unmatched, "names of jobs do not match the job pattern, and stay as they are"),
+            (self.unknown, "jobs are not among those that Slurm or Kubernetes told of"),
+            (self.contradicting, "jobs were joined from those of several users, and count for the first"),
+        ):
+            if names:
+                yield f"{len(names)} {what}, such as {next(iter(names))}"
+
+    def _of_slurm(self, labels: Mapping[str, str], name: str) -> JobIdentity | None:
+        """By the whole name, or else by the one label whose value is an id."""
+        found = [
+            each
+            for value in (name, *(labels[one] for one in self.labels))
+            if (each := self._slurm.get(value))
+        ]
+        return replace(found[0], job=name) if found else None
+
     def _of_pod(self, labels: Mapping[str, str]) -> JobIdentity | None:
         if not self._pods:
             return None
-        pod, namespace = (
-            next((labels[name] for name in names if labels.get(name)), "") for names in (_POD, _NAMESPACE)
-        )
-        return self._pods.get((namespace, pod))
+        return self._pods.get(_namespace_and_pod(labels))
+
+
+def _namespace_and_pod(labels: Mapping[str, str]) -> tuple[str, str]:
+    """Those that a series is about: where the scraped pod's own labels win, they are `exported_` ones."""
+    namespace, pod = (
+        next((labels[name] for name in names if labels.get(name)), "") for names in (_NAMESPACE, _POD)
+    )
+    return namespace, pod
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -127,8 +160,9 @@ def read_sacct(path: Path) -> dict[str, JobIdentity]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is not such a file.
+        ValueError: It is not such a file, or an id is there for two jobs, as of two clusters.
     """
+    twice: str | None = None
     try:
         jobs = json.loads(path.read_text(encoding="utf-8"))["jobs"]
         found: dict[str, JobIdentity] = {}
@@ -137,15 +171,24 @@ def read_sacct(path: Path) -> dict[str, JobIdentity]:
             name = _text(job.get("name"))
             run = "/".join(part for part in (user, name) if part) or None
             array = job.get("array") or {}
-            task = _number(array.get("task_id"))
-            ids = [str(job["job_id"])]
-            if array.get("job_id") and task is not None:
-                ids.append(f"{array['job_id']}_{task}")
-            found |= {each: JobIdentity(each, run, user, account) for each in ids}
+            own, whole, task = (
+                _number(value) for value in (job["job_id"], array.get("job_id"), array.get("task_id"))
+            )
+            if own is None:
+                raise ValueError(f"job_id={job['job_id']!r} is not a number")
+            for each in (str(own), *([f"{whole}_{task}"] if whole and task is not None else [])):
+                identity = JobIdentity(each, run, user, account)
+                if found.setdefault(each, identity) != identity:
+                    twice = each
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not what `sacct --json` writes, an object with a list of jobs: {error!r}."
         ) from None
+    if twice is not None:
+        raise ValueError(
+            f"{path} has job {twice} of two users or names. Write the jobs of one cluster (sacct --cluster), "
+            "and report on each with its own --selector."
+        )
     return found
 
 
@@ -179,13 +222,13 @@ def read_pod_labels(server: PrometheusAPI, start: float, end: float) -> dict[tup
         ValueError: There is no such series, or none with a label of a job.
         PrometheusError: The server did not give all of it.
     """
-    labels = ", ".join(("namespace", "pod", *_KUBE_JOBS, *_KUBE_QUEUES))
+    labels = ", ".join((*_NAMESPACE, *_POD, *_KUBE_JOBS, *_KUBE_QUEUES))
     window = max(1, round(end - start))
     query = f"count by ({labels}) (last_over_time(kube_pod_labels[{window}s]))"
     series = server.query_range(query, end, end, 60.0)
     found: dict[tuple[str, str], JobIdentity] = {}
     for each in series:
-        namespace, pod = each.labels.get("namespace", ""), each.labels.get("pod", "")
+        namespace, pod = _namespace_and_pod(each.labels)
         job = next((each.labels[name] for name in _KUBE_JOBS if each.labels.get(name)), None)
         if job is not None:
             account = next((each.labels[name] for name in _KUBE_QUEUES if each.labels.get(name)), None)

@@ -238,8 +238,12 @@ class FleetSamples:
                 if kept.above and (more := kept.refuse_percent()):
                     self.refused[_NO_SHARE].samples += more
             parts = list(_runs(seen, self.run_gap_s))
+            # Another job may be called so already.
+            mark = "#"
+            while any(f"{name}{mark}{number}" in self.jobs for number in range(1, len(parts) + 1)):
+                mark += "#"
             found[name] = {
-                name if len(parts) == 1 else f"{name}#{number}": part
+                name if len(parts) == 1 else f"{name}{mark}{number}": part
                 for number, part in enumerate(parts, start=1)
             }
         return found

@@ -128,7 +128,12 @@ def _users(report: FleetReport, price: float | None) -> str:
         ]
         for one in report.users
     ]
-    return _table("GPU time by user", header, rows, left=(0, 1))
+    table = _table("GPU time by user", header, rows, left=(0, 1))
+    shared = sum(one.device_hours for one in report.users) > 1.001 * report.device_hours
+    slices = any(device.device.is_slice for job in report.jobs for device in job.figures.devices)
+    if shared or slices:
+        table += "\nA slice counts as a GPU, and a GPU that jobs share for each of them."
+    return table
 
 
 def _agreement_section(report: FleetReport) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,8 @@ def compare_logs(
             lacking = [str(run.path) for run, mean in zip(runs, means, strict=True) if mean is None]
             raise ValueError(f"{' and '.join(lacking)} have no {key} after warm-up. {_keys_of(runs)}")
     if not found:
-        raise ValueError(f"the logs have none of {', '.join(keys or KEYS)} in common. {_keys_of(runs)}")
+        names = ", ".join(keys or KEYS)
+        raise ValueError(f"behind what is skipped the logs have none of {names} in common. {_keys_of(runs)}")
     return found
 
 
@@ -198,12 +200,20 @@ def _apart(key: str, difference: MeanInterval) -> str:
 
 
 def _in_one_unit(interval: MeanInterval) -> str:
-    """Return "41.20K (± 0.15K)": the interval has the unit of the figure."""
+    """Return "41.20K (± 0.15K)": in one unit, to the second digit of the interval."""
     mean = format_value(interval.mean, "si")
-    if interval.half_width is None:
+    half = interval.half_width
+    if half is None:
         return mean
-    unit = mean[-1] if mean[-1].isalpha() else ""
-    return f"{mean} (± {interval.half_width / _UNITS.get(unit, 1.0):.2f}{unit})"
+    largest = max(abs(interval.mean), half)
+    unit = next((name for name, size in reversed(_UNITS.items()) if largest >= size), "")
+    size = _UNITS.get(unit, 1.0)
+    if half <= 0:
+        return f"{mean} (± 0)"
+    if largest < 1e-3:
+        return f"{interval.mean:.3g} (± {half:.2g})"
+    decimals = min(9, max(0, 1 - math.floor(math.log10(half / size))))
+    return f"{interval.mean / size:.{decimals}f}{unit} (± {half / size:.{decimals}f}{unit})"
 
 
 def _relative(one: Comparison) -> str:
