@@ -12,7 +12,7 @@ from checkpoint_core import RNGState, Stateful
 from dataloader_dispatch import end_workers, set_loader_epoch
 from dist_env import gather_objects, get_logger
 
-from .callbacks import InfoCallback
+from .callbacks import InfoCallback, ProfilerCallback
 from .data.loaders import Batch, Window, epoch_of, is_torchdata, keeps_position, leave_epoch, next_window
 from .errors import DataError
 from .loss import loss_denominator
@@ -185,9 +185,12 @@ class TrainingLoop:
             run.speed.mark(run.state)
 
     def _note_unserved_profile(self) -> None:
-        """Say so where a profile is asked for, and no callback has cleared the flag to record one."""
-        control = self.run.events.control
-        if control.should_profile:
+        """Say so where a profile is asked for, and there is no callback to record one.
+
+        A ProfilerCallback that is there was asked after its turn; the flag stays for the next step.
+        """
+        control, callbacks = self.run.events.control, self.run.events.callbacks
+        if control.should_profile and not any(isinstance(one, ProfilerCallback) for one in callbacks):
             control.should_profile = False
             logger.warning(
                 "a profile of the next steps was asked for, but this run has no ProfilerCallback. Add "

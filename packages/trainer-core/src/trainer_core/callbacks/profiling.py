@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch.autograd import profiler as autograd_profiler
 
 from dist_env import get_logger
 
@@ -32,11 +33,18 @@ class ProfilerCallback:
     steps idle, `warmup` steps traced and thrown away, `active` steps recorded. After each cycle every rank
     writes into `<log directory>/profile`: `step-<n>-rank<r>.json.gz` (open it in https://ui.perfetto.dev) and
     `step-<n>-rank<r>.txt`. After the last cycle the profiler is gone and costs nothing. Steps are counted
-    from where this session began. A run that ends within a cycle writes what it has.
+    from where this session began. A run that ends or fails within a cycle writes what it has. A trace that
+    cannot be written is warned of; training goes on without the profiler.
 
     It also records while a job runs: when a callback sets `control.should_profile`, or somebody writes
     "profile" into the file of an `ExternalControl`, all ranks record the same steps, `warmup` and `active` of
     them from the next one on. With `repeat=0` that is all that it does, and a step costs nothing until then.
+    A request while planned cycles idle takes their place, and those that are left are given up; a request
+    while steps are traced waits until they are written.
+
+    torch has one profiler at a time in a process. Where another one is at work, this one warns and does not
+    start: planned cycles are skipped, and a request is dropped.
+
     `perf-metrics trace <log directory>` tells what the recorded steps were spent on.
 
     Args:
@@ -57,6 +65,9 @@ class ProfilerCallback:
     """
 
     name = "profiler"
+
+    _active: ClassVar[ProfilerCallback | None] = None
+    """The one of this process that has a profiler; a second profiler ends the process."""
 
     def __init__(
         self,
@@ -102,6 +113,10 @@ class ProfilerCallback:
         self._step = 0
         self._directory: Path | None = None
         self._profile: profile | None = None
+        self._when: Callable[[int], ProfilerAction] | None = None
+        self._asked = False
+        self._may_write = True
+        self._written_step: int | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -109,12 +124,19 @@ class ProfilerCallback:
         """Start the schedule."""
         from torch.profiler import schedule
 
+        self._stop_safely()  # of a call before that ended in a way that fired no event
+        self._asked = False
+        self._written_step = None
         self._step = state.global_step
         self._directory = args.log_path / "profile"
         cycle = self._cycle
         if cycle["repeat"]:
             steps = cycle["repeat"] * (cycle["wait"] + cycle["warmup"] + cycle["active"])
-            self._start(schedule(skip_first=self._skip_first, **cycle), self._skip_first + steps)
+            self._start(
+                schedule(skip_first=self._skip_first, **cycle),
+                self._skip_first + steps,
+                "the planned profile is skipped",
+            )
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -125,15 +147,21 @@ class ProfilerCallback:
         """
         from torch.profiler import schedule
 
-        if not control.should_profile:
+        if control.should_profile:
+            control.should_profile = False
+            self._asked = True
+            if not self._idles():
+                logger.info(
+                    "a profile was asked for at step %d, and one is under way; it is recorded after that",
+                    state.global_step,
+                )
+        if not self._asked or not self._idles():
             return
-        control.should_profile = False
-        if self._profile is not None:
-            logger.info("a profile was asked for at step %d, and one is under way", state.global_step)
-            return
+        self._asked = False
         warmup, active = self._cycle["warmup"], self._cycle["active"]
-        self._start(schedule(wait=0, warmup=warmup, active=active, repeat=1), warmup + active)
-        logger.info("recording a profile of %d steps after step %d", active, state.global_step + warmup)
+        when = schedule(wait=0, warmup=warmup, active=active, repeat=1)
+        if self._start(when, warmup + active, "the profile that was asked for is dropped"):
+            logger.info("recording a profile of %d steps after step %d", active, state.global_step + warmup)
 
     def on_log(
         self,
@@ -156,10 +184,18 @@ class ProfilerCallback:
             control.should_profile = True
         self._was_below_ofu = below
 
-    def _start(self, when: Callable[[int], ProfilerAction], steps: int) -> None:
+    def _start(self, when: Callable[[int], ProfilerAction], steps: int, otherwise: str) -> bool:
+        """Start a profiler, unless there is another; say then what becomes of this one."""
         from torch.profiler import profile, supported_activities
 
+        if self._is_barred(otherwise):
+            return False
+        if self._profile is not None:
+            logger.info("the planned profile is given up for the one that was asked for")
+            self._stop()
         self._steps_left = steps
+        self._when = when
+        self._may_write = True
         self._profile = profile(
             activities=supported_activities(),  # type: ignore[no-untyped-call]
             schedule=when,
@@ -168,7 +204,34 @@ class ProfilerCallback:
             with_stack=self._with_stack,
             profile_memory=self._profile_memory,
         )
+        ProfilerCallback._active = self
         self._profile.start()
+        return True
+
+    def _is_barred(self, otherwise: str) -> bool:
+        if ProfilerCallback._active not in (None, self):
+            reason = "another ProfilerCallback of this process has a profiler"
+        # Private in torch 2.11 to 2.13, and without a public equal. A torch without it may still meet two.
+        elif getattr(autograd_profiler, "_is_profiler_enabled", False):
+            reason = "another profiler is at work in this process"
+        else:
+            return False
+        logger.warning("%s: %s, and torch allows one at a time", otherwise, reason)
+        return True
+
+    def _idles(self) -> bool:
+        """Whether nothing is traced now: there is no profiler, or its schedule skips or waits."""
+        from torch.profiler import ProfilerAction
+
+        return self._profile is None or self._profile.current_action is ProfilerAction.NONE
+
+    def _begins_to_trace(self) -> bool:
+        """Whether the profiler idles in this step, and traces the next one."""
+        from torch.profiler import ProfilerAction
+
+        if self._profile is None or self._when is None or not self._idles():
+            return False
+        return self._when(self._profile.step_num + 1) is not ProfilerAction.NONE
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -178,34 +241,72 @@ class ProfilerCallback:
             return
         self._step = state.global_step
         self._steps_left -= 1
-        if self._steps_left > 0:
-            self._profile.step()
-        else:
+        # The profiler's next step would be in the trace, though the run has none.
+        ends = control.ends_run or 0 <= state.max_steps <= state.global_step
+        ends = ends or self._steps_left <= 0
+        # Somebody may have started a profiler while this one idled.
+        if ends or (self._begins_to_trace() and self._is_barred("the planned profile is given up")):
             self._stop()
+        else:
+            self._profile.step()
+            if not self._may_write:
+                self._stop()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         """Stop; a cycle that is being recorded is written."""
-        if self._profile is not None:
+        self._stop()
+        if self._asked or control.should_profile:
+            self._asked = control.should_profile = False
+            logger.info(
+                "a profile was asked for, and nothing is recorded: the run ends before it could begin"
+            )
+
+    def on_exception(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Stop, because a process that exits with a running profiler crashes; write what there is."""
+        self._stop_safely()
+
+    def _stop_safely(self) -> None:
+        """Stop where an error must not come in the way of what the caller is about."""
+        try:
             self._stop()
+        except (OSError, RuntimeError, AssertionError) as error:
+            logger.warning("the profiler could not be stopped: %r", error)
 
     def _stop(self) -> None:
-        if self._profile is not None:
+        if self._profile is None:
+            return
+        try:
             self._profile.stop()
-            self._profile = None
+        finally:
+            self._profile = self._when = None
+            ProfilerCallback._active = None
 
     def _write(self, finished: profile) -> None:
+        """Write the trace and the table; a failure is told, and ends the profiler instead of the run."""
         if self._directory is None:
             raise RuntimeError("on_train_begin comes before the first trace.")
-        self._directory.mkdir(parents=True, exist_ok=True)
+        # A cycle that has no whole step yet would overwrite the one before it.
+        if not self._may_write or self._step == self._written_step:
+            return
         trace = self._directory / f"step-{self._step:08d}-rank{process_rank()}.json.gz"
-        finished.export_chrome_trace(str(trace))
-        averages = finished.key_averages(group_by_input_shape=self._record_shapes)
-        on_device = any(row.self_device_time_total > 0 for row in averages)
-        order = "self_device_time_total" if on_device else "self_cpu_time_total"
-        table = averages.table(sort_by=order, row_limit=self._top)
-        write_text(trace.with_name(trace.name.removesuffix(".json.gz") + ".txt"), table + "\n")
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            finished.export_chrome_trace(str(trace))
+            averages = finished.key_averages(group_by_input_shape=self._record_shapes)
+            on_device = any(row.self_device_time_total > 0 for row in averages)
+            order = "self_device_time_total" if on_device else "self_cpu_time_total"
+            table = averages.table(sort_by=order, row_limit=self._top)
+            write_text(trace.with_name(trace.name.removesuffix(".json.gz") + ".txt"), table + "\n")
+        except (OSError, RuntimeError) as error:
+            # The profiler calls this in the middle of its own work, so that it is stopped only afterwards.
+            self._may_write = False
+            logger.warning("the profile %s could not be written: %s; training goes on without", trace, error)
+            return
+        self._written_step = self._step
         logger.info("profile of the steps to %d: %s", self._step, trace)
 
 
