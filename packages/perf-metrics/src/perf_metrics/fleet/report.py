@@ -338,7 +338,7 @@ def report_as_json(report: FleetReport, price: float | None = None) -> dict[str,
             "jobs": len(report.jobs),
             "samples": sum(job.figures.samples for job in report.jobs),
             **{name: getattr(report, name) for name in ("devices", "device_hours", "ofu_mean")},
-            "cost": None if price is None else price * report.device_hours,
+            **({} if price is None else {"cost": price * report.device_hours}),
         },
         "agreement": {
             "all": None if report.agreement is None else asdict(report.agreement),
