@@ -34,6 +34,7 @@ from llama_pretrain.model.config import preset
 from llama_pretrain.model.llama import Llama, generate
 from llama_pretrain.tokenizer import ByteTokenizer
 from model_parallel import CausalAttention, attention, attention_kernel
+from perf_metrics import measure_peak_flops
 from trainer_core import TrainingArguments
 from trainer_core.model.offload import ActivationOffload
 from trainer_core.model.run_settings import run_settings
@@ -301,6 +302,13 @@ def test_batches_that_come_back_to_the_host_are_whole(move: Callable[..., Any]) 
 
 
 # ---- Generation and reports
+
+
+def test_a_peak_is_measured_on_the_device_with_waits() -> None:
+    with fakecuda.recorded_waits() as waits:
+        assert measure_peak_flops(seconds=1e-6) > 0
+    # After the product that warms up, and after each that is timed.
+    assert [wait.what for wait in waits].count("synchronize") >= 2
 
 
 def test_generation_says_what_it_says_on_the_cpu() -> None:
