@@ -183,10 +183,17 @@ def test_an_exception_that_ends_training_is_told_of_and_raised(make_trainer: Cal
         def on_step_end(self, args: object, state: object, control: object, **kw: object) -> None:
             raise RuntimeError("no more")
 
+    class FailsToClose:
+        def on_exception(self, args: object, state: object, control: object, **kw: object) -> None:
+            raise ValueError("cannot be closed")
+
     recorder = Recorder()
     trainer = make_trainer(max_steps=3, callbacks=[Fails(), recorder])
     with pytest.raises(RuntimeError, match="no more"):
         trainer.train()
     assert recorder.names()[-1] == "on_exception"
+    fails_again = make_trainer(max_steps=3, callbacks=[Fails(), FailsToClose()])
+    with pytest.raises(RuntimeError, match="no more"):
+        fails_again.train()
     assert "on_train_end" not in recorder.names()
     assert "exception" in recorder.seen[-1][1]

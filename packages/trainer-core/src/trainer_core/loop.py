@@ -50,13 +50,20 @@ class TrainingLoop:
         """Train, save and sum up. No worker process of a loader is left behind."""
         try:
             return self._train()
-        except BaseException as error:
-            self.run.events.fire("on_exception", exception=error)
+        except BaseException as error:  # Ctrl-C as well: a callback may have something to close
+            self._tell_exception(error)
             raise
         finally:
             end_workers(self.run.loader, self._pass)
             for data in (self.run.evaluation or {}).values():
                 end_workers(data.last)
+
+    def _tell_exception(self, error: BaseException) -> None:
+        """Tell callbacks what ended training; that decides the exit code, and not what one of them raises."""
+        try:
+            self.run.events.fire("on_exception", exception=error)
+        except Exception:
+            logger.exception("a callback failed in on_exception")
 
     def _train(self) -> TrainOutput:
         run = self.run

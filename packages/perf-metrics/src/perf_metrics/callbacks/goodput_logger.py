@@ -35,7 +35,7 @@ class GoodputLogger(EventHandlers):
     `args.output_dir`, tells when it started, how many ranks it had, at which step it began, at which steps it
     saved, and in its last line, which is replaced every second, how far it came and what its time was spent
     on. After a kill at any instant that line is at most about a second old. Only rank 0 writes; where it
-    cannot, as on a full disk, it warns once, and training goes on.
+    cannot, as on a full disk, it warns once, and training continues.
 
     The time between two events is judged by the event at its end, as `IntervalCounts` does: up to
     `on_step_begin` it was waiting for data, up to `on_step_end` a step, up to `on_prediction_step` and

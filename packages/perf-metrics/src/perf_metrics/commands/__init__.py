@@ -44,7 +44,7 @@ def price(text: str) -> float:
     """Return a price that was given as text.
 
     Raises:
-        argparse.ArgumentTypeError: It is no number, or below 0.
+        argparse.ArgumentTypeError: It is not a number, or is below 0.
     """
     try:
         value = float(text)

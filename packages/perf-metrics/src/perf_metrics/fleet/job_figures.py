@@ -213,7 +213,7 @@ class JobFigures:
         series: Mean OFU of the devices in the step before.
         gpu_seconds: Their time in that step, all of them together.
         interval: The mean OFU with its confidence interval, of the series: GPUs of one job are not
-            independent. None when there is no sample.
+            independent. None without samples.
     """
 
     job: str

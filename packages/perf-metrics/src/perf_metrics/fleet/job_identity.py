@@ -53,7 +53,7 @@ class JobNames:
         pods: Identities by namespace and pod, from `read_pod_labels`.
 
     Raises:
-        ValueError: `pattern` is no regular expression, or has neither group.
+        ValueError: `pattern` is not a regular expression, or has neither group.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ def read_pod_labels(server: PrometheusAPI, start: float, end: float) -> dict[tup
         Identities by namespace and pod; the namespace is the user.
 
     Raises:
-        ValueError: There is no such series, or none with a label of a job.
+        ValueError: The series is missing, or has no label of a job.
         PrometheusError: The server did not give all of it.
     """
     labels = ", ".join((*_NAMESPACE, *_POD, *_KUBE_JOBS, *_KUBE_QUEUES))

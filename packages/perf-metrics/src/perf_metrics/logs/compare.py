@@ -90,7 +90,7 @@ def compare_logs(
         skip_steps: Steps at the beginning of each run that do not count either.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: A file does not exist.
         ValueError: A file is not a log file, a key is in neither or only one of the logs, or an argument is
             out of range.
     """

@@ -66,7 +66,7 @@ class RankBreakdown:
         nanoseconds: By category, summed over the steps; their sum is the length of the steps exactly.
         waiting_ns: By the rank that was waited for in the end; part of the exposed communication.
         communications: By kind and group, the most exposed first.
-        overlapped_ns: Communication behind computation, which is no part of the sum.
+        overlapped_ns: Communication behind computation; not in the sum.
         outside_ns: Work that the trace has outside of every step.
     """
 
@@ -175,10 +175,10 @@ def compare_ranks(traces: Sequence[RankSteps]) -> TraceBreakdown:
     """Compare what was read; a rank may have several traces, of one capture each.
 
     Raises:
-        TraceFileError: There is no trace.
+        TraceFileError: No trace was given.
     """
     if not traces:
-        raise TraceFileError("There is no trace to read. Give the files of one or all ranks.")
+        raise TraceFileError("No trace was given. Give the files of one or all ranks.")
     notes: list[str] = []
     by_rank = _by_rank(traces, notes)
     steps = {rank: _steps_of(files) for rank, files in by_rank.items()}

@@ -40,7 +40,7 @@ class StepBreakdown:
         start_ns: By this rank's clock.
         end_ns: Where the next step begins.
         nanoseconds: By category. They add up to the length of the step exactly.
-        overlapped_ns: Communication behind computation, which is no part of that sum.
+        overlapped_ns: Communication behind computation; not in that sum.
     """
 
     number: int | None
