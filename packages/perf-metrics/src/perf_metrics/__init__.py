@@ -13,17 +13,20 @@ if TYPE_CHECKING:
     from .display import ColumnOverride, ColumnSpec, format_value
     from .fleet.app_metrics import Application, mfu_from_series, read_applications
     from .fleet.collect import collect_fleet
+    from .fleet.gpu_health import GPUHealth
+    from .fleet.health_samples import collect_gpu_health
     from .fleet.job_identity import JobIdentity, JobNames, read_pod_labels, read_sacct
     from .fleet.job_samples import FleetSamples
+    from .fleet.ledger import collect_unallocated
     from .fleet.prometheus_api import PrometheusAPI, PrometheusError
     from .fleet.report import (
         FleetReport,
         JobReport,
         OutlierRule,
         fleet_report,
-        report_as_json,
     )
     from .fleet.report_html import report_as_html
+    from .fleet.report_json import report_as_json
     from .fleet.report_text import report_as_text
     from .flops.architecture import (
         CONVENTIONS,
@@ -145,6 +148,7 @@ __all__ = [
     "FlopsUnknownError",
     "GemmKernel",
     "GOODPUT_FOLDER",
+    "GPUHealth",
     "Goodput",
     "GoodputLogger",
     "IntervalCounts",
@@ -194,6 +198,8 @@ __all__ = [
     "breakdown_as_text",
     "check_process",
     "collect_fleet",
+    "collect_gpu_health",
+    "collect_unallocated",
     "compare_flops",
     "compare_logs",
     "convention",
@@ -265,17 +271,20 @@ _NAMES = {
     "display": ("ColumnOverride", "ColumnSpec", "format_value"),
     "fleet.app_metrics": ("Application", "mfu_from_series", "read_applications"),
     "fleet.collect": ("collect_fleet",),
+    "fleet.gpu_health": ("GPUHealth",),
+    "fleet.health_samples": ("collect_gpu_health",),
     "fleet.job_identity": ("JobIdentity", "JobNames", "read_pod_labels", "read_sacct"),
     "fleet.job_samples": ("FleetSamples",),
+    "fleet.ledger": ("collect_unallocated",),
     "fleet.prometheus_api": ("PrometheusAPI", "PrometheusError"),
     "fleet.report": (
         "FleetReport",
         "JobReport",
         "OutlierRule",
         "fleet_report",
-        "report_as_json",
     ),
     "fleet.report_html": ("report_as_html",),
+    "fleet.report_json": ("report_as_json",),
     "fleet.report_text": ("report_as_text",),
     "flops.architecture": (
         "Architecture",

@@ -66,6 +66,13 @@ def test_the_json_is_plain_and_the_text_has_the_findings(report: FleetReport) ->
         "device_hours": pytest.approx(4 * 2 * 80 * 30 / 3600),
         "samples": 4 * 2 * 80,
         "ofu_mean": pytest.approx((0.4 + 0.4 + 0.2558 + 0.3) / 4),
+        "mfu_share": 0.75,
+        "unallocated_hours": None,
+        "ofu_of_all_hours": None,
+        "hours": {
+            "working": pytest.approx(4 * 2 * 80 * 30 / 3600),
+            **dict.fromkeys(("low clock", "stalled", "starting", "idle", "unallocated"), 0.0),
+        },
     }
     assert data["jobs"][0]["start"] == "1970-01-01T00:10:00Z"
     assert data["outliers"] == ["experts", "recomputing"]

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 
 from ..fleet.app_metrics import Application, mfu_from_series, read_applications
 from ..fleet.collect import collect_fleet
+from ..fleet.health_samples import collect_gpu_health
 from ..fleet.job_identity import JobNames, read_pod_labels, read_sacct
 from ..fleet.job_samples import RUN_GAP_S
+from ..fleet.ledger import collect_unallocated
 from ..fleet.prometheus_api import PrometheusAPI
-from ..fleet.report import OutlierRule, fleet_report, report_as_json
+from ..fleet.report import OutlierRule, fleet_report
 from ..fleet.report_html import report_as_html
+from ..fleet.report_json import report_as_json
 from ..fleet.report_text import report_as_text
 from ..monitoring.dashboard import grafana_dashboard
 from ..monitoring.rules import example_config, recording_and_alert_rules
@@ -35,7 +38,8 @@ def fill_fleet(parser: OneLineParser) -> None:
     parser.description = (
         "Read dcgm-exporter's tensor activity and SM clock out of Prometheus, and report OFU of "
         "every job: its spread, uneven and slow devices, falls, and how far it is from the MFU that the "
-        "application reports, with what may explain that. There is a report of all of it or none."
+        "application reports, with what may explain that; what GPU time was spent on, and which GPUs to take "
+        "out. There is a report of all of it or none."
     )
     source = parser.add_argument_group("what to read")
     source.add_argument("--prometheus", required=True, metavar="URL", help="the server's address")
@@ -112,7 +116,7 @@ def fill_fleet(parser: OneLineParser) -> None:
         metavar="N",
         help="points between MFU and OFU that make an outlier [%(default)g]",
     )
-    output.add_argument("--price", type=price, metavar="X", help="of one GPU hour, to show costs by user")
+    output.add_argument("--price", type=price, metavar="X", help="of one GPU hour, to show costs")
     parser.set_defaults(run=run_fleet)
 
 
@@ -155,6 +159,13 @@ def run_fleet(options: argparse.Namespace) -> int:
                 run_gap_s=60 * options.run_gap,
                 progress=progress,
             )
+        asked = {"selector": options.selector, "step_s": options.step}
+        with _progress("GPUs without a job", end - start) as progress:
+            unallocated_hours = collect_unallocated(
+                server, start, end, job_labels=options.job_label, **asked, progress=progress
+            )
+        with _progress("health of GPUs", end - start) as progress:
+            health = collect_gpu_health(server, start, end, **asked, progress=progress)
         if options.mfu_query is not None:
             with _progress("MFU", end - start) as progress:
                 applications = mfu_from_series(
@@ -162,14 +173,14 @@ def run_fleet(options: argparse.Namespace) -> int:
                 )
     finally:
         server.close()
-    report = fleet_report(fleet, applications, rule)
+    report = fleet_report(fleet, applications, rule, health=health, unallocated_hours=unallocated_hours)
     # Before the text: whoever reads that may have seen enough, and end this by it.
     if options.json is not None:
         options.json.write_text(
             json.dumps(report_as_json(report, options.price), indent=1) + "\n", encoding="utf-8"
         )
     if options.html is not None:
-        options.html.write_text(report_as_html(report), encoding="utf-8")
+        options.html.write_text(report_as_html(report, options.price), encoding="utf-8")
     print(report_as_text(report, options.price))
     for path in (options.json, options.html):
         if path is not None:

@@ -1,33 +1,35 @@
-"""The report on a fleet, as objects and as JSON."""
+"""The report on a fleet, as objects."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from statistics import fmean
-from typing import TypeAlias
+from statistics import StatisticsError, correlation, fmean
 
 from ..ofu.diagnosis import Candidate, diagnose
 from ..uncertainty import (
     FEWEST_SAMPLES,
     MeanInterval,
-    interval_json,
     paired_difference,
     rare_samples_note,
 )
 from .app_metrics import Agreement, Application, Pair, agreement, agreement_by_gpus
-from .job_figures import JobFigures, OddDevice, Span, job_figures, time_of_one_gpu, weighted_mean
+from .gpu_health import GPUHealth, judge_gpus
+from .health_samples import HealthSamples
+from .job_figures import JobFigures, Span, job_figures, time_of_one_gpu, weighted_mean
 from .job_identity import JobIdentity
 from .job_samples import FleetSamples
+from .ledger import LedgerKind, ledger_of_job, sum_of_ledgers
 from .regressions import SHORTEST_JOB_S, JobLevel, Regression, slower_than_earlier_jobs
 from .users import UserTime, time_by_user
 
 _NOTHING_KNOWN = Application(mfu=None)
 _NAMES_IN_NOTE = 5
+_FEWEST_TO_CORRELATE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ class JobReport:
         outlier: Whether MFU and OFU are too far apart.
         candidates: What would explain the difference or the fall, within the error of OFU; best first. For
             outliers and regressions only.
+        hours: Its GPU hours by what they were spent on.
     """
 
     figures: JobFigures
@@ -80,6 +83,7 @@ class JobReport:
     outlier: bool = False
     candidates: tuple[Candidate, ...] = ()
     identity: JobIdentity | None = None
+    hours: Mapping[LedgerKind, float] = field(default_factory=dict)
 
     @property
     def run(self) -> str | None:
@@ -117,6 +121,16 @@ class JobReport:
         apart = paired_difference(mfu, ofu, weights=seconds)
         return replace(apart, mean=pair.mfu - pair.ofu)
 
+    @cached_property
+    def correlation(self) -> float | None:
+        """Pearson's correlation of MFU and OFU over time; None where MFU is one number, or one of them is."""
+        mfu_at = self.application.mfu_at or {}
+        steps = [(mfu_at[round(time, 3)], ofu) for time, ofu, _ in self._compared_steps() if mfu_at]
+        try:
+            return correlation(*zip(*steps, strict=True)) if len(steps) >= _FEWEST_TO_CORRELATE else None
+        except StatisticsError:  # one of the two does not vary
+            return None
+
     def _compared_steps(self) -> list[tuple[float, float, float]]:
         """Return time, OFU and GPU time of the steps in which OFU is compared with MFU."""
         figures, times = self.figures, self.application.times
@@ -140,6 +154,8 @@ class FleetReport:
         buckets: The same by number of GPUs.
         regressions: Jobs whose OFU fell, the largest loss first: points times GPUs.
         notes: What was missing or not used, in sentences.
+        gpus: GPUs that something speaks against, those to take out first.
+        unallocated_hours: Hours of GPUs that were scraped without a job; None where nobody asked.
     """
 
     start: float
@@ -153,6 +169,28 @@ class FleetReport:
     buckets: tuple[Agreement, ...]
     regressions: tuple[Regression, ...]
     notes: tuple[str, ...] = field(default=())
+    gpus: tuple[GPUHealth, ...] = ()
+    unallocated_hours: float | None = None
+
+    @property
+    def hours(self) -> dict[LedgerKind, float]:
+        """GPU hours by what they were spent on; a GPU that jobs share counts for each of them."""
+        told = sum_of_ledgers(job.hours for job in self.jobs)
+        return {**told, "unallocated": self.unallocated_hours or 0.0}
+
+    @property
+    def ofu_of_all_hours(self) -> float | None:
+        """Mean OFU over the time with and without a job, as a share; None where the latter is not known."""
+        if self.ofu_mean is None or self.unallocated_hours is None:
+            return None
+        return self.ofu_mean * self.device_hours / (self.device_hours + self.unallocated_hours)
+
+    @property
+    def mfu_share(self) -> float:
+        """Share of the GPU hours of jobs whose jobs report MFU."""
+        told = [(job.figures.device_hours, job.application.mfu is not None) for job in self.jobs]
+        hours = math.fsum(one for one, _ in told)
+        return math.fsum(one for one, reports in told if reports) / hours if hours else 0.0
 
     @property
     def users(self) -> tuple[UserTime, ...]:
@@ -170,6 +208,9 @@ def fleet_report(
     fleet: FleetSamples,
     applications: Mapping[str, Application] | None = None,
     rule: OutlierRule | None = None,
+    *,
+    health: HealthSamples | None = None,
+    unallocated_hours: float | None = None,
 ) -> FleetReport:
     """Make the report.
 
@@ -177,6 +218,8 @@ def fleet_report(
         fleet: What `collect_fleet` read.
         applications: What the jobs say of themselves, by the name of the job.
         rule: When MFU and OFU of a job are too far apart.
+        health: What `collect_gpu_health` read; without it GPUs are judged by their work and clocks alone.
+        unallocated_hours: What `collect_unallocated` read.
     """
     applications, rule = applications or {}, rule or OutlierRule()
     jobs = []
@@ -187,7 +230,9 @@ def fleet_report(
             figures = job_figures(name, seen, fleet.start, fleet.end, fleet.step_s)
             application = applications.get(name, _NOTHING_KNOWN)
             gpus = application.gpus or figures.gpus
-            jobs.append(JobReport(figures, application, gpus, identity=identity))
+            begins_before = figures.start - fleet.start <= fleet.step_s
+            hours = ledger_of_job(figures, step_s=fleet.step_s, begins_before=begins_before)
+            jobs.append(JobReport(figures, application, gpus, identity=identity, hours=hours))
     jobs.sort(key=lambda job: (math.isnan(job.figures.start), job.figures.start, job.figures.job))
     regressions = sorted(_regressions(jobs), key=lambda one: -one.lost_gpus)
     pairs = [job.pair for job in jobs if job.pair is not None]
@@ -208,7 +253,10 @@ def fleet_report(
             *_note_on_rare_samples(jobs, fleet.step_s),
             *_notes_on_samples(fleet, runs, applications),
             *_notes(jobs, runs, applications),
+            *(health.notes if health is not None else ()),
         ),
+        judge_gpus(jobs, health),
+        unallocated_hours,
     )
 
 
@@ -253,6 +301,13 @@ def _judged(job: JobReport, rule: OutlierRule, regressions: Sequence[Regression]
     facts = replace(job.application.facts, usual_ofu=fmean(usual)) if usual else job.application.facts
     found = diagnose(pair.mfu, pair.ofu, facts).candidates
     return replace(job, outlier=outlier, candidates=tuple(one for one in found if one.fits))
+
+
+def iso(time_s: float) -> str | None:
+    """Return a Unix time as ISO 8601 in UTC, to the second; None for no time."""
+    if time_s != time_s:
+        return None
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def notes_on_intervals(jobs: Sequence[JobReport]) -> Iterator[str]:
@@ -316,113 +371,3 @@ def _notes(
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMES_IN_NOTE} more" if len(names) > _NAMES_IN_NOTE else ""
     return ", ".join(names[:_NAMES_IN_NOTE]) + more
-
-
-Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | int | bool | None"
-
-
-def report_as_json(report: FleetReport, price: float | None = None) -> dict[str, Json]:
-    """Return the report as what `json` can write: shares from 0 to 1, differences in percentage points.
-
-    Times are ISO 8601 in UTC. What is not known is None.
-
-    Args:
-        report: The report.
-        price: Of one GPU hour, for costs by user.
-    """
-    return {
-        "start": iso(report.start),
-        "end": iso(report.end),
-        "step_s": report.step_s,
-        "fleet": {
-            "jobs": len(report.jobs),
-            "samples": sum(job.figures.samples for job in report.jobs),
-            **{name: getattr(report, name) for name in ("devices", "device_hours", "ofu_mean")},
-            **({} if price is None else {"cost": price * report.device_hours}),
-        },
-        "agreement": {
-            "all": None if report.agreement is None else asdict(report.agreement),
-            "buckets": [asdict(bucket) for bucket in report.buckets],
-        },
-        "users": [
-            {**asdict(one), "cost": None if price is None else price * one.device_hours}
-            for one in report.users
-        ],
-        "outliers": [job.figures.job for job in report.outliers],
-        "regressions": [_regression_json(one) for one in report.regressions],
-        "jobs": [_job(job) for job in report.jobs],
-        "notes": list(report.notes),
-    }
-
-
-def iso(time_s: float) -> str | None:
-    """Return a Unix time as ISO 8601 in UTC, to the second; None for no time."""
-    if time_s != time_s:
-        return None
-    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-def _regression_json(one: Regression) -> Json:
-    told = {name: getattr(one, name) for name in ("before", "after", "fall", "lost_gpus", "detail")}
-    return {
-        "job": one.job,
-        "kind": one.kind,
-        "time": iso(one.time_s),
-        **told,
-        "points_interval": _points_json(one.interval),
-        "certain": one.is_certain,
-    }
-
-
-def _interval_json(interval: MeanInterval | None) -> Json:
-    return None if interval is None else {**interval_json(interval)}
-
-
-def _points_json(interval: MeanInterval | None) -> Json:
-    """Return the interval of a difference of shares in percentage points."""
-    return _interval_json(None if interval is None else interval.scaled(100))
-
-
-def _job(job: JobReport) -> Json:
-    figures, pair = job.figures, job.pair
-    return {
-        "job": figures.job,
-        "run": job.run,
-        "user": None if job.identity is None else job.identity.user,
-        "account": None if job.identity is None else job.identity.account,
-        "gpus": job.gpus,
-        "devices": len(figures.devices),
-        **_measured(figures),
-        "mfu": job.application.mfu,
-        "difference_points": None if pair is None else pair.points,
-        "difference_points_interval": _points_json(job.difference),
-        "ratio": pair.mfu / pair.ofu if pair is not None and pair.ofu else None,
-        "outlier": job.outlier,
-        "candidates": [{**asdict(one), "expected": list(one.expected)} for one in job.candidates],
-    }
-
-
-def _odd_device_json(odd: OddDevice) -> Json:
-    told = {name: getattr(odd.figures, name) for name in ("ofu", "tensor_activity", "sm_mhz", "samples")}
-    return {"kind": odd.kind, "device": str(odd.figures.device), **told}
-
-
-def _measured(figures: JobFigures) -> dict[str, Json]:
-    return {
-        "start": iso(figures.start),
-        "end": iso(figures.end),
-        **{name: getattr(figures, name) for name in ("cut", "device_hours", "samples", "left_out")},
-        "ofu": None if figures.ofu is None else asdict(figures.ofu),
-        "ofu_interval": _interval_json(figures.interval),
-        "imbalance": figures.imbalance,
-        "odd_devices": [_odd_device_json(odd) for odd in figures.odd_devices],
-        "drops": [
-            {
-                "time": iso(drop.time_s),
-                "before": drop.before,
-                "after": drop.after,
-                "points_interval": _points_json(drop.interval),
-            }
-            for drop in figures.drops
-        ],
-    }

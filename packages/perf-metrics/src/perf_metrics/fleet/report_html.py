@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC
 from html import escape
 from importlib.resources import files
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
-from .app_metrics import NEAR_POINTS
-from .job_figures import JobFigures
+from .ledger import LEDGER_KINDS, LEDGER_MEANINGS
 from .regressions import Regression
 from .report import FleetReport, JobReport, notes_on_intervals
+from .report_plots import errors_svg, fleet_svg, hours_svg, job_svg, scatter_jobs, scatter_svg
 from .report_text import (
     AGREEMENT_HEADER,
     agreement_row,
@@ -30,10 +25,6 @@ from .report_text import (
     share_with_interval,
     short_time,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -96,203 +87,34 @@ def _class(css: str) -> str:
     return f' class="{css}"' if css else ""
 
 
-POINTS_ID = "job-points"
-"""Id of the group in the scatter plot that has one element for each job, in the order of `scatter_jobs`."""
-
-_USUAL, _OUTLIER, _FELL, _GREY = "#0072B2", "#D55E00", "#CC79A7", "#5f6368"
-_NEAR = "#eef1f4"
-_TIME_BUCKETS = 240
-
-
-def scatter_jobs(report: FleetReport) -> list[JobReport]:
-    """Return the jobs of the scatter plot: those with MFU and OFU."""
-    return [job for job in report.jobs if job.pair is not None]
-
-
-def scatter_svg(report: FleetReport) -> str:
-    """Return MFU over OFU, one point a job, its area by the number of GPUs."""
-    jobs = scatter_jobs(report)
-    fell = {one.job for one in report.regressions}
-    figure = _figure(7.2, 5.4)
-    axes = figure.subplots()
-    pairs = [job.pair for job in jobs if job.pair is not None]
-    most = 1.08 * max((max(pair.mfu, pair.ofu) for pair in pairs), default=0.5) * 100
-    near = ([-NEAR_POINTS, most - NEAR_POINTS], [NEAR_POINTS, most + NEAR_POINTS])
-    axes.fill_between([0, most], *near, color=_NEAR, lw=0)
-    axes.plot([0, most], [0, most], color=_GREY, lw=1)
-    points = axes.scatter(
-        [100 * pair.ofu for pair in pairs],
-        [100 * pair.mfu for pair in pairs],
-        s=[10 + 6 * math.log2(pair.gpus) for pair in pairs],
-        c=[_colour(job, fell) for job in jobs],
-        alpha=0.75,
-        lw=0,
-        zorder=3,
-    )
-    points.set_gid(POINTS_ID)
-    axes.set(xlim=(0, most), ylim=(0, most), xlabel="OFU, %", ylabel="MFU as reported, %")
-    _legend(axes)
-    _finish(axes)
-    return _svg(figure, "scatter")
-
-
-def errors_svg(report: FleetReport) -> str:
-    """Return the mean of |MFU - OFU| by number of GPUs, with its standard deviation."""
-    buckets = report.buckets
-    figure = _figure(7.2, 0.8 + 0.32 * len(buckets))
-    axes = figure.subplots()
-    places = range(len(buckets))
-    means = [one.mae_points for one in buckets]
-    spreads = [one.sd_points or 0 for one in buckets]
-    axes.barh(places, means, xerr=spreads, color=_USUAL, ecolor=_GREY, height=0.62)
-    axes.set_yticks(places, [f"{one.gpus} GPUs ({one.jobs})" for one in buckets])
-    axes.invert_yaxis()
-    axes.set_xlim(left=0)
-    axes.set_xlabel("mean of |MFU - OFU| and its standard deviation, points")
-    _finish(axes)
-    return _svg(figure, "errors")
-
-
-def fleet_svg(report: FleetReport) -> str:
-    """Return the fleet's mean OFU and the number of devices with a job, over time."""
-    times, ofu, devices = _fleet_series(report)
-    figure = _figure(10.5, 4.2)
-    upper, lower = figure.subplots(2, sharex=True, height_ratios=[2, 1])
-    upper.plot(times, ofu, color=_USUAL, lw=1.3)
-    upper.set_ylabel("mean OFU, %")
-    lower.fill_between(times, devices, step="mid", color=_GREY, alpha=0.35, lw=0)
-    lower.set_ylabel("devices")
-    for axes in (upper, lower):
-        axes.set_ylim(bottom=0)
-        _finish(axes)
-    _time_axis(lower)
-    return _svg(figure, "fleet")
-
-
-def job_svg(job: JobReport, step_s: float) -> str:
-    """Return OFU of one job over time, sampled every so many seconds, with its MFU and its falls."""
-    figures = job.figures
-    figure = _figure(5.2, 2.0)
-    axes = figure.subplots()
-    times, ofu = _with_gaps(figures, step_s)
-    axes.plot(_dates(times), ofu, color=_USUAL, lw=1.1, label="OFU")
-    if job.application.mfu is not None:
-        axes.axhline(100 * job.application.mfu, color=_OUTLIER, lw=1.2, ls=(0, (4, 2)), label="MFU")
-    for drop in figures.drops:
-        axes.axvline(_dates([drop.time_s])[0], color=_FELL, lw=1.2)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("%")
-    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.95), ncols=2)
-    _finish(axes)
-    _time_axis(axes)
-    return _svg(figure, figures.job)
-
-
-def _with_gaps(figures: JobFigures, step_s: float) -> tuple[list[float], list[float]]:
-    """Return times and OFU in percent, with no number between samples that are far apart."""
-    times, values, before = [], [], math.inf
-    spacing = max(step_s, figures.interval_s) if math.isfinite(figures.interval_s) else step_s
-    for time, ofu in zip(figures.times, figures.series, strict=True):
-        if time - before > 2.5 * spacing:
-            times.append(before + spacing)
-            values.append(math.nan)
-        times.append(time)
-        values.append(100 * ofu)
-        before = time
-    return times, values
-
-
-def _fleet_series(report: FleetReport) -> tuple[list[float], list[float], list[float]]:
-    """Return times, mean OFU in percent and mean number of devices, in buckets of whole steps."""
-    width = report.step_s * max(1, math.ceil((report.end - report.start) / report.step_s / _TIME_BUCKETS))
-    sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for job in report.jobs:
-        figures = job.figures
-        for time, ofu, seconds in zip(figures.times, figures.series, figures.gpu_seconds, strict=True):
-            bucket = sums[int((time - report.start) // width)]
-            bucket[0] += ofu * seconds
-            bucket[1] += seconds
-    count = int((report.end - report.start) // width) + 1
-    rows = [sums.get(index, [0.0, 0.0]) for index in range(count)]
-    times = _dates([report.start + (index + 0.5) * width for index in range(count)])
-    means = [100 * work / seconds if seconds else math.nan for work, seconds in rows]
-    return times, means, [seconds / width for _, seconds in rows]
-
-
-def _colour(job: JobReport, fell: set[str]) -> str:
-    if job.figures.job in fell:
-        return _FELL
-    return _OUTLIER if job.outlier else _USUAL
-
-
-def _legend(axes: Axes) -> None:
-    for colour, label in ((_USUAL, "near"), (_OUTLIER, "far apart"), (_FELL, "OFU fell")):
-        axes.scatter([], [], color=colour, lw=0, label=label)
-    axes.fill_between([], [], color=_NEAR, label="within 10 points")
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
-
-
-def _dates(times: Sequence[float]) -> list[float]:
-    """Return Unix times as matplotlib's dates, days since the same epoch."""
-    return [time / 86400 for time in times]
-
-
-def _time_axis(axes: Axes) -> None:
-    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
-
-    locator = AutoDateLocator(tz=UTC, minticks=3, maxticks=7)  # type: ignore[no-untyped-call]
-    axes.xaxis.set_major_locator(locator)
-    formatter = ConciseDateFormatter(locator, tz=UTC)  # type: ignore[no-untyped-call]
-    axes.xaxis.set_major_formatter(formatter)
-
-
-def _finish(axes: Axes) -> None:
-    axes.grid(True, color="#e3e5e8", lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_GREY)
-    axes.tick_params(colors=_GREY, labelsize=9)
-
-
-def _figure(width: float, height: float) -> Figure:
-    # Not pyplot, which keeps figures and may want a screen.
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _svg(figure: Figure, salt: str) -> str:
-    from matplotlib import rc_context
-
-    page = io.StringIO()
-    # Text stays text; ids depend on the salt, so that those of two pictures in one page differ.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}):
-        figure.savefig(page, format="svg", metadata={"Date": None})
-    svg = page.getvalue()
-    return re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-
-
+MOST_GPUS = 200
+"""GPUs that the page has; the JSON has all."""
 MOST_JOB_PLOTS = 48
 """Jobs that are drawn over time: all that stand out, up to this number."""
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _JOB_COLUMNS = (
     "job", "run", "start, UTC", "hours", "GPUs", "devices", "OFU %", "p10", "p50", "p90", "imbalance %",
-    "MFU %", "MFU-OFU", "MFU/OFU", "what stands out",
+    "MFU %", "MFU-OFU", "MFU/OFU", "r over time", "without work %", "what stands out",
 )  # fmt: skip
 
 
-def report_as_html(report: FleetReport) -> str:
+def report_as_html(report: FleetReport, price: float | None = None) -> str:
     """Return the report as the text of an HTML page.
 
     The page has the tables, a scatter plot of MFU over OFU, the error by number of GPUs, the fleet over time,
-    the jobs that stand out over time, and all jobs in a table to sort and to search.
+    the jobs that stand out over time, what GPU time was spent on, GPUs to look at, and all jobs in a table to
+    sort and to search.
+
+    Args:
+        report: The report.
+        price: Of one GPU hour, for costs.
 
     Raises:
         ModuleNotFoundError: The extra `plot` is not installed.
     """
     title = f"OFU of {len(report.jobs)} jobs, {short_time(report.start)} to {short_time(report.end)} UTC"
-    body = "\n".join(_body(report, title))
+    body = "\n".join(_body(report, title, price))
     points = [
         {"text": _point_text(job), "row": f"#{_row_id(job.figures.job)}"} for job in scatter_jobs(report)
     ]
@@ -306,7 +128,7 @@ def report_as_html(report: FleetReport) -> str:
     )
 
 
-def _body(report: FleetReport, title: str) -> Iterator[str]:
+def _body(report: FleetReport, title: str, price: float | None) -> Iterator[str]:
     yield f"<h1>{escape(title)}</h1>"
     yield (
         '<p class="soft">OFU = tensor pipe activity x SM clock / clock of the tensor peak, multiplied for '
@@ -314,6 +136,8 @@ def _body(report: FleetReport, title: str) -> Iterator[str]:
         "job counts. ± is half of the 95 % confidence interval, in points.</p>"
     )
     yield _key_figures(report)
+    yield from _gpu_time(report, price)
+    yield from _gpus(report)
     if report.agreement is not None:
         yield from _agreement(report)
     yield f"<h2>The fleet over time</h2>\n<figure>{fleet_svg(report)}</figure>"
@@ -330,14 +154,84 @@ def _key_figures(report: FleetReport) -> str:
         (f"{report.devices:,}", "devices"),
         (f"{report.device_hours:,.0f}", "device hours"),
         (f"{share(report.ofu_mean)} %", "mean OFU"),
+        (f"{report.mfu_share:.0%}", "of their hours report MFU"),
         (str(len(report.outliers)), "MFU and OFU far apart"),
         (str(len(report.regressions)), "falls of OFU"),
     ]
     if report.agreement is not None:
-        told.insert(4, (f"{report.agreement.mae_points:.1f}", "points, mean of |MFU - OFU|"))
-        told.insert(5, (number(report.agreement.correlation, ".3f"), "correlation"))
+        told.insert(5, (f"{report.agreement.mae_points:.1f}", "points, mean of |MFU - OFU|"))
+        told.insert(6, (number(report.agreement.correlation, ".3f"), "correlation"))
     items = "\n".join(f"<li><b>{escape(figure)}</b>{escape(of)}</li>" for figure, of in told)
     return f'<ul class="figures">\n{items}\n</ul>'
+
+
+def _gpu_time(report: FleetReport, price: float | None) -> Iterator[str]:
+    hours = report.hours
+    total = sum(hours.values())
+    if not total:
+        return
+    yield f"<h2>What GPU time was spent on</h2>\n<figure>{hours_svg(report)}</figure>"
+    if report.ofu_of_all_hours is not None:
+        yield (
+            f'<p class="soft">OFU of all of it, with and without a job: {share(report.ofu_of_all_hours)} %. '
+            "By the counters alone, which know no checkpoints: a GPU that jobs share counts for each.</p>"
+        )
+    cost = [] if price is None else ["cost"]
+    rows = [
+        [
+            text_cell(kind),
+            number_cell(hours[kind], ",.1f"),
+            share_cell(hours[kind] / total),
+            *([] if price is None else [number_cell(price * hours[kind], ",.2f")]),
+            text_cell(LEDGER_MEANINGS[kind]),
+        ]
+        for kind in LEDGER_KINDS
+        if kind != "unallocated" or report.unallocated_hours is not None
+    ]
+    yield html_table(("GPU time", "hours", "%", *cost, "what it is"), rows)
+    if not report.users:
+        return
+    columns = ("user", "account", "jobs", "GPU hours", "OFU %", "MFU told %", "without work, h", *cost)
+    users = [
+        [
+            text_cell(one.user),
+            text_cell(one.account or ""),
+            number_cell(one.jobs, "d"),
+            number_cell(one.device_hours, ",.1f"),
+            share_cell(one.ofu),
+            share_cell(one.mfu_share),
+            number_cell(one.hours_without_work, ",.1f"),
+            *([] if price is None else [number_cell(price * one.device_hours, ",.2f")]),
+        ]
+        for one in report.users
+    ]
+    yield f"<h2>GPU time by user ({len(users)})</h2>"
+    yield f'<div class="wide">{html_table(columns, users, sortable=True)}</div>'
+
+
+def _gpus(report: FleetReport) -> Iterator[str]:
+    told = [one for one in report.gpus if one.level != "note"]
+    if not told:
+        return
+    rows = [
+        [
+            text_cell(str(one.device)),
+            text_cell(one.device.uuid or ""),
+            text_cell(one.level),
+            number_cell(one.lost_hours or None, ",.1f"),
+            number_cell(one.jobs, "d"),
+            Cell("; ".join(f"{each.kind}: {each.text}" for each in one.evidence), css="text long"),
+        ]
+        for one in told[:MOST_GPUS]
+    ]
+    more = f", the first {len(rows)} of {len(told)}" if len(told) > len(rows) else ""
+    yield f"<h2>GPUs to look at ({len(told)})</h2>"
+    yield (
+        f'<p class="soft">By UUID, over all jobs{more}; those to take out first, and of these what cost '
+        "most. Lost are the GPU hours of all that waited.</p>"
+    )
+    header = ("GPU", "UUID", "what to do", "lost hours", "jobs", "why")
+    yield f'<div class="wide">{html_table(header, rows, sortable=True)}</div>'
 
 
 def _agreement(report: FleetReport) -> Iterator[str]:
@@ -435,8 +329,15 @@ def _job_row(job: JobReport, report: FleetReport) -> list[Cell]:
         share_cell(job.application.mfu),
         number_cell(None, "") if pair is None else _interval_cell(pair.points / 100, points(job.difference)),
         number_cell(pair.mfu / pair.ofu if pair is not None and pair.ofu else None, ".2f"),
+        number_cell(job.correlation, ".2f"),
+        share_cell(_without_work(job)),
         Cell("; ".join(kinds), css="text long"),
     ]
+
+
+def _without_work(job: JobReport) -> float | None:
+    total = math.fsum(job.hours.values())
+    return 1 - job.hours["working"] / total if total else None
 
 
 def _interval_cell(share_value: float, text: str) -> Cell:

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from ..display import text_table
 from ..uncertainty import MeanInterval, plus_minus
 from .app_metrics import Agreement
+from .gpu_health import GPUHealth
 from .job_figures import OddDevice
+from .ledger import LEDGER_KINDS, LEDGER_MEANINGS
 from .regressions import Regression
 from .report import FleetReport, JobReport, iso, notes_on_intervals
 
@@ -26,7 +28,9 @@ def report_as_text(report: FleetReport, price: float | None = None) -> str:
     """
     sections = [
         _summary(report),
+        _hours(report, price),
         _users(report, price),
+        _gpus(report),
         _agreement_section(report),
         *_findings(report),
         _lowest(report),
@@ -100,8 +104,46 @@ def _summary(report: FleetReport) -> str:
     return (
         f"{short_time(report.start)} to {short_time(report.end)} UTC, every {report.step_s:g} s: "
         f"{len(report.jobs)} jobs on {report.devices} devices, {samples:,} samples, mean OFU "
-        f"{share(report.ofu_mean)} %"
+        f"{share(report.ofu_mean)} %; {report.mfu_share:.0%} of the GPU time reports MFU"
     ) + (PLUS_MINUS if any(job.figures.interval is not None for job in report.jobs) else "")
+
+
+def _hours(report: FleetReport, price: float | None) -> str:
+    told = report.hours
+    total = sum(told.values())
+    if not total:
+        return ""
+    rows = [
+        [
+            kind,
+            f"{told[kind]:,.1f}",
+            f"{told[kind] / total:.1%}",
+            *([] if price is None else [f"{price * told[kind]:,.2f}"]),
+            LEDGER_MEANINGS[kind],
+        ]
+        for kind in LEDGER_KINDS
+        if kind != "unallocated" or report.unallocated_hours is not None
+    ]
+    header = ["GPU time", "hours", "share", *([] if price is None else ["cost"]), "what it is"]
+    table = text_table(header, rows, left=(0, len(header) - 1))
+    if report.ofu_of_all_hours is not None:
+        table += f"\nOFU of all of it: {share(report.ofu_of_all_hours)} %"
+    return f"What GPU time was spent on\n{table}"
+
+
+def _gpus(report: FleetReport) -> str:
+    told = [one for one in report.gpus if one.level != "note"]
+    if not told:
+        return ""
+    header = ("GPU", "UUID", "what to do", "lost hours", "jobs", "why")
+    return _table("GPUs to look at", header, [_gpu_row(one) for one in told], left=(0, 1, 2, 5))
+
+
+def _gpu_row(one: GPUHealth) -> tuple[str, ...]:
+    why = "; ".join(f"{each.kind}: {each.text}" for each in one.evidence)
+    lost = f"{one.lost_hours:,.1f}" if one.lost_hours else ""
+    device, uuid = plain(str(one.device)), plain(one.device.uuid or "")
+    return device, uuid, one.level, lost, str(one.jobs), _printable(why)
 
 
 def _users(report: FleetReport, price: float | None) -> str:
@@ -114,6 +156,7 @@ def _users(report: FleetReport, price: float | None) -> str:
         "GPU hours",
         "OFU %",
         "MFU told",
+        "without work",
         *([] if price is None else ["cost"]),
     ]
     rows = [
@@ -124,6 +167,7 @@ def _users(report: FleetReport, price: float | None) -> str:
             f"{one.device_hours:,.1f}",
             share(one.ofu),
             f"{one.mfu_share:.0%}",
+            f"{one.hours_without_work:,.1f}",
             *([] if price is None else [f"{price * one.device_hours:,.2f}"]),
         ]
         for one in report.users

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .job_figures import weighted_mean
 from .job_identity import NO_USER
+from .ledger import LedgerKind, sum_of_ledgers
 
 if TYPE_CHECKING:
     from .report import JobReport
@@ -26,6 +27,7 @@ class UserTime:
         device_hours: GPU time of these jobs; a GPU that jobs share counts for each.
         ofu: Mean over that time, as a share; None without a figure.
         mfu_share: Share of that time whose jobs report MFU.
+        hours: That time by what it was spent on.
     """
 
     user: str
@@ -34,6 +36,12 @@ class UserTime:
     device_hours: float
     ofu: float | None
     mfu_share: float
+    hours: Mapping[LedgerKind, float] = field(default_factory=dict)
+
+    @property
+    def hours_without_work(self) -> float:
+        """Device hours in which the tensor cores of these jobs did next to nothing, or waited."""
+        return math.fsum(hours for kind, hours in self.hours.items() if kind != "working")
 
     @property
     def idle_hours(self) -> float | None:
@@ -65,4 +73,5 @@ def _time(user: str, account: str | None, jobs: Sequence[JobReport]) -> UserTime
         hours,
         weighted_mean(*zip(*told, strict=True)) if told and any(each for _, each in told) else None,
         with_mfu / hours if hours else 0.0,
+        sum_of_ledgers(job.hours for job in jobs),
     )
