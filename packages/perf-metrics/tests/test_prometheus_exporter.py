@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from perf_metrics import PrometheusExporter
+from perf_metrics import GoodputLogger, PrometheusExporter
 from perf_metrics.callbacks.prometheus_endpoint import MOST_CONNECTIONS, MetricsEndpoint
 from perf_metrics.monitoring.series import STEP
 
@@ -75,6 +75,35 @@ def test_a_record_is_served_under_the_names_and_units_of_prometheus(run, exporte
         "training_ofu_ratio": 0.44,
         "training_peak_memory_bytes": 3_000,
     }
+
+
+def test_what_device_time_is_spent_on_is_served_by_kind(run, tmp_path) -> None:
+    goodput = GoodputLogger()
+    exporter = PrometheusExporter(port=0, labels={"hpc_job": "4711"}, goodput=goodput)
+    run.args.output_dir = str(tmp_path)
+    run.fire("on_train_begin", goodput, exporter)
+    try:
+        for _ in range(3):
+            run.fire("on_step_begin", goodput)
+            time.sleep(0.05)
+            run.fire("on_step_end", goodput)
+        # At the time of the scrape, not of the last record: there is none yet.
+        served = {
+            sample.labels["kind"]: sample.value
+            for sample in samples(exporter)
+            if sample.name == "training_device_seconds_total"
+        }
+        assert served == pytest.approx(goodput.device_seconds())
+        assert served["steps"] >= 0.15
+        assert served["start"] > 0
+    finally:
+        run.fire("on_train_end", goodput, exporter)
+    assert goodput.device_seconds() == {}
+
+
+def test_a_label_that_goodput_needs_is_refused() -> None:
+    with pytest.raises(ValueError, match="must not have kind"):
+        PrometheusExporter(labels={"kind": "x"}, goodput=GoodputLogger())
 
 
 def test_the_kinds_and_texts_are_told(run, exporter) -> None:

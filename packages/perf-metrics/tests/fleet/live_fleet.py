@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from perf_metrics import PrometheusExporter
+from perf_metrics import GoodputLogger, PrometheusExporter
 
 from .prometheus_server import PrometheusServer
 from .promtool_rules import CLOCK, H100, OLD
@@ -44,9 +44,11 @@ def wait_for(server: PrometheusServer, expression: str, expected: Mapping[str, s
         time.sleep(0.2)
 
 
-def exporting(job: str, **record: object) -> tuple[PrometheusExporter, SimpleNamespace]:
+def exporting(
+    job: str, goodput: GoodputLogger | None = None, **record: object
+) -> tuple[PrometheusExporter, SimpleNamespace]:
     """Begin to export a record of a job."""
-    exporter = PrometheusExporter(port=0, labels={"hpc_job": job})
+    exporter = PrometheusExporter(port=0, labels={"hpc_job": job}, goodput=goodput)
     state = SimpleNamespace(global_step=10, is_world_process_zero=True)
     exporter.on_train_begin(None, state, None)
     exporter.on_log(None, state, None, logs=record)
@@ -91,13 +93,38 @@ def counters() -> Iterator[int]:
 
 
 @contextmanager
+def steps(folder: Path) -> Iterator[GoodputLogger]:
+    """Do steps of a twentieth of a second, with as much waiting for data, until the end."""
+    goodput, over = GoodputLogger(), threading.Event()
+    state = SimpleNamespace(global_step=0, is_world_process_zero=True)
+    goodput.on_train_begin(SimpleNamespace(output_dir=str(folder)), state, None)
+
+    def run() -> None:
+        while not over.wait(0.05):
+            goodput.on_step_begin(None, state, None)
+            over.wait(0.05)
+            state.global_step += 1
+            goodput.on_step_end(None, state, None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield goodput
+    finally:
+        over.set()
+        thread.join()
+        goodput.on_train_end(None, state, None)
+
+
+@contextmanager
 def live_fleet(
     folder: Path, rules: str, external: Mapping[str, str] | None = None
 ) -> Iterator[PrometheusServer]:
     """Run a server with these rules; jobs a (with an MFU of 0.5) and b (without), and `external` labels."""
     (folder / "rules.yml").write_text(rules)
     with ExitStack() as stack:
-        exporter, state = exporting("a", loss=1.0, mfu=0.5)
+        goodput = stack.enter_context(steps(folder / "run"))
+        exporter, state = exporting("a", goodput, loss=1.0, mfu=0.5)
         stack.callback(exporter.on_train_end, None, state, None)
         targets = [f"127.0.0.1:{port}" for port in (stack.enter_context(counters()), exporter.port)]
         config = {

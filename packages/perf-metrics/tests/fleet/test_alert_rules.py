@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from perf_metrics.monitoring.rules import alert_rules, recording_and_alert_rules
+from perf_metrics.monitoring.alerts import alert_rules
+from perf_metrics.monitoring.rules import recording_and_alert_rules
 from perf_metrics.monitoring.series import FleetLabels
 
-from .promtool_rules import H100, RuleTest
+from .promtool_rules import H100, NEW, OLD, RuleTest
 
 pytestmark = pytest.mark.usefixtures("prometheus_binaries")
 
@@ -180,3 +181,22 @@ def test_a_gpu_whose_tensor_clock_is_not_known(fleet: RuleTest) -> None:
     fleet.expect_firing({**nothing(10), 30: [alert("GPUTensorClockUnknown", **unheard)]})
     summary = f"OFU of 2 devices of the type {UNHEARD} is not known"
     expect_texts(fleet, 30, "GPUTensorClockUnknown", unheard, summary)
+
+
+def test_a_tensor_activity_in_percent(fleet: RuleTest) -> None:
+    """It gives neither OFU nor a mean, so that nothing else would tell."""
+    four_gpus(fleet)
+    fleet.gpu(4, "55x400", "1350x400", names=(OLD, NEW))
+    fleet.gpu(5, "9223372036854775794x400", "1350x400")  # a blank
+    above = {"modelName": H100}
+    fleet.expect_firing({**nothing(10), 40: [alert("GPUActivityAbove1", **above)]})
+    expect_texts(
+        fleet, 40, "GPUActivityAbove1", above, f"1 devices of the type {H100} show a tensor activity above 1"
+    )
+
+
+def test_an_mfu_above_the_peak(fleet: RuleTest) -> None:
+    four_gpus(fleet)
+    fleet.add("training_mfu_ratio", JOB, "37x20")
+    fleet.expect_firing({**nothing(3), 12: [alert("JobMFUAbove1", **JOB)]})
+    expect_texts(fleet, 12, "JobMFUAbove1", JOB, "Job a reports an MFU of 3700%")

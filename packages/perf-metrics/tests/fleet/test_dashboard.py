@@ -163,6 +163,7 @@ def served(
     with live_fleet(folder, rules, labels) as server:
         # The last one that is recorded.
         wait_for(server, "job:mfu_minus_ofu:ratio_avg1h", {"a": "0.25"})
+        wait_for(server, "count by (hpc_job) (rate(training_device_seconds_total[15m]) > 0)", {"a": "2"})
         yield server, grafana_dashboard(**request.param)
 
 
@@ -224,6 +225,10 @@ def test_the_figures_of_the_fleet_are_those_of_its_counters(served) -> None:
     assert shown["OFU of GPUs in jobs"] == [pytest.approx((0.25 + 0.25 + 0.75) / 3)]
     assert shown["OFU of all GPUs"] == [pytest.approx((0.25 + 0.25 + 0.75) / 4)]
     assert (shown["GPUs"], shown["Jobs with GPUs"]) == ([4], [2])
+    assert sorted(shown["GPUs in use"]) == [1, 3]  # and none that is idle in a job
+    parts = shown["What the time of job $job is spent on"]
+    assert sum(parts) == pytest.approx(1)
+    assert 0 < shown["Goodput of job $job"][0] < 1
     assert shown["Jobs with the lowest OFU"] == [0.25, 0.75]
     assert shown["MFU and OFU of job $job"] == [0.25, 0.5]
     assert shown["MFU / OFU of job $job"] == [2]

@@ -183,6 +183,28 @@ def test_a_slice_has_its_own_clock_or_else_that_of_its_gpu(fleet: RuleTest) -> N
     fleet.expect(5, "sum without (none) (gpu:ofu:ratio)", *expected)
 
 
+def test_gpus_are_counted_by_what_they_do(fleet: RuleTest) -> None:
+    """Two work, one is idle in a job, one has none; of a GPU with two slices one has a job."""
+    for index, activity in enumerate(("0.5x30", "0.5x30", "0x30")):
+        fleet.gpu(index, activity, "1830x30")
+    fleet.gpu(3, "0x30", "1830x30", job=None)
+    fleet.gpu(4, "0x30", "1830x30", job=None)
+    fleet.gpu(4, "0.5x30", "1830x30", GPU_I_ID="1", GPU_I_PROFILE="3g.40gb")
+    fleet.gpu(4, "0x30", "1830x30", job=None, GPU_I_ID="2", GPU_I_PROFILE="3g.40gb")
+    counted = {"working": 3, "idle": 1, "unallocated": 2}
+    fleet.expect(
+        20,
+        "sum by (state) (fleet:gpus:count)",
+        *(({"state": state}, number) for state, number in counted.items()),
+    )
+
+
+def test_goodput_is_the_share_of_steps(fleet: RuleTest) -> None:
+    for kind, seconds in (("start", 100), ("steps", 300)):
+        fleet.add("training_device_seconds_total", {"hpc_job": "a", "kind": kind}, f"{seconds}x30")
+    fleet.expect(5, "sum by (hpc_job) (job:goodput:ratio)", ({"hpc_job": "a"}, 0.75))
+
+
 def test_a_device_whose_tensor_clock_is_not_known_has_no_ofu_and_is_counted(fleet: RuleTest) -> None:
     fleet.gpu(0, "0.5x9", "1830x9", modelName="NVIDIA Unheard Of")
     fleet.gpu(1, "0.5x9", "1830x9")
@@ -273,7 +295,7 @@ def test_the_file_says_what_the_rules_are() -> None:
     assert [group["interval"] for group in groups] == ["15s"] * 3
     read = [(rule["record"], rule["expr"]) for rule in groups[0]["rules"]]
     assert read == [(rule.name, rule.expression) for rule in recording_rules(FleetLabels())]
-    names = [name for name, _ in read]
+    names = [(rule["record"], *rule.get("labels", {}).values()) for rule in groups[0]["rules"]]
     assert len(set(names)) == len(names)
 
 

@@ -50,6 +50,13 @@ class GoodputLogger(EventHandlers):
         self._clock = clock
         self._file: _SessionFile | None = None
 
+    def device_seconds(self) -> dict[Kind, float]:
+        """Return what the device time of this session was spent on so far, in seconds of all ranks.
+
+        From the start of the process to the last event. Empty outside of a training, and on other ranks.
+        """
+        return {} if self._file is None else self._file.device_seconds()
+
     def on_train_begin(
         self, args: LoggingArguments, state: ProgressState, control: object, **_: object
     ) -> None:
@@ -120,7 +127,9 @@ class _SessionFile:
         self._step, self._written = step, now
         self._seconds: dict[Kind, float] = {}
         self._has_data = False
-        begin = {"event": "begin", "time": now, "started": _started(now), "ranks": _ranks(), "step": step}
+        started, self._ranks = _started(now), _ranks()
+        self._before = now - started
+        begin = {"event": "begin", "time": now, "started": started, "ranks": self._ranks, "step": step}
         self._keep(begin)
         self._write_last("alive")
         self._meter = ThroughputMeter(clock)
@@ -132,6 +141,13 @@ class _SessionFile:
     def folder(self) -> Path:
         """Where it is, however that is written."""
         return self._path.parent.absolute()
+
+    def device_seconds(self) -> dict[Kind, float]:
+        """Return the seconds of all ranks by kind so far."""
+        with self._lock:
+            told: dict[Kind, float] = {**self._seconds}
+        told["start"] = told.get("start", 0.0) + self._before
+        return {kind: seconds * self._ranks for kind, seconds in told.items()}
 
     def ended(self, kind: Kind, step: int | None = None) -> None:
         """What was done since the last call has ended, and was of this kind."""

@@ -8,7 +8,7 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -39,6 +39,7 @@ class MetricsEndpoint:
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
         labels: Constant labels of all series.
+        live: Returns further figures, when somebody asks.
         patience_s: Seconds after which a connection is dropped, whatever it has sent or read until then.
 
     Raises:
@@ -46,9 +47,15 @@ class MetricsEndpoint:
     """
 
     def __init__(
-        self, host: str, port: int, labels: Mapping[str, str], *, patience_s: float = PATIENCE_S
+        self,
+        host: str,
+        port: int,
+        labels: Mapping[str, str],
+        *,
+        live: Callable[[], Figures] = dict,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        self._told = _Told(labels)
+        self._told = _Told(labels, live)
         registry = CollectorRegistry()
         registry.register(self._told)
         try:
@@ -142,16 +149,17 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class _Told(Collector):
-    def __init__(self, labels: Mapping[str, str]) -> None:
+    def __init__(self, labels: Mapping[str, str], live: Callable[[], Figures]) -> None:
         self._names, self._values = list(labels), list(labels.values())
         self.figures: Figures = {}
+        self.live = live
 
     def collect(self) -> Iterator[Metric]:
-        for series, value in self.figures.items():
-            family: CounterMetricFamily | GaugeMetricFamily
-            if series.kind == "counter":
-                family = CounterMetricFamily(series.name, series.text, labels=self._names)
-            else:
-                family = GaugeMetricFamily(series.name, series.text, labels=self._names)
-            family.add_metric(self._values, value)
-            yield family
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for series, value in {**self.figures, **self.live()}.items():
+            if (family := families.get(series.name)) is None:
+                kind = CounterMetricFamily if series.kind == "counter" else GaugeMetricFamily
+                names = [*self._names, *(name for name, _ in series.labels)]
+                family = families[series.name] = kind(series.name, series.text, labels=names)
+            family.add_metric([*self._values, *(label for _, label in series.labels)], value)
+        yield from families.values()

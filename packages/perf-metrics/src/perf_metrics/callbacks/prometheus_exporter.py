@@ -12,6 +12,7 @@ from ..monitoring.series import (
     STEP,
     TOKENS,
     Figures,
+    device_seconds,
     figures_of_evaluation,
     figures_of_interval,
     number,
@@ -20,6 +21,7 @@ from ..ofu.counter_files import LABEL
 from . import EventHandlers, ProgressState
 
 if TYPE_CHECKING:
+    from .goodput_logger import GoodputLogger
     from .prometheus_endpoint import MetricsEndpoint
 
 
@@ -39,6 +41,7 @@ class PrometheusExporter(EventHandlers):
     | `training_peak_memory_bytes`, of the rank with the most | `peak_mem_allocated` |
     | `training_evaluation_loss` | `eval_loss` |
     | `training_last_record_timestamp_seconds`, Unix time | when the last interval was logged |
+    | `training_device_seconds_total`, a counter by `kind` | `goodput`, at the time of the scrape |
 
     What a record does not have, or has as None or a list, is not served until a record has it again: an old
     value would look like a new one. Not a number stays that. The final metrics of a run are not served, as
@@ -49,6 +52,7 @@ class PrometheusExporter(EventHandlers):
         host: Address to listen on. For a Prometheus on another machine it has to be "0.0.0.0", or this
             machine's address in the cluster's network. There is neither encryption nor a password.
         labels: Constant labels of all series, such as `{"hpc_job": os.environ["SLURM_JOB_ID"]}`.
+        goodput: A callback of the same training, to serve what its device time is spent on.
 
     Raises:
         ModuleNotFoundError: The extra `prometheus` is not installed.
@@ -57,7 +61,12 @@ class PrometheusExporter(EventHandlers):
     """
 
     def __init__(
-        self, port: int = 9401, host: str = "127.0.0.1", labels: Mapping[str, str] | None = None
+        self,
+        port: int = 9401,
+        host: str = "127.0.0.1",
+        labels: Mapping[str, str] | None = None,
+        *,
+        goodput: GoodputLogger | None = None,
     ) -> None:
         # Here, so that a missing library is found before the training begins.
         from . import prometheus_endpoint  # noqa: F401
@@ -68,6 +77,12 @@ class PrometheusExporter(EventHandlers):
             )
         self._port, self._host, self._labels = port, host, dict(labels or {})
         _check_labels(self._labels)
+        if goodput is not None and "kind" in self._labels:
+            raise ValueError(
+                f"labels={self._labels!r} must not have kind, by which device time is told apart. Give that "
+                "label another name, or leave goodput out."
+            )
+        self._goodput = goodput
         self._endpoint: MetricsEndpoint | None = None
         self._tokens = 0.0
         self._interval: Figures = {}
@@ -90,7 +105,7 @@ class PrometheusExporter(EventHandlers):
         from .prometheus_endpoint import MetricsEndpoint
 
         self._tokens, self._interval, self._evaluation = 0.0, {}, {}
-        self._endpoint = MetricsEndpoint(self._host, self._port, self._labels)
+        self._endpoint = MetricsEndpoint(self._host, self._port, self._labels, live=self._device_seconds)
         self._endpoint.tell(self._figures(state))
 
     def on_log(
@@ -112,6 +127,10 @@ class PrometheusExporter(EventHandlers):
 
     def _figures(self, state: ProgressState) -> Figures:
         return {STEP: state.global_step, TOKENS: self._tokens, **self._interval, **self._evaluation}
+
+    def _device_seconds(self) -> Figures:
+        seconds = {} if self._goodput is None else self._goodput.device_seconds()
+        return {device_seconds(kind): value for kind, value in seconds.items()}
 
     def _close(self) -> None:
         endpoint, self._endpoint = self._endpoint, None

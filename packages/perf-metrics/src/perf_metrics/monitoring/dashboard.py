@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import series
+from .alerts import APART
 from .grafana_panels import (
     DATA_SOURCE,
     Column,
@@ -19,7 +20,6 @@ from .grafana_panels import (
     table,
     time_series,
 )
-from .rules import APART
 from .series import FleetLabels
 
 UID = "perf-metrics-ofu"
@@ -172,6 +172,18 @@ def over_time(view: View) -> Json:
     )
 
 
+def gpus(view: View) -> Json:
+    """How many are in use."""
+    return time_series(
+        "GPUs in use",
+        "GPUs and MIG slices: in a job and working, in a job without tensor activity for 15 minutes, and "
+        "without a job.",
+        [Query(f"{series.FLEET_GPUS}{view.fleet}", legend(view.labels.cluster, "state"))],
+        _COUNT | {"min": 0},
+        stacked=True,
+    )
+
+
 def lowest_jobs(view: View) -> Json:
     """Which jobs to look at first."""
     return bar_gauge(
@@ -248,6 +260,29 @@ def mfu_and_ofu(view: View) -> Json:
         [Query(f"{series.JOB_OFU}{view.job}", "OFU"), Query(f"{series.JOB_MFU}{view.job}", "MFU")],
         share(min=0),
         legend="table",
+    )
+
+
+def goodput(view: View) -> Json:
+    """Where its time goes."""
+    by_kind = f"sum by (kind) (rate({series.DEVICE_SECONDS}{view.job}[15m]))"
+    return time_series(
+        "What the time of job $job is spent on",
+        "Device time of all ranks in the last 15 minutes, by kind; of jobs that give PrometheusExporter a "
+        "GoodputLogger.",
+        [Query(f"{by_kind} / ignoring (kind) group_left () (sum ({by_kind}) > 0)", "{{kind}}")],
+        share(min=0, max=1),
+        stacked=True,
+    )
+
+
+def goodput_now(view: View) -> Json:
+    """How well it uses its time, in one figure."""
+    return stat(
+        "Goodput of job $job",
+        "Share of its device time since its processes were started that it spent on steps.",
+        Query(f"{series.JOB_GOODPUT}{view.job}"),
+        share(),
     )
 
 
@@ -360,10 +395,11 @@ def grafana_dashboard(*, job_label: str = "hpc_job", cluster_label: str | None =
             [
                 [(row("Fleet"), 24, 1)],
                 [(panel, 6, 4) for panel in present(view)],
-                [(over_time(view), 12, 9), (lowest_jobs(view), 12, 9)],
+                [(over_time(view), 8, 9), (gpus(view), 8, 9), (lowest_jobs(view), 8, 9)],
                 [(jobs(view), 14, 11), (mfu_against_ofu(view), 10, 11)],
                 [(row("Job $job"), 24, 1)],
                 [(mfu_and_ofu(view), 14, 9), (ratio(view), 10, 9)],
+                [(goodput(view), 18, 9), (goodput_now(view), 6, 9)],
                 [(spread(view), 12, 9), (devices(view), 12, 9)],
                 [(clocks(view), 12, 9), (device_table(view), 12, 9)],
             ]

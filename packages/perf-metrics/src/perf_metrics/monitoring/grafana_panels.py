@@ -50,7 +50,13 @@ def share(**settings: object) -> Json:
 
 
 def time_series(
-    title: str, text: str, queries: Sequence[Query], field: Json, *, legend: str = "list"
+    title: str,
+    text: str,
+    queries: Sequence[Query],
+    field: Json,
+    *,
+    legend: str = "list",
+    stacked: bool = False,
 ) -> Json:
     """Return a panel with lines over time.
 
@@ -60,8 +66,11 @@ def time_series(
         queries: A line for each series of each.
         field: Settings of the values.
         legend: "list", or "table" with last, mean, least and greatest value.
+        stacked: Whether each line stands on the one before it, as parts of a whole do.
     """
     lines: Json = {"drawStyle": "line", "lineWidth": 1, "fillOpacity": 0, "showPoints": "auto"}
+    if stacked:
+        lines |= {"fillOpacity": 50, "stacking": {"mode": "normal", "group": "A"}}
     figures = ["lastNotNull", "mean", "min", "max"] if legend == "table" else []
     return {
         **_panel("timeseries", title, text, _targets(queries, instant=False)),

@@ -2,141 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 
 from ..fleet.job_samples import MOST_MHZ
 from ..ofu.counter_files import CLOCK_NAME, TENSOR_NAMES
 from ..ofu.samples import MAX_ACTIVITY, check_tensor_mhz, tensor_clock
 from . import series
-from .series import MFU, FleetLabels
-
-_WIDTH = 110
-
-
-@dataclass(frozen=True)
-class RecordingRule:
-    """A series that is computed again and again.
-
-    Attributes:
-        name: Of the series.
-        expression: PromQL.
-        comment: Stands above it.
-        labels: Further labels of the series.
-    """
-
-    name: str
-    expression: str
-    comment: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class AlertRule:
-    """An alert.
-
-    Attributes:
-        name: Of the alert.
-        expression: PromQL; fires for each series of its result.
-        minutes: How long it has to hold before it fires.
-        severity: "critical", "warning" or "info".
-        summary: One line.
-        description: What it means and what to do next.
-    """
-
-    name: str
-    expression: str
-    minutes: int
-    severity: str
-    summary: str
-    description: str
-
-
-@dataclass(frozen=True)
-class RuleGroup:
-    """Rules that are evaluated one after the other, at one time.
-
-    Attributes:
-        name: Of the group.
-        interval_s: Seconds from one evaluation to the next.
-        rules: In the order in which they are evaluated.
-        comment: Stands above it.
-    """
-
-    name: str
-    interval_s: int
-    rules: Sequence[RecordingRule | AlertRule]
-    comment: str = ""
-
-
-def rules_as_yaml(groups: Sequence[RuleGroup], comment: str) -> str:
-    """Return the text of a file with rules."""
-    lines = [*_comment(comment, 0), "groups:"]
-    for group in groups:
-        lines += ["", *_comment(group.comment, 2), f"  - name: {group.name}"]
-        lines += [f"    interval: {group.interval_s}s", "    rules:"]
-        for rule in group.rules:
-            lines += _recording(rule) if isinstance(rule, RecordingRule) else _alert(rule)
-    return "\n".join(lines) + "\n"
-
-
-def _recording(rule: RecordingRule) -> Iterator[str]:
-    yield from _comment(rule.comment, 6)
-    yield f"      - record: {rule.name}"
-    yield from _expression(rule.expression)
-    if rule.labels:
-        yield "        labels:"
-        yield from (f"          {name}: {_quoted(value)}" for name, value in rule.labels.items())
-
-
-def _alert(rule: AlertRule) -> Iterator[str]:
-    yield f"      - alert: {rule.name}"
-    yield from _expression(rule.expression)
-    yield f"        for: {rule.minutes}m"
-    yield "        labels:"
-    yield f"          severity: {rule.severity}"
-    yield "        annotations:"
-    for name, text in (("summary", rule.summary), ("description", rule.description)):
-        # Folded: the line breaks are read as spaces.
-        yield f"          {name}: >-"
-        yield from _wrapped(text, " " * 12)
-
-
-def _expression(text: str) -> Iterator[str]:
-    if "\n" not in text and '"' not in text:
-        yield f"        expr: {_quoted(text)}"
-        return
-    # As it is, line by line.
-    yield "        expr: |-"
-    yield from (f"          {line}" for line in text.splitlines())
-
-
-def _comment(text: str, indent: int) -> Iterator[str]:
-    yield from _wrapped(text, " " * indent + "# ") if text else ()
-
-
-def _wrapped(text: str, prefix: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=prefix,
-        subsequent_indent=prefix,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _quoted(text: str) -> str:
-    # A string of JSON is one of YAML.
-    return json.dumps(text)
+from .alerts import NOTHING, alert_rules
+from .rule_file import RecordingRule, RuleGroup, rules_as_yaml
+from .series import DEVICE_SECONDS, MFU, FleetLabels
 
 
 def recording_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
     """Yield the rules in the order in which they build on each other."""
     yield from _device_rules(labels)
     yield from _device_in_job_rules(labels)
+    yield from _gpu_count_rules(labels)
     yield from _job_rules(labels)
     yield from _mfu_rules(labels)
 
@@ -217,6 +98,25 @@ def _device_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
     )
 
 
+def _gpu_count_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
+    count = f"count by ({labels.of_fleet})" if labels.of_fleet else "count"
+    in_jobs = f"max by ({labels.of_device}) ({series.ACTIVITY_IN_JOB_15M})"
+    sliced = f'({series.ACTIVITY}{{GPU_I_ID=""}} and on (UUID) {series.ACTIVITY}{{GPU_I_ID!=""}})'
+    states = {
+        "working": f"{in_jobs} >= {NOTHING:g}",
+        "idle": f"{in_jobs} < {NOTHING:g}",
+        "unallocated": f"{series.ACTIVITY}\nunless on (UUID, GPU_I_ID) {_with_job(labels)}\nunless {sliced}",
+    }
+    for state, devices in states.items():
+        comment = "GPUs and MIG slices, by the last 15 minutes. A GPU with slices counts as its slices."
+        yield RecordingRule(
+            series.FLEET_GPUS,
+            f"{count} (\n{devices}\n)",
+            comment if state == "working" else "",
+            {"state": state},
+        )
+
+
 def _device_in_job_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
     pairs = f"group without () ({_with_job(labels)})"
     yield RecordingRule(
@@ -256,6 +156,13 @@ def _mfu_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
         series.JOB_MFU_OVER_OFU_1H, f"{series.JOB_MFU_1H} / ({series.JOB_OFU_WITH_MFU_1H} > 0)"
     )
     yield RecordingRule(series.JOB_MFU_MINUS_OFU_1H, f"{series.JOB_MFU_1H} - {series.JOB_OFU_WITH_MFU_1H}")
+    of_job = f"sum by ({labels.of_job})"
+    yield RecordingRule(
+        series.JOB_GOODPUT,
+        f'{of_job} ({DEVICE_SECONDS}{{{labels.job}!="", kind="steps"}})\n'
+        f'/ {of_job} ({DEVICE_SECONDS}{{{labels.job}!=""}})',
+        "Since its processes were started; PrometheusExporter tells it where it has a GoodputLogger.",
+    )
 
 
 def _names(metric: str, by: str) -> str:
@@ -270,144 +177,6 @@ def _with_job(labels: FleetLabels) -> str:
 def _mean(name: str, of: str, window: str) -> RecordingRule:
     # Only of what is there now: else a job would seem to last for the window after its end.
     return RecordingRule(name, f"avg_over_time({of}[{window}]) and {of}")
-
-
-FALL = 0.2
-"""Share of its own past by which a job's OFU falls."""
-APART = 0.1
-"""Difference between MFU and OFU, as a share of peak."""
-FAR_BELOW = 0.5
-"""A device's OFU over the median of its job."""
-SLOW = 0.85
-"""A device's SM clock over the median of its job."""
-BUSY = 0.05
-"""Tensor activity from which on a device is taken to work, and not to wait with a low clock."""
-NOTHING = 0.001
-
-
-def alert_rules(labels: FleetLabels) -> Iterator[AlertRule]:
-    """Yield the alerts."""
-    job = f"{{{{ $labels.{labels.job} }}}}"
-    yield _fell(labels, job)
-    yield _apart(job)
-    yield _works_less(labels, job)
-    yield _slow_clock(labels, job)
-    yield _no_activity(labels, job)
-    yield _unknown_clock()
-    yield _without_ofu()
-
-
-def _fell(labels: FleetLabels, job: str) -> AlertRule:
-    past = f"avg_over_time({series.JOB_OFU}[6h] offset 15m)"
-    return AlertRule(
-        "JobOFUFell",
-        f"{series.JOB_OFU_15M} / ({past} > {NOTHING:g}) < {1 - FALL:g}\nand {series.JOB_OFU} offset 75m",
-        30,  # longer than most evaluations and saves
-        "warning",
-        f"OFU of job {job} fell to {{{{ $value | humanizePercentage }}}} of what it was",
-        "The mean over the last 15 minutes, as a share of the mean over the six hours before. If MFU fell "
-        "with it, the job has become slower: look for what changed at that time (a debug setting, the "
-        "loader, the network, a device with a low clock), and take a profiler trace. If MFU did not fall, "
-        "the job is evaluating or saving, which MFU leaves out, or its count of FLOPs has changed.",
-    )
-
-
-def _apart(job: str) -> AlertRule:
-    difference = series.JOB_MFU_MINUS_OFU_1H
-    return AlertRule(
-        "JobMFUAndOFUDiffer",
-        f"{difference} > {APART:g} or {difference} < -{APART:g}",
-        30,
-        "warning",
-        f"MFU of job {job} less OFU of its GPUs is {{{{ $value | humanizePercentage }}}} of peak",
-        "Both are averaged over the last hour. MFU above OFU: the count of FLOPs is too high (experts "
-        "counted as dense, layers of another type, a causal mask not halved), or the peak too low. MFU below "
-        "OFU: recomputation is not counted, the peak is that with sparsity, or others use the GPUs too. "
-        "perf_metrics.diagnose(mfu, ofu) lists the mistakes that fit, and perf-metrics flops --check holds "
-        "the count against a counter. Long evaluations and saves are in OFU and not in MFU.",
-    )
-
-
-def _works_less(labels: FleetLabels, job: str) -> AlertRule:
-    ofu = series.OFU_IN_JOB_15M
-    return AlertRule(
-        "JobGPUWorksLess",
-        f"{ofu}\n"
-        f"< on ({labels.of_job}) group_left ()\n"
-        f"({FAR_BELOW:g} * (quantile by ({labels.of_job}) (0.5, {ofu}) > {BUSY:g}))",
-        15,
-        "warning",
-        f"{_DEVICE} does far less than the others of job {job}",
-        "Its OFU over the last 15 minutes is {{ $value | humanizePercentage }}, less than half of the median "
-        "of the job's devices. Is it in use at all (nvidia-smi), is the work uneven (stages of a pipeline, "
-        "experts), or does its process hang? If it is alone with this in other jobs too, take its node out.",
-    )
-
-
-def _slow_clock(labels: FleetLabels, job: str) -> AlertRule:
-    # Kinds of GPU differ in clock, and one that does nothing may have a low clock.
-    by = f"{labels.of_job}, modelName"
-    clock, busy = series.SM_CLOCK_IN_JOB_15M, f"{series.ACTIVITY_IN_JOB_15M} > {BUSY:g}"
-    return AlertRule(
-        "JobGPUSlowClock",
-        f"({clock} and {busy})\n"
-        f"< on ({by}) group_left ()\n"
-        f"({SLOW:g} * quantile by ({by}) (0.5, {clock} and {busy}))",
-        15,
-        "warning",
-        f"{_DEVICE} holds up job {job} with a low clock",
-        'It works, and its SM clock over the last 15 minutes is {{ $value | printf "%.0f" }} MHz, less than '
-        "85 % of the median of the job's devices, which wait for it. nvidia-smi -q -d "
-        "PERFORMANCE,POWER,TEMPERATURE on that node tells whether heat, power or a limit that somebody set "
-        "is why. Until that is repaired, take the node out.",
-    )
-
-
-def _no_activity(labels: FleetLabels, job: str) -> AlertRule:
-    return AlertRule(
-        "JobWithoutTensorActivity",
-        f'max by ({labels.of_job}) ({series.ACTIVITY_IN_JOB}{{{labels.job}!=""}}) < {NOTHING:g}',
-        30,
-        "warning",
-        f"No GPU of job {job} has used its tensor cores for 30 minutes",
-        "The job hangs, waits for data, has ended without giving its GPUs back, or computes without tensor "
-        "cores (FP32 without TF32). Look at its log and at the stacks of its processes (py-spy dump); with "
-        "NCCL, a rank that died leaves the others waiting.",
-    )
-
-
-def _unknown_clock() -> AlertRule:
-    return AlertRule(
-        "GPUTensorClockUnknown",
-        f"count by (modelName) ({series.ACTIVITY}) unless on (modelName) {series.TENSOR_CLOCK}",
-        15,
-        "info",
-        "OFU of {{ $value }} devices of the type {{ $labels.modelName }} is not known",
-        "hardware-table has no clock under this name at which the tensor peak is specified. It is peak / "
-        "(number of SMs x FLOPs per cycle of one SM). Write these rules again with perf-metrics fleet-files "
-        "--tensor-mhz '{{ $labels.modelName }}=MHZ'.",
-    )
-
-
-def _without_ofu() -> AlertRule:
-    return AlertRule(
-        "GPUWithoutOFU",
-        f"count by (modelName) (\n"
-        f"  ({series.ACTIVITY} and on (modelName) {series.TENSOR_CLOCK})\n"
-        f"  unless on (UUID, GPU_I_ID) {series.OFU}\n"
-        ")",
-        15,
-        "info",
-        "{{ $value }} devices of the type {{ $labels.modelName }} have tensor activity and no OFU",
-        f"Either {CLOCK_NAME} is not exported for them, or it cannot be true: above {MOST_MHZ:.0f} MHz, as "
-        "where it is in kHz, or so high that OFU would be above 100 %. These devices are in no mean.",
-    )
-
-
-_DEVICE = (
-    "GPU {{ $labels.gpu }} of {{ $labels.hostname }}"
-    "{{ if $labels.GPU_I_ID }}, slice {{ $labels.GPU_I_ID }}{{ end }}"
-)
 
 
 _COMMENT = (

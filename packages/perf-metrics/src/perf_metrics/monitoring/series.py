@@ -17,11 +17,13 @@ class Series:
         name: Its name; that of a counter ends in `_total`.
         text: What it is, with its unit.
         kind: A counter only grows.
+        labels: Of this one, beside those of all; other series of its name have other values of them.
     """
 
     name: str
     text: str
     kind: Literal["gauge", "counter"] = "gauge"
+    labels: tuple[tuple[str, str], ...] = ()
 
 
 Figures: TypeAlias = dict[Series, float]
@@ -37,6 +39,15 @@ MEMORY = Series(
     "training_peak_memory_bytes",
     "Most bytes in tensors at one time, in the last log interval, on the rank with the most.",
 )
+
+DEVICE_SECONDS = "training_device_seconds_total"
+
+
+def device_seconds(kind: str) -> Series:
+    """Return the series of the device time of one kind, such as "steps" or "saving"."""
+    text = "Device time since this process began, over all ranks, by what it was spent on."
+    return Series(DEVICE_SECONDS, text, "counter", (("kind", kind),))
+
 
 _OF_AN_INTERVAL = {
     "loss": Series("training_loss", "Loss of the last log interval."),
@@ -98,6 +109,9 @@ FLEET_OFU = "fleet:ofu:ratio"
 FLEET_OFU_IN_JOBS = "fleet:ofu_in_jobs:ratio"
 """Mean over those that a job has; a shared one counts once."""
 
+FLEET_GPUS = "fleet:gpus:count"
+"""GPUs and MIG slices by `state`: "working"; "idle", in a job whose GPU does nothing; "unallocated"."""
+
 ACTIVITY_IN_JOB = "job_gpu:tensor_activity:ratio"
 """Tensor activity of each GPU and MIG slice, once for each job that has it; without a job, once."""
 OFU_IN_JOB = "job_gpu:ofu:ratio"
@@ -119,6 +133,8 @@ JOB_OFU_WITH_MFU_1H = "job:ofu_with_mfu:ratio_avg1h"
 JOB_MFU_OVER_OFU_1H = "job:mfu_over_ofu:ratio_avg1h"
 """MFU / OFU, both averaged over the last hour in which there were both."""
 JOB_MFU_MINUS_OFU_1H = "job:mfu_minus_ofu:ratio_avg1h"
+JOB_GOODPUT = "job:goodput:ratio"
+"""Share of its device time since it was last started that a job spent on steps."""
 
 _DEVICE_LABELS = ("hostname", "gpu", "UUID", "modelName", "GPU_I_PROFILE", "GPU_I_ID")
 """What says which GPU or MIG slice it is, by the names of the present dcgm-exporter."""
