@@ -167,7 +167,7 @@ class _Region:
 
     def _pin(self, device: torch.device) -> None:
         self._pinning_tried = True
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime = torch.cuda.cudart()
         address = self.bytes.data_ptr()
         # A new thread begins with device 0, and would take memory there.
         with torch.cuda.device(device):

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dataloader_dispatch.document_stream import DocumentStream
 from dataloader_dispatch.errors import DataError

@@ -264,7 +264,7 @@ def name_device(report: RankReport) -> str:
 def _nccl_version() -> str | None:
     if not dist.is_nccl_available():
         return None
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    version = torch.cuda.nccl.version()
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 

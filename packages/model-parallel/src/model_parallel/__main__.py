@@ -159,7 +159,7 @@ def _build(settings: Mapping[str, Any]) -> nn.Module:
     try:
         config = AutoConfig.for_model(str(family), **values)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # each family checks its settings in its own way
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"model_type={family!r} cannot be built by transformers: {reason}") from error

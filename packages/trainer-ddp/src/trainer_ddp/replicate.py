@@ -247,7 +247,7 @@ class _Replicas(StepHooks):
     def begin(self, step: int) -> None:
         """Go to the phase that comes after so many optimizer steps."""
         if self.sync.wrapped is not None:
-            self.sync.wrapped.train()  # type: ignore[no-untyped-call]
+            self.sync.wrapped.train()
         if self._compression is not None:
             self._compression.begin(step)
         if self._local is not None:

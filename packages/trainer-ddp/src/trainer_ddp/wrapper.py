@@ -41,9 +41,7 @@ def wrap_model(
     saved = saved_buffers(model)
     caches = [name for name, _ in model.named_buffers() if name not in saved]
     # Such as rotary tables: each rank makes its own, and torch would send them in every step.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
-        model, caches
-    )
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, caches)
     with warnings.catch_warnings():
         # torch 2.13 announces another name, and says to keep this one for buffers that ranks have alone.
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
@@ -73,7 +71,7 @@ class GradientWatch:
         self._arrived: set[int] | None = set() if accumulates else None
         if self._arrived is not None:
             for _, parameter in self._parameters:
-                parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self._note)
 
     def begin(self) -> None:
         """Note that the last backward pass of a step comes next."""

@@ -34,7 +34,7 @@ def scale_float8(model: nn.Module) -> None:
     Args:
         model: The sharded model.
     """
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
 

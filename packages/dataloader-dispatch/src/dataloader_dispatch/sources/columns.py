@@ -320,7 +320,7 @@ def import_pyarrow(path: str, kind: str) -> Any:
         DataError: It is not installed.
     """
     try:
-        import pyarrow  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        import pyarrow
     except ImportError as error:
         raise DataError(
             f"{path} is {kind} file. Reading it needs pyarrow, which is not installed. Install it with `pip "
@@ -397,7 +397,7 @@ class ParquetReader(ColumnReader):
         """A ``pyarrow.parquet.ParquetFile``."""
         import_pyarrow(self._path, self.kind)
         self._refuse_changed()
-        import pyarrow.parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(self._path, page_checksum_verification=True) as file:
             yield file

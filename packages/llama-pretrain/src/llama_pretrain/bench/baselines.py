@@ -148,7 +148,7 @@ def torch_loop() -> Train:
             rows = batch["input_ids"].to(work.device, non_blocking=True)
             with torch.autocast(work.device.type, torch.bfloat16, enabled=in_bf16):
                 loss = mean_loss(compiled(rows), rows)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             optimizer.step()
             optimizer.zero_grad()
@@ -162,7 +162,7 @@ def torch_loop() -> Train:
 
 def accelerate() -> Train:
     """Train with Accelerate: model, optimizer and loader prepared."""
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator
 
     def train(work: Work, model: nn.Module) -> None:
         accelerator = Accelerator(

@@ -31,7 +31,7 @@ from ..logs.log_file import (
 from . import EventHandlers, LoggingArguments, ProgressState
 
 if TYPE_CHECKING:
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from tqdm import tqdm
 
 _logger = logging.getLogger("perf_metrics")
 
@@ -88,7 +88,7 @@ class ProgressCallback(EventHandlers):
         if self._use_tqdm or (self._use_tqdm is None and (sys.stderr.isatty() or _in_notebook())):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that without ipywidgets it is a bar of characters
-                from tqdm.auto import tqdm  # type: ignore[import-untyped]
+                from tqdm.auto import tqdm
 
             total = state.max_steps if state.max_steps > 0 else None
             self._bar = tqdm(

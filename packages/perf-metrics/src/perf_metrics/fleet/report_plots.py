@@ -194,9 +194,9 @@ def _dates(times: Sequence[float]) -> list[float]:
 def _time_axis(axes: Axes) -> None:
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
-    locator = AutoDateLocator(tz=UTC, minticks=3, maxticks=7)  # type: ignore[no-untyped-call]
+    locator = AutoDateLocator(tz=UTC, minticks=3, maxticks=7)
     axes.xaxis.set_major_locator(locator)
-    formatter = ConciseDateFormatter(locator, tz=UTC)  # type: ignore[no-untyped-call]
+    formatter = ConciseDateFormatter(locator, tz=UTC)
     axes.xaxis.set_major_formatter(formatter)
 
 

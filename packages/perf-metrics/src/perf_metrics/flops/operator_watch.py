@@ -182,7 +182,7 @@ class CallStack:
         self._open.pop()
 
 
-class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorWatch(TorchDispatchMode):
     """While it is entered, counts what the modules of a model compute.
 
     An operator of the backward pass belongs to the module whose forward made its autograd node: nodes are

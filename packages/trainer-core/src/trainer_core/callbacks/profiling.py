@@ -197,7 +197,7 @@ class ProfilerCallback:
         self._when = when
         self._may_write = True
         self._profile = profile(
-            activities=supported_activities(),  # type: ignore[no-untyped-call]
+            activities=supported_activities(),
             schedule=when,
             on_trace_ready=self._write,
             record_shapes=self._record_shapes,
@@ -385,7 +385,7 @@ class MemorySnapshotCallback:
         steps = f"steps-{self._begun_at:08d}-{state.global_step:08d}"
         path = args.log_path / "memory" / f"{steps}-rank{process_rank()}.pickle"
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._dump_snapshot(str(path))
         torch.cuda.memory._record_memory_history(enabled=None)
         self._begun_at = None
         logger.info("memory snapshot: %s", path)
@@ -430,5 +430,5 @@ def _write_oom_report(directory: Path, error: torch.OutOfMemoryError) -> Path:
     summary = torch.cuda.memory_summary() if reason is None else f"memory summary unavailable: {reason}"
     write_text(report, f"{error}\n\n{summary}\n")
     if reason is None:
-        torch.cuda.memory._dump_snapshot(str(report.with_suffix(".pickle")))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._dump_snapshot(str(report.with_suffix(".pickle")))
     return report

@@ -240,7 +240,7 @@ class WandbCallback(Tracker):
         self._opened_here = wandb.run is None
         if wandb.run is not None:
             self._run = wandb.run
-            self._run.config.update(opening.config, allow_val_change=True)  # type: ignore[no-untyped-call]
+            self._run.config.update(opening.config, allow_val_change=True)
             return str(self._run.id)
         # The directory has to be there: W&B would go elsewhere without it.
         opening.directory.mkdir(parents=True, exist_ok=True)

@@ -132,7 +132,7 @@ class EagerExecutor:
             last = number == len(batches)
             sync.before_backward(self.model, last=last)
             total = self._run(module, batch, loss).loss
-            (total / share).backward()  # type: ignore[no-untyped-call]
+            (total / share).backward()
             sync.after_backward(self.model, last=last)
             sums.append(total.detach())
             fire("on_forward_backward_end")

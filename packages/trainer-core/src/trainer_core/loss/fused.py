@@ -170,7 +170,7 @@ def with_liger(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: ChunkedOptions
 ) -> Tensor:
     """Liger's fused kernel; it waits for the device once a call, to count the tokens."""
-    from liger_kernel.transformers import (  # type: ignore[import-not-found, unused-ignore]
+    from liger_kernel.transformers import (
         LigerFusedLinearCrossEntropyLoss,
     )
 
@@ -196,7 +196,7 @@ def with_cut(
     Raises:
         ConfigurationError: If the products are not bfloat16 or float16.
     """
-    from cut_cross_entropy import (  # type: ignore[import-not-found, unused-ignore]
+    from cut_cross_entropy import (
         linear_cross_entropy,
     )
 

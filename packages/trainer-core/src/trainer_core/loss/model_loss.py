@@ -216,9 +216,7 @@ def _guard(outputs: object, counted: Tensor) -> None:
     """Let no gradient through where nothing counts: that of the mean is not a number there."""
     for tensor in _tensors(outputs):
         if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: torch.where(counted > 0, gradient, 0.0)
-            )
+            tensor.register_hook(lambda gradient: torch.where(counted > 0, gradient, 0.0))
 
 
 def _tensors(outputs: object) -> Iterator[Tensor]:

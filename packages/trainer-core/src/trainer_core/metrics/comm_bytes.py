@@ -62,7 +62,7 @@ class Collective:
     much of it goes over a wire."""
 
 
-class CollectiveWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveWatch(TorchDispatchMode):
     """While active, notes the collectives of this thread, those of backward passes on the host included."""
 
     def __init__(self) -> None:

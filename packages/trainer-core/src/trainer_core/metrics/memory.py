@@ -77,7 +77,7 @@ has freed as still there; test_plan_state.py of trainer-fsdp2 watches this again
 """
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(TorchDispatchMode):
     """While active, follows the memory behind what operators return, once per storage, until it is freed.
 
     It sees the tensors that autograd keeps, those that recomputation and caches keep, and what comes and goes

@@ -131,7 +131,7 @@ def _overloads(found: Iterable[OpOverloadPacket | OpOverload | None]) -> Iterabl
         if isinstance(operator, OpOverload):
             yield operator
         elif operator is not None:
-            for overload in operator.overloads():  # type: ignore[no-untyped-call]
+            for overload in operator.overloads():
                 yield getattr(operator, overload)
 
 

@@ -81,7 +81,7 @@ class ActivationOffload(AbstractContextManager[None]):
             return tensor
         # The weak reference keeps the address from being used again, so an equal key means the same memory.
         key = (
-            StorageWeakRef(tensor.untyped_storage()),  # type: ignore[no-untyped-call]
+            StorageWeakRef(tensor.untyped_storage()),
             tensor.storage_offset(),
             tensor.size(),
             tensor.stride(),

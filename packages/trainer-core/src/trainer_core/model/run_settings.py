@@ -89,7 +89,7 @@ def _check_available(name: str, device: torch.device) -> None:
     probe = _BUILT.get(name)
     if probe is not None and not getattr(torch.backends.cuda, probe)():
         raise _not_built(name)
-    if name == "cudnn" and not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+    if name == "cudnn" and not torch.backends.cudnn.is_available():
         raise _not_built(name)
     _check_capability(name, device)
 

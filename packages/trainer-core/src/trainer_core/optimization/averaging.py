@@ -50,7 +50,7 @@ class AveragedWeights(StepHooks):
     ) -> None:
         self._parameters = [parameter for _, parameter in named]
         self._switching = switching
-        self._update = None if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._update = None if decay is None else get_ema_multi_avg_fn(decay)
         for name, parameter in named:
             if decay is not None and parameter.dtype not in (torch.float32, torch.float64):
                 raise ConfigurationError(

@@ -146,7 +146,7 @@ def schedule_free_class() -> Any:
         ConfigurationError: If schedulefree is not installed.
     """
     try:
-        from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        from schedulefree import AdamWScheduleFree
     except ImportError as error:
         raise ConfigurationError(
             "optim",

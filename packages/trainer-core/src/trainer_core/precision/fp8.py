@@ -25,7 +25,7 @@ from .layers import (
 )
 
 if TYPE_CHECKING:
-    from torchao.float8 import Float8LinearConfig  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.float8 import Float8LinearConfig
 
     from ..arguments import BaseTrainingArguments
 
@@ -138,13 +138,13 @@ def _nothing_to_convert(recipe: str, choice: LayerChoice) -> ConfigurationError:
 
 
 def _config(args: BaseTrainingArguments, recipe: str) -> Float8LinearConfig:
-    from torchao.float8 import Float8LinearConfig  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.float8 import Float8LinearConfig
 
     return dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=args.fp8_emulate)
 
 
 def _convert(model: nn.Module, config: Float8LinearConfig, choice: LayerChoice) -> None:
-    from torchao.float8 import convert_to_float8_training  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(
         model, config=config, module_filter_fn=lambda module, name: choice.replaces(module, name)
@@ -234,7 +234,7 @@ def fp8_share_of(model: nn.Module, args: BaseTrainingArguments) -> float:
     """Share of the FLOPs of a model's linear layers that run in FP8; 0 if nothing was converted."""
     if args.fp8_recipe is None:
         return 0.0
-    from torchao.float8.float8_linear import Float8Linear  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.float8.float8_linear import Float8Linear
 
     sizes = [
         (layer.in_features * layer.out_features, isinstance(layer, Float8Linear))

@@ -32,9 +32,9 @@ from .layers import (
 )
 
 if TYPE_CHECKING:
-    from torchao.core.config import AOBaseConfig  # type: ignore[import-untyped,import-not-found,unused-ignore]
-    from torchao.quantization.granularity import Granularity  # type: ignore[import-untyped,import-not-found,unused-ignore]
-    from torchao.quantization.qat.linear import FakeQuantizedLinear  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.core.config import AOBaseConfig
+    from torchao.quantization.granularity import Granularity
+    from torchao.quantization.qat.linear import FakeQuantizedLinear
 
     from ..arguments import BaseTrainingArguments
 
@@ -97,8 +97,8 @@ def prepare_model(model: nn.Module, name: str | None, device: torch.device) -> C
             f"cannot prepare any linear layer ({reasons or 'the model has none'})",
             "choose another recipe, or leave qat_recipe out",
         )
-    from torchao.quantization import quantize_  # type: ignore[import-untyped,import-not-found,unused-ignore]
-    from torchao.quantization.qat import QATConfig  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
 
     with _untouched_random_state(device):
         quantize_(model, QATConfig(base_config(recipe), step="prepare"), filter_fn=choice.replaces)
@@ -116,7 +116,7 @@ def prepare_model(model: nn.Module, name: str | None, device: torch.device) -> C
 
 def base_config(recipe: QATRecipe) -> AOBaseConfig:
     """What torchao calls the recipe."""
-    from torchao import quantization  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao import quantization
 
     dtype: torch.dtype = getattr(torch, f"int{recipe.weight_bits}")
     if recipe.quantizes_activations:
@@ -127,7 +127,7 @@ def base_config(recipe: QATRecipe) -> AOBaseConfig:
 
 
 def _granularity(recipe: QATRecipe) -> Granularity:
-    from torchao.quantization import PerAxis, PerGroup  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.quantization import PerAxis, PerGroup
 
     return PerAxis(0) if recipe.group_size is None else PerGroup(recipe.group_size)
 
@@ -150,8 +150,8 @@ def convert_qat(model: nn.Module, recipe: str) -> nn.Module:
     known = known_recipe(recipe)
     torchao_versions("qat_recipe", recipe)
     _check_prepared(model, recipe, known)
-    from torchao.quantization import quantize_  # type: ignore[import-untyped,import-not-found,unused-ignore]
-    from torchao.quantization.qat import QATConfig  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
 
     deployable = _copy(model)
     device = next(model.parameters()).device
@@ -185,7 +185,7 @@ def _untouched_random_state(device: torch.device) -> AbstractContextManager[None
 
 
 def _is_prepared(module: nn.Module) -> bool:
-    from torchao.quantization.qat.linear import FakeQuantizedLinear  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.quantization.qat.linear import FakeQuantizedLinear
 
     return isinstance(module, FakeQuantizedLinear)
 
@@ -336,7 +336,7 @@ def _read_description(path: Path) -> _Description:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
-    from torchao.prototype.safetensors import safetensors_support  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.prototype.safetensors import safetensors_support
 
     try:
         with safe_open(path, framework="pt") as file:
@@ -398,7 +398,7 @@ def _tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _flatten(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Plain tensors and a header, in torchao's convention, which knows only names with a dot."""
-    from torchao.prototype.safetensors import safetensors_support  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from torchao.prototype.safetensors import safetensors_support
 
     dotted = {name: tensor for name, tensor in tensors.items() if "." in name}
     flat, metadata = safetensors_support.flatten_tensor_state_dict(dotted)

@@ -55,7 +55,7 @@ _EXPOSING = frozenset(
 """Functions that look at the memory of a tensor, and those that give others the means to."""
 
 
-class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorMode(TorchDispatchMode):
     """Hands every operator on plain tensors over; tensor subclasses take theirs apart first."""
 
     def __init__(self, run: Callable[[Any, tuple[object, ...], dict[str, object]], object]) -> None:

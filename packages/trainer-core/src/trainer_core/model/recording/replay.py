@@ -101,7 +101,7 @@ class Constant:
         extents = [_extent(tensor) for tensor in tensors if tensor.numel()]
         start = min((first for first, _ in extents), default=0)
         length = max((end for _, end in extents), default=0) - start
-        copied = torch.UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
+        copied = torch.UntypedStorage(storage.nbytes(), device=storage.device)
         part = View(torch.uint8, torch.Size([length]), (1,), start, False, False)
         part.on(copied).copy_(part.on(storage))
         return cls(copied, length)
@@ -180,10 +180,10 @@ def replay(version: Version) -> torch.UntypedStorage:
 
     def take(content: Content, *, to_write: bool) -> torch.UntypedStorage:
         if isinstance(content, Fresh):
-            return torch.UntypedStorage(content.nbytes, device=content.device)  # type: ignore[no-untyped-call]
+            return torch.UntypedStorage(content.nbytes, device=content.device)
         if isinstance(content.source, Constant):
             storage = content.source.storage
-            return storage.clone() if to_write else storage  # type: ignore[no-untyped-call]
+            return storage.clone() if to_write else storage
         uses[content] -= 1
         return values[content] if uses[content] else values.pop(content)
 

@@ -41,7 +41,7 @@ class Tracked:
     )
 
     def __init__(self, storage: torch.UntypedStorage, version: Version | None) -> None:
-        self.reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.reference = StorageWeakRef(storage)
         self.device = storage.device
         self.nbytes = storage.nbytes()
         self.version = version
@@ -52,7 +52,7 @@ class Tracked:
     @property
     def alive(self) -> bool:
         """Whether a tensor still uses the storage."""
-        return not self.reference.expired()  # type: ignore[no-untyped-call]
+        return not self.reference.expired()
 
     def measure(self) -> None:
         """Note a new size."""
