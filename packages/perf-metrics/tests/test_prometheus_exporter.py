@@ -96,9 +96,26 @@ def test_what_device_time_is_spent_on_is_served_by_kind(run, tmp_path) -> None:
         assert served == pytest.approx(goodput.device_seconds())
         assert served["steps"] >= 0.15
         assert served["start"] > 0
+        assert served["saving"] == 0  # from the beginning, so that its first value is growth
     finally:
         run.fire("on_train_end", goodput, exporter)
     assert goodput.device_seconds() == {}
+
+
+def test_a_goodput_logger_that_was_not_given_to_the_trainer_is_told_once(run, caplog) -> None:
+    exporter = PrometheusExporter(port=0, goodput=GoodputLogger())
+    run.fire("on_train_begin", exporter)
+    try:
+        for step in (1, 2):
+            log(run, exporter, step, loss=1.0)
+    finally:
+        run.fire("on_train_end", exporter)
+    assert caplog.text.count("is not among the callbacks of this training") == 1
+
+
+def test_a_goodput_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="goodput=5 must be a GoodputLogger"):
+        PrometheusExporter(goodput=5)
 
 
 def test_a_label_that_goodput_needs_is_refused() -> None:

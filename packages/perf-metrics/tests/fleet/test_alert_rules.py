@@ -143,6 +143,13 @@ def test_a_device_whose_clock_is_far_below_its_peers(fleet: RuleTest) -> None:
     expect_texts(fleet, 40, "JobGPUSlowClock", labels, summary, "900")
 
 
+def test_a_stage_that_does_more_has_a_clock_of_its_own(fleet: RuleTest) -> None:
+    for index in range(3):
+        fleet.gpu(index, "0.4x400", "1700x400")
+    fleet.gpu(3, "0.7x400", "1350x400")
+    fleet.expect_firing(nothing(40))
+
+
 def test_clocks_that_are_low_for_another_reason(fleet: RuleTest) -> None:
     """Somewhat below its peers; of another type; of another job; and with nothing to do."""
     four_gpus(fleet)

@@ -71,7 +71,7 @@ def test_the_json_is_plain_and_the_text_has_the_findings(report: FleetReport) ->
         "ofu_of_all_hours": None,
         "hours": {
             "working": pytest.approx(4 * 2 * 80 * 30 / 3600),
-            **dict.fromkeys(("low clock", "stalled", "starting", "idle", "unallocated"), 0.0),
+            **dict.fromkeys(("low clock", "stalled", "starting", "idle", "unknown"), 0.0),
         },
     }
     assert data["jobs"][0]["start"] == "1970-01-01T00:10:00Z"

@@ -88,9 +88,48 @@ def test_a_job_that_waits_for_most_of_its_time_is_stalled() -> None:
     assert minutes(report_of_minutes(*often)) == pytest.approx({"working": 24, "stalled": 88, "idle": 8})
 
 
+def test_a_job_that_hardly_works_works_and_one_that_hums_does_not() -> None:
+    """Seven percent of the time, beside nothing, and beside next to nothing."""
+    for rest in (NOTHING, 0.004):
+        report = report_of_minutes((10, WORK), (140, rest), (10, WORK), (100, rest), start=0.0)
+        assert minutes(report) == pytest.approx({"working": 20, "stalled": 140, "idle": 100})
+
+
+def test_a_job_that_still_runs_at_the_end_of_the_range_is_not_idle_yet() -> None:
+    saving = report_of_minutes((340, WORK), (10, SAVE))
+    assert minutes(saving) == pytest.approx({"working": 340, "stalled": 10})
+    loading = report_of_minutes((10, NOTHING), start=350 * 60.0)
+    assert minutes(loading) == pytest.approx({"starting": 10})
+    for_long = report_of_minutes((320, WORK), (30, NOTHING))
+    assert minutes(for_long) == pytest.approx({"working": 320, "idle": 30})
+
+
+def test_time_without_a_figure_is_unknown() -> None:
+    fleet = FleetSamples(0.0, 6 * 3600.0, STEP_S)
+    for step in range(120):
+        fleet.add("job", Device("n", "0", "GPU-0", "NVIDIA Unheard Of"), 600 + STEP_S * step, 0.5, 1350.0)
+    (job,) = fleet_report(fleet).jobs
+    assert job.hours == pytest.approx({**dict.fromkeys(job.hours, 0.0), "unknown": 1.0})
+
+
 def test_what_a_slow_gpu_costs_all_of_them() -> None:
     report = report_of_minutes((60, WORK), slow_mhz=900.0)
     assert minutes(report) == pytest.approx({"working": 40, "low clock": 20})
+
+
+def test_a_slow_gpu_is_compared_with_its_own_model() -> None:
+    """Eight of one model have a high clock; of four others, one has less than those three."""
+    fleet = FleetSamples(0.0, 6 * 3600.0, STEP_S)
+    for step in range(120):
+        for index in range(12):
+            other = index >= 8
+            mhz = 1000.0 if index == 11 else 1250.0 if other else 1700.0
+            model = "NVIDIA A100-SXM4-80GB" if other else MODEL
+            activity = 0.4 * 1250 / mhz if other else 0.4
+            fleet.add("job", Device("n", str(index), f"GPU-{index}", model), 600 + 30 * step, activity, mhz)
+    report = fleet_report(fleet)
+    assert report.hours["low clock"] == pytest.approx(12 * 0.2)
+    assert report.gpus[0].lost_hours == pytest.approx(12 * 0.2)
 
 
 def test_the_text_has_hours_shares_and_costs() -> None:
@@ -163,17 +202,23 @@ def test_gpus_without_a_job_are_counted_once(
     end = START_S + 3 * 3600
     with server:
         api = PrometheusAPI(server.url)
-        # Two of GPU 0, one and three of the slices of GPU 1, three of GPU 2 and of GPU 3.
+        # Two of GPU 0, one and three of the slices of GPU 1, three of GPU 2 and of GPU 3. A job that ends
+        # counts for two and a half scrapes longer.
+        late = 75 / 3600
         free = collect_unallocated(api, START_S, end)
-        assert free == pytest.approx(2 + 1 + 3 + 3 + 3)
-        assert collect_unallocated(api, START_S, end, selector='UUID="GPU-1"') == pytest.approx(4)
+        assert free == pytest.approx(2 + 1 + 3 + 3 + 3, abs=2 * late)
+        one = collect_unallocated(api, START_S, end, selector='UUID="GPU-1",')  # a comma too many
+        assert one == pytest.approx(4, abs=late)
+        # The step need not be the scrape interval.
+        for step_s in (15, 60):
+            assert collect_unallocated(api, START_S, end, step_s=step_s) == pytest.approx(free, abs=0.2)
         report = fleet_report(collect_fleet(api, START_S, end), unallocated_hours=free)
-        assert sum(report.hours.values()) == pytest.approx(15)
+        assert sum(report.hours.values()) == pytest.approx(15, abs=2 * late)
         ofu = 0.4 * 1350 / 1830
-        assert report.ofu_of_all_hours == pytest.approx(ofu * 3 / 15)
+        assert report.ofu_of_all_hours == pytest.approx(ofu * 3 / 15, rel=0.01)
         command = fleet_command("--prometheus", server.url, "--start", str(START_S), "--end", str(end))
         told = report_of(command, tmp_path)["fleet"]
-        assert told["hours"] == pytest.approx(report.hours)
+        assert told["hours"] == pytest.approx(dict(report.hours))
         assert "unallocated" in run(command).stdout
     page = report_as_html(report)
-    assert "GPUs that are scraped and that no job has" in page
+    assert "GPUs that no job has" in page

@@ -24,6 +24,8 @@ _SIGN_OF_LIFE_SECONDS = 1.0
 """The last line is never older while the process lives, whatever it does."""
 _AT_MOST_EVERY_SECONDS = 0.1
 """Between two events that write it: a step of a small model takes less than a millisecond."""
+_LIVE_KINDS: tuple[Kind, ...] = ("steps", "start", "compilation", "data", "evaluation", "saving", "other")
+"""What can be told while a session lasts; that steps are lost, or a run down, shows at the next start."""
 _began_before = False
 """Whether this process has recorded a session: its start-up belongs to the first one."""
 
@@ -51,11 +53,13 @@ class GoodputLogger(EventHandlers):
         self._file: _SessionFile | None = None
 
     def device_seconds(self) -> dict[Kind, float]:
-        """Return what the device time of this session was spent on so far, in seconds of all ranks.
+        """Return what the device time of this training was spent on so far, in seconds of all ranks.
 
-        From the start of the process to the last event. Empty outside of a training, and on other ranks.
+        From its start, that of the process included for the first one, to the last event: while it hangs,
+        nothing is added. Empty outside of a training, and on other ranks.
         """
-        return {} if self._file is None else self._file.device_seconds()
+        file = self._file  # another thread may ask while a training ends
+        return {} if file is None else file.device_seconds()
 
     def on_train_begin(
         self, args: LoggingArguments, state: ProgressState, control: object, **_: object
@@ -145,7 +149,8 @@ class _SessionFile:
     def device_seconds(self) -> dict[Kind, float]:
         """Return the seconds of all ranks by kind so far."""
         with self._lock:
-            told: dict[Kind, float] = {**self._seconds}
+            # All kinds from the beginning: a counter that appears with its first value never grew to it.
+            told: dict[Kind, float] = {**dict.fromkeys(_LIVE_KINDS, 0.0), **self._seconds}
         told["start"] = told.get("start", 0.0) + self._before
         return {kind: seconds * self._ranks for kind, seconds in told.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ from . import EventHandlers, ProgressState
 if TYPE_CHECKING:
     from .goodput_logger import GoodputLogger
     from .prometheus_endpoint import MetricsEndpoint
+
+_logger = logging.getLogger("perf_metrics")
 
 
 class PrometheusExporter(EventHandlers):
@@ -52,11 +55,12 @@ class PrometheusExporter(EventHandlers):
         host: Address to listen on. For a Prometheus on another machine it has to be "0.0.0.0", or this
             machine's address in the cluster's network. There is neither encryption nor a password.
         labels: Constant labels of all series, such as `{"hpc_job": os.environ["SLURM_JOB_ID"]}`.
-        goodput: A callback of the same training, to serve what its device time is spent on.
+        goodput: A callback of the same training, to serve what its device time is spent on. It has to be
+            among the callbacks itself.
 
     Raises:
         ModuleNotFoundError: The extra `prometheus` is not installed.
-        TypeError: The value of a label is not text.
+        TypeError: The value of a label is not text, or `goodput` is not a GoodputLogger.
         ValueError: `port` is out of range, or a label is none to Prometheus.
     """
 
@@ -77,12 +81,15 @@ class PrometheusExporter(EventHandlers):
             )
         self._port, self._host, self._labels = port, host, dict(labels or {})
         _check_labels(self._labels)
+        if goodput is not None and not callable(getattr(goodput, "device_seconds", None)):
+            raise TypeError(f"goodput={goodput!r} must be a GoodputLogger.")
         if goodput is not None and "kind" in self._labels:
             raise ValueError(
                 f"labels={self._labels!r} must not have kind, by which device time is told apart. Give that "
                 "label another name, or leave goodput out."
             )
         self._goodput = goodput
+        self._told = False
         self._endpoint: MetricsEndpoint | None = None
         self._tokens = 0.0
         self._interval: Figures = {}
@@ -114,6 +121,13 @@ class PrometheusExporter(EventHandlers):
         """Serve the figures of a record."""
         if self._endpoint is None:
             return
+        if self._goodput is not None and not self._goodput.device_seconds() and not self._told:
+            self._told = True
+            _logger.warning(
+                "device time is not served, as goodput=%r of PrometheusExporter is not among the callbacks "
+                "of this training. Give it to the trainer, too.",
+                self._goodput,
+            )
         if is_training(logs):
             self._tokens += number(logs.get("input_tokens")) or 0.0
             self._interval = {**figures_of_interval(logs), LOGGED_AT: time.time()}

@@ -136,6 +136,8 @@ SLOW_CLOCK = 0.90
 within a few percent (H100 under load: mean 1352 MHz, standard deviation 32; same paper)."""
 LESS_WORK = 0.80
 """Share of the median OFU of the job below which a device does less than the others."""
+BUSY = 0.05
+"""Mean tensor activity from which on a device is one under load, so that its clock says something."""
 _FEWEST_TO_COMPARE = 3
 _ALL_ITS_TIME = 0.9
 """Share of the time of a job over which devices are compared as they are."""
@@ -178,13 +180,15 @@ class OddDevice:
 
     Attributes:
         kind: "slow clock": a straggler. Where ranks wait for one another all do the same work in the same
-            time, so that its OFU is that of the others; its clock is lower and its tensor activity higher.
-            "less work": its OFU is lower, with a clock like the others'.
+            time, so that its OFU is about that of the others; its clock is lower and its tensor activity
+            higher. "less work": its OFU is lower, with a clock like the others'.
         figures: Of the device.
+        share: Its clock, or its OFU, as a share of the median of those it was compared with.
     """
 
     kind: OddKind
     figures: DeviceFigures
+    share: float
 
 
 @dataclass(frozen=True)
@@ -281,7 +285,7 @@ def job_figures(job: str, seen: JobSamples, start: float, end: float, step_s: fl
         ),
         imbalance=_imbalance([device.ofu for device, _ in alike]),
         odd_devices=tuple(
-            OddDevice(odd.kind, of)
+            replace(odd, figures=of)
             for odd in odd_devices([device for device, _ in alike])
             for device, of in alike
             if device is odd.figures
@@ -399,10 +403,13 @@ def _odd_among(devices: Sequence[DeviceFigures]) -> list[OddDevice]:
     usual_activity = median(device.tensor_activity for device in devices)
     found = []
     for device in devices:
-        if device.sm_mhz < SLOW_CLOCK * usual_mhz and device.tensor_activity > usual_activity:
-            found.append(OddDevice("slow clock", device))
+        # Stages of a pipeline, and a GPU that works alone, have clocks of their own, and an OFU of their own.
+        waited_for = usual_activity >= BUSY and abs(device.ofu - usual_ofu) <= (1 - LESS_WORK) * usual_ofu
+        slow = device.sm_mhz < SLOW_CLOCK * usual_mhz and device.tensor_activity > usual_activity
+        if slow and waited_for:
+            found.append(OddDevice("slow clock", device, device.sm_mhz / usual_mhz))
         elif device.ofu < LESS_WORK * usual_ofu:
-            found.append(OddDevice("less work", device))
+            found.append(OddDevice("less work", device, device.ofu / usual_ofu))
     return found
 
 

@@ -176,14 +176,16 @@ class FleetReport:
     def hours(self) -> dict[LedgerKind, float]:
         """GPU hours by what they were spent on; a GPU that jobs share counts for each of them."""
         told = sum_of_ledgers(job.hours for job in self.jobs)
-        return {**told, "unallocated": self.unallocated_hours or 0.0}
+        if self.unallocated_hours is not None:
+            told["unallocated"] = self.unallocated_hours
+        return told
 
     @property
     def ofu_of_all_hours(self) -> float | None:
         """Mean OFU over the time with and without a job, as a share; None where the latter is not known."""
-        if self.ofu_mean is None or self.unallocated_hours is None:
+        if self.unallocated_hours is None or not (hours := self.device_hours + self.unallocated_hours):
             return None
-        return self.ofu_mean * self.device_hours / (self.device_hours + self.unallocated_hours)
+        return (self.ofu_mean or 0.0) * self.device_hours / hours
 
     @property
     def mfu_share(self) -> float:
@@ -230,8 +232,7 @@ def fleet_report(
             figures = job_figures(name, seen, fleet.start, fleet.end, fleet.step_s)
             application = applications.get(name, _NOTHING_KNOWN)
             gpus = application.gpus or figures.gpus
-            begins_before = figures.start - fleet.start <= fleet.step_s
-            hours = ledger_of_job(figures, step_s=fleet.step_s, begins_before=begins_before)
+            hours = ledger_of_job(figures, start=fleet.start, end=fleet.end, step_s=fleet.step_s)
             jobs.append(JobReport(figures, application, gpus, identity=identity, hours=hours))
     jobs.sort(key=lambda job: (math.isnan(job.figures.start), job.figures.start, job.figures.job))
     regressions = sorted(_regressions(jobs), key=lambda one: -one.lost_gpus)

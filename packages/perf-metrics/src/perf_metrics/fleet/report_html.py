@@ -173,8 +173,9 @@ def _gpu_time(report: FleetReport, price: float | None) -> Iterator[str]:
     yield f"<h2>What GPU time was spent on</h2>\n<figure>{hours_svg(report)}</figure>"
     if report.ofu_of_all_hours is not None:
         yield (
-            f'<p class="soft">OFU of all of it, with and without a job: {share(report.ofu_of_all_hours)} %. '
-            "By the counters alone, which know no checkpoints: a GPU that jobs share counts for each.</p>"
+            '<p class="soft">OFU of all GPUs, with and without a job: '
+            f"{share(report.ofu_of_all_hours)} %. The hours are by the counters alone, which know no "
+            "checkpoints; a GPU that jobs share counts for each.</p>"
         )
     cost = [] if price is None else ["cost"]
     rows = [
@@ -186,7 +187,7 @@ def _gpu_time(report: FleetReport, price: float | None) -> Iterator[str]:
             text_cell(LEDGER_MEANINGS[kind]),
         ]
         for kind in LEDGER_KINDS
-        if kind != "unallocated" or report.unallocated_hours is not None
+        if kind in hours
     ]
     yield html_table(("GPU time", "hours", "%", *cost, "what it is"), rows)
     if not report.users:

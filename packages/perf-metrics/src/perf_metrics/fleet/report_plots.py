@@ -99,6 +99,7 @@ _KIND_COLOURS: dict[LedgerKind, str] = {
     "stalled": "#E69F00",
     "starting": "#56B4E9",
     "idle": _FELL,
+    "unknown": "#000000",
     "unallocated": "#c9ced3",
 }
 
@@ -110,7 +111,7 @@ def hours_svg(report: FleetReport) -> str:
     figure = _figure(10.5, 1.3)
     axes = figure.subplots()
     for kind in LEDGER_KINDS:
-        share = 100 * hours[kind] / total
+        share = 100 * hours.get(kind, 0.0) / total
         if share:
             label = f"{kind} {share:.1f} %"
             axes.barh([0], [share], left=left, color=_KIND_COLOURS[kind], height=0.8, label=label)
@@ -118,7 +119,7 @@ def hours_svg(report: FleetReport) -> str:
     axes.set_xlim(0, 100)
     axes.set_yticks([])
     axes.set_xlabel("share of GPU time, %")
-    axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=6)
+    axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=7)
     _finish(axes)
     return _svg(figure, "hours")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 
 from ..display import text_table
 from ..uncertainty import MeanInterval, plus_minus
@@ -17,6 +18,7 @@ AGREEMENT_HEADER = ("GPUs", "jobs", "MFU %", "sd", "OFU %", "|MFU-OFU|", "sd", "
 PLUS_MINUS = "\n± is half of the 95 % confidence interval, in points"
 _MOST_ROWS = 20
 _LONGEST_NAME = 60
+_WIDTH = 100
 
 
 def report_as_text(report: FleetReport, price: float | None = None) -> str:
@@ -122,12 +124,12 @@ def _hours(report: FleetReport, price: float | None) -> str:
             LEDGER_MEANINGS[kind],
         ]
         for kind in LEDGER_KINDS
-        if kind != "unallocated" or report.unallocated_hours is not None
+        if kind in told
     ]
     header = ["GPU time", "hours", "share", *([] if price is None else ["cost"]), "what it is"]
     table = text_table(header, rows, left=(0, len(header) - 1))
     if report.ofu_of_all_hours is not None:
-        table += f"\nOFU of all of it: {share(report.ofu_of_all_hours)} %"
+        table += f"\nOFU of all GPUs, with and without a job: {share(report.ofu_of_all_hours)} %"
     return f"What GPU time was spent on\n{table}"
 
 
@@ -135,20 +137,24 @@ def _gpus(report: FleetReport) -> str:
     told = [one for one in report.gpus if one.level != "note"]
     if not told:
         return ""
-    header = ("GPU", "UUID", "what to do", "lost hours", "jobs", "why")
-    return _table("GPUs to look at", header, [_gpu_row(one) for one in told], left=(0, 1, 2, 5))
+    rest = len(report.gpus) - min(len(told), _MOST_ROWS)
+    more = f"\nand {rest} more, some with notes only; see --json" if rest else ""
+    return f"GPUs to look at ({len(told)})\n" + "\n".join(map(_gpu_text, told[:_MOST_ROWS])) + more
 
 
-def _gpu_row(one: GPUHealth) -> tuple[str, ...]:
-    why = "; ".join(f"{each.kind}: {each.text}" for each in one.evidence)
-    lost = f"{one.lost_hours:,.1f}" if one.lost_hours else ""
-    device, uuid = plain(str(one.device)), plain(one.device.uuid or "")
-    return device, uuid, one.level, lost, str(one.jobs), _printable(why)
+def _gpu_text(one: GPUHealth) -> str:
+    lost = f", {one.lost_hours:,.1f} GPU hours lost" if one.lost_hours else ""
+    uuid = f" ({plain(one.device.uuid)})" if one.device.uuid else ""
+    lines = [f"{one.level}: {plain(str(one.device))}{uuid}{lost}"]
+    for each in one.evidence:
+        text = _printable(f"{each.kind}: {each.text}")
+        lines += wrap(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ", break_long_words=False)
+    return "\n".join(lines)
 
 
 def _users(report: FleetReport, price: float | None) -> str:
     if not report.users:
-        return "" if price is None else f"All of it cost {price * report.device_hours:,.2f}."
+        return ""
     header = [
         "user",
         "account",

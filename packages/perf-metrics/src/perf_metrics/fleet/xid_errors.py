@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-XidMeaning: TypeAlias = Literal["hardware", "memory", "application", "driver", "unknown"]
+XidMeaning: TypeAlias = Literal["hardware", "memory", "application", "driver", "another", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class XidError:
         action: The catalogue's immediate action, such as "RESET_GPU"; None where it gives none.
         meaning: "hardware": the GPU or its links have to be reset, restarted or looked at. "memory": an error
             of the memory that the GPU dealt with itself. "application": as a rule the application's fault, to
-            be restarted. "driver": to be ignored as a rule. "unknown": not in the catalogue.
+            be restarted. "driver": to be ignored as a rule. "another": it follows another error, which it
+            hides where only the last one is told. "unknown": not in the catalogue.
     """
 
     code: int
@@ -121,12 +122,14 @@ _DRIVER: Mapping[str | None, Mapping[int, str]] = {
         107: "SMBPBI test message, silent",
         121: "corrected C2C error",
         141: "CUDA fast path error",
+        152: "DLA SMMU error",
+        153: "DLA timeout",
         160: "channel retirement",
         161: "channel retirement failure",
     },
     "UPDATE_SWFW": {78: "vGPU start error"},
     "CHECK_UVM": {159: "CHI non-data error"},
-    "XID_154": {154: "GPU recovery action changed, because of another XID"},
+    "CONTACT_SUPPORT": {142: "NVENC3 error"},
     None: {
         162: "power smoothing reengaged",
         163: "power smoothing disengaged",
@@ -138,12 +141,18 @@ _DRIVER: Mapping[str | None, Mapping[int, str]] = {
 }
 
 
+_ANOTHER: Mapping[str | None, Mapping[int, str]] = {
+    "XID_154": {154: "GPU recovery action changed, because of another XID error"},
+}
+
+
 def _catalogue() -> Iterator[XidError]:
     groups: tuple[tuple[XidMeaning, Mapping[str | None, Mapping[int, str]]], ...] = (
         ("hardware", _HARDWARE),
         ("memory", _MEMORY),
         ("application", _APPLICATION),
         ("driver", _DRIVER),
+        ("another", _ANOTHER),
     )
     for meaning, actions in groups:
         for action, codes in actions.items():

@@ -21,6 +21,8 @@ SLOW = 0.85
 """A device's SM clock over the median of its job."""
 BUSY = 0.05
 """Tensor activity from which on a device is taken to work, and not to wait with a low clock."""
+MORE = 1.2
+"""A device's OFU over the median of its job from which on nobody waits for it."""
 NOTHING = 0.001
 
 
@@ -89,11 +91,16 @@ def _slow_clock(labels: FleetLabels, job: str) -> AlertRule:
     # Kinds of GPU differ in clock, and one that does nothing may have a low clock.
     by = f"{labels.of_job}, modelName"
     clock, busy = series.SM_CLOCK_IN_JOB_15M, f"{series.ACTIVITY_IN_JOB_15M} > {BUSY:g}"
+    ofu = series.OFU_IN_JOB_15M
     return AlertRule(
         "JobGPUSlowClock",
-        f"({clock} and {busy})\n"
+        f"(({clock} and {busy})\n"
         f"< on ({by}) group_left ()\n"
-        f"({SLOW:g} * quantile by ({by}) (0.5, {clock} and {busy}))",
+        f"({SLOW:g} * quantile by ({by}) (0.5, {clock} and {busy})))\n"
+        # One that does more than the others, such as a longer stage of a pipeline, has a clock of its own.
+        f"unless ({ofu}\n"
+        f"> on ({by}) group_left ()\n"
+        f"({MORE:g} * quantile by ({by}) (0.5, {ofu})))",
         15,
         "warning",
         f"{_DEVICE} holds up job {job} with a low clock",

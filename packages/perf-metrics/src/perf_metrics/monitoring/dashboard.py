@@ -280,7 +280,7 @@ def goodput_now(view: View) -> Json:
     """How well it uses its time, in one figure."""
     return stat(
         "Goodput of job $job",
-        "Share of its device time since its processes were started that it spent on steps.",
+        "Share of steps in its device time, from its last start to the last event.",
         Query(f"{series.JOB_GOODPUT}{view.job}"),
         share(),
     )

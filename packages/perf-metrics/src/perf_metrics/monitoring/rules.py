@@ -103,8 +103,8 @@ def _gpu_count_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
     in_jobs = f"max by ({labels.of_device}) ({series.ACTIVITY_IN_JOB_15M})"
     sliced = f'({series.ACTIVITY}{{GPU_I_ID=""}} and on (UUID) {series.ACTIVITY}{{GPU_I_ID!=""}})'
     states = {
-        "working": f"{in_jobs} >= {NOTHING:g}",
-        "idle": f"{in_jobs} < {NOTHING:g}",
+        "working": f"{in_jobs} >= {NOTHING:g}\nunless {sliced}",
+        "idle": f"{in_jobs} < {NOTHING:g}\nunless {sliced}",
         "unallocated": f"{series.ACTIVITY}\nunless on (UUID, GPU_I_ID) {_with_job(labels)}\nunless {sliced}",
     }
     for state, devices in states.items():
@@ -161,7 +161,7 @@ def _mfu_rules(labels: FleetLabels) -> Iterator[RecordingRule]:
         series.JOB_GOODPUT,
         f'{of_job} ({DEVICE_SECONDS}{{{labels.job}!="", kind="steps"}})\n'
         f'/ {of_job} ({DEVICE_SECONDS}{{{labels.job}!=""}})',
-        "Since its processes were started; PrometheusExporter tells it where it has a GoodputLogger.",
+        "From its last start to the last event; PrometheusExporter tells it where it has a GoodputLogger.",
     )
 
 

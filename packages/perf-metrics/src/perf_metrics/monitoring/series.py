@@ -45,7 +45,7 @@ DEVICE_SECONDS = "training_device_seconds_total"
 
 def device_seconds(kind: str) -> Series:
     """Return the series of the device time of one kind, such as "steps" or "saving"."""
-    text = "Device time since this process began, over all ranks, by what it was spent on."
+    text = "Device time since the training began here, over all ranks, by what it was spent on."
     return Series(DEVICE_SECONDS, text, "counter", (("kind", kind),))
 
 
@@ -134,7 +134,7 @@ JOB_MFU_OVER_OFU_1H = "job:mfu_over_ofu:ratio_avg1h"
 """MFU / OFU, both averaged over the last hour in which there were both."""
 JOB_MFU_MINUS_OFU_1H = "job:mfu_minus_ofu:ratio_avg1h"
 JOB_GOODPUT = "job:goodput:ratio"
-"""Share of its device time since it was last started that a job spent on steps."""
+"""Share of its device time, from its last start to the last event, that a job spent on steps."""
 
 _DEVICE_LABELS = ("hostname", "gpu", "UUID", "modelName", "GPU_I_PROFILE", "GPU_I_ID")
 """What says which GPU or MIG slice it is, by the names of the present dcgm-exporter."""
