@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from .monitoring.dashboard import grafana_dashboard
     from .monitoring.rules import recording_and_alert_rules
     from .ofu.counter_files import read_dmon, read_exporter, read_nsys
-    from .ofu.diagnosis import Candidate, Diagnosis, Finding, JobFacts, check_process, diagnose
+    from .ofu.diagnosis import Candidate, Diagnosis, JobFacts, diagnose
     from .ofu.kernels import (
         EffectiveSizes,
         GemmKernel,
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         tile_overhead,
     )
     from .ofu.nvml import CycleCounts
+    from .ofu.process_checks import Finding, check_process
     from .ofu.sampler import DeviceWindow, OFUSampler, OFUWindow
     from .ofu.samples import (
         Device,
@@ -326,7 +327,7 @@ _NAMES = {
     "monitoring.dashboard": ("grafana_dashboard",),
     "monitoring.rules": ("recording_and_alert_rules",),
     "ofu.counter_files": ("read_dmon", "read_exporter", "read_nsys"),
-    "ofu.diagnosis": ("Candidate", "Diagnosis", "Finding", "JobFacts", "check_process", "diagnose"),
+    "ofu.diagnosis": ("Candidate", "Diagnosis", "JobFacts", "diagnose"),
     "ofu.kernels": (
         "EffectiveSizes",
         "GemmKernel",
@@ -338,6 +339,7 @@ _NAMES = {
         "tile_overhead",
     ),
     "ofu.nvml": ("CycleCounts",),
+    "ofu.process_checks": ("Finding", "check_process"),
     "ofu.sampler": ("DeviceWindow", "OFUSampler", "OFUWindow"),
     "ofu.samples": (
         "Device",

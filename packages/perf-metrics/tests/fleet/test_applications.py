@@ -74,3 +74,48 @@ def test_a_type_without_a_known_rate_in_one_row_does_not_stop_the_report(tmp_pat
     assert report.jobs[0].candidates[0].name == "fp4 work against the bf16 peak"
     (note,) = (one for one in report.notes if "int4" in one)
     assert note.startswith("job b: compute_dtype='int4' is none of fp4, fp8, bf16")
+
+
+def test_shares_of_the_work_by_type(tmp_path: Path) -> None:
+    table, objects = tmp_path / "mfu.csv", tmp_path / "mfu.json"
+    table.write_text(
+        "job,mfu,device,compute_shares,peak_dtype\n"
+        "a,0.6,NVIDIA B200,fp8:0.7 bf16:0.3,bf16\nb,0.4,,,\nc,0.4,,fp8:0.7 bf16:0.3,mixed\n"
+    )
+    shares = '{"fp8": 0.7, "bf16": 0.3}'
+    objects.write_text(
+        f'[{{"job": "a", "mfu": 0.6, "device": "NVIDIA B200", "compute_shares": {shares},'
+        ' "peak_dtype": "bf16"},'
+        ' {"job": "b", "mfu": 0.4, "compute_shares": null},'
+        ' {"job": "c", "mfu": 0.4, "compute_shares": "fp8:0.7 bf16:0.3", "peak_dtype": "mixed"}]'
+    )
+    applications = read_applications(table)
+    assert read_applications(objects) == applications
+    assert applications["a"].facts == JobFacts(
+        device="NVIDIA B200", compute_shares={"fp8": 0.7, "bf16": 0.3}, peak_dtype="bf16"
+    )
+    fleet = FleetSamples(start=0, end=3600, step_s=30, tensor_mhz=1000)
+    for step in range(120):
+        fleet.add("a", Device("node", "0"), 30.0 * step, 0.39, 1000)
+    (best, *_) = fleet_report(fleet, applications).jobs[0].candidates
+    assert best.name == "0.7 fp8, 0.3 bf16 work against the bf16 peak"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ('"fp8:0.7 bf16:0.2"', "job a: compute_shares=.* must be shares from 0 to 1 that add up to 1"),
+        ('"int3:0.7 bf16:0.3"', "job a: compute_shares has the unknown type int3"),
+        ('"fp8 bf16"', "must be a type and its share each, such as fp8:0.7 bf16:0.3"),
+        ('"fp8:0.7 fp8:0.3"', "compute_shares has fp8 twice"),
+        ('"fp8:x bf16:0.3"', "compute_shares of fp8='x' must be a number"),
+        ('"fp8: bf16:0.3"', "compute_shares has no share of fp8"),
+        ('{"fp8": [1]}', r"compute_shares of fp8='\[1\]' must be a number"),
+        ("0.5", "must be a type and its share each"),
+    ],
+)
+def test_shares_that_are_none_are_refused(tmp_path: Path, fields: str, message: str) -> None:
+    path = tmp_path / "mfu.json"
+    path.write_text(f'[{{"job": "a", "mfu": 0.4, "compute_shares": {fields}}}]')
+    with pytest.raises(ValueError, match=message):
+        read_applications(path)

@@ -1,7 +1,8 @@
 import pytest
 from torch import distributed
 
-from perf_metrics.ofu.diagnosis import Candidate, JobFacts, check_process, diagnose
+from perf_metrics.ofu.diagnosis import Candidate, JobFacts, diagnose
+from perf_metrics.ofu.process_checks import check_process
 
 
 def named(mfu: float, ofu: float, name: str, facts: JobFacts | None = None) -> Candidate:
@@ -195,3 +196,116 @@ def test_the_table() -> None:
     assert header.split() == ["MFU/OFU", "=", "0.765;", "candidate", "expected", "off"]
     assert best.split() == ["recomputation", "not", "counted", "0.750", "2.0%"]
     assert rest[-1] == "left out: experts counted as dense: needs total_parameters and active_parameters"
+
+
+B200, B300 = "NVIDIA B200", "NVIDIA B300 SXM6 AC"
+
+
+@pytest.mark.parametrize(
+    ("device", "peak_dtype", "ratio", "peaks"),
+    [
+        # hardware-table: FP4 9 and 13.5, FP8 4.5, BF16 2.25 PFLOP/s.
+        (B200, "bf16", 4.0, "9000 / 2250 TFLOP/s of NVIDIA B200"),
+        (B300, "bf16", 6.0, "13500 / 2250 TFLOP/s of NVIDIA B300 SXM6 AC"),
+        (B200, "fp8", 2.0, "9000 / 4500"),
+        (B300, "fp8", 3.0, "13500 / 4500"),
+        (B300, "tf32", 12.0, "13500 / 1125"),
+    ],
+)
+def test_fp4_by_the_peaks_of_the_device(device: str, peak_dtype: str, ratio: float, peaks: str) -> None:
+    facts = JobFacts(device=device, compute_dtype="fp4", peak_dtype=peak_dtype)
+    best = diagnose(0.2 * ratio, 0.2, facts).candidates[0]
+    assert (best.name, best.expected) == (f"fp4 work against the {peak_dtype} peak", (ratio, ratio))
+    assert f"peak of fp4 / peak of {peak_dtype}: {peaks}" in best.arithmetic
+
+
+def test_fp4_without_a_device_is_that_of_one_of_two() -> None:
+    for facts in (JobFacts(), JobFacts(compute_dtype="fp4", peak_dtype="bf16")):
+        for ratio in (4, 6):
+            best = diagnose(0.1 * ratio, 0.1, facts).candidates[0]
+            assert (best.name, best.expected) == ("fp4 work against the bf16 peak", (4, 6))
+            assert "of a B200 to a B300" in best.arithmetic
+    # Work below the peak of FP4, the other way around.
+    assert named(0.1, 0.5, "bf16 work against the fp4 peak", JobFacts(peak_dtype="fp4")).expected == (
+        pytest.approx(1 / 6),
+        1 / 4,
+    )
+
+
+def test_one_known_type_is_held_against_all_others() -> None:
+    facts = JobFacts(device=B300, compute_dtype="fp4")
+    against = [one for one in diagnose(0.3, 0.1, facts).candidates if " work against the " in one.name]
+    assert {one.name.split()[-2]: one.expected[0] for one in against} == {"fp8": 3, "bf16": 6, "tf32": 12}
+    assert against[0].name == "fp4 work against the fp8 peak"
+    # What the device does not have is not held against anything.
+    hopper = diagnose(0.4, 0.1, JobFacts(device="NVIDIA H100 80GB HBM3", compute_dtype="bf16"))
+    assert not [one.name for one in hopper.candidates if "fp4" in one.name]
+
+
+def test_a_type_that_the_device_lacks_is_not_judged() -> None:
+    facts = JobFacts(device="NVIDIA A100-SXM4-80GB", compute_dtype="fp8", peak_dtype="bf16")
+    diagnosis = diagnose(0.4, 0.2, facts)
+    reason = "peak of the wrong type: hardware-table has no fp8 peak of NVIDIA A100-SXM4-80GB"
+    assert reason in diagnosis.not_judged
+    assert (
+        "OFU taken with the boost clock: the tensor peak is at the boost clock, 1410 MHz"
+        in diagnosis.not_judged
+    )
+
+
+def test_the_clocks_of_the_device() -> None:
+    boost = named(0.4, 0.4, "OFU taken with the boost clock", JobFacts(device=B200))
+    assert boost.expected[0] == pytest.approx(1965 / 1856)
+    own = named(0.4, 0.4, "OFU taken with the boost clock", JobFacts(device=B200, boost_mhz=1900))
+    assert own.expected[0] == pytest.approx(1900 / 1856)
+
+
+def test_mixed_precision_has_an_effective_peak() -> None:
+    """1 / (0.7 / 4500 + 0.3 / 2250) = 3461.5 TFLOP/s: "Mixed precision" of the publication."""
+    shares = {"fp8": 0.7, "bf16": 0.3}
+    effective = 1 / (0.7 / 4.5e15 + 0.3 / 2.25e15)
+    # F FLOPs in 1 s, counted against BF16; the tensor cores work F / effective of that second.
+    flops = 0.4 * effective
+    facts = JobFacts(device=B200, compute_shares=shares, peak_dtype="bf16")
+    best = diagnose(flops / 2.25e15, 0.4, facts).candidates[0]
+    assert best.name == "0.7 fp8, 0.3 bf16 work against the bf16 peak"
+    assert best.distance == pytest.approx(0, abs=1e-12)
+    assert (
+        "effective peak of 0.7 fp8, 0.3 bf16 / peak of bf16: 1 / (0.7 / 4500 + 0.3 / 2250) = 3461.5 / 2250 "
+        "TFLOP/s of NVIDIA B200 = 1.538"
+    ) in best.arithmetic
+    assert "put right, MFU would be 40.0%" in best.arithmetic
+    # Relative to BF16 it is the same without a device.
+    general = diagnose(flops / 2.25e15, 0.4, JobFacts(compute_shares=shares, peak_dtype="bf16")).candidates[0]
+    assert general.expected[0] == pytest.approx(best.expected[0])
+    assert "1 / (0.7 / 2 + 0.3 / 1) = 1.5385 / 1 of the bf16 peak" in general.arithmetic
+    # MFU of the effective peak is right already.
+    right = diagnose(0.4, 0.4, JobFacts(device=B200, compute_shares=shares, peak_dtype="mixed"))
+    assert right.candidates[0].name == "MFU and OFU agree"
+    reason = "peak of the wrong type: MFU is compared with the effective peak of 0.7 fp8, 0.3 bf16"
+    assert reason in right.not_judged
+
+
+def test_mixed_precision_with_fp4_without_a_device_is_a_range() -> None:
+    facts = JobFacts(compute_shares={"fp4": 0.5, "bf16": 0.5}, peak_dtype="bf16")
+    mixed = named(0.3, 0.2, "0.5 fp4, 0.5 bf16 work against the bf16 peak", facts)
+    assert mixed.expected == (pytest.approx(1 / (0.5 / 4 + 0.5)), pytest.approx(1 / (0.5 / 6 + 0.5)))
+    assert " or 1 / (0.5 / 6 + 0.5 / 1)" in mixed.arithmetic
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"compute_shares": {"fp8": 0.7, "bf16": 0.2}}, "shares from 0 to 1 that add up to 1"),
+        ({"compute_shares": {"fp8": 1.5, "bf16": -0.5}}, "shares from 0 to 1 that add up to 1"),
+        ({"compute_shares": {}}, "that add up to 1"),
+        ({"compute_shares": {"int3": 1.0}}, "unknown type int3. Use fp4, fp8, bf16, fp16, tf32"),
+        ({"compute_shares": {"fp8": 1.0}, "compute_dtype": "fp8"}, "exclude each other"),
+        ({"peak_dtype": "mixed"}, "needs compute_shares"),
+        ({"compute_dtype": "mixed"}, "compute_dtype='mixed' must be one of"),
+        ({"device": "NVIDIA B100 XL"}, "device='NVIDIA B100 XL' has no single record"),
+    ],
+)
+def test_shares_and_devices_that_are_none(facts: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        JobFacts(**facts)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from perf_metrics.ofu.diagnosis import Finding, check_process
+from perf_metrics.ofu.process_checks import Finding, check_process
 
 
 def settings() -> set[str]:
@@ -130,12 +130,12 @@ def test_pageable_copies() -> None:
 
 SCRIPT = """
 import sys
-from perf_metrics.ofu import counter_files, diagnosis, samples
-print([one.setting for one in diagnosis.check_process(object(), device_type="cuda")])
+from perf_metrics.ofu import counter_files, diagnosis, process_checks, samples
+print([one.setting for one in process_checks.check_process(object(), device_type="cuda")])
 heavy = {"torch", "numpy", "matplotlib", "pynvml", "httpx", "prometheus_client", "hardware_table"}
 print(sorted(heavy & set(sys.modules)))
 import torch
-print([one.setting for one in diagnosis.check_process()])
+print([one.setting for one in process_checks.check_process()])
 """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import StatisticsError, correlation, fmean, stdev
 
 from ..display import hint
-from ..ofu.diagnosis import RATES, JobFacts
+from ..ofu.diagnosis import MIXED, RATES, JobFacts
 from .job_identity import JobNames
 from .job_samples import FleetSamples
 from .prometheus_api import Progress, PrometheusAPI, read_in_chunks
@@ -21,7 +21,7 @@ _MOST_MFU = 3.0
 """A wrong count gives two or three times too much; more than that is taken for percent."""
 _FACTS = {one.name: str(one.type) for one in fields(JobFacts) if one.name not in ("findings", "usual_ofu")}
 _COLUMNS = ("job", "mfu", "mfu_percent", "run", "gpus", *_FACTS)
-_DTYPES = ("compute_dtype", "peak_dtype")
+_DTYPES = {"compute_dtype": (*RATES,), "peak_dtype": (*RATES, MIXED)}
 _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -58,7 +58,8 @@ def read_applications(path: Path) -> dict[str, Application]:
     """Read what jobs report from a .csv file with a header, or a .json file with a list of objects.
 
     Columns: `job`; `mfu` as a share or `mfu_percent`; and, where known, `run`, `gpus` and the fields of
-    `JobFacts`. An empty field or null is unknown.
+    `JobFacts`. An empty field or null is unknown. `compute_shares` is text such as `fp8:0.7 bf16:0.3`, or in
+    JSON an object such as `{"fp8": 0.7, "bf16": 0.3}`.
 
     Raises:
         OSError: The file cannot be read.
@@ -119,7 +120,7 @@ def _check_columns(row: Mapping[str, object], where: str) -> None:
 def _application(row: Mapping[str, object]) -> Application:
     facts = {name: value for name in _FACTS if (value := _fact(name, row.get(name))) is not None}
     # A type without a rate takes nothing from the report but a sharper diagnosis of this one job.
-    strange = [name for name in _DTYPES if name in facts and facts[name] not in RATES]
+    strange = [name for name, known in _DTYPES.items() if name in facts and facts[name] not in known]
     notes = tuple(
         f"{name}={facts.pop(name)!r} is none of {', '.join(RATES)} and is taken as unknown"
         for name in strange
@@ -156,12 +157,36 @@ def check_mfu(value: float | None) -> float | None:
 
 def _fact(name: str, value: object) -> object:
     kind = _FACTS[name]
+    if "Mapping" in kind:
+        return _shares(name, value)
     if "bool" in kind:
         return _truth(name, value)
     if "str" in kind:
         return _text(value)
     number = _number(name, value)
     return int(number) if number is not None and "int" in kind else number
+
+
+def _shares(name: str, value: object) -> dict[str, float] | None:
+    """Read shares by type; whether they are of known types and add up to 1, `JobFacts` checks."""
+    if isinstance(value, Mapping):
+        pairs = [(str(key), share) for key, share in value.items()]
+    elif (text := _text(value)) is None:
+        return None
+    else:
+        words = [word.partition(":") for word in text.split()]
+        if not all(colon for _, colon, _ in words):
+            raise ValueError(f"{name}={text!r} must be a type and its share each, such as fp8:0.7 bf16:0.3.")
+        pairs = [(key, share) for key, _, share in words]
+    shares: dict[str, float] = {}
+    for key, share in pairs:
+        if key in shares:
+            raise ValueError(f"{name} has {key} twice. Give each type once.")
+        number = _number(f"{name} of {key}", share)
+        if number is None:
+            raise ValueError(f"{name} has no share of {key}. Give it, such as {key}:0.3.")
+        shares[key] = number
+    return shares
 
 
 def _text(value: object) -> str | None:

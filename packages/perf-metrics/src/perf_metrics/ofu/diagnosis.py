@@ -3,183 +3,24 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
-import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ..display import text_table
+from ..utilization import mixed_peak_flops
+from .process_checks import Finding
+from .samples import tensor_clock
 
-
-@dataclass(frozen=True)
-class Finding:
-    """A setting of this process that costs time.
-
-    Attributes:
-        setting: Name of the variable, function or argument.
-        value: What it is set to.
-        effect: What it does to the speed.
-        fix: What to change.
-    """
-
-    setting: str
-    value: str
-    effect: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.setting}={self.value}: {self.effect}; {self.fix}"
-
-
-def check_process(loader: object = None, *, device_type: str | None = None) -> list[Finding]:
-    """Return the settings of this process that are known to slow training down.
-
-    What a library reads from the environment when it is loaded is looked at as the environment is now. torch
-    is asked only if it is loaded already. An empty list says that none of these settings is on, and no more.
-
-    Args:
-        loader: The data loader, to see whether it pins its memory. One without an attribute `pin_memory` is
-            not judged.
-        device_type: Where the batches go, such as "cuda"; by default what torch says, if it is loaded.
-
-    Returns:
-        Findings, those that cost most as a rule first.
-    """
-    torch = sys.modules.get("torch")
-    return [
-        *_distributed(torch),
-        *_environment(),
-        *_torch_modes(torch),
-        *_profilers(torch),
-        *_pageable_copies(loader, device_type or _accelerator(torch)),
-    ]
-
-
-def _distributed(torch: ModuleType | None) -> Iterator[Finding]:
-    # In force is what torch read when it was loaded, or was told since; any case will do in the variable.
-    level = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
-    distributed = getattr(torch, "distributed", None)
-    if distributed is not None and distributed.is_available():
-        level = str(distributed.get_debug_level().name)
-    if level == "DETAIL":
-        yield Finding(
-            "TORCH_DISTRIBUTED_DEBUG",
-            "DETAIL",
-            "before each collective all ranks compare shapes through extra gloo collectives, and the tensor "
-            "cores wait (divergence case 4 of the OFU paper)",
-            "unset it, or use INFO",
-        )
-
-
-_SLOW_VARIABLES = {
-    "CUDA_LAUNCH_BLOCKING": (
-        ("", "0"),
-        "every kernel launch waits for the kernel, so that the device idles between kernels",
-    ),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (
-        ("",),  # any value switches it on
-        "every tensor is a cudaMalloc and a cudaFree, which wait for the device",
-    ),
-    "TORCH_NCCL_BLOCKING_WAIT": (
-        ("", "0"),
-        "the host waits for each collective before it launches more",
-    ),
-}
-"""Variables, the values that leave them off, and what they do."""
-
-
-def _environment() -> Iterator[Finding]:
-    for name, (off, effect) in _SLOW_VARIABLES.items():
-        if os.environ.get(name, "").strip() not in off:
-            yield _variable(name, effect)
-    level = os.environ.get("NCCL_DEBUG", "").upper()
-    subsystems = os.environ.get("NCCL_DEBUG_SUBSYS", "").upper()
-    if level == "TRACE":
-        yield _variable("NCCL_DEBUG", "NCCL logs every call", "use WARN")
-    elif level == "INFO" and {"COLL", "P2P", "CALL", "ALL"} & set(subsystems.split(",")):
-        yield _variable("NCCL_DEBUG_SUBSYS", "with NCCL_DEBUG=INFO NCCL logs every call", "use INIT,ENV")
-
-
-def _variable(name: str, effect: str, fix: str = "unset it") -> Finding:
-    return Finding(name, os.environ[name], effect, fix)
-
-
-def _torch_modes(torch: ModuleType | None) -> Iterator[Finding]:
-    if torch is None:
-        return
-    if torch.is_anomaly_enabled():
-        yield Finding(
-            "torch.autograd.set_detect_anomaly",
-            "True",
-            "each operation keeps its stack, and each gradient is searched for NaN: the host waits for it",
-            "leave detect_anomaly off but to look for a NaN",
-        )
-    if torch.are_deterministic_algorithms_enabled():
-        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-        small = " (the workspace :16:8 may limit cuBLAS further)" if workspace == ":16:8" else ""
-        yield Finding(
-            "torch.use_deterministic_algorithms",
-            "True",
-            f"slower kernels are chosen, and memory is filled before it is used{small}",
-            "torch.use_deterministic_algorithms(False); "
-            "else torch.utils.deterministic.fill_uninitialized_memory = False",
-        )
-    elif torch.backends.cudnn.deterministic:
-        yield Finding(
-            "torch.backends.cudnn.deterministic",
-            "True",
-            "slower convolution kernels are chosen",
-            "set it to False",
-        )
-
-
-def _profilers(torch: ModuleType | None) -> Iterator[Finding]:
-    if torch is not None and torch.autograd.profiler._is_profiler_enabled:
-        yield Finding(
-            "torch.profiler", "active", "each operation is recorded", "end it, or profile a few steps"
-        )
-    for name, what in (("getprofile", "profile"), ("gettrace", "trace")):
-        function = getattr(sys, name)()
-        if function is not None:
-            yield Finding(
-                f"sys.set{what}",
-                getattr(function, "__qualname__", type(function).__qualname__),
-                "Python calls a function at each call or line; the host may launch kernels too late",
-                "run without the Python profiler, debugger or coverage tool",
-            )
-    if tracemalloc.is_tracing():
-        yield Finding(
-            "tracemalloc",
-            "tracing",
-            "each Python allocation is recorded",
-            "unset PYTHONTRACEMALLOC, or stop() it",
-        )
-
-
-def _accelerator(torch: ModuleType | None) -> str | None:
-    if torch is None:
-        return None
-    current = torch.accelerator.current_accelerator(check_available=True)
-    return None if current is None else str(current.type)
-
-
-def _pageable_copies(loader: object, device_type: str | None) -> Iterator[Finding]:
-    # On "mps" memory is shared, and pinning means nothing.
-    if loader is None or device_type in (None, "cpu", "mps"):
-        return
-    if getattr(loader, "pin_memory", None) is False:
-        yield Finding(
-            f"{type(loader).__qualname__}.pin_memory",
-            "False",
-            f"copies to {device_type} go through pageable memory, and the host waits for each of them",
-            "pin_memory=True, and .to(device, non_blocking=True)",
-        )
-
+if TYPE_CHECKING:
+    from hardware_table import Accelerator
 
 RATES = {"fp4": 4.0, "fp8": 2.0, "bf16": 1.0, "fp16": 1.0, "tf32": 0.5}
-"""Dense tensor peaks relative to BF16: of an H100, and for FP4 of a B200 (of a B300 it is 6)."""
+"""Dense tensor peaks relative to BF16 where the device is unknown: of an H100, and for FP4 of a B200."""
+_OTHER_FP4 = 6.0
+"""FP4 of a B300 relative to BF16 (hardware-table: 13.5 / 2.25 PFLOP/s)."""
+MIXED = "mixed"
+"""As `JobFacts.peak_dtype`: MFU is compared with the effective peak of `compute_shares`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,13 +38,23 @@ class JobFacts:
         width: Heads x head size of attention.
         n_layers: Number of layers with attention.
         matmul_parameters: Weights of matrix products, head included. Without it, 12 x width^2 a layer.
+        device: Name of the GPU, as torch or DCGM's label `modelName` gives it. Peaks and clocks are then its
+            own, from hardware-table; without it peaks are relative to BF16, as on an H100, and FP4 is that of
+            a B200 or a B300.
         compute_dtype: Type that the matrix products run in: fp4, fp8, bf16, fp16 or tf32.
-        peak_dtype: Type whose peak MFU is compared with.
+        compute_shares: In its place, where they run in several types: the share of the FLOPs of each, such as
+            `{"fp8": 0.7, "bf16": 0.3}`; together 1. Their effective peak is that of `mixed_peak_flops`.
+        peak_dtype: Type whose peak MFU is compared with; "mixed" for the effective peak of `compute_shares`.
         tile_overhead: Work that tiles add to the shapes, as a share; about 0.02 to 0.09 when unknown.
-        tensor_mhz: Clock in MHz of the tensor peak; the default is that of H100 SXM.
-        boost_mhz: Boost limit of the SMs in MHz, which may have been taken in its place.
+        tensor_mhz: Clock in MHz of the tensor peak; None: that of `device`, or 1830 of an H100 SXM.
+        boost_mhz: Boost limit of the SMs in MHz, which may have been taken in its place; None: that of
+            `device`, or 1980 of an H100 SXM.
         usual_ofu: OFU of the same job in good times.
         findings: What `check_process` found in the job.
+
+    Raises:
+        ValueError: A fact is not of its kind, hardware-table does not know the device, or the shares are of
+            an unknown type or do not add up to 1.
     """
 
     recomputes: bool | None = None
@@ -216,11 +67,13 @@ class JobFacts:
     width: int | None = None
     n_layers: int | None = None
     matmul_parameters: float | None = None
+    device: str | None = None
     compute_dtype: str | None = None
+    compute_shares: Mapping[str, float] | None = None
     peak_dtype: str | None = None
     tile_overhead: float | None = None
-    tensor_mhz: float = 1830.0
-    boost_mhz: float = 1980.0
+    tensor_mhz: float | None = None
+    boost_mhz: float | None = None
     usual_ofu: float | None = None
     findings: Sequence[Finding] = ()
 
@@ -232,13 +85,60 @@ class JobFacts:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r} must be a positive number, or None when it is unknown.")
-        for name in ("compute_dtype", "peak_dtype"):
-            if getattr(self, name) not in (None, *RATES):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} must be one of {', '.join(RATES)}, or None."
-                )
+        if self.compute_dtype not in (None, *RATES):
+            raise ValueError(
+                f"compute_dtype={self.compute_dtype!r} must be one of {', '.join(RATES)}, or None."
+            )
+        if self.peak_dtype not in (None, MIXED, *RATES):
+            raise ValueError(
+                f"peak_dtype={self.peak_dtype!r} must be one of {', '.join(RATES)} or {MIXED}, or None."
+            )
+        self._check_shares()
+        if self.device is not None and _record(self.device) is None:
+            raise ValueError(
+                f"device={self.device!r} has no single record in hardware-table. Give the name that torch or "
+                "DCGM gives it, such as 'NVIDIA B200', or None."
+            )
         if self.tile_overhead is not None and not 0 <= self.tile_overhead < math.inf:
             raise ValueError(f"tile_overhead={self.tile_overhead!r} must be a share of 0 or more.")
+
+    @property
+    def work(self) -> Mapping[str, float] | None:
+        """Share of the FLOPs by type; None when it is unknown."""
+        return self.compute_shares if self.compute_dtype is None else {self.compute_dtype: 1.0}
+
+    def _check_shares(self) -> None:
+        shares = self.compute_shares
+        if shares is None:
+            if self.peak_dtype == MIXED:
+                raise ValueError(f"peak_dtype={MIXED!r} needs compute_shares, such as fp8:0.7 bf16:0.3.")
+            return
+        if self.compute_dtype is not None:
+            raise ValueError(
+                f"compute_dtype={self.compute_dtype!r} and compute_shares={dict(shares)!r} exclude each "
+                "other. Give one of them."
+            )
+        strange = [str(name) for name in shares if name not in RATES]
+        if strange:
+            raise ValueError(
+                f"compute_shares has the unknown type {', '.join(strange)}. Use {', '.join(RATES)}."
+            )
+        numbers = all(
+            isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1
+            for share in shares.values()
+        )
+        if not numbers or not math.isclose(sum(shares.values()), 1.0):
+            raise ValueError(
+                f"compute_shares={dict(shares)!r} must be shares from 0 to 1 that add up to 1, such as "
+                "fp8:0.7 bf16:0.3."
+            )
+
+
+def _record(device: str) -> Accelerator | None:
+    # Imported here: without a device no table is needed.
+    from hardware_table import lookup
+
+    return lookup(device)
 
 
 # What parts MFU from OFU, each cause with the ratio that it alone would give. Signatures: "Instant GPU
@@ -371,31 +271,93 @@ def _peak(facts: JobFacts) -> Iterator[MfuGapCause | str]:
         "the peak with structured sparsity is twice the dense one: 1/2",
         "is the peak the dense one of the data sheet (H100 SXM, BF16: 989 TFLOP/s)?",
     )
-    check = "in which type do the matrix products run, and of which type is the peak?"
-    run, peak = facts.compute_dtype, facts.peak_dtype
-    if run is not None and peak is not None:
-        share = RATES[run] / RATES[peak]
-        name = f"{run} work against the {peak} peak"
-        yield (
-            f"peak of the wrong type: work and peak are {run} and {peak}, which have the same"
-            if share == 1
-            else MfuGapCause.of(name, share, f"peak of {run} / peak of {peak}", check)
+    work, base = facts.work, facts.peak_dtype
+    if work is not None and base == MIXED:
+        yield f"{_WRONG_PEAK}: MFU is compared with the effective peak of {_work_text(work)}"
+    elif work is not None and base is not None:
+        yield _work_against(work, base, facts)
+    elif work is None and base is None and facts.device is None:
+        slower, faster = (
+            "such as fp8 work against the bf16 peak: 2/1",
+            "such as bf16 work against the fp8 peak: 1/2",
         )
-        return
-    yield MfuGapCause.of("peak of a slower type", 2.0, "such as fp8 work against the bf16 peak: 2/1", check)
-    yield MfuGapCause.of("peak of a faster type", 0.5, "such as bf16 work against the fp8 peak: 1/2", check)
+        yield MfuGapCause.of("peak of a slower type", 2.0, slower, _WHICH_TYPE)
+        yield MfuGapCause.of("peak of a faster type", 0.5, faster, _WHICH_TYPE)
+        yield _work_against({"fp4": 1.0}, "bf16", facts)
+    else:
+        yield from _all_peaks(work, base, facts)
 
 
-def _counters(facts: JobFacts) -> Iterator[MfuGapCause]:
-    clocks = facts.boost_mhz / facts.tensor_mhz
-    yield MfuGapCause.of(
-        "OFU taken with the boost clock",
-        clocks,
-        f"OFU is low by {1 - 1 / clocks:.1%} when {facts.boost_mhz:g} MHz stands for {facts.tensor_mhz:g}: "
-        f"{facts.boost_mhz:g} / {facts.tensor_mhz:g}",
-        "is the tensor clock that of the tensor-core peak, and not the boost limit?",
-        in_ofu=True,
+_WRONG_PEAK = "peak of the wrong type"
+_WHICH_TYPE = "in which type do the matrix products run, and of which type is the peak?"
+
+
+def _all_peaks(work: Mapping[str, float] | None, base: str | None, facts: JobFacts) -> Iterator[MfuGapCause]:
+    """Yield what each type that is not known would give, every ratio once."""
+    ratios: set[tuple[float, float]] = set()
+    for run in [work] if work is not None else [{name: 1.0} for name in RATES]:
+        for peak in [base] if base is not None else RATES:
+            cause = _work_against(run, peak, facts)
+            # BF16 and FP16 have the same peak, and a device lacks some types.
+            if isinstance(cause, MfuGapCause) and (cause.low, cause.high) not in ratios:
+                ratios.add((cause.low, cause.high))
+                yield cause
+
+
+def _work_against(work: Mapping[str, float], base: str, facts: JobFacts) -> MfuGapCause | str:
+    """Return MFU/OFU where the work of these types is held against the peak of one."""
+    tables = _peak_tables(facts.device)
+    lacking = [name for name in (*work, base) if tables[0][name] is None]
+    if lacking:
+        return f"{_WRONG_PEAK}: hardware-table has no {lacking[0]} peak of {facts.device}"
+    # Rounded, so that types with the same peak have the ratio 1.
+    ratios = sorted({round(_peak_of(work, table) / _peak_of({base: 1.0}, table), 12) for table in tables})
+    what = _work_text(work)
+    if ratios == [1.0]:
+        return f"{_WRONG_PEAK}: work and peak are {what} and {base}, which have the same"
+    mixed = len(work) > 1
+    why = f"{'effective ' if mixed else ''}peak of {what} / peak of {base}"
+    if mixed or facts.device is not None:
+        why += ": " + " or ".join(
+            _peaks_text(work, base, table, facts.device) for table in tables[: len(ratios)]
+        )
+    elif len(ratios) > 1:
+        why += ", of a B200 to a B300"
+    return MfuGapCause(f"{what} work against the {base} peak", ratios[0], ratios[-1], why, _WHICH_TYPE)
+
+
+def _peak_tables(device: str | None) -> list[dict[str, float | None]]:
+    """Return peaks by type: of the device in FLOP/s, or in units of the BF16 peak where they may differ."""
+    if device is None:
+        return [{**RATES}, {**RATES, "fp4": _OTHER_FP4}]
+    record = _record(device)
+    return [{name: None if record is None else record.peak_flops(name) for name in RATES}]
+
+
+def _peak_of(work: Mapping[str, float], table: Mapping[str, float | None]) -> float:
+    peak = mixed_peak_flops(work, table)
+    assert peak is not None  # the caller has looked whether the table has these types
+    return peak
+
+
+def _work_text(work: Mapping[str, float]) -> str:
+    return " and ".join(work) if len(work) == 1 else ", ".join(f"{s:.4g} {name}" for name, s in work.items())
+
+
+def _peaks_text(
+    work: Mapping[str, float], base: str, table: Mapping[str, float | None], device: str | None
+) -> str:
+    scale, unit = (1.0, "of the bf16 peak") if device is None else (1e12, f"TFLOP/s of {device}")
+    peak, of = (_peak_of(types, table) / scale for types in (work, {base: 1.0}))
+    terms = " + ".join(
+        f"{share:.4g} / {_peak_of({name: 1.0}, table) / scale:.6g}" for name, share in work.items()
     )
+    effective = f"1 / ({terms}) = {peak:.5g}" if len(work) > 1 else f"{peak:.6g}"
+    return f"{effective} / {of:.6g} {unit}"
+
+
+def _counters(facts: JobFacts) -> Iterator[MfuGapCause | str]:
+    yield _boost_clock(facts)
     known = facts.tile_overhead
     low, high = (1 / 1.09, 1 / 1.02) if known is None else (1 / (1 + known), 1 / (1 + known))
     yield MfuGapCause(
@@ -404,6 +366,33 @@ def _counters(facts: JobFacts) -> Iterator[MfuGapCause]:
         high,
         "tensor cores compute whole tiles, 2 to 9 % more as a rule: 1 / (1 + overhead)",
         "perf-metrics trace FILE gives the overhead of the job's kernels",
+        in_ofu=True,
+    )
+
+
+def _boost_clock(facts: JobFacts) -> MfuGapCause | str:
+    name = "OFU taken with the boost clock"
+    tensor, boost = facts.tensor_mhz, facts.boost_mhz
+    if facts.device is None:
+        tensor, boost = tensor or 1830.0, boost or 1980.0
+    else:
+        record = _record(facts.device)
+        tensor = tensor or tensor_clock(facts.device).mhz
+        if boost is None and record is not None:
+            # The record has a boost clock where it is not that of the peaks.
+            known = record.boost_ghz or (record.clock_ghz if record.clock_kind == "boost" else None)
+            boost = None if known is None else 1000 * known
+    if tensor is None or boost is None:
+        return f"{name}: hardware-table has not both clocks of {facts.device}; give tensor_mhz and boost_mhz"
+    if tensor == boost:
+        return f"{name}: the tensor peak is at the boost clock, {boost:g} MHz"
+    clocks = boost / tensor
+    return MfuGapCause.of(
+        name,
+        clocks,
+        f"OFU is low by {1 - 1 / clocks:.1%} when {boost:g} MHz stands for {tensor:g}: "
+        f"{boost:g} / {tensor:g}",
+        "is the tensor clock that of the tensor-core peak, and not the boost limit?",
         in_ofu=True,
     )
 
