@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from .monitoring.dashboard import grafana_dashboard
     from .monitoring.rules import recording_and_alert_rules
     from .ofu.counter_files import read_dmon, read_exporter, read_nsys
+    from .ofu.cycles import CycleScale, activity_from_cycles, cycle_scale
     from .ofu.diagnosis import Candidate, Diagnosis, JobFacts, diagnose
     from .ofu.kernels import (
         EffectiveSizes,
@@ -135,6 +136,7 @@ __all__ = [
     "CountedFlops",
     "CountedPart",
     "CycleCounts",
+    "CycleScale",
     "DefaultMetrics",
     "Device",
     "DeviceWindow",
@@ -192,6 +194,7 @@ __all__ = [
     "TraceFileError",
     "TraceOverhead",
     "WeightGroup",
+    "activity_from_cycles",
     "adjusted_ofu",
     "architecture_of_config",
     "architecture_of_model",
@@ -205,6 +208,7 @@ __all__ = [
     "compare_logs",
     "convention",
     "count_flops",
+    "cycle_scale",
     "device_peak_flops",
     "diagnose",
     "effective_sizes",
@@ -327,6 +331,7 @@ _NAMES = {
     "monitoring.dashboard": ("grafana_dashboard",),
     "monitoring.rules": ("recording_and_alert_rules",),
     "ofu.counter_files": ("read_dmon", "read_exporter", "read_nsys"),
+    "ofu.cycles": ("CycleScale", "activity_from_cycles", "cycle_scale"),
     "ofu.diagnosis": ("Candidate", "Diagnosis", "JobFacts", "diagnose"),
     "ofu.kernels": (
         "EffectiveSizes",

@@ -85,8 +85,7 @@ def test_other_counters_do_not_stand_in_for_tensor_activity() -> None:
     assert readings.samples[0].tensor_activity is None
     assert readings.notes[0] == (
         "no column TENSO: run dcgmi dmon with field 1004 (THMMA counts the half-precision pipe alone; "
-        "MMACACT is a running count whose scale is not documented; "
-        "SMCELAP is a running count whose scale is not documented)"
+        "how MMACACT is counted is not documented, and TENSO shows it)"
     )
 
 

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from perf_metrics.callbacks.device_metrics import OFUMetrics, current_cuda_device, identifier_of
-from perf_metrics.ofu.nvml import Nvml, UnavailableError
+from perf_metrics.callbacks.device_metrics import OFUMetrics
+from perf_metrics.ofu.nvml import Nvml, UnavailableError, current_cuda_device, identifier_of
 
 GPU = "GPU-00000000-0000-0000-0000-00000000000"
 TRAIN = """

@@ -58,6 +58,42 @@ def test_ofu_is_multiplied_for_each_sample_and_averaged_afterwards(fake_nvml) ->
     assert 0 < device["cycles_seconds"] < device["seconds"]
     assert second["devices"][0]["ofu"] == pytest.approx(0.2 / 3)
     assert first["reasons"] == second["reasons"] == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "sms"),
+    [(1, 1), (132, 132), (66, None)],
+)
+def test_the_scale_of_the_raw_counters(fake_nvml, counts: int, sms: int | None) -> None:
+    """At 1464 MHz of 1830 and half the cycles OFU is 40 %, with whichever scale, or unknown."""
+    program = START + (
+        "with OFUSampler(interval_s=0.1) as s:\n samples(s, 4)\n (d,) = s.window().devices\n"
+        "print(json.dumps([asdict(d.cycle_scale()), d.ofu_of_cycles(), d.ofu]))"
+    )
+    rate = 1464e6 * counts
+    scale, ofu, sampled = fake_nvml.run(
+        program, f"activity 0 50\nclock 0 1464\nrates 0 {rate} {0.9 * rate} {0.5 * rate}\n"
+    )
+    assert scale["tensor_activity"] == pytest.approx(0.5)
+    assert scale["measured"] == pytest.approx(counts, rel=0.02)
+    assert scale["counts_per_cycle"] == sms
+    assert sampled == pytest.approx(0.4)
+    if sms is None:
+        assert ofu is None
+        assert scale["reason"].endswith("counts in a cycle are neither 1 nor the 132 SMs")
+    else:
+        assert ofu == pytest.approx(0.4, rel=0.02)
+        assert scale["reason"] is None
+
+
+def test_raw_counters_that_are_counted_differently_give_no_ofu(fake_nvml) -> None:
+    program = START + (
+        "with OFUSampler(interval_s=0.1) as s:\n samples(s, 3)\n (d,) = s.window().devices\n"
+        "print(json.dumps([asdict(d.cycle_scale()), d.ofu_of_cycles()]))"
+    )
+    scale, ofu = fake_nvml.run(program, "activity 0 50\nclock 0 1464\nrates 0 1464e6 1464e6 96624e6\n")
+    assert (ofu, scale["tensor_activity"]) == (None, None)
+    assert scale["reason"] == "their ratio of 66 is not the activity of 0.5 that the gauge tells"
     assert fake_nvml.report == {"inits": 1, "shutdowns": 1, "allocated": 2, "freed": 2, "too_soon": 0}
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from ..logs.log_file import is_training
-from ..ofu.nvml import UnavailableError
+from ..ofu.nvml import UnavailableError, current_cuda_device
 from ..ofu.sampler import OFUSampler, mean_of_all
 from ..utilization import gather_over_ranks, gathering_device, has_process_group
 from . import EventHandlers
@@ -305,32 +303,3 @@ def gather_ofu(local: RankOFU) -> Sequence[RankOFU]:
 def _rank_ofu(told: Any) -> RankOFU:
     ofu, problem = told
     return None if ofu is None else float(ofu), None if problem is None else str(problem)
-
-
-def current_cuda_device() -> str:
-    """Return what NVML knows torch's current CUDA device by: UUIDs, as the two count devices differently.
-
-    Raises:
-        UnavailableError: torch is not loaded, or this process has no CUDA device.
-    """
-    if "torch" not in sys.modules:
-        raise UnavailableError("torch is not loaded, so give `devices` of OFUMetrics")
-    import torch
-
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise UnavailableError("this process has no CUDA device")
-    index = torch.cuda.current_device()
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return identifier_of(index, uuid, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-
-
-def identifier_of(index: int, uuid: str, visible: str) -> str:
-    """Return what NVML knows a CUDA device by.
-
-    Args:
-        index: CUDA's index of the device.
-        uuid: The UUID that CUDA gives it. Of a MIG slice that may be the one of the whole device.
-        visible: `CUDA_VISIBLE_DEVICES`, in which a slice can only be chosen by its name.
-    """
-    names = [name.strip() for name in visible.split(",")]
-    return names[index] if index < len(names) and names[index].startswith("MIG-") else uuid

@@ -148,7 +148,7 @@ def _ofu(device: DeviceWindow) -> str:
 
 def _append(lines: TextIO, devices: Sequence[DeviceWindow], now: float) -> None:
     for device in devices:
-        cycles = device.cycles
+        cycles, scale = device.cycles, device.cycle_scale()
         entry = {
             "timestamp": now,
             "gpu": device.label,
@@ -158,6 +158,8 @@ def _append(lines: TextIO, devices: Sequence[DeviceWindow], now: float) -> None:
             "sm_cycles_active": None if cycles is None else cycles.active,
             "tensor_cycles_active": None if cycles is None else cycles.tensor,
             "cycles_seconds": round(device.cycles_seconds, 3),
+            "counts_per_cycle": None if scale is None else scale.counts_per_cycle,
+            "ofu_of_cycles": device.ofu_of_cycles(),
             "reason": device.reason or device.problem,
             "ofu_half_width": None if device.interval is None else device.interval.half_width,
         }

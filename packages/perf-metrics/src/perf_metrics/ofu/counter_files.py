@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..uncertainty import warn_of_rare_samples
+from .cycles import activity_from_cycles
 from .samples import Device, Job, Readings, Sample, check_activity
 
 TENSOR_NAMES = ("DCGM_FI_PROF_TENSOR_UTIL_RATIO", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE")
 """Field 1004, since DCGM 4.6.0 and before; the old name stays as an alias (`dcgmlib/dcgm_fields.h`)."""
 CLOCK_NAME = "DCGM_FI_DEV_SM_CLOCK"
 """Field 100, SM clock in MHz."""
+CYCLE_NAMES = ("DCGM_FI_PROF_SM_CYCLES_ELAPSED_TOTAL", "DCGM_FI_PROF_MMA_CYCLES_ACTIVE_TOTAL")
+"""Fields 1084 and 1086, running counts, since DCGM 4.6.0; to be added to the CSV file of dcgm-exporter."""
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 """The name of a label, to Prometheus."""
 JOB_LABELS = ("hpc_job", "namespace", "pod", "container")
@@ -34,6 +37,8 @@ _OLD_LABELS = {
 
 _BLANKS = (0x7FFFFFF0, 1 << 47, 0x7FFFFFFFFFFFFFF0)
 """From here upwards a value is a blank of its type: 32 bits, double, 64 bits (`dcgm_structs.h`)."""
+_LEAST_COUNT_BLANK = _BLANKS[-1]
+"""Of a running count, which exceeds the others (DCGM itself excepts them, in `DcgmCacheManager.cpp`)."""
 _BLANK_MEANINGS = ("blank", "not found", "not supported", "not permitted")
 
 
@@ -44,6 +49,9 @@ def read_exporter(
 
     Where jobs share a device, dcgm-exporter repeats its series once per job. Such a reading becomes one
     sample with several jobs, so that it is averaged once per device and once per job.
+
+    Cycle counters (fields 1084 and 1086) are kept in the samples. They tell something from one answer to the
+    next: pass the samples of several answers to `activity_from_cycles`, as is done here for the times of one.
 
     Args:
         text: What `/metrics` answered; needs the extra `prometheus`.
@@ -60,7 +68,8 @@ def read_exporter(
     scrape = _Scrape(time_s, tuple(job_labels))
     for name, labels, value, time in _series(text, scrape):
         scrape.add(name, labels, value, time)
-    return Readings(tuple(scrape.samples()), tuple(scrape.notes()))
+    counted = activity_from_cycles(scrape.samples())
+    return Readings(counted.samples, (*scrape.notes(), *counted.notes))
 
 
 @dataclass
@@ -110,7 +119,8 @@ class _Scrape:
             if activity is None and not device.is_slice and self._has_slices(device, time):
                 continue
             self.differing += len(reading.conflicts)
-            yield Sample(device, activity, clock, time, tuple(reading.jobs))
+            elapsed, tensor = (self._value(reading, name) for name in CYCLE_NAMES)
+            yield Sample(device, activity, clock, time, tuple(reading.jobs), elapsed, tensor)
 
     def _value(self, reading: _Reading, name: str) -> float | None:
         return None if name in reading.conflicts else reading.values.get(name)
@@ -149,7 +159,7 @@ def _series(text: str, scrape: _Scrape) -> Iterator[tuple[str, Mapping[str, str]
             "reading dcgm-exporter needs prometheus-client. Install it with `pip install "
             "'perf-metrics[prometheus]'`."
         ) from error
-    wanted = (*TENSOR_NAMES, CLOCK_NAME)
+    wanted = (*TENSOR_NAMES, CLOCK_NAME, *CYCLE_NAMES)
     for number, line in enumerate(text.splitlines(), start=1):
         name = line.partition("{")[0].split(" ")[0]
         if name not in wanted:
@@ -192,6 +202,8 @@ def device_of(labels: Mapping[str, str]) -> Device:
 def blank_reason(name: str, value: float) -> str | None:
     """Return why a value of the metric `name` is none, such as "not supported"; None if it is one."""
     for base in reversed(_BLANKS):
+        if name in CYCLE_NAMES and base < _LEAST_COUNT_BLANK:
+            break
         if value >= base and math.isfinite(value):
             code = int(value) - base
             return _BLANK_MEANINGS[code] if code < len(_BLANK_MEANINGS) else "blank"
@@ -206,10 +218,11 @@ DMON_TENSOR = "TENSO"
 """Field 1004, any tensor pipe, as a share of cycles (`dcgm_fields.h` of DCGM 4.6.0)."""
 DMON_CLOCK = "SMCLK"
 """Field 100, SM clock in MHz."""
+DMON_CYCLES = ("SMCELAP", "MMACACT")
+"""Fields 1084 and 1086, running counts of cycles elapsed and of tensor cycles (`dcgm_fields.cpp`, 4.6.0)."""
 _NOT_INSTEAD = {
     "THMMA": "THMMA counts the half-precision pipe alone",
-    "MMACACT": "MMACACT is a running count whose scale is not documented",
-    "SMCELAP": "SMCELAP is a running count whose scale is not documented",
+    "MMACACT": "how MMACACT is counted is not documented, and TENSO shows it",
     "SMACT": "SMACT is the activity of whole SMs",
 }
 _ENTITY = re.compile(r"\s*(GPU|GPU-I|GPU-CI)\s+(\d+)\s")
@@ -228,7 +241,7 @@ def read_dmon(
 
     Columns may stand in any order, and headers may repeat or change. A MIG slice ("GPU-I 21") keeps DCGM's
     number for it; the output does not say on which GPU it lies. A last line without its end is left out: half
-    a number looks like a number.
+    a number looks like a number. Cycle counters (SMCELAP, MMACACT) are used as `activity_from_cycles` says.
 
     Args:
         source: Path of a file, or a text stream or other lines.
@@ -252,9 +265,9 @@ def read_dmon(
     if not lines.columns:
         raise ValueError("no header begins with #Entity, so this is not the output of dcgmi dmon.")
     times = None if start_s is None or interval_s is None else (start_s, interval_s)
-    samples = tuple(row.sample(times) for row in lines.rows)
+    counted = activity_from_cycles(row.sample(times) for row in lines.rows)
     rare = None if interval_s is None else warn_of_rare_samples(interval_s)
-    return Readings(samples, (*_notes(lines), *([] if rare is None else [rare])))
+    return Readings(counted.samples, (*_notes(lines), *counted.notes, *([] if rare is None else [rare])))
 
 
 def _lines(source: str | os.PathLike[str] | Iterable[str]) -> Iterator[str]:
@@ -271,10 +284,14 @@ class _Row:
     block: int
     activity: float | None
     clock: float | None
+    cycles: tuple[float | None, ...]
 
     def sample(self, times: tuple[float, float] | None) -> Sample:
         time = None if times is None else times[0] + self.block * times[1]
-        return Sample(self.device, self.activity, self.clock, time)
+        elapsed, tensor = self.cycles
+        return Sample(
+            self.device, self.activity, self.clock, time, elapsed_cycles=elapsed, tensor_cycles=tensor
+        )
 
 
 @dataclass
@@ -329,7 +346,8 @@ class _Lines:
         if activity is not None and check_activity(activity) is None:
             self.wrong[DMON_TENSOR] += 1
             activity = None
-        self.rows.append(_Row(device, self.block, activity, clock))
+        cycles = tuple(self._number(cells, column) for column in DMON_CYCLES)
+        self.rows.append(_Row(device, self.block, activity, clock, cycles))
 
     def _cells(self, line: str, words: list[str]) -> dict[str, str] | None:
         # dcgmi begins values where their header begins (DeviceMonitor.cpp); a name may hold spaces.
@@ -368,13 +386,16 @@ def _notes(lines: _Lines) -> Iterator[str]:
         )
     if DMON_CLOCK not in lines.seen:
         yield f"no column {DMON_CLOCK}: run dcgmi dmon with field 100; without the SM clock there is no OFU"
-    unused = [name for name in lines.seen if name not in (DMON_TENSOR, DMON_CLOCK)]
+    lacking = [name for name in DMON_CYCLES if name not in lines.seen]
+    if len(lacking) == 1:
+        yield f"no column {lacking[0]}: the cycle counters are used together, fields 1084 and 1086"
+    unused = [name for name in lines.seen if name not in (DMON_TENSOR, DMON_CLOCK, *DMON_CYCLES)]
     if unused:
         yield f"columns not used: {', '.join(unused)}"
     for column, count in lines.blank.items():
         yield f"{column}: {count} of {len(lines.rows)} values are {_BLANK}"
     for column, count in lines.wrong.items():
-        unit = "a share from 0 to 1" if column == DMON_TENSOR else "a number of MHz"
+        unit = {DMON_TENSOR: "a share from 0 to 1", DMON_CLOCK: "a number of MHz"}.get(column, "a count")
         yield f"{column}: {count} of {len(lines.rows)} values are not {unit} and were left out"
     if any(device.is_slice for device in lines.devices.values()) and any(
         not device.is_slice for device in lines.devices.values()

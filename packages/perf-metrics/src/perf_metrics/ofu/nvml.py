@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -211,6 +213,35 @@ def _bindings() -> ModuleType:
             name="pynvml",
         )
     return bindings
+
+
+def current_cuda_device() -> str:
+    """Return what NVML knows torch's current CUDA device by: UUIDs, as the two count devices differently.
+
+    Raises:
+        UnavailableError: torch is not loaded, or this process has no CUDA device.
+    """
+    if "torch" not in sys.modules:
+        raise UnavailableError("torch is not loaded, so give `devices` of OFUMetrics")
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise UnavailableError("this process has no CUDA device")
+    index = torch.cuda.current_device()
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return identifier_of(index, uuid, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+
+def identifier_of(index: int, uuid: str, visible: str) -> str:
+    """Return what NVML knows a CUDA device by.
+
+    Args:
+        index: CUDA's index of the device.
+        uuid: The UUID that CUDA gives it. Of a MIG slice that may be the one of the whole device.
+        visible: `CUDA_VISIBLE_DEVICES`, in which a slice can only be chosen by its name.
+    """
+    names = [name.strip() for name in visible.split(",")]
+    return names[index] if index < len(names) and names[index].startswith("MIG-") else uuid
 
 
 # GPM, NVML's performance monitoring, needs Hopper or newer. It measures a device or a MIG GPU instance, not a

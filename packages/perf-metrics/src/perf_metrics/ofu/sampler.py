@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 from ..uncertainty import LONGEST_STEP_S, MeanInterval, RunningSeries
+from .cycles import CycleScale, cycle_scale
 from .nvml import CycleCounts, Device, Nvml, Reading, TensorMeter, UnavailableError
-from .samples import TensorClock, check_tensor_mhz, ofu_from_activity, tensor_clock
+from .samples import TensorClock, check_tensor_mhz, ofu_from_activity, ofu_from_cycles, tensor_clock
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,37 @@ class DeviceWindow:
         if self.ofu is not None:
             return None
         return "no sample yet" if self.problem is None else f"unavailable: {self.problem}"
+
+    def cycle_scale(self) -> CycleScale | None:
+        """Return how `cycles` are counted, by the clock and the activity of the window; None without them."""
+        if self.cycles is None:
+            return None
+        # Imported here: sampling must not need the table where the tensor clock is given.
+        from hardware_table import lookup
+
+        record = lookup(self.name)
+        return cycle_scale(
+            self.cycles.elapsed,
+            self.cycles.tensor,
+            self.cycles_seconds,
+            sm_mhz=self.sm_mhz,
+            tensor_activity=self.tensor_activity,
+            units=None if record is None else record.units,
+        )
+
+    def ofu_of_cycles(self) -> float | None:
+        """Return OFU by the raw counters, which needs no clock; None where their scale is unknown."""
+        scale = self.cycle_scale()
+        if scale is None or self.cycles is None or self.tensor_mhz is None:
+            return None
+        if scale.tensor_activity is None or scale.counts_per_cycle is None:
+            return None
+        return ofu_from_cycles(
+            self.cycles.tensor,
+            self.cycles_seconds,
+            self.tensor_mhz,
+            counts_per_cycle=scale.counts_per_cycle,
+        )
 
 
 @dataclass(frozen=True)

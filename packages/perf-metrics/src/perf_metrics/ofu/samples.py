@@ -55,8 +55,8 @@ def ofu_from_cycles(
     """Return OFU from the raw counter of tensor cycles; no clock has to be sampled for it.
 
     OFU = cycles / (seconds x tensor clock x counts per cycle). What the last factor is, is not documented: 1
-    where the driver averages over the SMs, their number where it adds them up. Find it on your hardware:
-    `CycleCounts.elapsed` grows by SM clock x `counts_per_cycle` a second.
+    where the driver averages over the SMs, their number where it adds them up. `CycleCounts.elapsed` grows by
+    SM clock x `counts_per_cycle` a second: `perf-metrics gemm M N K --measure` finds it on your hardware.
 
     Args:
         tensor_cycles: What `CycleCounts.tensor` has grown by.
@@ -205,6 +205,9 @@ class Sample:
         sm_mhz: SM clock in MHz at that moment; None when it could not be read.
         time_s: Seconds, Unix time unless the reader's notes say otherwise; None when the source has no times.
         jobs: Who used the device then. More than one where the device is shared: the reading is the device's.
+        elapsed_cycles: Running count of SM cycles elapsed, DCGM's field 1084; None where there is none.
+        tensor_cycles: Running count of tensor cycles, DCGM's field 1086; None where there is none. What they
+            say of the activity, `activity_from_cycles` tells.
     """
 
     device: Device
@@ -212,6 +215,8 @@ class Sample:
     sm_mhz: float | None
     time_s: float | None = None
     jobs: tuple[Job, ...] = ()
+    elapsed_cycles: float | None = None
+    tensor_cycles: float | None = None
 
 
 @dataclass(frozen=True)

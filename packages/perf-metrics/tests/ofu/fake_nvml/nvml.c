@@ -6,6 +6,7 @@
  *   activity GPU P P P ...          percent between the samples 1-2, 2-3, ...; the last one stays
  *   clock GPU MHZ MHZ ...           SM clock at the 1st, 2nd, ... time it is asked for; the last one stays
  *   cycles GPU ELAPSED ACTIVE MMA   growth of the counters from one sample to the next
+ *   rates GPU ELAPSED ACTIVE MMA    in the place of cycles: their growth in a second of real time
  *   gpm GPU 0|1                     whether the device supports GPM
  *   mig GPU COUNT                   MIG mode with so many slices; COUNT 0: mode on, none made
  *   slice GPU SLICE P P ...         as activity, of one slice
@@ -34,7 +35,7 @@ typedef struct device {
     char name[96], uuid[96], bus[32];
     series activity, clock;
     double cycles[3];
-    int has_cycles, gpm, mig, slices, asked_clock, taken;
+    int has_cycles, has_rates, gpm, mig, slices, asked_clock, taken;
     rule rules[RULES];
     int rule_count;
     struct device *parent, *part[SLICES];
@@ -95,7 +96,10 @@ static void apply(device *d, const char *key, char *rest) {
     else if (!strcmp(key, "gpm")) d->gpm = atoi(copy);
     else if (!strcmp(key, "cycles"))
         d->has_cycles = sscanf(copy, "%lf %lf %lf", &d->cycles[0], &d->cycles[1], &d->cycles[2]) == 3;
-    else if (!strcmp(key, "mig")) {
+    else if (!strcmp(key, "rates")) {
+        d->has_cycles = d->has_rates
+            = sscanf(copy, "%lf %lf %lf", &d->cycles[0], &d->cycles[1], &d->cycles[2]) == 3;
+    } else if (!strcmp(key, "mig")) {
         d->mig = 1;
         d->slices = atoi(copy);
         for (int i = 0; i < d->slices && i < SLICES; i++) make_slice(d, i);
@@ -291,7 +295,7 @@ int nvmlGpmMetricsGet(metrics_get *get) {
         m->status = OK;
         if (m->id == 5) m->value = at(&a->of->activity, a->number);
         else if (m->id >= 248 && m->id <= 250 && a->of->has_cycles) {
-            m->value = a->of->cycles[m->id - 248] * (b->number + 1);
+            m->value = a->of->cycles[m->id - 248] * (a->of->has_rates ? b->at : b->number + 1);
         } else m->status = NOT_SUPPORTED;
     }
     return OK;
