@@ -8,7 +8,7 @@ import random
 import pytest
 
 from perf_metrics.commands import OneLineParser
-from perf_metrics.commands.ofu import fill_gemm
+from perf_metrics.commands.gemm import fill_gemm
 from perf_metrics.ofu.kernels import (
     GemmKernel,
     TileShape,

@@ -20,9 +20,9 @@ COMMANDS = {
     "goodput": ("logs", "fill_goodput", "what the device time of a run was spent on, restarts included"),
     "flops": ("flops", "fill_flops", "FLOPs per token of a model, from its config.json"),
     "gemm": (
-        "ofu",
+        "gemm",
         "fill_gemm",
-        "extra work of a matrix multiplication in whole tiles, and its time at the peak",
+        "extra work of a matrix multiplication in whole tiles, and OFU beside a measured one",
     ),
     "trace": (
         "trace",

@@ -16,7 +16,7 @@ from ..traces.ranks import TraceBreakdown, compare_ranks, trace_paths
 from ..traces.report import breakdown_as_json, breakdown_as_text
 from ..traces.steps import RankSteps, StepReader
 from ..traces.trace_file import TraceFile, TraceFileError
-from .ofu import short_name
+from .gemm import short_name
 
 if TYPE_CHECKING:
     from . import OneLineParser

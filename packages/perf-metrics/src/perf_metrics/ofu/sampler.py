@@ -61,26 +61,32 @@ class DeviceWindow:
             return None
         return "no sample yet" if self.problem is None else f"unavailable: {self.problem}"
 
-    def cycle_scale(self) -> CycleScale | None:
-        """Return how `cycles` are counted, by the clock and the activity of the window; None without them."""
+    def cycle_scale(self, units: int | None = None) -> CycleScale | None:
+        """Return how `cycles` are counted, by the clock and the activity of the window; None without them.
+
+        Args:
+            units: Number of SMs; None: that of hardware-table for `name`, which has none of a MIG slice.
+        """
         if self.cycles is None:
             return None
-        # Imported here: sampling must not need the table where the tensor clock is given.
-        from hardware_table import lookup
+        if units is None:
+            # Imported here: sampling must not need the table where the tensor clock is given.
+            from hardware_table import lookup
 
-        record = lookup(self.name)
+            record = lookup(self.name)
+            units = None if record is None else record.units
         return cycle_scale(
             self.cycles.elapsed,
             self.cycles.tensor,
             self.cycles_seconds,
             sm_mhz=self.sm_mhz,
             tensor_activity=self.tensor_activity,
-            units=None if record is None else record.units,
+            units=units,
         )
 
-    def ofu_of_cycles(self) -> float | None:
-        """Return OFU by the raw counters, which needs no clock; None where their scale is unknown."""
-        scale = self.cycle_scale()
+    def ofu_of_cycles(self, units: int | None = None) -> float | None:
+        """Return OFU by the raw counters, without clock samples; None where `cycle_scale` does not tell."""
+        scale = self.cycle_scale(units)
         if scale is None or self.cycles is None or self.tensor_mhz is None:
             return None
         if scale.tensor_activity is None or scale.counts_per_cycle is None:
