@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -292,21 +293,78 @@ print(json.dumps(logs))
 """
 
 
-def test_ofu_is_that_of_the_current_device(tmp_path: Path) -> None:
+@pytest.fixture
+def scripted(tmp_path: Path) -> Callable[[str, str], dict[str, Any]]:
+    """Runs a program under a scripted libnvidia-ml, and returns the JSON that it prints."""
     compiler = shutil.which("gcc")
     assert compiler is not None, "the scripted libnvidia-ml.so.1 needs gcc"
     library = tmp_path / "libnvidia-ml.so.1"
     subprocess.run([compiler, "-shared", "-fPIC", "-pthread", "-o", str(library), str(NVML)], check=True)
-    script = tmp_path / "script.txt"
-    script.write_text("gpus 2\nactivity 0 10\nclock 0 915\nactivity 1 80\nclock 1 1830\n")
-    env = {
-        **os.environ,
-        "LD_LIBRARY_PATH": str(tmp_path),
-        "FAKE_NVML_SCRIPT": str(script),
-        "FAKE_NVML_REPORT": str(tmp_path / "report.json"),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=False
+
+    def run(program: str, script: str) -> dict[str, Any]:
+        (tmp_path / "script.txt").write_text(script)
+        env = {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(tmp_path),
+            "FAKE_NVML_SCRIPT": str(tmp_path / "script.txt"),
+            "FAKE_NVML_REPORT": str(tmp_path / "report.json"),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        told: dict[str, Any] = json.loads(done.stdout)
+        return told
+
+    return run
+
+
+def test_ofu_is_that_of_the_current_device(scripted: Callable[[str, str], dict[str, Any]]) -> None:
+    told = scripted(PROGRAM, "gpus 2\nactivity 0 10\nclock 0 915\nactivity 1 80\nclock 1 1830\n")
+    assert told["ofu"] == pytest.approx(0.8)
+
+
+MEASURE = """
+import torch
+from perf_metrics.commands.main import main
+
+torch.cuda.set_device(1)
+assert main(["gemm", "64", "64", "64", "--measure", "--seconds", "1", "--json", *{options}]) == 0
+"""
+
+
+def test_products_are_measured_beside_the_counters(scripted: Callable[[str, str], dict[str, Any]]) -> None:
+    """The counters of the current device over the time of the products; nothing of it is of a real GPU."""
+    script = "gpus 2\nactivity 0 10\nactivity 1 50\nclock 1 1464\nrates 1 193248e6 193248e6 96624e6\n"
+    told = scripted(MEASURE.format(options=["--dtype", "tf32"]), script)
+    assert told["problem"] is None
+    assert (told["device_name"], told["units"], told["peak_flops"]) == (
+        "NVIDIA H100 80GB HBM3",
+        132,
+        494.7e12,
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["ofu"] == pytest.approx(0.8)
+    assert told["ofu"] == pytest.approx(0.4)
+    # 132 x 1464 MHz: the counters of this device add up its SMs.
+    assert told["cycle_scale"]["counts_per_cycle"] == 132
+    assert told["ofu_of_cycles"] == pytest.approx(0.4, rel=0.03)
+    assert told["seconds"] >= 1
+    assert 3 <= told["window"]["samples"] <= 7
+    assert told["flops_per_second"] == pytest.approx(2 * 64**3 * told["products"] / told["seconds"])
+    assert told["flops_per_cycle"] == pytest.approx(told["flops_per_second"] / (132 * 1464e6))
+    assert told["adjusted_ofu"] is None
+    assert told["tiles"]["inexact"] == "the profile of a product has no kernels of a GPU"
+    kernel = "nvjet_tst_144x128_64x6_2x1_TNN"  # 64 x 64 x 64 in one cluster of 288 x 128
+    told = scripted(MEASURE.format(options=["--kernel", kernel]), script)
+    assert told["tiles"] == {"kernel": kernel, "overhead": 8.0, "inexact": None}
+    assert told["adjusted_ofu"] == pytest.approx(0.4 / 9)
+
+
+def test_products_are_measured_without_counters(scripted: Callable[[str, str], dict[str, Any]]) -> None:
+    told = scripted(MEASURE.format(options=["--dtype", "fp16"]), "gpus 2\ngpm 1 0\n")
+    assert told["flops_per_second"] > 0
+    assert told["ofu"] is None
+    assert told["problem"] == (
+        "the rate only: unavailable: no tensor activity: the device has no GPM, which needs Hopper or newer"
+    )
+    alone = scripted(MEASURE.format(options=["--dtype", "fp32"]), "gpus 2\n")
+    assert alone["problem"] == "fp32 products do not run on tensor cores, so OFU says nothing of them"

@@ -140,6 +140,28 @@ def test_command_predicts_and_says_that_it_does(capsys: pytest.CaptureFixture[st
     assert answer["seconds_at_peak"] == pytest.approx(2 * 4000**3 / 989.4e12)
 
 
+def test_a_lower_bound_is_called_one(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "for TF32 cuBLAS chooses kernels that are not among these"
+    out = command(capsys, "4000", "4000", "4000", "--dtype", "tf32")
+    rows = [line for line in out.splitlines() if line.startswith("sm90_xmma")]
+    assert rows
+    assert all(row.endswith("  lower bound") for row in rows)
+    assert f"%; lower bound: {reason} (up to 33 % overhead" in out
+    answer = json.loads(command(capsys, "4000", "4000", "4000", "--dtype", "tf32", "--json"))
+    assert all(not row["exact"] and row["inexact"].startswith(reason) for row in answer["kernels"])
+    # A kernel that is given is not predicted: what it computes is known.
+    given = command(
+        capsys, "4000", "4000", "4000", "--dtype", "tf32", "--kernel", "nvjet_tst_144x128_64x6_2x1_TNN"
+    )
+    assert given.splitlines()[-1].endswith("  yes")
+    name = "nvjet_sm90_hss_64x8_64x16_1x1_h_bz_splitK_NNT"
+    split = command(capsys, "4000", "4000", "4000", "--kernel", name)
+    assert split.splitlines()[-1].endswith("lower bound: k is split, and each part may be rounded up")
+    # BF16 has exact rows, and only the split ones are bounds.
+    rows = command(capsys, "4000", "4000", "4000").splitlines()
+    assert [row.endswith("yes") for row in rows if row.startswith("nvjet")].count(False) == 1
+
+
 def test_command_for_other_devices_and_formats(capsys: pytest.CaptureFixture[str]) -> None:
     ampere = command(
         capsys, "128", "64", "64", "--device", "NVIDIA A100-SXM4-80GB", "--dtype", "torch.bfloat16"
@@ -161,6 +183,11 @@ def test_command_for_other_devices_and_formats(capsys: pytest.CaptureFixture[str
         (["1", "1", "1", "--kernel", "nvjet_tst_TNN"], "has no known tile"),
         (["1", "1", "1", "--dtype", "bf61"], "bf61"),
         (["1", "1", "1", "--dtype", "bf61", "--device", "nothing"], "bf61"),
+        (["1", "1", "1", "--seconds", "1"], "--seconds=1 needs --measure"),
+        (
+            ["1", "1", "1", "--measure", "--device", "NVIDIA B200"],
+            "--device=NVIDIA B200 and --measure exclude",
+        ),
     ],
 )
 def test_bad_input_names_the_setting(options: list[str], message: str) -> None:

@@ -43,6 +43,9 @@ _OTHER_TF32 = (
     "for TF32 cuBLAS chooses kernels that are not among these (up to 33 % overhead in the publication on OFU)"
 )
 
+_MOST_POINTS = 2.0
+"""Adjusted OFU of 95 to 100 % of the sizes was within 2 points in the publication, by GPU and type."""
+
 
 def fill_gemm(parser: OneLineParser) -> None:
     """Add what `gemm` takes."""
@@ -277,7 +280,20 @@ def _measured_report(found: GemmCalibration) -> str:
     # The rows are name and value; a header would say no more.
     width = max(len(name) for name, _ in rows)
     text = "\n".join((heading, "", *(f"{name:<{width}}  {value}" for name, value in rows)))
-    return text if found.problem is None else f"{text}\n\n{found.problem}"
+    remarks = [one for one in (found.problem, _far_apart(found)) if one is not None]
+    return "\n\n".join((text, *remarks))
+
+
+def _far_apart(found: GemmCalibration) -> str | None:
+    points = found.difference_points
+    if found.problem is not None or points is None or abs(points) <= _MOST_POINTS:
+        return None
+    known = found.adjusted_ofu is not None
+    tiles = "" if known else "the tiles of the kernel are unknown; else "
+    return (
+        f"more than {_MOST_POINTS:g} points apart: {tiles}does somebody else use the device, or is the "
+        "tensor clock or the peak another one?"
+    )
 
 
 def _tera(flops: float | None) -> str:

@@ -98,8 +98,8 @@ class GemmCalibration:
 
     @property
     def ofu(self) -> float | None:
-        """OFU as a share, by activity and clock of each sample."""
-        return None if self.window is None else self.window.ofu
+        """OFU as a share, by activity and clock of each sample; None with a `problem`."""
+        return None if self.window is None or self.problem is not None else self.window.ofu
 
     @property
     def adjusted_ofu(self) -> float | None:
@@ -118,8 +118,8 @@ class GemmCalibration:
 
     @property
     def ofu_of_cycles(self) -> float | None:
-        """OFU as a share, by the driver's running counts alone; None where their scale is unknown."""
-        return None if self.window is None else self.window.ofu_of_cycles(self.units)
+        """OFU as a share, by the driver's running counts alone; None where `ofu` or their scale is."""
+        return None if self.window is None or self.ofu is None else self.window.ofu_of_cycles(self.units)
 
     @property
     def cycle_scale(self) -> CycleScale | None:
