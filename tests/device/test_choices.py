@@ -324,6 +324,8 @@ def test_ofu_is_that_of_the_current_device(scripted: Callable[[str, str], dict[s
     assert told["ofu"] == pytest.approx(0.8)
 
 
+KERNEL = "nvjet_tst_144x128_64x6_2x1_TNN"
+"""Computes 64 x 64 x 64 in one cluster of 288 x 128."""
 MEASURE = """
 import torch
 from perf_metrics.commands.main import main
@@ -353,18 +355,19 @@ def test_products_are_measured_beside_the_counters(scripted: Callable[[str, str]
     assert told["flops_per_cycle"] == pytest.approx(told["flops_per_second"] / (132 * 1464e6))
     assert told["adjusted_ofu"] is None
     assert told["tiles"]["inexact"] == "the profile of a product has no kernels of a GPU"
-    kernel = "nvjet_tst_144x128_64x6_2x1_TNN"  # 64 x 64 x 64 in one cluster of 288 x 128
-    told = scripted(MEASURE.format(options=["--kernel", kernel]), script)
-    assert told["tiles"] == {"kernel": kernel, "overhead": 8.0, "inexact": None}
+    told = scripted(MEASURE.format(options=["--kernel", KERNEL]), script)
+    assert told["tiles"] == {"kernel": KERNEL, "overhead": 8.0, "inexact": None}
     assert told["adjusted_ofu"] == pytest.approx(0.4 / 9)
 
 
 def test_products_are_measured_without_counters(scripted: Callable[[str, str], dict[str, Any]]) -> None:
-    told = scripted(MEASURE.format(options=["--dtype", "fp16"]), "gpus 2\ngpm 1 0\n")
+    told = scripted(MEASURE.format(options=["--dtype", "fp16", "--kernel", KERNEL]), "gpus 2\ngpm 1 0\n")
     assert told["flops_per_second"] > 0
     assert told["ofu"] is None
     assert told["problem"] == (
         "the rate only: unavailable: no tensor activity: the device has no GPM, which needs Hopper or newer"
     )
-    alone = scripted(MEASURE.format(options=["--dtype", "fp32"]), "gpus 2\n")
+    alone = scripted(MEASURE.format(options=["--dtype", "fp32", "--kernel", KERNEL]), "gpus 2\n")
     assert alone["problem"] == "fp32 products do not run on tensor cores, so OFU says nothing of them"
+    assert alone["ofu"] is None
+    assert alone["window"]["ofu"] == pytest.approx(0.5)
