@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from .logs.summary import RunSummary, summarize_log
     from .monitoring.dashboard import grafana_dashboard
     from .monitoring.rules import recording_and_alert_rules
+    from .ofu.calibration import GemmCalibration, calibrate_gemm
     from .ofu.counter_files import read_dmon, read_exporter, read_nsys
     from .ofu.cycles import CycleScale, activity_from_cycles, cycle_scale
     from .ofu.diagnosis import Candidate, Diagnosis, JobFacts, diagnose
@@ -149,6 +150,7 @@ __all__ = [
     "FlopsPart",
     "FlopsPerToken",
     "FlopsUnknownError",
+    "GemmCalibration",
     "GemmKernel",
     "GOODPUT_FOLDER",
     "GPUHealth",
@@ -200,6 +202,7 @@ __all__ = [
     "architecture_of_model",
     "breakdown_as_json",
     "breakdown_as_text",
+    "calibrate_gemm",
     "check_process",
     "collect_fleet",
     "collect_gpu_health",
@@ -330,6 +333,7 @@ _NAMES = {
     "logs.summary": ("RunSummary", "summarize_log"),
     "monitoring.dashboard": ("grafana_dashboard",),
     "monitoring.rules": ("recording_and_alert_rules",),
+    "ofu.calibration": ("GemmCalibration", "calibrate_gemm"),
     "ofu.counter_files": ("read_dmon", "read_exporter", "read_nsys"),
     "ofu.cycles": ("CycleScale", "activity_from_cycles", "cycle_scale"),
     "ofu.diagnosis": ("Candidate", "Diagnosis", "JobFacts", "diagnose"),
