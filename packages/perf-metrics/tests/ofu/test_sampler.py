@@ -67,7 +67,7 @@ def test_ofu_is_multiplied_for_each_sample_and_averaged_afterwards(fake_nvml) ->
 def test_the_scale_of_the_raw_counters(fake_nvml, counts: int, sms: int | None) -> None:
     """At 1464 MHz of 1830 and half the cycles OFU is 40 %, with whichever scale, or unknown."""
     program = START + (
-        "with OFUSampler(interval_s=0.1) as s:\n samples(s, 4)\n (d,) = s.window().devices\n"
+        "with OFUSampler(interval_s=0.1) as s:\n samples(s, 12)\n (d,) = s.window().devices\n"
         "print(json.dumps([asdict(d.cycle_scale()), d.ofu_of_cycles(), d.ofu]))"
     )
     rate = 1464e6 * counts
@@ -75,14 +75,14 @@ def test_the_scale_of_the_raw_counters(fake_nvml, counts: int, sms: int | None) 
         program, f"activity 0 50\nclock 0 1464\nrates 0 {rate} {0.9 * rate} {0.5 * rate}\n"
     )
     assert scale["tensor_activity"] == pytest.approx(0.5)
-    assert scale["measured"] == pytest.approx(counts, rel=0.02)
+    assert scale["measured"] == pytest.approx(counts, rel=0.05)
     assert scale["counts_per_cycle"] == sms
     assert sampled == pytest.approx(0.4)
     if sms is None:
         assert ofu is None
         assert scale["reason"].endswith("counts in a cycle are neither 1 nor the 132 SMs")
     else:
-        assert ofu == pytest.approx(0.4, rel=0.02)
+        assert ofu == pytest.approx(0.4, rel=0.05)
         assert scale["reason"] is None
 
 
