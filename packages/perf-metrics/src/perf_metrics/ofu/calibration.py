@@ -62,7 +62,7 @@ class GemmCalibration:
         units: SMs of the device; None when unknown.
         window: What NVML told of the device meanwhile; None where it was not asked.
         tiles: What the kernel's tiles add.
-        problem: Why there is no OFU, in words; None with one.
+        problem: Why OFU is missing, in words; None where it is not.
     """
 
     m: int
@@ -241,7 +241,7 @@ def _repeat(product: Callable[[], object], seconds: float) -> tuple[int, float]:
 
 
 _Measured: TypeAlias = tuple[int, float, DeviceWindow | None, str | None]
-"""Products, seconds, what the counters told, and why there is no OFU."""
+"""Products, seconds, what the counters told, and why OFU is missing."""
 
 
 def _on_cpu(product: Callable[[], object], seconds: float) -> _Measured:

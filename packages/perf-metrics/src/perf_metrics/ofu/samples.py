@@ -205,9 +205,9 @@ class Sample:
         sm_mhz: SM clock in MHz at that moment; None when it could not be read.
         time_s: Seconds, Unix time unless the reader's notes say otherwise; None when the source has no times.
         jobs: Who used the device then. More than one where the device is shared: the reading is the device's.
-        elapsed_cycles: Running count of SM cycles elapsed, DCGM's field 1084; None where there is none.
-        tensor_cycles: Running count of tensor cycles, DCGM's field 1086; None where there is none. What they
-            say of the activity, `activity_from_cycles` tells.
+        elapsed_cycles: Running count of SM cycles elapsed, DCGM's field 1084; None where the source has none.
+        tensor_cycles: Running count of tensor cycles, DCGM's field 1086; None likewise. What both say of the
+            activity, `activity_from_cycles` tells.
     """
 
     device: Device
