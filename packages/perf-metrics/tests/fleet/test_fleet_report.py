@@ -166,3 +166,20 @@ def test_a_rule_out_of_range_is_refused() -> None:
         OutlierRule(points=0)
     with pytest.raises(ValueError, match="ratio=1 must be above 1"):
         OutlierRule(ratio=1)
+
+
+def test_fp4_work_is_judged_by_the_peaks_of_the_jobs_own_devices() -> None:
+    """Against BF16 it is 4 on a B200 and 6 on a B300."""
+    facts = JobFacts(compute_dtype="fp4", peak_dtype="bf16")
+    found = {}
+    for model in ("NVIDIA B200", "NVIDIA B300 SXM6 AC", "NVIDIA Unheard Of"):
+        fleet = FleetSamples(0.0, 7200.0, 30.0, tensor_mhz=1850.0)
+        for step in range(120):
+            fleet.add("job", Device("n", "0", "GPU-0", model), 600 + 30 * step, 0.4, 925.0)
+        (job,) = fleet_report(fleet, {"job": Application(mfu=0.8, facts=facts)}).jobs
+        found[model] = [one.expected for one in job.candidates if one.name.startswith("fp4 work")]
+    assert found == {
+        "NVIDIA B200": [(4.0, 4.0)],
+        "NVIDIA B300 SXM6 AC": [],
+        "NVIDIA Unheard Of": [(4.0, 6.0)],
+    }

@@ -299,7 +299,11 @@ def _judged(job: JobReport, rule: OutlierRule, regressions: Sequence[Regression]
     outlier = rule.holds(pair)
     if not outlier and not usual:
         return job
-    facts = replace(job.application.facts, usual_ofu=fmean(usual)) if usual else job.application.facts
+    facts = job.application.facts
+    if usual:
+        facts = replace(facts, usual_ofu=fmean(usual))
+    if facts.device is None and (facts.work is not None or facts.peak_dtype is not None):
+        facts = replace(facts, device=_known_model(job.figures))
     found = diagnose(pair.mfu, pair.ofu, facts).candidates
     return replace(job, outlier=outlier, candidates=tuple(one for one in found if one.fits))
 
@@ -309,6 +313,16 @@ def iso(time_s: float) -> str | None:
     if time_s != time_s:
         return None
     return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _known_model(figures: JobFigures) -> str | None:
+    """Return the model of all devices of a job, whose peaks by type may be unlike those of others."""
+    # Imported here: reports of jobs that tell no types need no table.
+    from hardware_table import lookup
+
+    models = {device.device.model for device in figures.devices}
+    model = models.pop() if len(models) == 1 else None
+    return model if model is not None and lookup(model) is not None else None
 
 
 def notes_on_intervals(jobs: Sequence[JobReport]) -> Iterator[str]:
