@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..ofu.counter_files import CLOCK_NAME, LABEL, TENSOR_NAMES, blank_reason, device_of, present_labels
 from ..ofu.samples import Device
 from ..uncertainty import warn_of_rare_samples
 from .job_identity import JobNames
-from .job_samples import RUN_GAP_S, FleetSamples, RunLabels
+from .job_samples import RUN_GAP_S, FleetSamples, RunLabels, check_numpy
 from .prometheus_api import Progress, PrometheusAPI, RangeSeries, read_in_chunks
+
+if TYPE_CHECKING:
+    from .job_samples import Floats
+
+    _Values: TypeAlias = tuple[Floats, Floats]
+    """Unix times in seconds, ascending, and values; NaN for a blank."""
 
 
 def activity_query(job_labels: Sequence[str], selector: str, step_s: float) -> str:
@@ -59,8 +66,6 @@ def _last(matchers: str, step_s: float) -> str:
     return f"last_over_time({{{matchers}}}[{round(step_s * 1000) - 1}ms])"
 
 
-_Values: TypeAlias = dict[float, float | None]
-"""By Unix time in seconds; None for a blank."""
 _Identity: TypeAlias = tuple[str | None, ...]
 
 _RUN_LABELS = {"pod": ("namespace", "pod_uid"), "exported_pod": ("exported_namespace", "exported_pod_uid")}
@@ -72,10 +77,10 @@ them these labels may be those of the exporter's own."""
 class _Chunk:
     """What two answers about the same hours say."""
 
-    activity: defaultdict[tuple[str, RunLabels, _Identity], _Values] = field(
-        default_factory=lambda: defaultdict(dict)
+    activity: defaultdict[tuple[str, RunLabels, _Identity], list[_Values]] = field(
+        default_factory=lambda: defaultdict(list)
     )
-    clocks: defaultdict[_Identity, _Values] = field(default_factory=lambda: defaultdict(dict))
+    clocks: defaultdict[_Identity, list[_Values]] = field(default_factory=lambda: defaultdict(list))
     devices: dict[_Identity, tuple[float, Device]] = field(default_factory=dict)
     points: int = 0
 
@@ -120,7 +125,9 @@ def collect_fleet(
     Raises:
         ValueError: A setting is out of range.
         PrometheusError: The server did not give all of it.
+        ModuleNotFoundError: numpy is not installed.
     """
+    check_numpy()
     names = names or JobNames(job_labels)
     job_labels = names.labels
     check_labels(job_labels)
@@ -138,9 +145,9 @@ def collect_fleet(
 
     def read(first: float, last: float) -> int:
         chunk = _Chunk()
-        answers = [server.query_range(query, first, last, step_s) for query in queries]
-        _read_activity(chunk, answers[0], names, parting, tally)
-        _read_clocks(chunk, answers[1], tally)
+        # One after the other: an answer takes more memory than what is kept of it.
+        _read_activity(chunk, server.query_range(queries[0], first, last, step_s), names, parting, tally)
+        _read_clocks(chunk, server.query_range(queries[1], first, last, step_s), tally)
         _add_chunk(fleet, chunk, tally)
         return chunk.points
 
@@ -202,25 +209,21 @@ def _read_activity(
         labels = present_labels(series.labels)
         job = names.name_of(series.labels)
         device = device_of(labels)
-        values = chunk.activity[job, run_labels_of(series.labels, parting), device.identity]
         if series.points:
             # What it is called last.
             named = series.points[-1][0], device
             chunk.devices[device.identity] = max(
                 named, chunk.devices.get(device.identity, named), key=lambda one: one[0]
             )
-        for time_s, value in _values(series, tally, usual_most=1.0):
-            if value is not None or time_s not in values:
-                values[time_s] = value
+        key = job, run_labels_of(series.labels, parting), device.identity
+        chunk.activity[key].append(_values(series, tally, usual_most=1.0))
         chunk.points += len(series.points)
 
 
 def _read_clocks(chunk: _Chunk, answer: Sequence[RangeSeries], tally: _Tally) -> None:
     for series in _named(answer, (CLOCK_NAME,), (), tally):
-        values = chunk.clocks[device_of(present_labels(series.labels)).identity]
-        for time_s, value in _values(series, tally, usual_most=10_000.0):
-            if value is not None:
-                values[time_s] = value
+        identity = device_of(present_labels(series.labels)).identity
+        chunk.clocks[identity].append(_values(series, tally, usual_most=10_000.0))
 
 
 def _named(
@@ -236,21 +239,51 @@ def _named(
     return found
 
 
-def _values(series: RangeSeries, tally: _Tally, *, usual_most: float) -> Iterator[tuple[float, float | None]]:
+def _values(series: RangeSeries, tally: _Tally, *, usual_most: float) -> _Values:
+    import numpy as np
+
     name = series.labels["__name__"]
     tally.points[name] += len(series.points)
-    for time_s, text in series.points:
-        value = float(text)
-        # A share above 1, perhaps in percent, is refused and counted with the others.
-        most = 1e9 if usual_most == 1 else usual_most
-        reason = None if 0 <= value <= most else blank_reason(name, value)
-        if reason is not None:
+    times = np.array([time_s for time_s, _ in series.points], float)
+    values = np.array([float(text) for _, text in series.points])
+    # A share above 1, perhaps in percent, is refused and counted with the others.
+    most = 1e9 if usual_most == 1 else usual_most
+    for place in np.flatnonzero(~((values >= 0) & (values <= most))):
+        value = float(values[place])
+        if (reason := blank_reason(name, value)) is not None:
             # Every wrong number would be a note of its own.
             tally.blanks[name, reason if value >= usual_most else "no value"] += 1
-        yield time_s, value if reason is None else None
+            values[place] = math.nan
+    return times, values
+
+
+def _merged(parts: Sequence[_Values]) -> _Values:
+    """Return the values of several series of one thing: of each time the last that is not blank."""
+    import numpy as np
+
+    if len(parts) == 1:
+        return parts[0]
+    times, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+    # By time, blanks before values, and the later series after the earlier ones: the sort is stable.
+    order = np.lexsort((~np.isnan(values), times))
+    is_last = np.append(np.diff(times[order]) > 0, [True] * min(1, len(times)))
+    return times[order][is_last], values[order][is_last]
+
+
+def _at(times: Floats, clock: _Values | None) -> Floats:
+    """Return the values of a clock at these times; NaN where there is none."""
+    import numpy as np
+
+    if clock is None or not len(clock[0]):
+        return np.full(len(times), math.nan)
+    own, values = clock
+    places = np.searchsorted(own, times).clip(max=len(own) - 1)
+    return np.where(own[places] == times, values[places], math.nan)
 
 
 def _add_chunk(fleet: FleetSamples, chunk: _Chunk, tally: _Tally) -> None:
+    import numpy as np
+
     # The work of slices is in the series of their GPU too: of a job that has both, the slices count.
     devices = {identity: device for identity, (_, device) in chunk.devices.items()}
     sliced = {
@@ -258,18 +291,17 @@ def _add_chunk(fleet: FleetSamples, chunk: _Chunk, tally: _Tally) -> None:
         for job, _, identity in chunk.activity
         if identity in devices and devices[identity].is_slice
     }
-    for (job, labels, identity), values in chunk.activity.items():
-        if not values or (not (device := devices[identity]).is_slice and (job, identity) in sliced):
+    clocks = {identity: _merged(parts) for identity, parts in chunk.clocks.items()}
+    for (job, labels, identity), parts in chunk.activity.items():
+        times, activity = _merged(parts)
+        if not len(times) or (not (device := devices[identity]).is_slice and (job, identity) in sliced):
             continue
-        own = chunk.clocks.get(identity, {})
-        whole = chunk.clocks.get(_whole(device), {}) if device.is_slice else {}
-        tally.samples += len(values)
-        for time_s, activity in sorted(values.items()):
-            mhz = own.get(time_s)
-            mhz = whole.get(time_s) if mhz is None else mhz
-            if mhz is None:
-                tally.without_clock += 1
-            fleet.add(job, device, time_s, activity, mhz, labels)
+        mhz = _at(times, clocks.get(identity))
+        if device.is_slice:
+            mhz = np.where(np.isnan(mhz), _at(times, clocks.get(_whole(device))), mhz)
+        tally.samples += len(times)
+        tally.without_clock += int(np.isnan(mhz).sum())
+        fleet.add_series(job, device, times, activity, mhz, labels)
 
 
 def _whole(device: Device) -> _Identity:

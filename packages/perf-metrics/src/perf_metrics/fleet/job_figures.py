@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median, median_low
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ..ofu.samples import Device
 from ..uncertainty import MeanInterval, mean_interval
-from .job_samples import DeviceSamples, JobSamples
+from .job_samples import DeviceSamples, JobSamples, check_numpy
 from .regressions import Drop, find_drops
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats: TypeAlias = npt.NDArray[np.float64]
+    Numbers: TypeAlias = npt.NDArray[np.int64]
 
 _NEIGHBOURS = 4
 """Gaps on either side that tell the spacing around a sample: of nine, four may be outages."""
@@ -25,10 +32,12 @@ _SAME_CELL = 1e-3
 
 def usual_gap(times: Sequence[float]) -> float:
     """Return the median of the seconds between samples; NaN for fewer than two."""
-    return median(later - earlier for earlier, later in pairwise(times)) if len(times) > 1 else math.nan
+    import numpy as np
+
+    return float(np.median(np.diff(times))) if len(times) > 1 else math.nan
 
 
-def seconds_of(times: Sequence[float], usual_s: float) -> Sequence[float]:
+def seconds_of(times: Sequence[float] | Floats, usual_s: float) -> Floats:
     """Return the seconds before each sample that it stands for: the spacing of the samples around it.
 
     Counters are averages over the time before a sample, so that one scraped every two minutes stands for four
@@ -38,19 +47,36 @@ def seconds_of(times: Sequence[float], usual_s: float) -> Sequence[float]:
         times: Unix times in seconds, ascending.
         usual_s: Spacing to assume where there are too few samples to tell one.
     """
-    gaps = [later - earlier for earlier, later in pairwise(times)]
+    import numpy as np
+
+    gaps = np.diff(times)
     if len(times) < _FEWEST:
-        return [usual_s, *(min(usual_s, gap) for gap in gaps)][: len(times)]
-    least = min(gaps)
-    if max(gaps) - least <= _SAME_CELL * least:
-        return [median(gaps)] * len(times)
-    found = [median_low(gaps[:_NEIGHBOURS])]
-    for place, gap in enumerate(gaps):
-        spacing = median_low(gaps[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1])
-        if gap > spacing:  # an outage, after which scrapes may be rarer or more frequent than before
-            spacing = median_low(gaps[place + 1 : place + 1 + _NEIGHBOURS] or [spacing])
-        found.append(spacing)
-    return found
+        return np.array([usual_s, *np.minimum(usual_s, gaps)][: len(times)])
+    least = gaps.min()
+    if gaps.max() - least <= _SAME_CELL * least:
+        return np.full(len(times), np.median(gaps))
+    spacing = _median_around(gaps)
+    for place in np.flatnonzero(gaps > spacing):
+        # An outage, after which scrapes may be rarer or more frequent than before.
+        after = gaps[place + 1 : place + 1 + _NEIGHBOURS].tolist()
+        spacing[place] = median_low(after or [spacing[place]])
+    return np.concatenate(([median_low(gaps[:_NEIGHBOURS].tolist())], spacing))
+
+
+def _median_around(gaps: Floats) -> Floats:
+    """Return the low median of each value and its neighbours, fewer of them near an end."""
+    import numpy as np
+
+    width = 2 * _NEIGHBOURS + 1
+    near = [
+        median_low(gaps[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1].tolist())
+        for place in (*range(_NEIGHBOURS), *range(max(_NEIGHBOURS, len(gaps) - _NEIGHBOURS), len(gaps)))
+    ]
+    if len(gaps) < width:
+        return np.array(near[: len(gaps)])
+    windows = np.lib.stride_tricks.sliding_window_view(gaps, width)
+    inner = np.partition(windows, _NEIGHBOURS, axis=1)[:, _NEIGHBOURS]
+    return np.concatenate((near[:_NEIGHBOURS], inner, near[_NEIGHBOURS:]))
 
 
 def cells(
@@ -77,26 +103,20 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def weighted_percentiles(
-    values: Sequence[float], weights: Sequence[float], shares: Sequence[float]
+    values: Sequence[float] | Floats, weights: Sequence[float] | Floats, shares: Sequence[float]
 ) -> list[float]:
     """Return percentiles of one value or more, on the line between neighbours.
 
     A value stands in the middle of its weight. With equal weights the lowest is at 0 and the highest at 1.
     """
-    rows = sorted(zip(values, weights, strict=True))
-    places, passed = [], 0.0
-    for _, weight in rows:
-        places.append(passed + weight / 2)
-        passed += weight
-    found, row = [], 0
-    for share in shares:
-        place = places[0] + share * (places[-1] - places[0])
-        while row + 2 < len(rows) and places[row + 1] < place:
-            row += 1
-        after = min(row + 1, len(rows) - 1)
-        width = places[after] - places[row]
-        part = (place - places[row]) / width if width else 0.0
-        found.append(rows[row][0] + part * (rows[after][0] - rows[row][0]))
+    import numpy as np
+
+    values, weights = np.asarray(values), np.asarray(weights)
+    order = np.lexsort((weights, values))
+    ordered, weight = values[order], weights[order]
+    places = np.cumsum(weight) - weight / 2
+    wanted = places[0] + np.array(shares) * (places[-1] - places[0])
+    found: list[float] = np.interp(wanted, places, ordered).tolist()
     return found
 
 
@@ -104,9 +124,9 @@ def weighted_percentiles(
 class Span:
     """The samples of one GPU in one job: their times, OFU and seconds."""
 
-    times: Sequence[float]
-    ofu: Sequence[float]
-    seconds: Sequence[float]
+    times: Floats
+    ofu: Floats
+    seconds: Floats
 
 
 def time_of_one_gpu(spans: Sequence[Span], start: float, step_s: float) -> tuple[float, float]:
@@ -114,19 +134,18 @@ def time_of_one_gpu(spans: Sequence[Span], start: float, step_s: float) -> tuple
 
     What jobs share of it counts once.
     """
-    ordered = sorted((span for span in spans if span.times), key=lambda span: span.times[0])
+    import numpy as np
+
+    ordered = sorted((span for span in spans if len(span.times)), key=lambda span: span.times[0])
     if all(earlier.times[-1] < later.times[0] for earlier, later in pairwise(ordered)):
         return (
-            math.fsum(second for span in ordered for second in span.seconds),
-            math.fsum(
-                ofu * second for span in ordered for ofu, second in zip(span.ofu, span.seconds, strict=True)
-            ),
+            math.fsum(span.seconds.sum() for span in ordered),
+            math.fsum(span.ofu @ span.seconds for span in ordered),
         )
     # In any step a GPU can be busy for no longer than the step.
     sums = _by_step(ordered, start, step_s)
-    lengths = {number: min(length, step_s) for number, (length, _) in sums.items()}
-    works = (work / length * lengths[number] for number, (length, work) in sums.items() if length)
-    return math.fsum(lengths.values()), math.fsum(works)
+    lengths = np.minimum(sums.seconds, step_s)
+    return float(lengths.sum()), float(sums.means() @ lengths)
 
 
 OddKind: TypeAlias = Literal["slow clock", "less work"]
@@ -254,18 +273,24 @@ def job_figures(job: str, seen: JobSamples, start: float, end: float, step_s: fl
         start: Start of the range that was asked for, Unix time in seconds.
         end: End of that range.
         step_s: Seconds between samples.
+
+    Raises:
+        ModuleNotFoundError: numpy is not installed.
     """
+    check_numpy()
+    import numpy as np
+
     used = [kept for kept in seen.devices.values() if kept.times]
     gaps = [gap for kept in used if math.isfinite(gap := usual_gap(kept.times))]
     interval_s = median(gaps) if gaps else math.nan
     spacing = interval_s if gaps else step_s
-    spans = tuple(Span(kept.times, kept.ofu, seconds_of(kept.times, spacing)) for kept in used)
+    spans = tuple(Span(np.array(kept.times), kept.ofu, seconds_of(kept.times, spacing)) for kept in used)
     devices = tuple(_device(kept, span) for kept, span in zip(used, spans, strict=True))
     sums = _by_step(spans, start, step_s)
-    steps = sorted(sums)
-    times = tuple(start + step * step_s for step in steps)
-    series = tuple(sums[step][1] / sums[step][0] for step in steps)
-    gpu_seconds = tuple(sums[step][0] for step in steps)
+    steps = np.flatnonzero(sums.seconds)
+    times = tuple((start + (sums.first + steps) * step_s).tolist())
+    series = tuple(sums.means()[steps].tolist())
+    gpu_seconds = tuple(sums.seconds[steps].tolist())
     first, last = seen.window() or (math.nan, math.nan)
     alike = _at_the_same_times(devices, used, spans, start, step_s)
     return JobFigures(
@@ -280,8 +305,8 @@ def job_figures(job: str, seen: JobSamples, start: float, end: float, step_s: fl
         interval_s=interval_s,
         gpus=_devices_at_a_time(seen, spacing, start, step_s),
         ofu=spread(
-            [value for span in spans for value in span.ofu],
-            [value for span in spans for value in span.seconds],
+            np.concatenate([np.array([]), *(span.ofu for span in spans)]),
+            np.concatenate([np.array([]), *(span.seconds for span in spans)]),
         ),
         imbalance=_imbalance([device.ofu for device, _ in alike]),
         odd_devices=tuple(
@@ -298,31 +323,83 @@ def job_figures(job: str, seen: JobSamples, start: float, end: float, step_s: fl
     )
 
 
-def spread(values: Sequence[float], seconds: Sequence[float]) -> Spread | None:
+def spread(values: Sequence[float] | Floats, seconds: Sequence[float] | Floats) -> Spread | None:
     """Return mean and percentiles of what each stands for so many seconds; None of nothing."""
-    if not values:
+    if not len(values):
         return None
     low, middle, high = weighted_percentiles(values, seconds, (0.1, 0.5, 0.9))
-    return Spread(weighted_mean(values, seconds), low, middle, high)
+    return Spread(_mean(values, seconds), low, middle, high)
 
 
-def _by_step(spans: Sequence[Span], start: float, step_s: float) -> dict[int, tuple[float, float]]:
-    """Return the seconds of all devices in each step, and the sum of OFU x seconds."""
-    sums: dict[int, tuple[float, float]] = {}
-    for span in spans:
-        for step, place, second in cells(span.times, span.seconds, start, step_s):
-            length, work = sums.get(step, (0.0, 0.0))
-            sums[step] = length + second, work + span.ofu[place] * second
+def _mean(values: Sequence[float] | Floats, seconds: Sequence[float] | Floats) -> float:
+    import numpy as np
+
+    total = float(np.sum(seconds))
+    return float(np.dot(values, seconds)) / total if total else math.nan
+
+
+@dataclass(frozen=True)
+class _StepSums:
+    """The seconds of all devices in each step from the `first` on, and the sums of value x seconds."""
+
+    first: int
+    seconds: Floats
+    products: Floats
+
+    def means(self) -> Floats:
+        """Mean value in each step; 0 where no device was."""
+        import numpy as np
+
+        return np.divide(self.products, self.seconds, out=np.zeros(len(self.seconds)), where=self.seconds > 0)
+
+
+def _by_step(spans: Sequence[Span], start: float, step_s: float) -> _StepSums:
+    import numpy as np
+
+    parts = [(span, *_cells(span.times, span.seconds, start, step_s)) for span in spans]
+    first, count = _range_of(numbers for _, numbers, _, _ in parts)
+    sums = _StepSums(first, np.zeros(count), np.zeros(count))
+    for span, numbers, places, seconds in parts:
+        work = span.ofu[places] * seconds
+        for total, values in ((sums.seconds, seconds), (sums.products, work)):
+            total += np.bincount(numbers - first, values, count)
     return sums
 
 
+def _cells(
+    times: Floats, seconds: Floats, start: float, step_s: float
+) -> tuple[Numbers, Numbers | slice, Floats]:
+    """Return what `cells` yields, as columns."""
+    import numpy as np
+
+    ends = (times - start) / step_s
+    last = np.ceil(ends - _SAME_CELL)
+    if (np.floor(ends - seconds / step_s + _SAME_CELL) + 1 >= last).all():  # nearly always
+        return last.astype(np.int64), slice(None), seconds
+    numbers, places, lengths = zip(*cells(times.tolist(), seconds.tolist(), start, step_s), strict=True)
+    return np.array(numbers), np.array(places), np.array(lengths)
+
+
+def _range_of(columns: Iterable[Numbers]) -> tuple[int, int]:
+    """Return the lowest number and how many there are up to the highest."""
+    ends = [(int(numbers.min()), int(numbers.max())) for numbers in columns if len(numbers)]
+    first = min((low for low, _ in ends), default=0)
+    return first, max((high + 1 for _, high in ends), default=0) - first
+
+
 def _devices_at_a_time(seen: JobSamples, spacing: float, start: float, step_s: float) -> int:
-    counts: Counter[int] = Counter()
+    import numpy as np
+
+    columns = []
     for kept in seen.devices.values():
-        times = kept.seen
-        counts.update({step for step, _, _ in cells(times, seconds_of(times, spacing), start, step_s)})
-    ordered = sorted(counts.values())
-    return ordered[len(ordered) // 2] if ordered else 0
+        times = np.array(kept.seen)
+        columns.append(_cells(times, seconds_of(times, spacing), start, step_s)[0])
+    first, count = _range_of(columns)
+    devices = np.zeros(count, np.int64)
+    for numbers in columns:
+        devices[np.unique(numbers) - first] += 1
+    ordered = np.sort(devices[devices > 0])
+    return int(ordered[len(ordered) // 2]) if len(ordered) else 0
 
 
 def _at_the_same_times(
@@ -338,6 +415,8 @@ def _at_the_same_times(
     less than their job.
     """
     longest = max((device.seconds for device in devices), default=0.0)
+    import numpy as np
+
     # A node that was swapped out after minutes tells little of the job.
     usual = [place for place, device in enumerate(devices) if 2 * device.seconds >= longest]
     times = [spans[place].times for place in usual]
@@ -349,18 +428,17 @@ def _at_the_same_times(
         models[_model(devices[place])].append(place)
     found = {}
     for places in models.values():
-        columns = [(spans[place].ofu, used[place].activity, used[place].mhz) for place in places]
+        columns = [
+            (spans[place].ofu, np.array(used[place].activity), np.array(used[place].mhz)) for place in places
+        ]
         for number in range(3):
             of_group = [
                 Span(spans[place].times, column[number], spans[place].seconds)
                 for place, column in zip(places, columns, strict=True)
             ]
             sums = _by_step(of_group, start, step_s)
-            mean = math.fsum(work for _, work in sums.values()) / math.fsum(
-                length for length, _ in sums.values()
-            )
             for place, span in zip(places, of_group, strict=True):
-                found[place, number] = _scaled(span, sums, mean, start, step_s)
+                found[place, number] = _scaled(span, sums, start, step_s)
     return [
         (
             replace(
@@ -375,16 +453,11 @@ def _at_the_same_times(
     ]
 
 
-def _scaled(
-    span: Span, sums: Mapping[int, tuple[float, float]], mean: float, start: float, step_s: float
-) -> float:
+def _scaled(span: Span, sums: _StepSums, start: float, step_s: float) -> float:
     """Return the mean over all times, over that at the times of one device; 1 where there was no work."""
-    rows = [
-        (second, sums[step][1] / sums[step][0])
-        for step, _, second in cells(span.times, span.seconds, start, step_s)
-    ]
-    there = weighted_mean([value for _, value in rows], [second for second, _ in rows])
-    return mean / there if there > 0 else 1.0
+    numbers, _, seconds = _cells(span.times, span.seconds, start, step_s)
+    there = _mean(sums.means()[numbers - sums.first], seconds)
+    return float(sums.products.sum() / sums.seconds.sum()) / there if there > 0 else 1.0
 
 
 def odd_devices(devices: Sequence[DeviceFigures]) -> list[OddDevice]:
@@ -414,9 +487,11 @@ def _odd_among(devices: Sequence[DeviceFigures]) -> list[OddDevice]:
 
 
 def _device(kept: DeviceSamples, span: Span) -> DeviceFigures:
-    columns = (span.ofu, kept.activity, kept.mhz)
-    ofu, activity, mhz = (weighted_mean(column, span.seconds) for column in columns)
-    return DeviceFigures(kept.device, ofu, activity, mhz, len(kept.times), math.fsum(span.seconds))
+    import numpy as np
+
+    columns = (span.ofu, np.array(kept.activity), np.array(kept.mhz))
+    ofu, activity, mhz = (_mean(column, span.seconds) for column in columns)
+    return DeviceFigures(kept.device, ofu, activity, mhz, len(kept.times), float(span.seconds.sum()))
 
 
 def _model(device: DeviceFigures) -> tuple[str | None, str | None]:

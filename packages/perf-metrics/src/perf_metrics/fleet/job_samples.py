@@ -6,13 +6,17 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import merge
-from itertools import pairwise
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..ofu.samples import MAX_ACTIVITY, Device, check_tensor_mhz, ofu_from_activity, tensor_clock
 from .job_identity import JobNames
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats: TypeAlias = npt.NDArray[np.float64]
 
 RUN_GAP_S = 3600.0
 """Seconds without any sample of a job after which its name stands for another run: what is queued again after
@@ -50,19 +54,19 @@ class DeviceSamples:
     above: int = 0
 
     @property
-    def ofu(self) -> list[float]:
+    def ofu(self) -> Floats:
         """OFU of each sample with a figure, as a share."""
+        import numpy as np
+
         if self.tensor_mhz is None:
-            return []
-        clock = self.tensor_mhz
-        return [
-            ofu_from_activity(share, mhz, clock) for share, mhz in zip(self.activity, self.mhz, strict=True)
-        ]
+            return np.array([])
+        ofu: Floats = np.array(self.activity) * np.array(self.mhz) / self.tensor_mhz
+        return ofu
 
     @property
     def seen(self) -> Sequence[float]:
         """Unix times of all samples in seconds, ascending."""
-        return list(merge(self.times, self.unused)) if self.unused else self.times
+        return array("d", sorted(self.times + self.unused)) if self.unused else self.times
 
     def add(self, time_s: float, activity: float, mhz: float) -> None:
         """Keep a sample, unless there is one of that time: two exporters may show one GPU."""
@@ -88,19 +92,28 @@ class DeviceSamples:
         return refused
 
     def part(self, first: float, last: float) -> DeviceSamples:
-        """Return the samples from one time to another, both included."""
+        """Return the samples from one time to another, both included; not to be changed.
+
+        All of them are not copied: they may be most of what the process has in memory.
+        """
+        if (seen := self.seen) and first <= seen[0] and seen[-1] <= last:
+            return replace(self)
         low, high = bisect_left(self.times, first), bisect_right(self.times, last)
         blanks = slice(bisect_left(self.unused, first), bisect_right(self.unused, last))
         columns = (self.times[low:high], self.activity[low:high], self.mhz[low:high], self.unused[blanks])
         return DeviceSamples(self.device, self.tensor_mhz, *columns)
 
-    def join(self, other: DeviceSamples) -> None:
-        """Take over the samples of the same GPU."""
-        self.tensor_mhz = self.tensor_mhz if self.tensor_mhz is not None else other.tensor_mhz
-        for row in zip(other.times, other.activity, other.mhz, strict=True):
-            self.add(*row)
-        for time_s in other.unused:
-            self.skip(time_s)
+    def joined(self, other: DeviceSamples) -> DeviceSamples:
+        """Return these and the samples of the same GPU in another place."""
+        both = DeviceSamples(
+            self.device, self.tensor_mhz if self.tensor_mhz is not None else other.tensor_mhz
+        )
+        for one in (self, other):
+            for row in zip(one.times, one.activity, one.mhz, strict=True):
+                both.add(*row)
+            for time_s in one.unused:
+                both.skip(time_s)
+        return both
 
 
 @dataclass
@@ -202,14 +215,7 @@ class FleetSamples:
         Raises:
             ValueError: Activity or clock is negative or not finite.
         """
-        seen = self.jobs[job_name].devices
-        key = run_labels, device.identity
-        kept = seen.get(key)
-        if kept is None:
-            kept = seen[key] = DeviceSamples(device)
-        kept.device = device
-        if kept.tensor_mhz is None:
-            kept.tensor_mhz = self._tensor_mhz_of(device.model)
+        kept = self._kept(job_name, device, run_labels)
         if kept.tensor_mhz is None:
             self.unknown_models[device.model or "a device without a name"] += 1
         if activity is None or mhz is None or kept.tensor_mhz is None:
@@ -227,10 +233,51 @@ class FleetSamples:
         refused.jobs[job_name] = None
         refused.example = refused.example or wrong[1]
 
+    def add_series(
+        self,
+        job_name: str,
+        device: Device,
+        times: Floats,
+        activity: Floats,
+        mhz: Floats,
+        run_labels: RunLabels = (),
+    ) -> None:
+        """Take samples of a job's device, as `add` does with each of them.
+
+        Args:
+            job_name: Name of the job.
+            device: Which one.
+            times: Unix times in seconds, ascending.
+            activity: Tensor activity at these times as a share; NaN for none.
+            mhz: SM clock at these times in MHz; NaN for none.
+            run_labels: What parts this run from others of the same name.
+
+        Raises:
+            ValueError: Activity or clock is negative or infinite.
+        """
+        import numpy as np
+
+        kept = self._kept(job_name, device, run_labels)
+        plain = np.zeros(len(times), bool)
+        if kept.tensor_mhz is not None and all(
+            own[-1] < times[0] for own in (kept.times, kept.unused) if own
+        ):
+            is_share = (activity >= 0) & (activity <= MAX_ACTIVITY) & (activity * mhz <= kept.tensor_mhz)
+            works = (mhz >= LEAST_MHZ) | ((mhz >= 0) & (activity == 0))
+            plain = is_share & works & (mhz <= self._limit_of(device.model))
+            for own, values in ((kept.times, times), (kept.activity, activity), (kept.mhz, mhz)):
+                own.frombytes(values[plain].tobytes())
+        for place in np.flatnonzero(~plain):
+            share, clock = (
+                None if np.isnan(column[place]) else float(column[place]) for column in (activity, mhz)
+            )
+            self.add(job_name, device, float(times[place]), share, clock, run_labels)
+
     def runs(self) -> dict[str, dict[str, JobSamples]]:
         """Return the samples of each run by the name of the job and that of the run.
 
-        The two are the same, but where a name stands for several runs: those are NAME#1, NAME#2, ...
+        The two are the same, but where a name stands for several runs: those are NAME#1, NAME#2, ... The
+        samples are those of the fleet, and not to be changed.
         """
         found = {}
         for name, seen in self.jobs.items():
@@ -248,6 +295,18 @@ class FleetSamples:
             }
         return found
 
+    def _kept(self, job_name: str, device: Device, run_labels: RunLabels) -> DeviceSamples:
+        """Return the samples of a device, which is called as it is now."""
+        seen = self.jobs[job_name].devices
+        key = run_labels, device.identity
+        kept = seen.get(key)
+        if kept is None:
+            kept = seen[key] = DeviceSamples(device)
+        kept.device = device
+        if kept.tensor_mhz is None:
+            kept.tensor_mhz = self._tensor_mhz_of(device.model)
+        return kept
+
     def _tensor_mhz_of(self, model: str | None) -> float | None:
         if isinstance(self.tensor_mhz, float | int):
             return self.tensor_mhz
@@ -255,13 +314,16 @@ class FleetSamples:
             self._clocks[model] = None if model is None else tensor_clock(model).mhz
         return self._clocks[model]
 
+    def _limit_of(self, model: str | None) -> float:
+        if model not in self._limits:
+            self._limits[model] = _limit_mhz(model)
+        return self._limits[model]
+
     def _what_is_wrong(
         self, model: str | None, activity: float, mhz: float, ofu: float
     ) -> tuple[str, str] | None:
         """Return why a sample cannot be true, and its value; None if it can."""
-        if model not in self._limits:
-            self._limits[model] = _limit_mhz(model)
-        if mhz > (limit := self._limits[model]):
+        if mhz > (limit := self._limit_of(model)):
             reaches = (
                 f"the {limit:.0f} MHz that {model} reaches" if limit < MOST_MHZ else f"{MOST_MHZ:.0f} MHz"
             )
@@ -276,6 +338,16 @@ class FleetSamples:
         if ofu > 1:
             return "have an OFU above 100 %; is the tensor clock theirs (--tensor-mhz)?", f"{ofu:.1%}"
         return None
+
+
+def check_numpy() -> None:
+    """Raise ModuleNotFoundError where numpy, which only figures of a fleet need, is not installed."""
+    try:
+        import numpy as np  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "figures of a fleet need numpy. Install it with `pip install 'perf-metrics[prometheus]'`."
+        ) from error
 
 
 def _limit_mhz(model: str | None) -> float:
@@ -318,7 +390,7 @@ def _runs(seen: JobSamples, gap_s: float) -> Iterator[JobSamples]:
                 continue
             key = (), kept.device.identity
             if key in run.devices:
-                run.devices[key].join(part)
+                run.devices[key] = run.devices[key].joined(part)
             else:
                 run.devices[key] = part
         yield run
@@ -326,15 +398,15 @@ def _runs(seen: JobSamples, gap_s: float) -> Iterator[JobSamples]:
 
 def _stretches(times: Sequence[float], gap_s: float) -> Iterator[tuple[float, float]]:
     """Yield first and last time of what no longer gap parts."""
+    import numpy as np
+
     if not times:
         return
-    first = times[0]
-    if times[-1] - first > gap_s:
-        for earlier, later in pairwise(times):
-            if later - earlier > gap_s:
-                yield first, earlier
-                first = later
-    yield first, times[-1]
+    ends = [times[0], times[-1]]
+    if ends[1] - ends[0] > gap_s:
+        for place in np.flatnonzero(np.diff(times) > gap_s).tolist():
+            ends[-1:-1] = [times[place], times[place + 1]]
+    yield from zip(ends[::2], ends[1::2], strict=True)
 
 
 def _by_labels(seen: JobSamples) -> Iterable[tuple[RunLabels, list[DeviceSamples]]]:
