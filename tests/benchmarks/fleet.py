@@ -1,12 +1,16 @@
 """Measure `perf-metrics fleet`: a synthetic fleet of 600 jobs in 15 days, in a real Prometheus server.
 
     python tests/benchmarks/fleet.py --json fleet.json
+    python tests/benchmarks/fleet.py --gpus 10000 --days 1 --json fleet.json --html fleet.html
 
 Writes the fleet (like the published table of 608 production jobs, with mistakes, falls and odd GPUs planted
 in known jobs), turns it into blocks with promtool, serves it, and runs the command in a process of its own,
 with JSON and HTML. Prints the time of each part, MFU against OFU by number of GPUs beside the truth of the
 very samples, and what of all that is planted was found. Nothing is asserted about time. Needs `prometheus`
 and `promtool` on the path.
+
+With `--gpus` the fleet is one of large jobs (64 to 2,000 GPUs), some in Slurm and some JobSets, that are
+requeued and renamed; there is a report on each of the two, and the largest error of each figure.
 """
 
 from __future__ import annotations
@@ -25,9 +29,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from _fleet_found import Found, found_in
+from _fleet_large import measure_large, print_large
 from _fleet_tests.fleet_command import ServedFleet
 from _fleet_tests.prometheus_server import PrometheusServer, missing_binaries
 from _fleet_tests.synthetic_fleet import SyntheticFleet, write_fleet
+from _fleet_tests.synthetic_large_plan import LargeSize
 from _fleet_tests.synthetic_plan import FleetSize
 from _fleet_tests.synthetic_truth import Truth
 from _timing import Stopwatch, machine, print_table
@@ -46,6 +52,25 @@ print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss]))
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     options = _parse(arguments)
+    results = _small(options) if options.gpus is None else _large(options)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _large(options: argparse.Namespace) -> dict[str, Any]:
+    size = LargeSize(options.gpus, options.days, options.jobsets)
+    results: dict[str, Any] = {
+        "benchmark": "fleet --gpus",
+        "machine": machine(Path.cwd(), ("httpx", "matplotlib", "numpy")),
+        "size": {**asdict(size), "seed": options.seed},
+    }
+    with tempfile.TemporaryDirectory(prefix="fleet-benchmark-") as folder:
+        results |= measure_large(size, options.seed, Path(folder), _run_measured, options.html)
+    print_large(results)
+    return results
+
+
+def _small(options: argparse.Namespace) -> dict[str, Any]:
     size = FleetSize.scaled(options.scale)
     results: dict[str, Any] = {
         "benchmark": "fleet",
@@ -65,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "notes": report["notes"],
     }
     _print(results, found)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    return results
 
 
 def _measure(
@@ -82,13 +106,13 @@ def _measure(
         path.unlink()
     measured["backfill_s"] = watch.wall()
     with server:
-        measured |= _report(ServedFleet(fleet, server), folder)
+        outputs = ("--json", str(folder / "report.json"), "--html", str(folder / "report.html"))
+        measured |= _run_measured(ServedFleet(fleet, server).with_mfu(*outputs))
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return fleet, report, measured
 
 
-def _report(served: ServedFleet, folder: Path) -> dict[str, float]:
-    command = served.with_mfu("--json", str(folder / "report.json"), "--html", str(folder / "report.html"))
+def _run_measured(command: Sequence[str]) -> dict[str, float]:
     watch = Stopwatch()
     usage = subprocess.run([sys.executable, "-c", _LAUNCHER, *command], stdout=subprocess.PIPE, check=True)
     seconds = watch.wall()
@@ -173,6 +197,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scale", type=float, default=1.0, help="size of the fleet; 1 is 600 jobs in 15 days"
     )
+    parser.add_argument("--gpus", type=int, help="make a fleet of so many GPUs and of large jobs instead")
+    parser.add_argument("--days", type=float, default=1.0, help="with --gpus: its time (%(default)g)")
+    parser.add_argument(
+        "--jobsets",
+        type=float,
+        default=0.5,
+        help="with --gpus: share of the GPUs that run JobSets; Slurm has the others (%(default)g)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the fleet (%(default)s)")
     parser.add_argument(
         "--json", "--output", dest="json", type=Path, metavar="PATH", help="write all results there"
@@ -181,6 +213,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if missing := missing_binaries():
         parser.error(f"needs {' and '.join(missing)} on the path; on Debian: apt-get install prometheus")
+    if options.gpus is not None:
+        try:
+            LargeSize(options.gpus, options.days, options.jobsets)
+        except ValueError as error:
+            parser.error(str(error))
     if not 0.1 <= options.scale <= 10:
         parser.error(
             f"--scale {options.scale:g}: must be 0.1 to 10; a smaller fleet has no room for what is planted"

@@ -191,9 +191,9 @@ class LargeFleet:
         if job.falls_at is not None:
             offsets = [_offset_ms(host) for host in job.allocations[-1].hosts]
             falls_s = START_S + job.falls_at * SCRAPE_S + min(offsets) / 1000
+        lasts = {host: place.last - 1 for place in job.allocations for host in place.hosts}
         odd = {
-            f"{self._naming(host, job, job.allocations[-1].last).host}, GPU {index}": kind
-            for host, index, kind in job.odd
+            f"{self._naming(host, job, lasts[host]).host}, GPU {index}": kind for host, index, kind in job.odd
         }
         return LargeJobTruth(job, samples, total / samples, falls_s, odd)
 

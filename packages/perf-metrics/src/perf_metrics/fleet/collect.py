@@ -144,11 +144,13 @@ def collect_fleet(
     tally = _Tally()
 
     def read(first: float, last: float) -> int:
-        chunk = _Chunk()
+        # Of its own, as a second query that is too large is asked again together with the first.
+        chunk, counted = _Chunk(), _Tally()
         # One after the other: an answer takes more memory than what is kept of it.
-        _read_activity(chunk, server.query_range(queries[0], first, last, step_s), names, parting, tally)
-        _read_clocks(chunk, server.query_range(queries[1], first, last, step_s), tally)
-        _add_chunk(fleet, chunk, tally)
+        _read_activity(chunk, server.query_range(queries[0], first, last, step_s), names, parting, counted)
+        _read_clocks(chunk, server.query_range(queries[1], first, last, step_s), counted)
+        _add_chunk(fleet, chunk, counted)
+        tally.add(counted)
         return chunk.points
 
     read_in_chunks(read, start, end, step_s, progress)
@@ -244,8 +246,8 @@ def _values(series: RangeSeries, tally: _Tally, *, usual_most: float) -> _Values
 
     name = series.labels["__name__"]
     tally.points[name] += len(series.points)
-    times = np.array([time_s for time_s, _ in series.points], float)
-    values = np.array([float(text) for _, text in series.points])
+    points = zip(*series.points, strict=True) if series.points else ((), ())
+    times, values = (np.array([*map(float, column)]) for column in points)
     # A share above 1, perhaps in percent, is refused and counted with the others.
     most = 1e9 if usual_most == 1 else usual_most
     for place in np.flatnonzero(~((values >= 0) & (values <= most))):
@@ -266,7 +268,7 @@ def _merged(parts: Sequence[_Values]) -> _Values:
     times, values = (np.concatenate(column) for column in zip(*parts, strict=True))
     # By time, blanks before values, and the later series after the earlier ones: the sort is stable.
     order = np.lexsort((~np.isnan(values), times))
-    is_last = np.append(np.diff(times[order]) > 0, [True] * min(1, len(times)))
+    is_last = np.concatenate((np.diff(times[order]) > 0, np.ones(min(1, len(times)), bool)))
     return times[order][is_last], values[order][is_last]
 
 
@@ -315,6 +317,13 @@ class _Tally:
     strange: Counter[str] = field(default_factory=Counter)
     samples: int = 0
     without_clock: int = 0
+
+    def add(self, other: _Tally) -> None:
+        self.points += other.points
+        self.blanks += other.blanks
+        self.strange += other.strange
+        self.samples += other.samples
+        self.without_clock += other.without_clock
 
     def notes(self, job_labels: Sequence[str]) -> Iterator[str]:
         activity = sum(self.points[name] for name in TENSOR_NAMES)

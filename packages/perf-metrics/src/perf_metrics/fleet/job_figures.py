@@ -73,7 +73,7 @@ def _median_around(gaps: Floats) -> Floats:
         for place in (*range(_NEIGHBOURS), *range(max(_NEIGHBOURS, len(gaps) - _NEIGHBOURS), len(gaps)))
     ]
     if len(gaps) < width:
-        return np.array(near[: len(gaps)])
+        return np.array(near)
     windows = np.lib.stride_tricks.sliding_window_view(gaps, width)
     inner = np.partition(windows, _NEIGHBOURS, axis=1)[:, _NEIGHBOURS]
     return np.concatenate((near[:_NEIGHBOURS], inner, near[_NEIGHBOURS:]))
@@ -120,7 +120,7 @@ def weighted_percentiles(
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Span:
     """The samples of one GPU in one job: their times, OFU and seconds."""
 
