@@ -1,10 +1,12 @@
 """Large jobs that are requeued and renamed, in Slurm and as JobSets, in a real Prometheus server."""
 
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from perf_metrics import FleetSamples, fleet_report, report_as_json
@@ -107,7 +109,6 @@ def samples(seed: int) -> list[tuple[float, float | None, float | None]]:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("model", [H100, "Unheard Of 9000"])
 def test_series_are_taken_as_their_samples_one_by_one(seed: int, model: str) -> None:
-    np = pytest.importorskip("numpy")
     one, other = (FleetSamples(start=0, end=6000, step_s=30) for _ in range(2))
     rows, device = samples(seed), Device("node", "0", "uuid", model)
     columns = [np.array(column, float) for column in zip(*rows, strict=True)]  # None becomes NaN
@@ -124,11 +125,18 @@ def test_series_are_taken_as_their_samples_one_by_one(seed: int, model: str) -> 
 
 
 def test_a_series_that_is_negative_or_infinite_is_refused() -> None:
-    np = pytest.importorskip("numpy")
     fleet = FleetSamples(start=0, end=60, step_s=30, tensor_mhz=1000)
     for activity, mhz in ((-0.1, 900.0), (0.1, -1.0), (float("inf"), 900.0)):
         with pytest.raises(ValueError, match="must be"):
             fleet.add_series("job", Device("node"), np.array([0.0]), np.array([activity]), np.array([mhz]))
+
+
+def test_a_host_without_numpy_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = FleetSamples(start=0, end=60, step_s=30, tensor_mhz=1000)
+    fleet.add("job", Device("node"), 30.0, 0.5, 900)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'perf-metrics\[prometheus\]'"):
+        fleet_report(fleet)
 
 
 def test_runs_leave_the_samples_of_the_fleet_as_they_are() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ..ofu.samples import Device
 from ..uncertainty import MeanInterval, mean_interval
-from .job_samples import DeviceSamples, JobSamples, check_numpy
+from .job_samples import DeviceSamples, JobSamples
 from .regressions import Drop, find_drops
 
 if TYPE_CHECKING:
@@ -273,11 +273,7 @@ def job_figures(job: str, seen: JobSamples, start: float, end: float, step_s: fl
         start: Start of the range that was asked for, Unix time in seconds.
         end: End of that range.
         step_s: Seconds between samples.
-
-    Raises:
-        ModuleNotFoundError: numpy is not installed.
     """
-    check_numpy()
     import numpy as np
 
     used = [kept for kept in seen.devices.values() if kept.times]

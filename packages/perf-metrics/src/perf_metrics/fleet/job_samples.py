@@ -278,7 +278,11 @@ class FleetSamples:
 
         The two are the same, but where a name stands for several runs: those are NAME#1, NAME#2, ... The
         samples are those of the fleet, and not to be changed.
+
+        Raises:
+            ModuleNotFoundError: numpy is not installed.
         """
+        check_numpy()
         found = {}
         for name, seen in self.jobs.items():
             for kept in seen.devices.values():
