@@ -336,6 +336,6 @@ class _Tally:
         elif not self.points[CLOCK_NAME]:
             yield f"no series {CLOCK_NAME}: without the SM clock there is no OFU"
         for (name, meaning), count in sorted(self.blanks.items()):
-            yield f"{name}: {count} of {self.points[name]} points are blank ({meaning})"
+            yield f"{name}: {count:,} of {self.points[name]:,} points are blank ({meaning})"
         if self.without_clock and self.points[CLOCK_NAME]:
-            yield f"{self.without_clock} of {self.samples} samples have no SM clock beside tensor activity"
+            yield f"{self.without_clock:,} of {self.samples:,} samples have no SM clock beside tensor activity"

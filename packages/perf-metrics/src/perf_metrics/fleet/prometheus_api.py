@@ -168,7 +168,7 @@ class PrometheusAPI:
                 return None, f"the answer was not whole after {self._timeout_s:g} s"
             return None, f"{type(error).__name__}: {error}".rstrip(": ")
         try:
-            body = _parsed(text)
+            body = json.loads(text)
         except (ValueError, RecursionError) as error:  # too many digits; brackets by thousands
             return None, self._not_json(response, error)
         if response.status_code in _REFUSED or _ran_out_of_time(body):
@@ -333,17 +333,6 @@ def _are_numbers(texts: Sequence[object]) -> bool:
         return False
 
 
-def _parsed(text: bytes) -> object:
-    """Parse JSON; a million points are a million lists, which the collector would look at again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return json.loads(text)
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _say_on_stderr(text: str) -> None:
     print(f"perf-metrics: {text}", file=sys.stderr, flush=True)
 
@@ -355,6 +344,18 @@ _FIRST_STEPS = 120
 _POINTS_WANTED = 1_000_000
 """Points in an answer: 30 MB of JSON, whatever the size of the fleet. Of 10,000 GPUs that is 100 steps; the
 labels of as many series take as long to read as some 20."""
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep Python's collector from looking at a million points, which are lists, again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def read_in_chunks(
@@ -378,7 +379,8 @@ def read_in_chunks(
         steps = min(wanted, left)
         first = start + done * step_s
         try:
-            points = read(first, first + (steps - 1) * step_s)
+            with _collector_paused():
+                points = read(first, first + (steps - 1) * step_s)
         except QueryTooLargeError:
             if steps == 1:
                 raise
