@@ -338,4 +338,5 @@ class _Tally:
         for (name, meaning), count in sorted(self.blanks.items()):
             yield f"{name}: {count:,} of {self.points[name]:,} points are blank ({meaning})"
         if self.without_clock and self.points[CLOCK_NAME]:
-            yield f"{self.without_clock:,} of {self.samples:,} samples have no SM clock beside tensor activity"
+            counted = f"{self.without_clock:,} of {self.samples:,} samples"
+            yield f"{counted} have no SM clock beside tensor activity"
