@@ -257,6 +257,40 @@ class RankAgreement:
         except BaseException as error:
             raise self._torn(phase, error) from error
 
+    def exchange(
+        self, phase: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Send tensors to some ranks, and receive from others. Collective: what one sends, another receives.
+
+        Args:
+            phase: What is exchanged, for messages.
+            sends: Contiguous CPU tensors of bytes, by the rank that gets them.
+            receives: Memory for what comes, by the rank that sends it.
+
+        Raises:
+            CheckpointError: A rank did not arrive within the timeout.
+        """
+        if not sends and not receives:
+            return
+        group = self._opened(phase)
+        # Of a ControlGroup of all ranks, the process group numbers them as the job does.
+        connections = group.process_group
+        try:
+            if connections is None:
+                raise group.broken(phase, "the connections are closed")
+            try:
+                works = [connections.recv([data], rank, 0) for rank, data in sorted(receives.items())]
+                works += [connections.send([data], rank, 0) for rank, data in sorted(sends.items())]
+                # Not polled, as other exchanges are: a gloo transfer completes only in wait().
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise group.broken(phase, error) from error
+        except RankFailedError as error:
+            raise self._lost(phase, error) from error
+        except BaseException as error:
+            raise self._torn(phase, error) from error
+
     def _start_broadcast(
         self, phase: str, group: ControlGroup, piece: torch.Tensor, source: int
     ) -> dist.Work:

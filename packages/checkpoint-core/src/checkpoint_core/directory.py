@@ -15,10 +15,13 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from checkpoint_core.errors import CheckpointError, free_bytes
+from checkpoint_core.errors import CheckpointError, StoreError, free_bytes
 from checkpoint_core.files import sync_file
 from checkpoint_core.manifest import MANIFEST_NAME, read_manifest
+from checkpoint_core.store_directory import finish_leftover, newest_change, remove_committed
+from checkpoint_core.store_path import StorePath
 
 STAGING = "tmp"
 """A checkpoint being written."""
@@ -35,6 +38,7 @@ _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MARGIN_BYTES = 1024 * 1024
 CHECKPOINT_PREFIX = "checkpoint-"
+_P = TypeVar("_P", bound=Path)
 
 
 @dataclass(frozen=True)
@@ -60,23 +64,24 @@ class Leftover:
         return has_ended(self.pid, self.started)
 
 
-def temporary_path(output_dir: Path, kind: str, step: int) -> Path:
-    """A fresh name for a temporary directory of this process.
+def temporary_path(output_dir: _P, kind: str, step: int, save: str | None = None) -> _P:
+    """A name for a temporary directory of this process, or for the marker of a save in a store.
 
     Args:
         output_dir: The directory of the checkpoints.
         kind: :data:`STAGING`, :data:`REPLACED` or :data:`DELETED`.
         step: The step of the checkpoint.
+        save: Eight hexadecimal digits that tell the save; None makes new ones.
 
     Returns:
         The path; nothing is created.
     """
-    token = f"{machine_token()}-{os.getpid()}-{process_start(os.getpid()) or 0}-{uuid.uuid4().hex[:8]}"
-    return output_dir / f".{kind}-checkpoint-{step}-{token}"
+    process = f"{machine_token()}-{os.getpid()}-{process_start(os.getpid()) or 0}"
+    return output_dir / f".{kind}-checkpoint-{step}-{process}-{save or uuid.uuid4().hex[:8]}"
 
 
 def find_leftovers(output_dir: Path) -> list[Leftover]:
-    """All temporary directories in an output directory, of living and dead processes.
+    """All temporary directories, or markers in a store, of living and dead processes.
 
     Args:
         output_dir: The directory of the checkpoints.
@@ -89,7 +94,7 @@ def find_leftovers(output_dir: Path) -> list[Leftover]:
     found = []
     for path in sorted(output_dir.iterdir()):
         match = _LEFTOVER_NAME.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink():
+        if match and (isinstance(path, StorePath) or (path.is_dir() and not path.is_symlink())):
             kind, step, machine, pid, started = match.groups()
             found.append(Leftover(path, kind, int(step), machine, int(pid), int(started)))
     return found
@@ -159,6 +164,8 @@ def _ask_by_signal(pid: int) -> int | None:
 
 
 def _newest_change(directory: Path) -> float:
+    if isinstance(directory, StorePath):
+        return newest_change(directory)
     newest = 0.0
     for path in [directory, *directory.rglob("*")]:
         try:
@@ -224,8 +231,9 @@ def check_target(final: Path, run_id: str) -> None:
     Raises:
         CheckpointError: Something else is there; names it and the remedy.
     """
-    if not final.exists() and not final.is_symlink():
-        return
+    in_store = isinstance(final, StorePath)
+    if not (final / MANIFEST_NAME if in_store else final).exists() and not final.is_symlink():
+        return  # What a killed save to a store left is in nobody's way.
     if final.is_symlink() or not (final / MANIFEST_NAME).is_file():
         raise CheckpointError(
             f"{final} exists and is not a committed checkpoint of checkpoint-core. Move it away or choose "
@@ -253,7 +261,8 @@ def check_new(path: Path, output_dir: Path, step: int) -> None:
     Raises:
         CheckpointError: Naming it and the remedy.
     """
-    if path.exists() or path.is_symlink():
+    in_store = isinstance(path, StorePath)
+    if (path / MANIFEST_NAME if in_store else path).exists() or path.is_symlink():
         raise CheckpointError(f"path={str(path)!r} exists already. Name a new directory, or move that away.")
     number = path.name.removeprefix(CHECKPOINT_PREFIX)
     if number == path.name or not number.isdecimal():
@@ -287,6 +296,8 @@ def check_other_runs(output_dir: Path, step: int, run_id: str) -> None:
             continue
         try:
             owner = read_manifest(path).run_id
+        except StoreError:
+            raise
         except (CheckpointError, OSError):
             continue
         if owner != run_id:
@@ -343,6 +354,10 @@ def remove_checkpoint(checkpoint: Path, step: int) -> None:
         checkpoint: The checkpoint.
         step: Its step.
     """
+    if isinstance(checkpoint, StorePath):
+        save = read_manifest(checkpoint).save_directory
+        remove_committed(checkpoint, temporary_path(checkpoint.parent, DELETED, step, save))
+        return
     hidden = temporary_path(checkpoint.parent, DELETED, step)
     checkpoint.rename(hidden)
     discard(hidden)
@@ -370,6 +385,8 @@ def restore_replaced(output_dir: Path) -> None:
     Args:
         output_dir: The directory of the checkpoints.
     """
+    if isinstance(output_dir, StorePath):
+        return  # A manifest is replaced in one step.
     for leftover in find_leftovers(output_dir):
         final = checkpoint_path(output_dir, leftover.step)
         if leftover.kind == REPLACED and not final.exists() and leftover.is_abandoned():
@@ -393,7 +410,10 @@ def clean_leftovers(output_dir: Path) -> None:
     for leftover in find_leftovers(output_dir):
         if leftover.is_abandoned():
             _logger.info("removing %s, left behind by process %d", leftover.path, leftover.pid)
-            discard(leftover.path)
+            if isinstance(leftover.path, StorePath):
+                finish_leftover(leftover.path)
+            else:
+                discard(leftover.path)
 
 
 def _put_aside(final: Path, step: int) -> Path | None:

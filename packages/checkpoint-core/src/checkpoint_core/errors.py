@@ -27,6 +27,14 @@ class LeaseLostError(CheckpointError):
     """The directory is no longer this run's own: nothing more may be written to it."""
 
 
+class StoreError(OSError):
+    """An object store did not do what was asked: it cannot be reached, refuses the credentials, or is full.
+
+    What it holds is as good as before. The message names the address and the remedy, and holds nothing else
+    of what the store or its library said.
+    """
+
+
 def describe_error(error: BaseException) -> str:
     """Say in one line what went wrong, with the file and the remedy where they are known.
 
@@ -36,7 +44,7 @@ def describe_error(error: BaseException) -> str:
     Returns:
         The message for a :class:`CheckpointError`.
     """
-    if isinstance(error, CheckpointError):
+    if isinstance(error, (CheckpointError, StoreError)):
         text = str(error)
     elif isinstance(error, OSError):
         text = _describe_os_error(error)

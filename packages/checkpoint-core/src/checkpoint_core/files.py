@@ -12,6 +12,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import pairwise
@@ -22,12 +23,15 @@ from typing import TypeGuard, TypeVar
 from crc32c import crc32c
 
 from checkpoint_core.errors import CheckpointError
+from checkpoint_core.store_path import RangeReader, StorePath
 
 ALGORITHM = "crc32c"
 _POLYNOMIAL = 0x82F63B78
 _ONE = 1 << 31
 CHUNK_BYTES = 512 * 1024
 """Largest piece moved at once; its checksum is taken while it is still in the processor's cache."""
+STORE_CHUNK_BYTES = 4 * 1024 * 1024
+"""The same for a store, where each piece is a request."""
 MAX_NESTING = 320
 """Levels of a JSON document that is read: three for each of the hundred of a state that can be saved, so that
 what walks through it has room on Python's stack."""
@@ -294,10 +298,10 @@ def range_share(path: Path, begin: int, end: int, size: int) -> int:
         of what there is, which does not fit.
     """
     digest = PartialDigest()
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, end - begin)))
-    with path.open("rb", buffering=0) as file:
-        file.seek(begin)
-        while begin < end and (count := file.readinto(buffer[: end - begin])):
+    chunk = STORE_CHUNK_BYTES if isinstance(path, StorePath) else CHUNK_BYTES
+    buffer = memoryview(bytearray(min(chunk, end - begin)))
+    with closing(RangeReader(path)) as file:
+        while begin < end and (count := file.fill([(begin, buffer[: end - begin])])):
             digest.update(begin, buffer[:count])
             begin += count
     return digest.share(size)

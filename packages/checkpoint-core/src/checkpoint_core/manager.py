@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 
@@ -28,6 +28,9 @@ from checkpoint_core.loading import LoadedCheckpoint, load
 from checkpoint_core.model_directory import ModelExport
 from checkpoint_core.saving import CheckpointSave, Preprocessor
 from checkpoint_core.selection import BestCheckpoint, Retention, best_summary
+from checkpoint_core.store_directory import OtherRuns
+from checkpoint_core.store_path import StorePath, locate
+from checkpoint_core.store_saving import StoreSave
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
 _OPENING = "opening the checkpoint manager"
@@ -70,9 +73,9 @@ class CheckpointManager:
         if isinstance(config, (str, Path)):
             config = CheckpointConfig(output_dir=config)
         # Absolute: the program may change its directory, also while a save is in the background.
-        config = replace(config, output_dir=Path(config.output_dir).absolute())
+        self._output_dir = locate(config.output_dir, config.timeout_seconds)
+        config = replace(config, output_dir=self._output_dir)
         self._config = config
-        self._output_dir = Path(config.output_dir)
         self._closed = False
         env = _environment() if dist is None else dist
         self._provider = _provider(state, stateful_provider, env.world_size)
@@ -84,6 +87,7 @@ class CheckpointManager:
         self._retention = Retention(config, opened[0][0])
         self._staging = StagingBuffer() if config.async_save else None
         self._worker = BackgroundWorker()
+        self._others = OtherRuns()
 
     def __enter__(self) -> Self:
         """The manager itself."""
@@ -144,10 +148,11 @@ class CheckpointManager:
                 the same, before the error is raised.
         """
         with self._earlier_failure_last():
-            phase, target = "saving a checkpoint", None if path is None else Path(path)
+            phase, target = "saving a checkpoint", None if path is None else self._locate(path)
             if self._closed:
                 raise CheckpointError(f"{phase}: the manager was closed. Make a new CheckpointManager.")
-            save = CheckpointSave(
+            save = self._new_save(
+                target,
                 config=self._config,
                 ranks=self._ranks,
                 plan=make_plan(phase, self._ranks, self._provider, lambda: _describe_save(step, target)),
@@ -199,7 +204,7 @@ class CheckpointManager:
                 state.
         """
         self.wait()
-        wanted = None if path is None else Path(path)
+        wanted = None if path is None else self._locate(path)
         # Nodes that save for themselves may know the same checkpoint under different paths.
         what = f"load of {wanted.name if wanted else 'the newest checkpoint'}"
         plan = make_plan("loading a checkpoint", self._ranks, self._provider, lambda: what)
@@ -232,8 +237,12 @@ class CheckpointManager:
                 failed: the model is written all the same, before the error is raised.
         """
         with self._earlier_failure_last():
-            target = Path(output_dir)
-            phase = "saving the model"
+            target, phase = self._locate(output_dir), "saving the model"
+            if isinstance(target, StorePath):
+                raise CheckpointError(
+                    f"{phase}: {target} is in a store, and save_model() writes to a directory. Save a "
+                    "checkpoint there, whose weights are a Hugging Face directory, or copy the directory."
+                )
             plan = make_plan(phase, self._ranks, self._provider, lambda: f"export to {target.name}")
             ModelExport(
                 config=self._config,
@@ -260,7 +269,7 @@ class CheckpointManager:
         """
         self.wait()
         found = self._ranks.run_on_main("ranking the checkpoints", self._ranking)
-        return tuple(BestCheckpoint(Path(path), step, value) for path, step, value in found)
+        return tuple(BestCheckpoint(self._locate(path), step, value) for path, step, value in found)
 
     def best_summary(self) -> str:
         """:meth:`best_checkpoints` as a table for the end of a run. Collective.
@@ -291,6 +300,14 @@ class CheckpointManager:
             raise earlier from error
         if earlier is not None:
             raise earlier
+
+    def _locate(self, where: str | Path) -> Path:
+        return locate(where, self._config.timeout_seconds)
+
+    def _new_save(self, target: Path | None, **options: Any) -> CheckpointSave:
+        if isinstance(self._output_dir if target is None else target, StorePath):
+            return StoreSave(**options, others=self._others)
+        return CheckpointSave(**options)
 
     def _finish(self, save: CheckpointSave) -> None:
         save.commit()

@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from types import UnionType
@@ -11,11 +11,13 @@ from typing import Any, cast, get_args, get_origin
 
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.files import ALGORITHM, FileRecord, checksum_file, digest, json_bytes, read_json
+from checkpoint_core.store_path import file_sizes
 
 WEIGHTS_FORMAT = "weights"
 STATE_FORMAT = "state"
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
+SAVE_DIGITS = 8
 _REMEDY = "Restore the file, or load another checkpoint"
 _BEYOND_FILES = 2**63
 """No system counts bytes or steps beyond it."""
@@ -81,6 +83,32 @@ class Manifest:
     """Versions of the software that wrote the checkpoint."""
     schema_version: int = SCHEMA_VERSION
     """Version of this format."""
+
+    @property
+    def save_directory(self) -> str:
+        """Where the files of a save to an object store lie, relative to the manifest."""
+        return self.save_id[:SAVE_DIGITS]
+
+    def plain_name(self, file: str) -> str:
+        """The name of a file without the directory of its save, equal in all saves."""
+        return file.removeprefix(f"{self.save_directory}/")
+
+    def moved(self, directory: str) -> "Manifest":
+        """The manifest of the same files in a directory below it."""
+        return replace(
+            self,
+            files={f"{directory}/{name}": record for name, record in self.files.items()},
+            components=[
+                replace(
+                    each,
+                    parts=[
+                        replace(part, files=[f"{directory}/{name}" for name in part.files])
+                        for part in each.parts
+                    ],
+                )
+                for each in self.components
+            ],
+        )
 
     def component(self, key: str) -> ComponentRecord | None:
         """The entry of one component, or None."""
@@ -163,7 +191,22 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise CheckpointError(
             f"{checkpoint} has no {MANIFEST_NAME}: it was not committed, or not written by checkpoint-core."
         )
-    document = read_json(path)
+    return parse_manifest(path, read_json(path))
+
+
+def parse_manifest(path: Path, document: object) -> Manifest:
+    """Check a manifest that was read.
+
+    Args:
+        path: Where it was read, for messages.
+        document: Its content.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: It is damaged, of a newer schema, or names files outside the directory.
+    """
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} is damaged: it is not a JSON object. {_REMEDY}.")
     schema = document.get("schema_version")
@@ -200,12 +243,8 @@ def verify_checkpoint(checkpoint: Path, *, checksums: bool) -> Manifest:
     if not checkpoint.is_dir():
         raise CheckpointError(f"there is no checkpoint directory {checkpoint}.")
     manifest = read_manifest(checkpoint)
-    for name, record in manifest.files.items():
-        path = checkpoint / name
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            continue
+    for name, size in file_sizes(checkpoint, list(manifest.files)).items():
+        path, record = checkpoint / name, manifest.files[name]
         if size != record.size:
             raise CheckpointError(
                 f"{path} is damaged: it has {size} bytes, but {record.size} were written. {_FILE_REMEDY}."

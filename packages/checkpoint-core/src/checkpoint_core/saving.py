@@ -50,15 +50,19 @@ from checkpoint_core.manifest import (
 from checkpoint_core.model_state import ModelState, OptimizerState, config_bytes
 from checkpoint_core.replication import Replica, find_mismatches
 from checkpoint_core.sharded import WholeState, join_states
+from checkpoint_core.store_path import locate
 from checkpoint_core.tensor_files import (
     MODEL_STEM,
     FileLayout,
     create_tensor_file,
+    divide_tensors,
     plan_file,
-    plan_weights,
+    plan_weight_shards,
+    shard_names,
     spec_of,
     write_parts,
 )
+from checkpoint_core.tensor_owners import WholeFiles, assign_owners
 
 _logger = logging.getLogger(__name__)
 METRICS_NAME = "eval_metrics.json"
@@ -123,6 +127,8 @@ class ComponentFiles:
     """Name of the stored tensor, by alias."""
     parts: Mapping[str, LocalPart]
     """What this rank writes, by tensor name."""
+    whole: WholeFiles | None = None
+    """Of a SHARDED state: which rank writes which file, where ranks cannot write to ranges of one."""
 
     @property
     def names(self) -> list[str]:
@@ -167,7 +173,13 @@ class ComponentFiles:
         }
 
 
-def plan_files(stateful: Stateful, stem: str, state: WholeState, max_shard_size: int) -> ComponentFiles:
+def plan_files(
+    stateful: Stateful,
+    stem: str,
+    state: WholeState,
+    max_shard_size: int,
+    owned: WholeFiles | None = None,
+) -> ComponentFiles:
     """Divide a state into files.
 
     Args:
@@ -175,18 +187,22 @@ def plan_files(stateful: Stateful, stem: str, state: WholeState, max_shard_size:
         stem: Beginning of the file names.
         state: Its state, complete.
         max_shard_size: Bytes of tensor data per file of weights.
+        owned: Which rank writes which file, where each has one writer.
 
     Returns:
         The files, the same on every rank but for the parts.
     """
     if not isinstance(stateful, ModelState):
-        layouts = {f"{stem}.safetensors": plan_file(state.specs, {})} if state.specs else {}
+        groups = [state.specs] if owned is None else owned.shards
+        names = shard_names(stem, len(groups))
+        layouts = {name: plan_file(group, {}) for name, group in zip(names, groups, strict=True) if group}
         documents = {f"{stem}.json": json_bytes(state.document)}
-        return ComponentFiles(STATE_FORMAT, layouts, documents, {}, {}, state.parts)
-    layouts, companions = plan_weights(state.specs, stem, max_shard_size, state.tied)
+        return ComponentFiles(STATE_FORMAT, layouts, documents, {}, {}, state.parts, owned)
+    shards = divide_tensors(state.specs, max_shard_size) if owned is None else owned.shards
+    layouts, companions = plan_weight_shards(shards, stem, state.tied)
     if stem == MODEL_STEM and stateful.parts and (config := config_bytes(stateful.parts[0])) is not None:
         companions["config.json"] = config
-    return ComponentFiles(WEIGHTS_FORMAT, layouts, {}, companions, state.tied, state.parts)
+    return ComponentFiles(WEIGHTS_FORMAT, layouts, {}, companions, state.tied, state.parts, owned)
 
 
 def capture_all(ranks: RankAgreement, plan: Plan) -> dict[str, EncodedState]:
@@ -215,14 +231,19 @@ def divide_into_files(
     plan: Plan,
     captured: Mapping[str, EncodedState],
     config: CheckpointConfig,
+    *,
+    one_writer: bool = False,
 ) -> dict[str, ComponentFiles]:
     """The files that this rank makes, or writes a part of, by component. Collective.
+
+    With ``one_writer`` each file is written by one rank.
 
     Raises:
         CheckpointError: On every rank, when any failed.
     """
     sharded = {key: captured[key] for key in plan.sharded}
     joined = join_states(ranks, phase, sharded, config.on_replica_mismatch)
+    owned = assign_owners(ranks, phase, joined, config.max_shard_size) if one_writer else {}
     files: dict[str, ComponentFiles] = {}
 
     def divide() -> None:
@@ -231,7 +252,9 @@ def divide_into_files(
                 stateful = assignment.component.stateful
                 try:
                     whole = joined[key] if key in joined else own_state(captured[key])
-                    files[key] = plan_files(stateful, assignment.stem, whole, config.max_shard_size)
+                    files[key] = plan_files(
+                        stateful, assignment.stem, whole, config.max_shard_size, owned.get(key)
+                    )
                 except CheckpointError as error:
                     raise CheckpointError(f"component {key!r}: {error}") from error
 
@@ -247,7 +270,7 @@ class Preprocessor(Protocol):
         ...
 
 
-class _RankReport(TypedDict):
+class RankReport(TypedDict):
     """What one rank wrote."""
 
     components: dict[str, tuple[list[str], str, dict[str, str]]]
@@ -274,7 +297,7 @@ class CheckpointSave:
 
     def __post_init__(self) -> None:
         """Name the checkpoint."""
-        output_dir = Path(self.config.output_dir)
+        output_dir = locate(self.config.output_dir)
         self.final = checkpoint_path(output_dir, self.step) if self.path is None else self.path.absolute()
         self._phase = f"saving {self.final.name}"
         self._save_id = ""
@@ -300,7 +323,7 @@ class CheckpointSave:
         metrics = self.ranks.run(self._phase, take)[0]
         self.metrics = None if metrics is None else parse_metrics(metrics)
         self._check_replicas(captured)
-        self._files = divide_into_files(self.ranks, self._phase, self.plan, captured, self.config)
+        self._files = self._divide(captured)
         if staging is not None:
             self.ranks.run(self._phase, lambda: self._stage(staging))
 
@@ -317,19 +340,28 @@ class CheckpointSave:
         try:
             sizes = ranks.run(phase, lambda: (self._size(), uuid.uuid4().hex))
             self._save_id = sizes[0][1]
-            needed = sum(sizes[rank][0] for rank in ranks.site)
-            staging = self.final.parent / ranks.run_on_leaders(phase, lambda: self._begin(needed))
-            reports = ranks.run(phase, lambda: self._write(staging))
-            ranks.run_on_leaders(phase, lambda: self._write_manifest(staging, reports))
-            # Every node has all of its files before the first one publishes.
-            ranks.run_on_leaders(phase, lambda: self._publish(staging))
+            self._write_all(sum(sizes[rank][0] for rank in ranks.site))
         except BaseException:
-            # Only a leader has made it, and by now no rank writes into it any more. When a rank was lost,
-            # another node may have published, and the next load needs this one's files to do the same.
-            if self._staging is not None and not (ranks.broken and len(ranks.sites()) > 1):
-                discard(self._staging)
+            self._discard()
             raise
         return self.final
+
+    def _divide(self, captured: Mapping[str, EncodedState]) -> dict[str, ComponentFiles]:
+        return divide_into_files(self.ranks, self._phase, self.plan, captured, self.config)
+
+    def _write_all(self, needed: int) -> None:
+        ranks, phase = self.ranks, self._phase
+        staging = self.final.parent / ranks.run_on_leaders(phase, lambda: self._begin(needed))
+        reports = ranks.run(phase, lambda: self._write(staging))
+        ranks.run_on_leaders(phase, lambda: self._write_manifest(staging, reports))
+        # Every node has all of its files before the first one publishes.
+        ranks.run_on_leaders(phase, lambda: self._publish(staging))
+
+    def _discard(self) -> None:
+        # Only a leader has made it, and by now no rank writes into it any more. When a rank was lost, another
+        # node may have published, and the next load needs this one's files to do the same.
+        if self._staging is not None and not (self.ranks.broken and len(self.ranks.sites()) > 1):
+            discard(self._staging)
 
     def _check_replicas(self, captured: Mapping[str, EncodedState]) -> None:
         replicas = [
@@ -373,7 +405,7 @@ class CheckpointSave:
     def _begin(self, needed: int) -> str:
         self._check_lease()
         if self.path is not None:
-            check_new(self.final, Path(self.config.output_dir), self.step)
+            check_new(self.final, locate(self.config.output_dir), self.step)
         else:
             check_target(self.final, self.run_id)
             check_other_runs(self.final.parent, self.step, self.run_id)
@@ -390,13 +422,13 @@ class CheckpointSave:
             self._made[METRICS_NAME] = (len(content), write_bytes(self._staging / METRICS_NAME, content))
         return self._staging.name
 
-    def _write(self, staging: Path) -> _RankReport:
+    def _write(self, staging: Path) -> RankReport:
         if not staging.is_dir():
             raise CheckpointError(
                 f"this rank does not see {staging}, which rank {self.ranks.leader} made. Put output_dir on "
                 "storage that all ranks share, under the same path, or set save_on_each_node=True."
             )
-        report = _RankReport(components={}, files=dict(self._made))
+        report = RankReport(components={}, files=dict(self._made))
         for key, files in self._files.items():
             if self._makes(key):
                 report["components"][key] = (files.names, files.format, dict(files.tied))
@@ -405,12 +437,12 @@ class CheckpointSave:
             _add(report["files"], files.write(staging, self.ranks.threads))
         return report
 
-    def _write_manifest(self, staging: Path, reports: Sequence[_RankReport]) -> None:
+    def _write_manifest(self, staging: Path, reports: Sequence[RankReport]) -> None:
         write_bytes(staging / MANIFEST_NAME, self._manifest(reports).to_bytes())
         # Once another node has published, this one must be able to, even after a power cut.
         sync_directories(staging)
 
-    def _manifest(self, reports: Sequence[_RankReport]) -> Manifest:
+    def _manifest(self, reports: Sequence[RankReport]) -> Manifest:
         site = {rank: reports[rank] for rank in self.ranks.site}
         files: Shares = {}
         for each in site.values():

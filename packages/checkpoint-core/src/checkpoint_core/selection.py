@@ -24,9 +24,10 @@ from checkpoint_core.directory import (
     remove_checkpoint,
     restore_replaced,
 )
-from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.errors import CheckpointError, StoreError, describe_error
 from checkpoint_core.files import combine, in_threads, range_share
 from checkpoint_core.manifest import MANIFEST_NAME, Manifest, read_manifest, verify_checkpoint, wrong_content
+from checkpoint_core.store_path import StorePath, file_sizes, locate, reading_threads
 
 _logger = logging.getLogger(__name__)
 _PHASE = "choosing a checkpoint"
@@ -51,7 +52,7 @@ def find_latest_checkpoint(output_dir: str | Path, *, verify_checksums: bool = F
     Returns:
         The checkpoint's directory, or None when there is none.
     """
-    found = next(_good_checkpoints(Path(output_dir), checksums=verify_checksums), None)
+    found = next(_good_checkpoints(locate(output_dir), checksums=verify_checksums), None)
     return None if found is None else found[0]
 
 
@@ -66,6 +67,8 @@ def _good_checkpoints(output_dir: Path, *, checksums: bool) -> Iterator[tuple[Pa
                     f"{path} holds step {manifest.step}, not {step}, so it was renamed. Give it its name "
                     "back."
                 )
+        except StoreError:
+            raise  # Says nothing of the checkpoint, and is no reason to resume from an older one.
         except (CheckpointError, OSError) as error:
             _warn_passing_over(path, error)
             continue
@@ -287,7 +290,7 @@ def _read_shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> l
         try:
             return _Read(shares=_shares(ranks, directory, manifest), problem=None)
         except OSError as error:
-            if error.errno in _EXHAUSTED:
+            if error.errno in _EXHAUSTED or isinstance(error, StoreError):
                 raise
             return _Read(shares={}, problem=describe_error(error))
 
@@ -295,11 +298,18 @@ def _read_shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> l
 
 
 def _shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> dict[str, int]:
-    present = {name: record for name, record in manifest.files.items() if (directory / name).is_file()}
+    there = file_sizes(directory, list(manifest.files))
+    in_store = isinstance(directory, StorePath)
+    present = {
+        name: record
+        for name, record in manifest.files.items()
+        if name in there and (in_store or (directory / name).is_file())
+    }
     total = sum(record.size for record in present.values())
     place = ranks.rank - ranks.leader
     begin, end = total * place // ranks.site_size, total * (place + 1) // ranks.site_size
-    bounds = [begin + (end - begin) * number // ranks.threads for number in range(ranks.threads + 1)]
+    threads = reading_threads(directory, ranks.threads)
+    bounds = [begin + (end - begin) * number // threads for number in range(threads + 1)]
     sizes = {name: record.size for name, record in present.items()}
     stripes = [_ranges(sizes, a, b) for a, b in pairwise(bounds)]
 
@@ -311,7 +321,7 @@ def _shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> dict[s
         return found
 
     merged: dict[str, int] = {}
-    for part in in_threads(ranks.threads, stripes, read):
+    for part in in_threads(threads, stripes, read):
         for name, share in part.items():
             merged[name] = merged.get(name, 0) ^ share
     return merged
@@ -444,7 +454,7 @@ class Retention:
         if config.best_metric is None or count == 0:
             return []
         return best_checkpoints(
-            Path(config.output_dir),
+            locate(config.output_dir),
             run_id=self.run_id,
             metric=config.best_metric,
             greater_is_better=config.greater_is_better,
@@ -468,7 +478,7 @@ class Retention:
             return
         if self.resumed_from is not None:
             protected.append(self.resumed_from)
-        limit, directory = self._config.save_total_limit, Path(self._config.output_dir)
+        limit, directory = self._config.save_total_limit, locate(self._config.output_dir)
         rotate(directory, limit=limit, run_id=self.run_id, newest=newest, protected=protected)
 
     def _warn_if_unranked(self, newest: Path, metrics: Mapping[str, float] | None) -> None:

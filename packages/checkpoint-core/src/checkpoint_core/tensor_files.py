@@ -12,7 +12,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +34,7 @@ from checkpoint_core.files import (
     sync_descriptor,
     write_at,
 )
+from checkpoint_core.store_path import RangeReader, reading_threads
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -63,6 +66,7 @@ JsonSpec = tuple[str, list[int]]
 FORMAT_ENTRY = "format"
 MODEL_STEM = "model"
 _PIECE_BYTES = 8 * 1024 * 1024
+_PIECES_AT_ONCE = 256
 _NO_PREALLOCATION = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -169,8 +173,8 @@ def read_layout(path: Path) -> FileLayout:
         OSError: The file cannot be read.
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(_LENGTH_BYTES)
+    with closing(RangeReader(path)) as file:
+        start = file.read(0, min(_LENGTH_BYTES, size)) if size else b""
         length = int.from_bytes(start, "little")
         if size < _LENGTH_BYTES or not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             # Only now: a header of 640 bytes begins like a pickle of protocol 2.
@@ -182,7 +186,7 @@ def read_layout(path: Path) -> FileLayout:
             raise CheckpointError(
                 f"{path} is not a readable safetensors file (no header). Restore it or convert what it is."
             )
-        text = file.read(length)
+        text = file.read(_LENGTH_BYTES, length)
     try:
         header = parse_json(text)
         if not isinstance(header, dict):
@@ -248,6 +252,19 @@ def plan_weights(
     Returns:
         The layout of each file, and the content of the index, by file name. One file has no index.
     """
+    return plan_weight_shards(divide_tensors(specs, max_shard_size), stem, tied)
+
+
+def divide_tensors(specs: Mapping[str, TensorSpec], max_shard_size: int) -> list[dict[str, TensorSpec]]:
+    """Divide tensors, in their order, into groups of at most a size; a larger one is a group for itself.
+
+    Args:
+        specs: The tensors by name.
+        max_shard_size: Bytes of a group.
+
+    Returns:
+        The groups; at least one, which may be empty.
+    """
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in specs.items():
@@ -256,15 +273,36 @@ def plan_weights(
             filled = 0
         shards[-1][name] = spec
         filled += spec.nbytes
-    count = len(shards)
-    layouts: dict[str, FileLayout] = {}
-    for number, shard in enumerate(shards, 1):
-        aliases = {alias: name for alias, name in tied.items() if name in shard}
-        file = f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
-        layouts[file] = plan_file(shard, {**aliases, FORMAT_ENTRY: "pt"})
+    return shards
+
+
+def shard_names(stem: str, count: int) -> list[str]:
+    """The names of the files of one state, as Hugging Face numbers them."""
     if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def plan_weight_shards(
+    shards: Sequence[Mapping[str, TensorSpec]], stem: str, tied: Mapping[str, str]
+) -> tuple[dict[str, FileLayout], dict[str, bytes]]:
+    """Lay out files of weights.
+
+    Args:
+        shards: The tensors of each file.
+        stem: Beginning of the file names.
+        tied: As for :func:`plan_weights`.
+
+    Returns:
+        As :func:`plan_weights`.
+    """
+    layouts: dict[str, FileLayout] = {}
+    for file, shard in zip(shard_names(stem, len(shards)), shards, strict=True):
+        aliases = {alias: name for alias, name in tied.items() if name in shard}
+        layouts[file] = plan_file(shard, {**aliases, FORMAT_ENTRY: "pt"})
+    if len(shards) == 1:
         return layouts, {}
-    total = sum(spec.nbytes for spec in specs.values())
+    total = sum(spec.nbytes for shard in shards for spec in shard.values())
     places = {name: file for file, shard in zip(layouts, shards, strict=True) for name in shard}
     index = json_bytes({"metadata": {"total_size": total}, "weight_map": places})
     return layouts, {f"{stem}.safetensors.index.json": index}
@@ -309,6 +347,32 @@ def create_tensor_file(path: Path, layout: FileLayout) -> int:
     return digest.share(layout.size)
 
 
+def file_content(layout: FileLayout, parts: Mapping[str, LocalPart]) -> Iterator[bytes]:
+    """A whole safetensors file from memory, for a writer that takes it in order.
+
+    Args:
+        layout: Its layout.
+        parts: Every tensor of it, whole.
+
+    Yields:
+        Its bytes in order, at most :data:`_PIECE_BYTES` and the header at a time, copied from the tensors.
+    """
+    _check_byte_order()
+    yield layout.header
+    source: torch.Tensor | None = None
+    for name, place in layout.places.items():
+        for piece in _pieces(place, parts[name]):
+            if piece.tensor is not source:
+                source, flat = piece.tensor, in_order(piece.tensor)
+            host = piece.of(flat).cpu()
+            yield bytes(memory_of(host))
+
+
+def _check_byte_order() -> None:
+    if sys.byteorder != "little":
+        raise CheckpointError("safetensors files hold little-endian values, but this machine is big-endian.")
+
+
 def write_parts(path: Path, layout: FileLayout, parts: Mapping[str, LocalPart], threads: int = 1) -> int:
     """Write what this rank holds into an existing file, and sync it to the disk.
 
@@ -324,8 +388,7 @@ def write_parts(path: Path, layout: FileLayout, parts: Mapping[str, LocalPart], 
     Raises:
         OSError: The disk is full or failed; the error carries the file's name.
     """
-    if sys.byteorder != "little":
-        raise CheckpointError("safetensors files hold little-endian values, but this machine is big-endian.")
+    _check_byte_order()
     pieces = [
         piece
         for name, place in layout.places.items()
@@ -358,7 +421,7 @@ class TensorFileReader:
         self.path = path
         self.layout = read_layout(path)
         self.bytes_read = len(self.layout.header)
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = RangeReader(path)
 
     def __enter__(self) -> Self:
         """The reader itself."""
@@ -368,7 +431,7 @@ class TensorFileReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the file."""
-        os.close(self._descriptor)
+        self._file.close()
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor.
@@ -400,7 +463,9 @@ class TensorFileReader:
         """
         work = [(name, target) for name, target in targets if target.numel()]
         counts = in_threads(
-            threads, work, lambda some: sum(self._fill(name, target) for name, target in some)
+            reading_threads(self.path, threads),
+            work,
+            lambda some: sum(self._fill(name, target) for name, target in some),
         )
         self.bytes_read += sum(counts)
 
@@ -420,15 +485,14 @@ class TensorFileReader:
     def _read_part(self, place: Place, part: LocalPart) -> int:
         total = 0
         flat = part.data.reshape(-1)
-        for piece in _pieces(place, part):
-            offset, rest = piece.offset, memory_of(piece.of(flat))
-            total += len(rest)
-            while rest:
-                count = os.preadv(self._descriptor, [rest], offset)
-                if count == 0:
-                    raise CheckpointError(f"{self.path} is damaged: it ended while it was being read.")
-                offset += count
-                rest = rest[count:]
+        pieces = _pieces(place, part)
+        # Many at once: those that lie close together in a store are fetched by one request.
+        while batch := list(islice(pieces, _PIECES_AT_ONCE)):
+            targets = [(piece.offset, memory_of(piece.of(flat))) for piece in batch]
+            wanted = sum(len(buffer) for _, buffer in targets)
+            if self._file.fill(targets) != wanted:
+                raise CheckpointError(f"{self.path} is damaged: it ended while it was being read.")
+            total += wanted
         return total
 
 

@@ -1,0 +1,404 @@
+"""Object stores: opened by address, with retries, a time limit, and errors that say what to do.
+
+The library underneath is ``obstore`` (the extra ``remote``), which is imported when a store is opened. Its
+errors hold addresses, headers and answers of the server, which may hold credentials: nothing of that text
+leaves this module but the status, the error code and the region that the store names.
+"""
+
+import errno
+import os
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+from checkpoint_core.errors import CheckpointError, StoreError
+
+SCHEMES = ("s3", "gs", "az", "file", "memory")
+"""Schemes of the addresses that are understood."""
+PART_BYTES = 8 * 1024 * 1024
+"""Of a larger object, what one request uploads; S3 takes at most 10,000 such parts of an object."""
+_MOST_PARTS = 9000
+_PARTS_AT_ONCE = 4
+_LONGEST_RETRY_SECONDS = 180.0
+"""obstore signs a request once, so its documentation advises to stay below 5 minutes."""
+_LONGEST_REQUEST_SECONDS = 120.0
+_COALESCE_BYTES = 64 * 1024
+_ENVIRONMENT = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the role of this machine",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or the service account of this machine",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY, or the identity of this machine",
+}
+_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
+_REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>")
+_STATUS = re.compile(r"(?:status code: |status: |HTTP status \w+ error \()(\d{3})")
+_RETRIES = re.compile(r"after (\d+) retries")
+_CLOCK = {"RequestTimeTooSkewed", "RequestExpired", "AccessDeniedExpired"}
+_CREDENTIALS = {
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "InvalidToken",
+    "TokenRefreshRequired",
+}
+_REGIONS = {
+    "PermanentRedirect",
+    "AuthorizationHeaderMalformed",
+    "TemporaryRedirect",
+    "IllegalLocationConstraintException",
+}
+_FULL = {"QuotaExceeded", "XMinioStorageFull", "EntityTooLarge", "InsufficientStorage"}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """What a listing tells of an object."""
+
+    key: str
+    size: int
+    """Bytes."""
+    modified: float
+    """When it was written, by the clock of the store, in seconds since 1970."""
+    version: Mapping[str, str]
+    """What tells this content from a later one, for :meth:`ObjectStore.put_if`."""
+
+
+class ObjectStore:
+    """One bucket, container or file system.
+
+    Args:
+        root: Its address without a path, such as ``s3://bucket``.
+        timeout_seconds: How long others wait for this process: a request that does not succeed is given up
+            well before.
+
+    Raises:
+        CheckpointError: obstore is not installed, or the settings in the environment are not usable.
+    """
+
+    def __init__(self, root: str, timeout_seconds: float) -> None:
+        self.root = root
+        self._scheme = root.partition(":")[0]
+        self._obstore = _import_obstore(root)
+        self._failures = (
+            self._obstore.exceptions.BaseError,
+            *(OSError, ValueError, RuntimeError, NotImplementedError, TypeError),
+        )
+        self._store = self._open(timeout_seconds)
+        self._probed: bool | None = None
+        self._lock = threading.Lock()
+
+    def url(self, key: str) -> str:
+        """The address of an object."""
+        return f"{self.root}/{key}"
+
+    def _open(self, timeout_seconds: float) -> Any:
+        stores = self._obstore.store
+        if self._scheme == "memory":
+            return stores.MemoryStore()
+        if self._scheme == "file":
+            return stores.LocalStore(prefix="/", automatic_cleanup=True)
+        retry = min(_LONGEST_RETRY_SECONDS, timeout_seconds / 2)
+        request = min(_LONGEST_REQUEST_SECONDS, timeout_seconds / 2)
+        options: dict[str, Any] = {
+            "retry_config": {"retry_timeout": timedelta(seconds=retry), "max_retries": 10},
+            "client_options": {
+                "timeout": timedelta(seconds=request),
+                "connect_timeout": timedelta(seconds=min(5.0, request)),
+            },
+        }
+        if self._scheme == "s3":
+            endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+            if endpoint:
+                options["endpoint"] = endpoint
+            # A store of one's own network, which the address in the environment names so.
+            if endpoint.startswith("http://"):
+                options["client_options"]["allow_http"] = True
+            # The store compares each part with it, and refuses one that changed on the way.
+            if "AWS_CHECKSUM_ALGORITHM" not in os.environ:
+                options["checksum_algorithm"] = "SHA256"
+            if (profile := os.environ.get("AWS_PROFILE")) and "AWS_ACCESS_KEY_ID" not in os.environ:
+                options["credential_provider"] = _profile_provider(self.root, profile)
+        try:
+            return stores.from_url(self.root, **options)
+        except self._failures as error:
+            raise self._error("cannot be opened", "", error) from None
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write a small object."""
+        self._call("cannot be written", key, self._obstore.put, key, data, use_multipart=False)
+
+    def put_stream(self, key: str, pieces: Iterator[bytes], size: int) -> None:
+        """Write an object of any size, in parts that are uploaded in parallel. It appears once it is whole.
+
+        Args:
+            key: The object.
+            pieces: Its content. What it raises is raised here, and nothing is left of the upload.
+            size: Bytes of all pieces.
+        """
+        if size <= PART_BYTES:
+            self.put(key, b"".join(pieces))
+            return
+        part = max(PART_BYTES, -(-size // _MOST_PARTS))
+        failures: list[BaseException] = []
+
+        def guarded() -> Iterator[bytes]:
+            try:
+                yield from pieces
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        try:
+            self._obstore.put(
+                self._store,
+                key,
+                guarded(),
+                use_multipart=True,
+                chunk_size=part,
+                max_concurrency=_PARTS_AT_ONCE,
+            )
+        except self._failures as error:
+            if failures:
+                raise failures[0] from None
+            raise self._error("cannot be written", key, error) from None
+
+    def put_if(self, key: str, data: bytes, version: Mapping[str, str] | None) -> bool:
+        """Write a small object only if nobody else has: the commit.
+
+        Args:
+            key: The object.
+            data: Its content.
+            version: The version that it must still have; None where it must not exist.
+
+        Returns:
+            Whether it was written; False if the condition does not hold.
+        """
+        try:
+            mode = "create" if version is None else dict(version)
+            self._obstore.put(self._store, key, data, mode=mode)
+        except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
+            # A request that was sent again, for its answer was lost, meets what it wrote itself.
+            return self._holds(key, data)
+        except FileNotFoundError as error:
+            if version is not None:
+                return False
+            raise self._error("cannot be written", key, error) from None
+        except self._failures as error:
+            raise self._error("cannot be written", key, error) from None
+        return True
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return self.get(key) == data
+        except FileNotFoundError:
+            return False
+
+    def get(self, key: str) -> bytes:
+        """A small object.
+
+        Raises:
+            FileNotFoundError: It does not exist.
+        """
+        return bytes(self._call("cannot be read", key, lambda *a: self._obstore.get(*a).bytes(), key))
+
+    def get_ranges(self, key: str, starts: Sequence[int], lengths: Sequence[int]) -> list[Any]:
+        """Ranges of an object; those that lie close together are fetched by one request.
+
+        Raises:
+            FileNotFoundError: It does not exist.
+        """
+        found: list[Any] = self._call(
+            "cannot be read",
+            key,
+            self._obstore.get_ranges,
+            key,
+            starts=starts,
+            lengths=lengths,
+            coalesce=_COALESCE_BYTES,
+        )
+        return found
+
+    def head(self, key: str) -> ObjectInfo:
+        """What is known of an object.
+
+        Raises:
+            FileNotFoundError: It does not exist.
+        """
+        return _info(self._call("cannot be read", key, self._obstore.head, key))
+
+    def objects(self, prefix: str) -> list[ObjectInfo]:
+        """All objects below a prefix, at any depth."""
+
+        def collect(store: Any, where: str) -> list[Any]:
+            return [each for chunk in self._obstore.list(store, where) for each in chunk]
+
+        found = self._call("cannot be listed", prefix, collect, f"{prefix}/")
+        return [_info(each) for each in found if not _is_folder(each, prefix)]
+
+    def children(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
+        """Names of what looks like directories right below a prefix, and the objects there."""
+        found = self._call(
+            "cannot be listed", prefix, self._obstore.list_with_delimiter, f"{prefix}/" if prefix else None
+        )
+        objects = [_info(each) for each in found["objects"] if not _is_folder(each, prefix)]
+        return [str(path).rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]], objects
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that are gone already are left out."""
+        if not keys:
+            return
+        try:
+            self._obstore.delete(self._store, list(keys))
+        except FileNotFoundError:
+            # A file system stops at the first one that is missing.
+            for key in keys if len(keys) > 1 else ():
+                self.delete([key])
+        except self._failures as error:
+            raise self._error("cannot be deleted", keys[0], error) from None
+
+    def check_commits(self, directory: str) -> None:
+        """Show, by trying, that a conditional put of this store refuses what exists. Once for each process.
+
+        Args:
+            directory: Where the object of the trial is written; it is deleted again.
+
+        Raises:
+            CheckpointError: The store takes both of two conditional puts, of which one must fail.
+        """
+        with self._lock:
+            if self._probed is None:
+                self._probed = self._probe(f"{directory}/.probe-{uuid.uuid4().hex}")
+        if not self._probed:
+            raise CheckpointError(
+                f"{self.root} cannot commit a checkpoint: it ignores the condition of a conditional put, so "
+                "two runs could overwrite one another's checkpoints without noticing. Use a store that "
+                "honours If-None-Match (S3, GCS, Azure, MinIO, SeaweedFS and others do), or save to a directory."
+            )
+
+    def _probe(self, key: str) -> bool:
+        self.put_if(key, b"first", None)
+        try:
+            return not self.put_if(key, b"second", None) and self.get(key) == b"first"
+        finally:
+            self.delete([key])
+
+    def can_replace(self) -> bool:
+        """Whether an object can be replaced on the condition that nobody else has changed it."""
+        return self._scheme != "file"
+
+    def _call(self, doing: str, key: str, action: Callable[..., _T], *args: Any, **options: Any) -> _T:
+        try:
+            return action(self._store, *args, **options)
+        except FileNotFoundError as error:
+            if _CODE.search(str(error)) and "NoSuchBucket" in str(error):
+                raise self._error(doing, key, error) from None
+            raise FileNotFoundError(errno.ENOENT, "this object does not exist", self.url(key)) from None
+        except self._failures as error:
+            raise self._error(doing, key, error) from None
+
+    def _error(self, doing: str, key: str, error: Exception) -> StoreError:
+        text = str(error)
+        code = match[1] if (match := _CODE.search(text)) else ""
+        status = int(match[1]) if (match := _STATUS.search(text)) else 0
+        region = match[1] if (match := _REGION.search(text)) else ""
+        reason = self._reason(type(error).__name__, text, status, code, region)
+        retries = f" after {match[1]} retries" if (match := _RETRIES.search(text)) else ""
+        told = ", ".join(part for part in (f"HTTP {status}" if status else "", code) if part)
+        return StoreError(f"{self.url(key)} {doing}{retries}: {reason}{f' ({told})' if told else ''}")
+
+    def _reason(self, kind: str, text: str, status: int, code: str, region: str) -> str:
+        where = _ENVIRONMENT.get(self._scheme, "the environment")
+        if code in _CLOCK or "too skewed" in text:
+            return "the clock of this machine differs from that of the store. Set it, by NTP for one"
+        if code in _REGIONS or status == 301 or region or "region" in code.lower():
+            named = f"={region}" if region else " to the region of the bucket"
+            return f"the bucket is in another region. Set AWS_REGION{named}"
+        if code == "NoSuchBucket" or (status == 404 and code != "NoSuchKey"):
+            return "the bucket does not exist. Create it, or correct its name"
+        if code in _CREDENTIALS or kind == "UnauthenticatedError" or status == 401:
+            return f"the store does not accept the credentials. Set {where}"
+        if kind == "PermissionDeniedError" or status == 403:
+            return (
+                "the credentials do not permit it. Give them the right to list, read, write and delete "
+                f"there, or set others ({where})"
+            )
+        if code in _FULL or status == 507:
+            return "the store is full, or a quota of it is used up. Free space, or lower save_total_limit"
+        if status in (429, 503) or code in ("SlowDown", "ThrottlingException"):
+            return "the store asks for fewer requests. Try again later, or raise the limits of the bucket"
+        if status >= 500:
+            return (
+                "the store failed: it may be full or out of order. Look at it, free space there, or lower "
+                "save_total_limit"
+            )
+        if "timed out" in text.lower() or "kind: Timeout" in text or "operation timed out" in text:
+            return "no answer in time. Look at the network, or raise timeout_seconds"
+        if "kind: Connect" in text or "error sending request" in text or "dns error" in text:
+            return "the store cannot be reached. Look at the network and the endpoint in the environment"
+        if "redential" in text or "metadata" in text.lower():
+            return f"there are not any usable credentials. Set {where}"
+        if isinstance(status, int) and status:
+            return "the store refuses the request"
+        return f"{kind} of obstore, whose text is left out because it may hold credentials"
+
+
+def _info(entry: Mapping[str, Any]) -> ObjectInfo:
+    version = {name: str(entry[name]) for name in ("e_tag", "version") if entry.get(name)}
+    return ObjectInfo(str(entry["path"]), int(entry["size"]), entry["last_modified"].timestamp(), version)
+
+
+def _is_folder(entry: Mapping[str, Any], prefix: str) -> bool:
+    """Whether a listed object is what some stores keep of a folder: empty, without a digest of nothing."""
+    return entry["size"] == 0 and (entry["path"] == prefix or entry.get("e_tag") in ('""', "", None))
+
+
+def _import_obstore(root: str) -> Any:
+    if find_spec("obstore") is None:
+        raise CheckpointError(
+            f"{root} is an object store, for which checkpoint-core needs obstore. Install "
+            "checkpoint-core[remote]."
+        )
+    import obstore
+    import obstore.exceptions
+    import obstore.store
+
+    return obstore
+
+
+def _profile_provider(root: str, profile: str) -> Any:
+    if find_spec("boto3") is None:
+        raise CheckpointError(
+            f"{root}: AWS_PROFILE={profile} is read by boto3, which is not installed. Install boto3, or set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+        )
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    return Boto3CredentialProvider()
+
+
+@lru_cache(maxsize=64)
+def open_store(root: str, timeout_seconds: float) -> ObjectStore:
+    """The store of an address, opened once for each process.
+
+    Args:
+        root: The address without a path, such as ``s3://bucket``.
+        timeout_seconds: As for :class:`ObjectStore`.
+
+    Returns:
+        The store.
+    """
+    if root.startswith("memory:"):
+        return _memory_store(root)
+    return ObjectStore(root, timeout_seconds)
+
+
+@lru_cache(maxsize=64)
+def _memory_store(root: str) -> ObjectStore:
+    """One for each name, whatever the time limit."""
+    return ObjectStore(root, 0.0)
