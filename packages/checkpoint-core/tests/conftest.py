@@ -19,6 +19,7 @@ from checkpoint_core import (
     CheckpointManager,
     ModelState,
     OptimizerState,
+    Preprocessor,
     RNGState,
     SharingPattern,
     StateComponent,
@@ -51,7 +52,14 @@ class Counter:
 class TrainingJob:
     """A model with dropout, AdamW, a scheduler and a step counter, with everything they need to persist."""
 
-    def __init__(self, output_dir: Path, *, seed: int = 0, **config: object) -> None:
+    def __init__(
+        self,
+        output_dir: Path | str,
+        *,
+        seed: int = 0,
+        preprocessor: Preprocessor | None = None,
+        **config: object,
+    ) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 3))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -75,6 +83,7 @@ class TrainingJob:
             CheckpointConfig(output_dir=output_dir, **config),  # type: ignore[arg-type]
             dist=StaticDistributedEnvironment(),
             stateful_provider=StaticStatefulProvider(self.components),
+            preprocessor=preprocessor,
         )
 
     def train(self, steps: int) -> list[float]:
@@ -102,6 +111,12 @@ def job(tmp_path: Path) -> Callable[..., TrainingJob]:
         return TrainingJob(tmp_path / "run", **options)  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def training_job() -> Callable[..., TrainingJob]:
+    """Makes jobs that save to a place of the test's choice."""
+    return TrainingJob
 
 
 @pytest.fixture

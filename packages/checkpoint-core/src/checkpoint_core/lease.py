@@ -44,6 +44,7 @@ from typing import Self
 
 from checkpoint_core.directory import has_ended, machine_token, process_start
 from checkpoint_core.errors import CheckpointError, LeaseLostError, describe_error
+from checkpoint_core.store_path import local_directory
 
 _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"\.lease-(\d{1,9})")
@@ -354,7 +355,7 @@ class DirectoryLease:
                 "the lease."
             )
         # Absolute: the program may change its directory.
-        self.directory = Path(directory).absolute()
+        self.directory = local_directory(directory, "a DirectoryLease")
         self._heartbeat_seconds = heartbeat_seconds
         self._takeover_seconds = takeover_seconds
         self._holding: HeldLease | None = None
@@ -470,7 +471,7 @@ def find_lease_holder(directory: str | Path) -> LeaseHolder | None:
         The holder of a lease that lives or may live; None if there is none. One of another machine (see
         `LeaseHolder.is_here`) may have died since its last heartbeat.
     """
-    for found in reversed(read_leases(Path(directory))):
+    for found in reversed(read_leases(local_directory(directory, "find_lease_holder()"))):
         holder = found.holder
         if holder is not None and not holder.has_ended():
             return holder

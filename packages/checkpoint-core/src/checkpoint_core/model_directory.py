@@ -16,7 +16,7 @@ from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.files import checksum_file, read_json, sync_file
 from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.loading import StoredState, check_unclaimed, plan_restore
-from checkpoint_core.manifest import MANIFEST_NAME, WEIGHTS_FORMAT, read_manifest, wrong_content
+from checkpoint_core.manifest import MANIFEST_NAME, WEIGHTS_FORMAT, Manifest, read_manifest, wrong_content
 from checkpoint_core.model_state import ModelState
 from checkpoint_core.saving import (
     ComponentFiles,
@@ -25,6 +25,7 @@ from checkpoint_core.saving import (
     divide_into_files,
     save_preprocessor,
 )
+from checkpoint_core.store_path import locate
 from checkpoint_core.tensor_files import MODEL_STEM
 
 _WEIGHTS = re.compile(
@@ -240,9 +241,13 @@ def load_model_weights(
     """
     try:
         model_state = ModelState(model)
-        paths = weight_files(Path(directory))
-        if verify_checksums and (Path(directory) / MANIFEST_NAME).is_file():
-            _verify(Path(directory), paths)
+        place = directory if isinstance(directory, Path) else locate(directory)
+        manifest = read_manifest(place) if (place / MANIFEST_NAME).is_file() else None
+        # A save to a store has a directory of its own, also in a copy of it on the disk.
+        moved = manifest is not None and any(name != manifest.plain_name(name) for name in manifest.files)
+        paths = weight_files(place / manifest.save_directory if manifest is not None and moved else place)
+        if verify_checksums and manifest is not None:
+            _verify(place, manifest, paths)
         stored = StoredState(paths, WEIGHTS_FORMAT)
         try:
             plan = plan_restore(model_state, stored)
@@ -255,8 +260,7 @@ def load_model_weights(
         raise CheckpointError(f"loading weights from {directory}: {describe_error(error)}") from error
 
 
-def _verify(checkpoint: Path, paths: Sequence[Path]) -> None:
-    records = read_manifest(checkpoint).files
+def _verify(checkpoint: Path, manifest: Manifest, paths: Sequence[Path]) -> None:
     for path in paths:
-        if checksum_file(path) != records.get(path.name):
+        if checksum_file(path) != manifest.files.get(path.relative_to(checkpoint).as_posix()):
             raise wrong_content(path)

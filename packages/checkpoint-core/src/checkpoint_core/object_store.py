@@ -276,9 +276,9 @@ class ObjectStore:
                 self._probed = self._probe(f"{directory}/.probe-{uuid.uuid4().hex}")
         if not self._probed:
             raise CheckpointError(
-                f"{self.root} cannot commit a checkpoint: it ignores the condition of a conditional put, so "
-                "two runs could overwrite one another's checkpoints without noticing. Use a store that "
-                "honours If-None-Match (S3, GCS, Azure, MinIO, SeaweedFS and others do), or save to a directory."
+                f"{self.root} cannot commit a checkpoint: it ignores the condition of a conditional put, "
+                "so two runs could overwrite one another's checkpoints without noticing. Use a store that "
+                "honours If-None-Match, as S3, GCS, Azure, MinIO and SeaweedFS do, or save to a directory."
             )
 
     def _probe(self, key: str) -> bool:

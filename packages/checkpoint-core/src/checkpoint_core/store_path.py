@@ -203,6 +203,27 @@ def locate(where: str | Path, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) 
     return _parse(scheme, rest, timeout_seconds)
 
 
+def local_directory(where: str | Path, what: str) -> Path:
+    """A directory on the disk, absolute, for what does not work in a store.
+
+    Args:
+        where: A path.
+        what: What needs it, for the message, such as ``a DirectoryLease``.
+
+    Returns:
+        The directory.
+
+    Raises:
+        CheckpointError: It is an address in a store.
+    """
+    place = locate(where)
+    if isinstance(place, StorePath):
+        raise CheckpointError(
+            f"{what} needs a directory, but {place} is in an object store. Name a directory."
+        )
+    return place
+
+
 def _parse(scheme: str, rest: str, timeout_seconds: float) -> StorePath:
     bucket, _, path = rest.partition("/")
     parts = [part for part in path.split("/") if part]
@@ -235,17 +256,17 @@ class RangeReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = None if isinstance(path, StorePath) else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = None if isinstance(path, StorePath) else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        if self.descriptor is not None:
+            os.close(self.descriptor)
 
     def read(self, offset: int, size: int) -> bytes:
         """The bytes from an offset on, fewer where the file ends before."""
-        if self._descriptor is not None:
-            return os.pread(self._descriptor, size, offset)
+        if self.descriptor is not None:
+            return os.pread(self.descriptor, size, offset)
         buffer = memoryview(bytearray(size))
         return bytes(buffer[: self.fill([(offset, buffer)])])
 
@@ -258,11 +279,11 @@ class RangeReader:
         Returns:
             The number of bytes, which is smaller where the file ends before.
         """
-        if self._descriptor is None:
+        if self.descriptor is None:
             return sum(self._fetch(batch) for batch in _batches(targets))
         total = 0
         for offset, rest in targets:
-            while rest and (count := os.preadv(self._descriptor, [rest], offset)):
+            while rest and (count := os.preadv(self.descriptor, [rest], offset)):
                 offset, rest, total = offset + count, rest[count:], total + count
         return total
 

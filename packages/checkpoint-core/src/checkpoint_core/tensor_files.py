@@ -422,6 +422,7 @@ class TensorFileReader:
         self.layout = read_layout(path)
         self.bytes_read = len(self.layout.header)
         self._file = RangeReader(path)
+        self._descriptor = self._file.descriptor
 
     def __enter__(self) -> Self:
         """The reader itself."""

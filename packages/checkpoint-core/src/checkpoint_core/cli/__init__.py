@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.store_path import locate
 from dist_env import HelpFormatter, add_version, leave_broken_pipe, parse_size, printable
 
 _UNUSABLE = 2
@@ -67,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="checkpoint-core",
         description="Look at checkpoints, prove them whole, compare, export and prune them.",
         epilog="Exit codes: 0 fine, 1 damage or difference found, 2 wrong usage or unreadable input.\n"
-        "Nothing is ever unpickled.",
+        "Nothing is ever unpickled. DIR and CKPT may be addresses in a store, such as s3://bucket/run.",
         formatter_class=HelpFormatter,
     )
     add_version(parser, "checkpoint-core")
@@ -94,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
         "a checkpoint is torn or damaged.",
         "ls runs/small",
     )
-    ls.add_argument("directory", type=Path, metavar="DIR", help="directory that holds checkpoint-<step>")
+    ls.add_argument("directory", type=_place, metavar="DIR", help="directory that holds checkpoint-<step>")
 
     show = add(
         "contents",
@@ -104,7 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
         "manifest and the headers of the tensor files are read.",
         "show runs/small/checkpoint-300",
     )
-    show.add_argument("checkpoint", type=Path, metavar="CKPT", help="one checkpoint-<step> directory")
+    show.add_argument("checkpoint", type=_place, metavar="CKPT", help="one checkpoint-<step> directory")
 
     verify = add(
         "checkpoints",
@@ -114,7 +115,9 @@ def make_parser() -> argparse.ArgumentParser:
         "were deleted, which is the way to start that component fresh, and files unknown to the manifest.",
         "verify runs/small/checkpoint-300",
     )
-    verify.add_argument("path", type=Path, metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
+    verify.add_argument(
+        "path", type=_place, metavar="CKPT", help="a checkpoint, or a directory of checkpoints"
+    )
 
     diff = add(
         "contents",
@@ -126,8 +129,8 @@ def make_parser() -> argparse.ArgumentParser:
         "differs.",
         "diff runs/a/checkpoint-300 runs/b/checkpoint-300",
     )
-    diff.add_argument("a", type=Path, metavar="A", help="a checkpoint")
-    diff.add_argument("b", type=Path, metavar="B", help="the checkpoint to compare with it")
+    diff.add_argument("a", type=_place, metavar="A", help="a checkpoint")
+    diff.add_argument("b", type=_place, metavar="B", help="the checkpoint to compare with it")
 
     export = add(
         "contents",
@@ -137,8 +140,8 @@ def make_parser() -> argparse.ArgumentParser:
         "are verified first. Tensors are streamed, so memory does not grow with the model.",
         "export runs/small/checkpoint-300 small-hf --dtype bf16",
     )
-    export.add_argument("checkpoint", type=Path, metavar="CKPT", help="one checkpoint-<step> directory")
-    export.add_argument("out", type=Path, metavar="OUT", help="the directory to write; made if needed")
+    export.add_argument("checkpoint", type=_place, metavar="CKPT", help="one checkpoint-<step> directory")
+    export.add_argument("out", type=_directory, metavar="OUT", help="the directory to write; made if needed")
     export.add_argument(
         "--dtype", choices=DTYPES, default="keep", help="cast floating point tensors (default: keep)"
     )
@@ -161,7 +164,7 @@ def make_parser() -> argparse.ArgumentParser:
         "progress is refused.",
         "prune runs/small --keep 3 --keep-best 1 --metric eval_loss",
     )
-    prune.add_argument("directory", type=Path, metavar="DIR", help="directory that holds checkpoint-<step>")
+    prune.add_argument("directory", type=_place, metavar="DIR", help="directory that holds checkpoint-<step>")
     prune.add_argument(
         "--keep", type=_count, required=True, metavar="N", help="how many of the newest to keep, at least 1"
     )
@@ -184,6 +187,21 @@ def make_parser() -> argparse.ArgumentParser:
     prune.add_argument("--all-runs", action="store_true", help="treat checkpoints of all runs alike")
     prune.add_argument("--yes", action="store_true", help="delete; without it this is a dry run")
     return parser
+
+
+def _place(text: str) -> Path:
+    if "://" not in text:
+        return Path(text)
+    try:
+        return locate(text)
+    except CheckpointError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _directory(text: str) -> Path:
+    if "://" in text:
+        raise argparse.ArgumentTypeError("an address; a directory is needed, which can be copied to a store")
+    return Path(text)
 
 
 def _count(text: str) -> int:

@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -29,6 +29,8 @@ from checkpoint_core.errors import CheckpointError
 from checkpoint_core.files import FileRecord, checksum_file, read_json
 from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.manifest import MANIFEST_NAME, SCHEMA_VERSION, Manifest, read_manifest
+from checkpoint_core.store_directory import marked_directory
+from checkpoint_core.store_path import StorePath, file_sizes
 from dist_env import printable, size_text
 
 _WIDEST = 100_000
@@ -134,7 +136,8 @@ def survey(path: Path, *, checksums: bool) -> Survey:
         # The messages begin with the path, which is named beside them.
         reason = str(error).replace(str(path / MANIFEST_NAME), MANIFEST_NAME)
         return Survey(path, State.NEWER if _is_newer(path) else State.DAMAGED, (reason,))
-    deleted = [name for name in manifest.files if not (path / name).exists()]
+    there = file_sizes(path, list(manifest.files))
+    deleted = [name for name in manifest.files if name not in there]
     records = {name: record for name, record in manifest.files.items() if name not in deleted}
     found = [find_damage(path, name, record, checksums=checksums) for name, record in records.items()]
     problems = [problem for problem in found if problem is not None]
@@ -222,6 +225,8 @@ def metrics_text(manifest: Manifest) -> str:
 
 def total_bytes(directory: Path) -> int:
     """Bytes of all files below a directory."""
+    if isinstance(directory, StorePath):
+        return sum(info.size for info in directory.store.objects(directory.key))
     total = 0
     for path in directory.rglob("*"):
         try:
@@ -269,8 +274,8 @@ def list_checkpoints(directory: Path) -> int:
     rows = [_row(checkpoint) for checkpoint in found]
     for leftover in find_leftovers(directory):
         told = [
-            _age(leftover.path),
-            size_text(total_bytes(leftover.path)),
+            _age(files := _files_of(leftover)),
+            size_text(total_bytes(files)),
             "",
             "",
             describe_leftover(leftover),
@@ -284,6 +289,12 @@ def list_checkpoints(directory: Path) -> int:
     else:
         print(f"no checkpoints in {directory}")
     return 0 if all(checkpoint.good for checkpoint in found) else 1
+
+
+def _files_of(leftover: Leftover) -> Path:
+    """Where the files of a leftover are: beside its marker, in a store."""
+    path = leftover.path
+    return (marked_directory(path) or path) if isinstance(path, StorePath) else path
 
 
 def _row(checkpoint: Survey) -> list[str]:
@@ -300,6 +311,10 @@ def _row(checkpoint: Survey) -> list[str]:
 
 def _age(path: Path) -> str:
     # A directory's time changes when a file in it is deleted; the manifest is written once, last.
+    if isinstance(path, StorePath):
+        times = {info.key: info.modified for info in path.store.objects(path.key)}
+        newest = times.get((path / MANIFEST_NAME).key, max(times.values(), default=None))
+        return "" if newest is None else age_text(time.time() - newest)
     for candidate in (path / MANIFEST_NAME, path):
         if candidate.exists():
             return age_text(time.time() - candidate.stat().st_mtime)
@@ -375,7 +390,11 @@ def _unknown(checkpoint: Path, manifest: Manifest) -> list[str]:
     found = []
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint).as_posix()
-        if not path.is_dir() and name != MANIFEST_NAME and name not in manifest.files:
+        if (
+            (isinstance(path, StorePath) or not path.is_dir())
+            and name != MANIFEST_NAME
+            and name not in manifest.files
+        ):
             found.append(name)
     return found
 
@@ -495,8 +514,9 @@ def prune(
     if not yes:
         print(f"dry run: --yes would delete {what}")
         return 0
-    # A run that begins meanwhile would resume from what goes, and one under way deletes by itself.
-    with DirectoryLease(directory):
+    # A run that begins meanwhile would resume from what goes, and one under way deletes by itself. A store
+    # has no lease: there a checkpoint is gone at once, with its manifest.
+    with nullcontext() if isinstance(directory, StorePath) else DirectoryLease(directory):
         _refuse_if_live(directory)  # Once more: verification may have taken long.
         for path, manifest in doomed:
             with suppress(FileNotFoundError):  # Something else has deleted it already.

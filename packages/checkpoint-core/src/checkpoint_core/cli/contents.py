@@ -5,8 +5,8 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from io import FileIO
 from math import prod
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from checkpoint_core.manifest import WEIGHTS_FORMAT, ComponentRecord, Manifest
 from checkpoint_core.model_directory import check_export_target, place_files
 from checkpoint_core.replication import excerpt, leaves
 from checkpoint_core.saving import METRICS_NAME
+from checkpoint_core.store_path import RangeReader, StorePath
 from checkpoint_core.tensor_files import (
     MODEL_STEM,
     FileLayout,
@@ -92,27 +93,21 @@ class StoredTensor:
 
     def raw_pieces(self) -> Iterator[bytearray]:
         """The values as they lie in the file, at most :data:`_PIECE_ELEMENTS` of them at a time."""
-        rest = self.spec.nbytes
-        with FileIO(self.path) as file:
-            file.seek(self.place.start)
+        rest, offset = self.spec.nbytes, self.place.start
+        with closing(RangeReader(self.path)) as file:
             while rest:
                 buffer = bytearray(min(rest, _PIECE_ELEMENTS * self.spec.dtype.itemsize))
-                _fill(file, memoryview(buffer), self.path)
-                rest -= len(buffer)
+                if file.fill([(offset, memoryview(buffer))]) != len(buffer):
+                    raise CheckpointError(
+                        f"{self.path} became shorter while it was read. Run the command again."
+                    )
+                rest, offset = rest - len(buffer), offset + len(buffer)
                 yield buffer
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """The same as flat CPU tensors, with memory of their own."""
         for buffer in self.raw_pieces():
             yield torch.frombuffer(buffer, dtype=self.spec.dtype)
-
-
-def _fill(file: FileIO, buffer: memoryview, path: Path) -> None:
-    while buffer:
-        count = file.readinto(buffer)
-        if not count:
-            raise CheckpointError(f"{path} became shorter while it was read. Run the command again.")
-        buffer = buffer[count:]
 
 
 @dataclass(frozen=True)
@@ -403,10 +398,14 @@ def _compare_documents(
 
 
 def _compare_other_files(a: Path, b: Path, left: Manifest, right: Manifest, findings: _Findings) -> None:
-    for name in dict.fromkeys([*other_files(left), *other_files(right)]):
-        in_a, in_b = (a / name).is_file(), (b / name).is_file()
+    in_left, in_right = (
+        {manifest.plain_name(name): name for name in other_files(manifest)} for manifest in (left, right)
+    )
+    for name in dict.fromkeys([*in_left, *in_right]):
+        file_a, file_b = a / in_left.get(name, name), b / in_right.get(name, name)
+        in_a, in_b = file_a.is_file(), file_b.is_file()
         if in_a and in_b:
-            _compare_other_file(name, a / name, b / name, findings)
+            _compare_other_file(name, file_a, file_b, findings)
         elif in_a or in_b:
             findings.entries.append([name, "(file)", *_sides("there", "A" if in_a else "B")])
 
@@ -496,7 +495,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str, max_shard_size: int, over
     manifest = open_checkpoint(checkpoint)
     check_export_target(out, overwrite=overwrite, setting="--overwrite")
     key = _weights_key(checkpoint, manifest)
-    companions = [name for name in other_files(manifest) if name != METRICS_NAME]
+    companions = [name for name in other_files(manifest) if manifest.plain_name(name) != METRICS_NAME]
     _verify(checkpoint, manifest, key, companions)
     target = _DTYPES[dtype]
     tensors = _weights(checkpoint, manifest, key)
@@ -512,7 +511,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str, max_shard_size: int, over
         check_space(out, total)
         staging = create_staging(out, 0)
         try:
-            _copy_companions(checkpoint, companions, staging, target)
+            _copy_companions(checkpoint, manifest, companions, staging, target)
             for name, layout in layouts.items():
                 _write(staging / name, layout, tensors)
             for name, content in index.items():
@@ -582,15 +581,20 @@ def _write(path: Path, layout: FileLayout, tensors: Mapping[str, StoredTensor]) 
         os.close(descriptor)
 
 
-def _copy_companions(checkpoint: Path, names: list[str], staging: Path, target: torch.dtype | None) -> None:
+def _copy_companions(
+    checkpoint: Path, manifest: Manifest, names: list[str], staging: Path, target: torch.dtype | None
+) -> None:
     for name in names:
-        source, copy = checkpoint / name, staging / name
+        source, copy = checkpoint / name, staging / manifest.plain_name(name)
         if not source.is_file():
             continue
         copy.parent.mkdir(parents=True, exist_ok=True)
-        config = read_json(source) if name == _CONFIG_NAME and target is not None else None
+        is_config = manifest.plain_name(name) == _CONFIG_NAME
+        config = read_json(source) if is_config and target is not None else None
         if target is not None and isinstance(config, dict):
             write_bytes(copy, json_bytes(_cast_config(config, target)))
+        elif isinstance(source, StorePath):
+            write_bytes(copy, source.read_bytes())
         else:
             shutil.copyfile(source, copy)
             sync_file(copy)
