@@ -314,6 +314,9 @@ class ObjectStore:
 
     def _reason(self, kind: str, text: str, status: int, code: str, region: str) -> str:
         where = _ENVIRONMENT.get(self._scheme, "the environment")
+        if "169.254." in text or "/computeMetadata/" in text:
+            # Where machines of a cloud are given theirs: asked for when the environment has none.
+            return f"there are not any credentials. Set {where}"
         if code in _CLOCK or "too skewed" in text:
             return "the clock of this machine differs from that of the store. Set it, by NTP for one"
         if code in _REGIONS or status == 301 or region or "region" in code.lower():

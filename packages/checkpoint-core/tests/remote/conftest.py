@@ -75,6 +75,12 @@ def start(words: list[str], folder: Path, endpoint: str) -> subprocess.Popen[byt
             return process
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # Asked politely, a server with volumes that are full waits for them for a minute.
+    process.kill()
+    process.wait(30)
+
+
 def start_weed(folder: Path, *options: str) -> tuple[Server, subprocess.Popen[bytes]]:
     """Start SeaweedFS with two users, of which one may only read."""
     users = [
@@ -113,8 +119,17 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that honours conditional puts."""
     server, process = start_weed(tmp_path_factory.mktemp("weed"))
     yield server
-    process.terminate()
-    process.wait(30)
+    _end(process)
+
+
+@pytest.fixture
+def small_weed(tmp_path: Path) -> Iterator[Server]:
+    """A server with room for two volumes of 32 MB."""
+    (tmp_path / "weed").mkdir()
+    options = ("-volume.max=2", "-master.volumeSizeLimitMB=32")
+    server, process = start_weed(tmp_path / "weed", *options)
+    yield server
+    _end(process)
 
 
 @pytest.fixture(scope="session")
@@ -127,8 +142,7 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     endpoint = f"http://127.0.0.1:{port}"
     process = start([*words, str(folder / "data")], folder, endpoint)
     yield Server(endpoint)
-    process.terminate()
-    process.wait(30)
+    _end(process)
 
 
 @pytest.fixture

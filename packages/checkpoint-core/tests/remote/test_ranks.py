@@ -1,0 +1,109 @@
+"""Several real ranks over gloo: each uploads files of its own, and all agree on every failure."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+READER_KEY, READER_SECRET = "AKIAREADER", "secret-of-the-reader"
+WORKERS = Path(__file__).parent / "workers"
+LAYOUTS = ["copies on 2", "columns on 2", "2 stages of 2 shards"]
+MORE = [*LAYOUTS, "whole", "shards on 1", "shards on 3", "2 copies of 2 shards", "2 stages", "4 stages"]
+HEADERS = 60_000
+"""Bytes of all file headers, which every rank reads; there are more files than on a disk."""
+Worked = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture
+def layouts(run_worker: Callable[..., Worked], weed, s3: str, tmp_path: Path) -> Callable[[list[str]], dict]:
+    environment = json.dumps(weed.environment())
+
+    def run(names: list[str]) -> dict:
+        return json.loads(run_worker(WORKERS / "store_layouts.py", tmp_path, environment, s3, *names).stdout)
+
+    return run
+
+
+def check(results: dict) -> None:
+    for pair, ranks in results["load"].items():
+        for rank, seen in enumerate(ranks):
+            assert seen["compared"] > 20, pair
+            assert (pair, rank, seen["wrong"], seen["missing"]) == (pair, rank, [], [])
+            assert seen["own"] <= seen["read"] <= seen["own"] + HEADERS, (pair, rank)
+    for name, ranks in results["save"].items():
+        files = ranks[0]["files"]
+        by_rank = [set(seen["uploaded"]) for seen in ranks]
+        # Each file has one writer, and all that lies there was uploaded by a rank or is the manifest.
+        assert sum(map(len, by_rank)) == len(set.union(*by_rank)), name
+        assert set.union(*by_rank) | {"manifest.json"} == set(files), name
+        tensors = [
+            sum(size for file, size in seen["uploaded"].items() if file.endswith(".safetensors"))
+            for seen in ranks
+        ]
+        if "shards" in name and len(ranks) > 1:
+            assert max(tensors) <= 1.5 * sum(tensors) / len(ranks), (name, tensors)
+
+
+def test_every_layout_from_every_other(layouts: Callable[[list[str]], dict]) -> None:
+    check(layouts(LAYOUTS))
+
+
+@pytest.mark.full
+def test_more_layouts(layouts: Callable[[list[str]], dict]) -> None:
+    check(layouts(MORE))
+
+
+@pytest.fixture
+def two_ranks(run_worker: Callable[..., Worked], tmp_path: Path) -> Callable[..., list[dict]]:
+    def run(**settings: object) -> list[dict]:
+        run_worker(WORKERS / "store_ranks.py", tmp_path, json.dumps(settings))
+        return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+    return run
+
+
+def check_failure(seen: list[dict], parts: list[str]) -> None:
+    first, second = (each["failing"]["message"] for each in seen)
+    assert first == second
+    assert all(part in first for part in ["saving checkpoint-2", "rank 1 (", *parts]), first
+    for each in seen:
+        assert each["first"]["message"] is None
+        assert each["untouched"]
+        assert each["failing"]["seconds"] < 60
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_may_not_write(two_ranks, weed, s3: str, asynchronous: bool) -> None:
+    bad = weed.environment(READER_KEY, READER_SECRET)
+    seen = two_ranks(address=s3, good=weed.environment(), bad=bad, asynchronous=asynchronous)
+    check_failure(seen, ["the credentials do not permit it"])
+    for each in seen:
+        assert each["good again"]["message"] is None
+        assert (each["loaded"], each["values"], each["whole"]) == (3, [3.0], 3)
+        assert each["files"] == [
+            "copy.safetensors",
+            "manifest.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "own.rank0.json",
+            "own.rank0.safetensors",
+            "own.rank1.json",
+            "own.rank1.safetensors",
+        ]
+
+
+def test_a_bucket_that_is_full_for_one_rank(two_ranks, small_weed) -> None:
+    """The bucket has room for two volumes of 32 MB."""
+    seen = two_ranks(
+        address="s3://tests/full/run",
+        good=small_weed.environment(),
+        bad=None,
+        too_much=80_000_000,
+        asynchronous=False,
+    )
+    check_failure(seen, ["own.rank1.safetensors", "it may be full", "free space there"])
+    for each in seen:
+        assert (each["loaded"], each["values"], each["whole"]) == (1, [1.0], 1)
