@@ -243,7 +243,11 @@ def verify_checkpoint(checkpoint: Path, *, checksums: bool) -> Manifest:
     if not checkpoint.is_dir():
         raise CheckpointError(f"there is no checkpoint directory {checkpoint}.")
     manifest = read_manifest(checkpoint)
-    for name, size in file_sizes(checkpoint, list(manifest.files)).items():
+    sizes = file_sizes(checkpoint, list(manifest.files))
+    if manifest.files and not sizes and isinstance(checkpoint, StorePath):
+        # A commit that came late, of a process that was taken for dead: what it had uploaded was cleaned up.
+        raise CheckpointError(f"{checkpoint} is damaged: none of its files is there. {_REMEDY}.")
+    for name, size in sizes.items():
         path, record = checkpoint / name, manifest.files[name]
         if size != record.size:
             raise CheckpointError(

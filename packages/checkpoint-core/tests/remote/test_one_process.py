@@ -20,7 +20,7 @@ from checkpoint_core import (
 from checkpoint_core.directory import DELETED, STAGING, find_leftovers, temporary_path
 from checkpoint_core.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
 from checkpoint_core.object_store import ObjectStore
-from checkpoint_core.store_directory import put_marker
+from checkpoint_core.store_directory import delete_directory, put_marker
 from checkpoint_core.store_path import StorePath
 
 FILES = [
@@ -161,6 +161,19 @@ def test_a_deleted_component_begins_afresh(start, url: str, place: Place) -> Non
     gone = _file(place(url) / "checkpoint-1", "trainer.json")
     gone.store.delete([gone.key])
     assert start().manager.load_checkpoint().missing == ("trainer",)
+
+
+def test_a_commit_behind_the_cleanup_is_passed_over(
+    start, url: str, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = start()
+    for step in (1, 2):
+        job.manager.save_checkpoint(step)
+    save = place(url) / "checkpoint-2" / read_manifest(place(url) / "checkpoint-2").save_directory
+    delete_directory(save)
+    assert start().manager.load_checkpoint().step == 1
+    assert "passing over checkpoint-2" in caplog.text
+    assert "none of its files is there" in caplog.text
 
 
 def of_a_dead_process(marker: StorePath) -> StorePath:
