@@ -11,7 +11,7 @@ from typing import Any, cast, get_args, get_origin
 
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.files import ALGORITHM, FileRecord, checksum_file, digest, json_bytes, read_json
-from checkpoint_core.store_path import file_sizes
+from checkpoint_core.store_path import StorePath, file_sizes
 
 WEIGHTS_FORMAT = "weights"
 STATE_FORMAT = "state"

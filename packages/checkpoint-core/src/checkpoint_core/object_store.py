@@ -319,7 +319,7 @@ class ObjectStore:
             return f"there are not any credentials. Set {where}"
         if code in _CLOCK or "too skewed" in text:
             return "the clock of this machine differs from that of the store. Set it, by NTP for one"
-        if code in _REGIONS or status == 301 or region or "region" in code.lower():
+        if code in _REGIONS or "incorrectly configured region" in text or region or "region" in code.lower():
             named = f"={region}" if region else " to the region of the bucket"
             return f"the bucket is in another region. Set AWS_REGION{named}"
         if code == "NoSuchBucket" or (status == 404 and code != "NoSuchKey"):
