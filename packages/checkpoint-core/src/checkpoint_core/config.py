@@ -19,7 +19,8 @@ class CheckpointConfig:
     """
 
     output_dir: str | Path
-    """Holds the ``checkpoint-<step>`` directories; shared by all ranks."""
+    """Holds the ``checkpoint-<step>`` directories; shared by all ranks. Also an address in an object store,
+    as text: ``s3://bucket/run``, ``gs://``, ``az://``, ``file:///directory`` or ``memory://name/run``."""
     save_total_limit: int | None = 2
     """How many checkpoints of this run to keep, at least 1; None keeps all. The ``preserve_n_best`` best and
     the one that was resumed from are kept besides."""

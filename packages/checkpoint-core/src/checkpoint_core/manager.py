@@ -30,7 +30,7 @@ from checkpoint_core.saving import CheckpointSave, Preprocessor
 from checkpoint_core.selection import BestCheckpoint, Retention, best_summary
 from checkpoint_core.store_directory import OtherRuns
 from checkpoint_core.store_path import StorePath, locate
-from checkpoint_core.store_saving import StoreSave
+from checkpoint_core.store_saving import StoreSave, check_supported
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
 _OPENING = "opening the checkpoint manager"
@@ -43,7 +43,7 @@ class CheckpointManager:
     asynchronous save is under way, any other call waits for it first.
 
     Args:
-        config: Where and how; or only the output directory.
+        config: Where and how; or only the output directory, or an address in a store.
         state: What to save, by component key: models, optimizers, schedulers, stateful loaders, `RNGState`.
             Each gets its wrapper, and its way of being shared by ranks, by its type. `StateComponent` says
             both otherwise.
@@ -82,7 +82,12 @@ class CheckpointManager:
         self._preprocessor = preprocessor
         self._lease = lease
         self._ranks = RankAgreement(env, config.timeout_seconds, each_node=config.save_on_each_node)
-        opened = self._ranks.run(_OPENING, lambda: (uuid.uuid4().hex, _shared_settings(config)))
+
+        def settings() -> tuple[str, dict[str, object]]:
+            check_supported(self._output_dir, config, lease)
+            return uuid.uuid4().hex, _shared_settings(config)
+
+        opened = self._ranks.run(_OPENING, settings)
         _check_settings([settings for _, settings in opened])
         self._retention = Retention(config, opened[0][0])
         self._staging = StagingBuffer() if config.async_save else None
@@ -128,7 +133,8 @@ class CheckpointManager:
     ) -> Path:
         """Save every component as ``<output_dir>/checkpoint-<step>``, then rotate. Collective.
 
-        The checkpoint appears by one rename after all of it is on the disk. A checkpoint of the same step
+        The checkpoint appears by one rename after all of it is on the disk, or in a store by one conditional
+        put of its manifest. A checkpoint of the same step
         that this run wrote or resumed from is replaced. With ``async_save`` the state is copied, and all the
         rest happens in the background; the preprocessor is written there too.
 
@@ -139,7 +145,8 @@ class CheckpointManager:
                 newest or best one: load it by its path.
 
         Returns:
-            The committed checkpoint; with ``async_save`` where it will be, see :meth:`wait`.
+            The committed checkpoint; with ``async_save`` where it will be, see :meth:`wait`. In a store it is
+            an object with those methods of ``Path`` that look and read, whose text is the address.
 
         Raises:
             CheckpointError: On every rank, when any failed. Nothing is left behind, and earlier checkpoints

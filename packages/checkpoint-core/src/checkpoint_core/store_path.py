@@ -179,7 +179,7 @@ def locate(where: str | Path, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) 
     if isinstance(where, StorePath):
         return where
     if isinstance(where, Path):
-        if where.parts and _COLLAPSED.fullmatch(where.parts[0]) and where.parts[0][:-1] in SCHEMES:
+        if any(_COLLAPSED.fullmatch(part) and part[:-1] in SCHEMES for part in where.parts):
             raise CheckpointError(
                 f"{str(where)!r} is the Path of an address, which has lost a slash. Give the address as "
                 "text, such as 's3://bucket/run'."

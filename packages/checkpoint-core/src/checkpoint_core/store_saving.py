@@ -6,12 +6,15 @@ See ``store_directory.py`` for what lies where, and ``tensor_owners.py`` for who
 import logging
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import cast
 
+from checkpoint_core.background import StagingBuffer
+from checkpoint_core.config import CheckpointConfig
 from checkpoint_core.directory import (
     REPLACED,
     STAGING,
@@ -31,6 +34,7 @@ from checkpoint_core.files import (
     json_bytes,
     parse_json,
 )
+from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.manifest import MANIFEST_NAME, SAVE_DIGITS, Manifest, metrics_document, parse_manifest
 from checkpoint_core.saving import (
     METRICS_NAME,
@@ -59,21 +63,23 @@ class StoreSave(CheckpointSave):
     """Knows the checkpoints that were there when this run began to save."""
 
     def __post_init__(self) -> None:
-        """Name the checkpoint, and refuse what does not work there."""
+        """Name the checkpoint."""
         super().__post_init__()
         self._marker: StorePath | None = None
         self._committing = False
         self._replaced: tuple[Mapping[str, str], str | None] | None = None
-        if self.config.save_on_each_node:
-            raise CheckpointError(
-                f"save_on_each_node=True does not go with {self.final.parent}, which all nodes share. Leave "
-                "it out."
-            )
-        if self.lease is not None:
-            raise CheckpointError(
-                f"the lease of {self.lease.directory} is of a directory, and {self.final} is in a store, "
-                "where the conditional put of the manifest keeps runs apart. Leave lease out."
-            )
+
+    def capture(self, staging: StagingBuffer | None = None) -> None:
+        """Take the state of all components, and compare replicas. Collective.
+
+        Args:
+            staging: Where to copy what this rank will write; None writes from the live state.
+
+        Raises:
+            CheckpointError: On every rank, when any failed, or with ``save_on_each_node``.
+        """
+        self.ranks.run(self._phase, lambda: check_supported(self.final, self.config, None))
+        super().capture(staging)
 
     @property
     def _place(self) -> StorePath:
@@ -119,6 +125,7 @@ class StoreSave(CheckpointSave):
         """Refuse what cannot be committed, then make this save known."""
         place, output_dir = self._place, locate(self.config.output_dir)
         parent, store = place.parent, place.store
+        self._check_lease()
         store.check_commits(parent.key)
         if self.path is not None:
             check_new(place, output_dir, self.step)
@@ -180,10 +187,7 @@ class StoreSave(CheckpointSave):
 
     def _check_free(self, name: str) -> None:
         if name in self._made:
-            raise CheckpointError(
-                f"two parts of the checkpoint want to write {name}. Rename the component key that clashes "
-                "with another component or with a file of the preprocessor."
-            )
+            raise _written_twice(name)
 
     def _upload_own(self) -> RankReport:
         report = RankReport(components={}, files=dict(self._made))
@@ -254,10 +258,12 @@ class StoreSave(CheckpointSave):
         return [{name: (size, share) for name, (size, share) in each.items()} for each in found]
 
     def _commit(self, reports: Sequence[RankReport]) -> None:
+        _check_one_writer(reports)
         manifest = self._manifest(reports).moved(self._directory.name)
         self._check_complete(manifest)
         if self.path is None:
             self._check_others()
+        self._check_lease()
         place, store = self._place, self._place.store
         old_marker: StorePath | None = None
         version, old = self._replaced or (None, None)
@@ -295,6 +301,43 @@ class StoreSave(CheckpointSave):
                     f"{found.get(place.key, 'none')} of it. Nothing is committed; another process "
                     "may have removed it."
                 )
+
+
+def check_supported(place: Path, config: CheckpointConfig, lease: DirectoryLease | None) -> None:
+    """Refuse settings that do not work where checkpoints are to be saved.
+
+    Args:
+        place: A directory, or a place in a store.
+        config: The settings.
+        lease: A lease that the manager was given for it.
+
+    Raises:
+        CheckpointError: Naming the setting.
+    """
+    if not isinstance(place, StorePath):
+        return
+    if config.save_on_each_node:
+        raise CheckpointError(
+            f"save_on_each_node=True does not go with {place}, which all nodes share. Leave it out."
+        )
+    if lease is not None:
+        raise CheckpointError(
+            f"lease: that of {lease.directory} is of a directory, and {place} is in a store, where the "
+            "conditional put of the manifest keeps runs apart. Leave lease out."
+        )
+
+
+def _check_one_writer(reports: Sequence[RankReport]) -> None:
+    writers = Counter(name for report in reports for name in report["files"])
+    if twice := sorted(name for name, count in writers.items() if count > 1):
+        raise _written_twice(twice[0])
+
+
+def _written_twice(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"two parts of the checkpoint want to write {name}. Rename the component key that clashes with "
+        "another component or with a file of the preprocessor."
+    )
 
 
 class _Upload:

@@ -337,15 +337,14 @@ def test_a_failed_save_leaves_nothing(start, url: str, keys: Keys, async_save: b
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_what_is_not_supported_is_refused_by_name(start, url: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="save_on_each_node=True does not go with memory://"):
-        start(save_on_each_node=True).manager.save_checkpoint(1)
+        start(save_on_each_node=True)
     with pytest.raises(CheckpointError, match=r"save_model\(\) writes to a directory"):
         start().manager.save_model(f"{url}/exported")
     with pytest.raises(CheckpointError, match="a DirectoryLease needs a directory, but memory://"):
         DirectoryLease(url)
-    with DirectoryLease(tmp_path / "leased") as lease:
-        manager = CheckpointManager(CheckpointConfig(url), stateful_provider=[], lease=lease)
-        with pytest.raises(CheckpointError, match="Leave lease out"):
-            manager.save_checkpoint(1)
+    lease = DirectoryLease(tmp_path / "leased")
+    with pytest.raises(CheckpointError, match="Leave lease out"):
+        CheckpointManager(CheckpointConfig(url), stateful_provider=[], lease=lease)
 
 
 def test_a_store_that_ignores_conditions_is_refused(rclone, use, training_job, keys: Keys) -> None:
