@@ -17,7 +17,7 @@ from checkpoint_core.encoding import LocalPart, in_order
 from checkpoint_core.sharded import WholeState
 from checkpoint_core.tensor_files import FileLayout, TensorSpec, divide_tensors, memory_of
 
-WINDOW_BYTES = 16 * 1024 * 1024
+WINDOW_BYTES = 8 * 1024 * 1024
 _NEARLY_AS_MUCH = 0.9
 """Ranks that hold so much of the largest part count as equals: uneven shards must not all go to rank 0."""
 

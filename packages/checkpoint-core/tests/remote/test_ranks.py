@@ -107,3 +107,19 @@ def test_a_bucket_that_is_full_for_one_rank(two_ranks, small_weed) -> None:
     check_failure(seen, ["own.rank1.safetensors", "it may be full", "free space there"])
     for each in seen:
         assert (each["loaded"], each["values"], each["whole"]) == (1, [1.0], 1)
+
+
+def test_a_resume_peaks_at_the_shard(
+    run_worker: Callable[..., Worked], weed, s3: str, tmp_path: Path
+) -> None:
+    run_worker(WORKERS / "store_memory.py", tmp_path, json.dumps(weed.environment()), s3)
+    for rank in range(2):
+        saved, loaded = (
+            json.loads((tmp_path / f"{action}{rank}.json").read_text()) for action in ("save", "load")
+        )
+        print(rank, saved, loaded)
+        assert loaded["values"] == [[number] for number in (1.0, 2.0, 3.0, 4.0)]
+        assert loaded["shard"] == 200_000_000
+        # The memory that the values go into is first touched by the load; the rest is what is in flight.
+        assert loaded["used"] < loaded["shard"] + 150_000_000
+        assert saved["used"] < 170_000_000
