@@ -93,7 +93,7 @@ def test_addresses(text: str, address: str) -> None:
         ("file://host/run", "names a host. Write file:///directory"),
         ("s3://bucket/../run", "has a part '.' or '..'"),
         (Path("s3://bucket/run"), "is the Path of an address, which has lost a slash"),
-        (Path("/work/s3:/bucket/run"), "is the Path of an address, which has lost a slash"),
+        (Path("/data/s3:/bucket/run"), "is the Path of an address, which has lost a slash"),
     ],
 )
 def test_what_is_not_an_address(text: str | Path, message: str) -> None:
