@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     )
     from checkpoint_core.config import CheckpointConfig
     from checkpoint_core.encoding import local_ranges
-    from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError
+    from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError, StoreError
     from checkpoint_core.lease import DirectoryLease, LeaseHeldError, LeaseHolder, find_lease_holder
     from checkpoint_core.lightning_io import LightningCheckpointIO
     from checkpoint_core.loading import LoadedCheckpoint
@@ -48,6 +48,7 @@ __all__ = [
     "Stateful",
     "StatefulProvider",
     "StaticStatefulProvider",
+    "StoreError",
     "find_latest_checkpoint",
     "find_lease_holder",
     "load_model_weights",

@@ -9,7 +9,6 @@ import errno
 import os
 import re
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,7 +89,7 @@ class ObjectStore:
             *(OSError, ValueError, RuntimeError, NotImplementedError, TypeError),
         )
         self._store = self._open(timeout_seconds)
-        self._probed: bool | None = None
+        self._commits: bool | None = None
         self._lock = threading.Lock()
 
     def url(self, key: str) -> str:
@@ -127,7 +126,7 @@ class ObjectStore:
         try:
             return stores.from_url(self.root, **options)
         except self._failures as error:
-            raise self._error("cannot be opened", "", error) from None
+            raise self._error("cannot be opened with the settings in the environment", "", error) from None
 
     def put(self, key: str, data: bytes) -> None:
         """Write a small object."""
@@ -262,31 +261,34 @@ class ObjectStore:
         except self._failures as error:
             raise self._error("cannot be deleted", keys[0], error) from None
 
-    def check_commits(self, directory: str) -> None:
-        """Show, by trying, that a conditional put of this store refuses what exists. Once for each process.
+    def put_claim(self, key: str, data: bytes) -> None:
+        """Write a new object. The first one of a process also shows that the store can commit.
 
         Args:
-            directory: Where the object of the trial is written; it is deleted again.
+            key: A name that nobody else has.
+            data: Its content.
 
         Raises:
-            CheckpointError: The store takes both of two conditional puts, of which one must fail.
+            CheckpointError: The store takes both of two conditional puts, of which one must fail. Nothing is
+                left of the object.
         """
         with self._lock:
-            if self._probed is None:
-                self._probed = self._probe(f"{directory}/.probe-{uuid.uuid4().hex}")
-        if not self._probed:
+            if self._commits is None:
+                self._commits = self._try_conditions(key, data)
+            elif self._commits:
+                self.put(key, data)
+        if not self._commits:
             raise CheckpointError(
                 f"{self.root} cannot commit a checkpoint: it ignores the condition of a conditional put, "
                 "so two runs could overwrite one another's checkpoints without noticing. Use a store that "
                 "honours If-None-Match, as S3, GCS, Azure, MinIO and SeaweedFS do, or save to a directory."
             )
 
-    def _probe(self, key: str) -> bool:
-        self.put_if(key, b"first", None)
-        try:
-            return not self.put_if(key, b"second", None) and self.get(key) == b"first"
-        finally:
-            self.delete([key])
+    def _try_conditions(self, key: str, data: bytes) -> bool:
+        if self.put_if(key, data, None) and not self.put_if(key, b"", None) and self.get(key) == data:
+            return True
+        self.delete([key])
+        return False
 
     def can_replace(self) -> bool:
         """Whether an object can be replaced on the condition that nobody else has changed it."""

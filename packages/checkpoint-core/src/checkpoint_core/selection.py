@@ -45,12 +45,15 @@ def find_latest_checkpoint(output_dir: str | Path, *, verify_checksums: bool = F
     deleted does not disqualify a checkpoint.
 
     Args:
-        output_dir: The directory that holds ``checkpoint-<step>`` directories.
+        output_dir: The directory that holds ``checkpoint-<step>`` directories, or its address in a store.
         verify_checksums: Read every file and compare its digest. Without it sizes are compared, which finds
             truncated files at the cost of a directory listing.
 
     Returns:
         The checkpoint's directory, or None when there is none.
+
+    Raises:
+        StoreError: The object store cannot be asked, which says nothing of its checkpoints.
     """
     found = next(_good_checkpoints(locate(output_dir), checksums=verify_checksums), None)
     return None if found is None else found[0]

@@ -36,7 +36,24 @@ def put_marker(marker: StorePath, directory: StorePath) -> None:
         marker: Where.
         directory: The directory of the save that it is for.
     """
-    marker.store.put(marker.key, json_bytes({"directory": str(directory.relative_to(marker.parent))}))
+    marker.store.put(marker.key, _content(marker, directory))
+
+
+def claim(marker: StorePath, directory: StorePath) -> None:
+    """Write the marker of a new save.
+
+    Args:
+        marker: Where.
+        directory: The directory of the save that it is for.
+
+    Raises:
+        CheckpointError: The store cannot commit.
+    """
+    marker.store.put_claim(marker.key, _content(marker, directory))
+
+
+def _content(marker: StorePath, directory: StorePath) -> bytes:
+    return json_bytes({"directory": str(directory.relative_to(marker.parent))})
 
 
 def marked_directory(marker: StorePath) -> StorePath | None:

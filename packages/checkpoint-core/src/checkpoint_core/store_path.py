@@ -185,9 +185,9 @@ def locate(where: str | Path, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) 
                 "text, such as 's3://bucket/run'."
             )
         return where.absolute()
-    match = _ADDRESS.fullmatch(where)
+    match = _ADDRESS.fullmatch(text := os.fspath(where))
     if match is None:
-        return Path(where).absolute()
+        return Path(text).absolute()
     scheme, rest = match[1].lower(), match[2]
     if scheme not in SCHEMES:
         raise CheckpointError(

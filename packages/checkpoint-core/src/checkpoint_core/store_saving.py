@@ -45,7 +45,7 @@ from checkpoint_core.saving import (
     divide_into_files,
     save_preprocessor,
 )
-from checkpoint_core.store_directory import OtherRuns, delete_directory, put_marker
+from checkpoint_core.store_directory import OtherRuns, claim, delete_directory, put_marker
 from checkpoint_core.store_path import STORE_THREADS, StorePath, locate
 from checkpoint_core.tensor_files import file_content
 from checkpoint_core.tensor_owners import send_to_owners
@@ -124,9 +124,8 @@ class StoreSave(CheckpointSave):
     def _claim(self) -> None:
         """Refuse what cannot be committed, then make this save known."""
         place, output_dir = self._place, locate(self.config.output_dir)
-        parent, store = place.parent, place.store
+        parent = place.parent
         self._check_lease()
-        store.check_commits(parent.key)
         if self.path is not None:
             check_new(place, output_dir, self.step)
         else:
@@ -136,7 +135,7 @@ class StoreSave(CheckpointSave):
             self._replaced = self._look_at_replaced()
         clean_leftovers(parent)
         self._marker = temporary_path(parent, STAGING, self.step, self._directory.name)
-        put_marker(self._marker, self._directory)
+        claim(self._marker, self._directory)
         if self.preprocessor is not None:
             self._made |= self._upload_preprocessor()
         if self.metrics is not None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -283,7 +284,6 @@ def test_the_condition_decides_at_the_last_moment(
             second.manager.save_checkpoint(1)
         return put_if(self, key, data, version)  # type: ignore[arg-type]
 
-    first.manager.save_checkpoint(7, path=f"{url}-elsewhere/first")  # The trial of the store is behind it.
     monkeypatch.setattr(ObjectStore, "put_if", late)
     with pytest.raises(CheckpointError, match="was committed by another run or process while this one"):
         first.manager.save_checkpoint(1)
@@ -291,6 +291,33 @@ def test_the_condition_decides_at_the_last_moment(
     fresh = start(seed=2)
     fresh.manager.load_checkpoint()
     assert torch.equal(fresh.model[0].weight, second.model[0].weight)
+
+
+@pytest.mark.parametrize("url", ["s3", "memory"], indirect=True)
+def test_of_many_that_save_one_step_at_once_one_is_first(
+    training_job, url: str, keys: Keys, place: Place
+) -> None:
+    jobs = [training_job(url, seed=seed) for seed in range(8)]
+    gate, errors = threading.Barrier(len(jobs)), {}
+
+    def save(number: int) -> None:
+        gate.wait()
+        try:
+            jobs[number].manager.save_checkpoint(1)
+        except CheckpointError as error:
+            errors[number] = str(error)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = set(range(len(jobs))) - set(errors)
+    assert all("another run" in message for message in errors.values()), errors
+    assert keys(url) == committed(1)
+    fresh = training_job(url, seed=99)
+    fresh.manager.load_checkpoint()
+    assert torch.equal(fresh.model[0].weight, jobs[winner].model[0].weight)
 
 
 def test_a_run_that_joins_later_ends_the_other(start, url: str, keys: Keys) -> None:
