@@ -36,6 +36,7 @@ _ENVIRONMENT = {
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
 _REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>")
 _STATUS = re.compile(r"(?:status code: |status: |HTTP status \w+ error \()(\d{3})")
+_NO_CODE = re.compile(r"\(HTTP [34]\d\d\)$|another region$")
 _RETRIES = re.compile(r"after (\d+) retries")
 _CLOCK = {"RequestTimeTooSkewed", "RequestExpired", "AccessDeniedExpired"}
 _CREDENTIALS = {
@@ -229,7 +230,13 @@ class ObjectStore:
         Raises:
             FileNotFoundError: It does not exist.
         """
-        return _info(self._call("cannot be read", key, self._obstore.head, key))
+        try:
+            return _info(self._call("cannot be read", key, self._obstore.head, key))
+        except StoreError as error:
+            if _NO_CODE.search(str(error)):
+                # The answer to this request has no body, and so no code; that to a listing has one.
+                self.children(key.rpartition("/")[0])
+            raise
 
     def objects(self, prefix: str) -> list[ObjectInfo]:
         """All objects below a prefix, at any depth."""
