@@ -355,7 +355,7 @@ class DirectoryLease:
                 "the lease."
             )
         # Absolute: the program may change its directory.
-        self.directory = local_directory(directory, "a DirectoryLease")
+        self.directory = local_directory(directory, "a DirectoryLease").absolute()
         self._heartbeat_seconds = heartbeat_seconds
         self._takeover_seconds = takeover_seconds
         self._holding: HeldLease | None = None

@@ -73,7 +73,7 @@ class CheckpointManager:
         if isinstance(config, (str, Path)):
             config = CheckpointConfig(output_dir=config)
         # Absolute: the program may change its directory, also while a save is in the background.
-        self._output_dir = locate(config.output_dir, config.timeout_seconds)
+        self._output_dir = locate(config.output_dir, config.timeout_seconds).absolute()
         config = replace(config, output_dir=self._output_dir)
         self._config = config
         self._closed = False

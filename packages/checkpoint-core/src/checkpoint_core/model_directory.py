@@ -241,7 +241,7 @@ def load_model_weights(
     """
     try:
         model_state = ModelState(model)
-        place = directory if isinstance(directory, Path) else locate(directory)
+        place = locate(directory)
         manifest = read_manifest(place) if (place / MANIFEST_NAME).is_file() else None
         # A save to a store has a directory of its own, also in a copy of it on the disk.
         moved = manifest is not None and any(name != manifest.plain_name(name) for name in manifest.files)

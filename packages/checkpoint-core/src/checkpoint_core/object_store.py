@@ -150,6 +150,8 @@ class ObjectStore:
         def guarded() -> Iterator[bytes]:
             try:
                 yield from pieces
+            except GeneratorExit:
+                raise  # The upload has failed, and its own error says why.
             except BaseException as error:
                 failures.append(error)
                 raise

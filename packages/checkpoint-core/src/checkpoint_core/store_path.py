@@ -164,7 +164,7 @@ class StorePath(_Base):  # type: ignore[misc,unused-ignore]
 
 
 def locate(where: str | Path, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Path:
-    """A directory on the disk, absolute, or a place in an object store.
+    """A directory on the disk, or a place in an object store.
 
     Args:
         where: A path, or an address such as ``s3://bucket/run``.
@@ -184,10 +184,10 @@ def locate(where: str | Path, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) 
                 f"{str(where)!r} is the Path of an address, which has lost a slash. Give the address as "
                 "text, such as 's3://bucket/run'."
             )
-        return where.absolute()
+        return where
     match = _ADDRESS.fullmatch(text := os.fspath(where))
     if match is None:
-        return Path(text).absolute()
+        return Path(text)
     scheme, rest = match[1].lower(), match[2]
     if scheme not in SCHEMES:
         raise CheckpointError(
@@ -204,7 +204,7 @@ def locate(where: str | Path, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) 
 
 
 def local_directory(where: str | Path, what: str) -> Path:
-    """A directory on the disk, absolute, for what does not work in a store.
+    """A directory on the disk, for what does not work in a store.
 
     Args:
         where: A path.

@@ -97,7 +97,9 @@ class StoreSave(CheckpointSave):
         ranks, phase = self.ranks, self._phase
         ranks.run_on_leaders(phase, self._claim)
         reports = ranks.run(phase, self._upload_own)
-        for key, files in self._files.items():
+        # In the order that all ranks know: each may declare its components in another one.
+        for key in self.plan.sharded:
+            files = self._files[key]
             if files.whole is not None and files.whole.need_exchange:
                 for report, shares in zip(reports, self._upload_sharded(key, files), strict=True):
                     report["files"] |= shares

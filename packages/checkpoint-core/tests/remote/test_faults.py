@@ -162,6 +162,32 @@ def test_an_upload_that_fails_says_why_and_leaves_nothing(gateway: Gateway, s3: 
     assert keys(s3) == []
 
 
+@pytest.mark.parametrize("number", ["1", "3"])
+def test_a_part_of_an_upload_that_fails_says_why(gateway: Gateway, s3: str, use, keys, number: str) -> None:
+    use({"AWS_ENDPOINT_URL": gateway.endpoint})
+    gateway.answer = lambda method, path, _: (
+        (507, error("XMinioStorageFull")) if f"partNumber={number}" in path else None
+    )
+    place = locate(f"{s3}/large", 6.0)
+    pieces = (bytes(1_000_000) for _ in range(60))
+    with pytest.raises(StoreError, match=r"large cannot be written.*the store is full"):
+        place.store.put_stream(place.key, pieces, 60_000_000)  # type: ignore[attr-defined]
+    assert keys(s3) == []
+
+
+def test_pieces_that_fail_end_an_upload_with_their_own_error(s3: str, keys) -> None:
+    place = locate(f"{s3}/large")
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(30):
+            yield bytes(1_000_000)
+        raise ZeroDivisionError("while the values were copied")
+
+    with pytest.raises(ZeroDivisionError, match="while the values were copied"):
+        place.store.put_stream(place.key, pieces(), 60_000_000)  # type: ignore[attr-defined]
+    assert keys(s3) == []
+
+
 def test_throttling_that_ends_is_waited_for(gateway: Gateway, s3: str, use, keys) -> None:
     use({"AWS_ENDPOINT_URL": gateway.endpoint})
     gateway.answer = lambda method, path, number: (503, error("SlowDown")) if number % 2 else None

@@ -190,8 +190,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _place(text: str) -> Path:
-    if "://" not in text:
-        return Path(text)
     try:
         return locate(text)
     except CheckpointError as error:

@@ -54,12 +54,14 @@ class Job:
         # Two files of some MB: several windows and parts.
         self.model = nn.Sequential(nn.Linear(1500, 2000), nn.Linear(2000, 1501))
         mesh = init_device_mesh("cpu", (2,))
-        for layer in self.model:
+        self.more = nn.Linear(30, 31)
+        for layer in [*self.model, self.more]:
             fully_shard(layer, mesh=mesh)
         self.own = Own()
         self.copy = nn.Linear(7, 7)
         components = [
             ("model", ModelState(self.model), SharingPattern.SHARDED),
+            ("more", ModelState(self.more), SharingPattern.SHARDED),
             ("copy", ModelState(self.copy), SharingPattern.REPLICATED),
             ("own", self.own, SharingPattern.PER_RANK),
         ]
@@ -70,18 +72,21 @@ class Job:
             ),
             stateful_provider=[
                 StateComponent(key=key, stateful=stateful, sharing_pattern=pattern, required=True)
-                for key, stateful, pattern in components
+                # Ranks may declare them in another order.
+                for key, stateful, pattern in (components if rank == 0 else reversed(components))
             ],
         )
 
     def fill(self, value: float) -> None:
         with torch.no_grad():
-            for parameter in [*self.model.parameters(), *self.copy.parameters()]:
+            parts = (self.model, self.more, self.copy)
+            for parameter in (each for part in parts for each in part.parameters()):
                 parameter.fill_(value)
         self.own.values.fill_(value)
 
     def values(self) -> list[float]:
-        tensors = [parameter.to_local() for parameter in self.model.parameters()]  # type: ignore[attr-defined]
+        sharded = [*self.model.parameters(), *self.more.parameters()]
+        tensors = [parameter.to_local() for parameter in sharded]  # type: ignore[attr-defined]
         tensors += [*self.copy.parameters(), self.own.values]
         return sorted({value for each in tensors for value in (float(each.min()), float(each.max()))})
 
