@@ -1,9 +1,12 @@
 """Files that one rank writes whole: which rank that is, and how the parts of other ranks get there.
 
 Where ranks cannot write to ranges of one file, each file of a SHARDED state has an owner. Object stores are
-such: S3 would take parts of one object from several processes, but obstore has no way to send them. A tensor belongs to the rank that holds it, or where several hold parts of it to the one with the least
-to write so far. What others hold of a file is sent to its owner in windows of at most
-:data:`WINDOW_BYTES`, so no rank ever holds more of another one than that.
+such: S3 would take parts of one object from several processes, but obstore has no way to send them. Nothing
+here knows of stores, so that it also serves file systems without coherent writes.
+
+A tensor belongs to the rank that holds it, or where several hold parts of it to the one with the least to
+write so far. What others hold of a file is sent to its owner in windows of at most :data:`WINDOW_BYTES`, so no
+rank ever holds more of another one than that.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
