@@ -5,8 +5,8 @@ such: S3 would take parts of one object from several processes, but obstore has 
 here knows of stores, so that it also serves file systems without coherent writes.
 
 A tensor belongs to the rank that holds it, or where several hold parts of it to the one with the least to
-write so far. What others hold of a file is sent to its owner in windows of at most :data:`WINDOW_BYTES`, so no
-rank ever holds more of another one than that.
+write so far. What others hold of a file is sent to its owner in windows of at most :data:`WINDOW_BYTES`, so
+no rank ever holds more of another one than that.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
