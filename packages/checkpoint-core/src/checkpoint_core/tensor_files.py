@@ -34,7 +34,7 @@ from checkpoint_core.files import (
     sync_descriptor,
     write_at,
 )
-from checkpoint_core.store_path import STORE_THREADS, RangeReader, StorePath, reading_threads
+from checkpoint_core.store_path import STORE_THREADS, RangeReader, StorePath
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -67,7 +67,6 @@ FORMAT_ENTRY = "format"
 MODEL_STEM = "model"
 _PIECE_BYTES = 8 * 1024 * 1024
 _PIECES_AT_ONCE = 256
-_LARGE_BYTES = 32 * 1024 * 1024
 _NO_PREALLOCATION = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -465,42 +464,58 @@ class TensorFileReader:
         """
         work = [(name, target) for name, target in targets if target.numel()]
         if isinstance(self.path, StorePath):
-            # One at a time, in parallel pieces; the others side by side, as each is one request or a few.
-            large = [each for each in work if each[1].nbytes > _LARGE_BYTES]
-            self.bytes_read += sum(self._fill(*each, STORE_THREADS) for each in large)
-            work = [each for each in work if each[1].nbytes <= _LARGE_BYTES]
+            self.bytes_read += self._fill_from_store(work)
+            return
         counts = in_threads(
-            reading_threads(self.path, threads),
-            work,
-            lambda some: sum(self._fill(name, target) for name, target in some),
+            threads, work, lambda some: sum(self._fill(name, target) for name, target in some)
         )
         self.bytes_read += sum(counts)
+
+    def _fill_from_store(self, work: Sequence[tuple[str, torch.Tensor]]) -> int:
+        """Only bytes are moved in threads: so many at once that PyTorch's own could meet in its first use of
+        them, which fails in a process that was forked ("Invalid thread pool!", torch 2.13).
+        """
+        direct: list[tuple[Place, LocalPart]] = []
+        others: list[tuple[str, torch.Tensor]] = []
+        for name, target in work:
+            place, part = self.layout.places[name], local_part(target, name)
+            if _takes_bytes(part, place):
+                direct.append((place, part))
+            else:
+                others.append((name, target))
+        count = self._read_pieces((piece for each in direct for piece in _pieces(*each)), STORE_THREADS)
+        return count + sum(self._fill(name, target, STORE_THREADS) for name, target in others)
 
     def _fill(self, name: str, target: torch.Tensor, threads: int = 1) -> int:
         place = self.layout.places[name]
         part = local_part(target, name)
-        direct = part.data.device.type == "cpu" and part.data.is_contiguous()
-        # Memory under a pending conjugation or negation holds other values than the tensor shows.
-        direct = direct and not part.data.is_conj() and not part.data.is_neg()
-        if direct and part.data.dtype == place.spec.dtype:
-            return self._read_part(place, part, threads)
+        if _takes_bytes(part, place):
+            return self._read_pieces(_pieces(place, part), threads)
         buffer = torch.empty(part.data.shape, dtype=place.spec.dtype)
-        count = self._read_part(place, LocalPart(part.shape, part.offsets, buffer, None), threads)
+        whole = LocalPart(part.shape, part.offsets, buffer, None)
+        count = self._read_pieces(_pieces(place, whole), threads)
         copy_values(part.data, buffer, name)
         return count
 
-    def _read_part(self, place: Place, part: LocalPart, threads: int) -> int:
+    def _read_pieces(self, pieces: Iterator[_Piece], threads: int) -> int:
+        """Read pieces of contiguous CPU tensors, which the caller keeps."""
         total = 0
-        flat = part.data.reshape(-1)
-        pieces = _pieces(place, part)
         # Many at once: those that lie close together in a store are fetched by one request.
         while batch := list(islice(pieces, _PIECES_AT_ONCE * threads)):
-            targets = [(piece.offset, memory_of(piece.of(flat))) for piece in batch]
+            targets = [(piece.offset, memory_of(piece.of(piece.tensor.reshape(-1)))) for piece in batch]
             wanted = sum(len(buffer) for _, buffer in targets)
             if sum(in_threads(threads, targets, self._file.fill)) != wanted:
                 raise CheckpointError(f"{self.path} is damaged: it ended while it was being read.")
             total += wanted
         return total
+
+
+def _takes_bytes(part: LocalPart, place: Place) -> bool:
+    """Whether the bytes of a file can go straight to the memory of a part."""
+    direct = part.data.device.type == "cpu" and part.data.is_contiguous()
+    # Memory under a pending conjugation or negation holds other values than the tensor shows.
+    direct = direct and not part.data.is_conj() and not part.data.is_neg()
+    return direct and part.data.dtype == place.spec.dtype
 
 
 def _pieces(place: Place, part: LocalPart) -> Iterator[_Piece]:
