@@ -134,6 +134,17 @@ def window(seconds: float) -> str:
     return f"{round(seconds * 1000) - 1}ms"
 
 
+def counting_step(start: float, end: float, step_s: float) -> float:
+    """Return the seconds between two looks at all GPUs: of a long range five minutes, as each has its cost.
+
+    Args:
+        start: Unix time in seconds.
+        end: Unix time in seconds.
+        step_s: Seconds between scrapes, which are not passed over in a short range.
+    """
+    return max(step_s, float(round(min(_LONGEST_BACK_S, (end - start) / 288))))
+
+
 def _and(selector: str) -> str:
     return f",{selector}" if selector else ""
 
@@ -309,7 +320,8 @@ class _Reader:
     ) -> None:
         hours = self.found.reason_hours.setdefault(reason, {})
         window_s = self.found.window_s
-        steps = f"[{window(window_s)}:{round(self.step_s * 1000)}ms]"
+        look_s = counting_step(self.found.start, self.found.end, self.step_s)
+        steps = f"[{window(window_s)}:{round(look_s * 1000)}ms]"
         latest = [
             f'(last_over_time({name}{{UUID!=""{_and(self.selector)}}}[{window(back_s)}]) < {_BLANK})'
             for name in names
@@ -323,7 +335,7 @@ class _Reader:
             count = 0
             for gpu, _, time_s, number in self._ask(query, first, last, window_s):
                 before, since = hours.get(gpu, (0.0, math.inf))
-                hours[gpu] = before + number * self.step_s / 3600, min(since, time_s - window_s)
+                hours[gpu] = before + number * look_s / 3600, min(since, time_s - window_s)
                 count += 1
             return count
 
@@ -331,34 +343,60 @@ class _Reader:
 
     def read_xids(self, progress: Progress) -> None:
         found, step = self.found, self.step_s
-        matchers = f'__name__=~"{"|".join(_XID_NAMES)}",UUID!=""{_and(self.selector)}'
 
-        def latest(seconds: float, offset: str = "") -> str:
+        def latest(seconds: float, offset: str = "", gpus: str = 'UUID!=""') -> str:
+            matchers = f'__name__=~"{"|".join(_XID_NAMES)}",{gpus}{_and(self.selector)}'
             return f"max by (UUID) (last_over_time({{{matchers}}}[{window(seconds)}]{offset}) < {_BLANK})"
 
         last: dict[Identity, int] = {}
         for gpu, _, _, code in self._ask(latest(3600), found.start, found.start, step):
             last[gpu] = int(code)
         found.earlier_xids = {gpu: code for gpu, code in last.items() if code}
+        with_errors = self._gpus_with_xids(progress)
         back_s = lookback(self.server, _XID_NAMES, self.selector, found.start, found.end, step)
-        now, before = latest(back_s), latest(back_s, f" offset {round(step * 1000)}ms")
+        for some in _uuid_matchers(with_errors):
+            now = latest(back_s, gpus=some)
+            before = latest(back_s, f" offset {round(step * 1000)}ms", some)
 
-        def read(first: float, until: float) -> int:
-            # The gauge keeps the last error; only where it changes, to 0 as well, is there something new.
-            changes = list(self._ask(f"{now} unless ({now} == {before})", first, until, step))
-            for gpu, _, time_s, value in sorted(changes, key=lambda one: one[2]):
-                code = int(value)
-                # The first value of all says nothing of when; an exporter that is back says the last again.
-                if gpu not in last:
-                    found.earlier_xids |= {gpu: code} if code else {}
-                elif code != last[gpu]:
-                    found.earlier_xids.pop(gpu, None)
-                    if code:
-                        found.xids.setdefault(gpu, []).append((time_s, code))
-                last[gpu] = code
-            return len(changes)
+            def read(first: float, until: float, query: str = f"{now} unless ({now} == {before})") -> int:
+                # The gauge keeps the last error; only where it changes, to 0 as well, is something new.
+                changes = list(self._ask(query, first, until, step))
+                for gpu, _, time_s, value in sorted(changes, key=lambda one: one[2]):
+                    self._xid_changed(last, gpu, time_s, int(value))
+                return len(changes)
 
-        read_in_chunks(read, found.start + step, found.end, step, progress)
+            read_in_chunks(read, found.start + step, found.end, step, lambda _: None)
+
+    def _gpus_with_xids(self, progress: Progress) -> set[str]:
+        """Return the UUIDs of GPUs whose gauge is not always 0: few, so that all can be read of them."""
+        window_s = self.found.window_s
+        told = {uuid for gpu in self.found.earlier_xids if (uuid := gpu[0])}
+        queries = []
+        for name in _XID_NAMES:
+            series = f'{name}{{UUID!=""{_and(self.selector)}}}[{window(window_s)}]'
+            most = f"max by (UUID) (max_over_time({series}))"
+            queries.append(f"{most} > 0")
+
+        def read(first: float, last: float) -> int:
+            count = 0
+            for gpu, _, _, _ in self._ask(" or ".join(queries), first, last, window_s):
+                told.add(gpu[0] or "")
+                count += 1
+            return count
+
+        self._in_windows(read, progress)
+        return told
+
+    def _xid_changed(self, last: dict[Identity, int], gpu: Identity, time_s: float, code: int) -> None:
+        found = self.found
+        # The first value of all says nothing of when; an exporter that is back says the last one again.
+        if gpu not in last:
+            found.earlier_xids |= {gpu: code} if code else {}
+        elif code != last[gpu]:
+            found.earlier_xids.pop(gpu, None)
+            if code:
+                found.xids.setdefault(gpu, []).append((time_s, code))
+        last[gpu] = code
 
     def read_counted_xids(self) -> None:
         window_s = self.found.window_s
@@ -378,11 +416,9 @@ class _Reader:
     def name_gpus(self) -> None:
         """Find out what the GPUs were last called."""
         found, names = self.found, "|".join(sorted(self.found.exported))
-        uuids = sorted(uuid for gpu in found.gpus() if (uuid := gpu[0]))
         called: dict[Identity, float] = {}
-        for place in range(0, len(uuids), _UUIDS_AT_ONCE):
-            some = "|".join(map(re.escape, uuids[place : place + _UUIDS_AT_ONCE])).replace("\\", "\\\\")
-            matchers = f'__name__=~"{names}",UUID=~"{some}"{_and(self.selector)}'
+        for some in _uuid_matchers({uuid for gpu in found.gpus() if (uuid := gpu[0])}):
+            matchers = f'__name__=~"{names}",{some}{_and(self.selector)}'
             labels = "UUID, gpu, Hostname, hostname, modelName"
             query = f"group by ({labels}) (last_over_time({{{matchers}}}[{window(found.window_s)}]))"
 
@@ -414,6 +450,16 @@ class _Reader:
 
 
 _UUIDS_AT_ONCE = 100
+
+
+def _uuid_matchers(uuids: set[str]) -> Iterator[str]:
+    """Yield matchers for some GPUs at a time."""
+    ordered = sorted(uuids)
+    for place in range(0, len(ordered), _UUIDS_AT_ONCE):
+        some = "|".join(map(re.escape, ordered[place : place + _UUIDS_AT_ONCE])).replace("\\", "\\\\")
+        yield f'UUID=~"{some}"'
+
+
 _Read: TypeAlias = Callable[[float, float], int]
 
 

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 from ..ofu.counter_files import TENSOR_NAMES
 from .collect import check_labels
-from .health_samples import lookback, window
+from .health_samples import counting_step, lookback, window
 from .job_figures import JobFigures, weighted_percentiles
 from .prometheus_api import Progress, PrometheusAPI, read_in_chunks
 
@@ -109,9 +109,9 @@ def collect_unallocated(
 ) -> float:
     """Return the hours of GPUs and MIG slices that were scraped without a job between two times.
 
-    They are counted by the server, a step apart, each GPU by its UUID. A GPU with slices counts as its
-    slices. One that was scraped within two and a half scrape intervals is there, so that a scrape that failed
-    does not count, and each change of jobs by so much less.
+    They are counted by the server, a step apart or, of a day and more, every five minutes; each GPU by its
+    UUID, one with slices as its slices. One that was scraped within two and a half scrape intervals is there,
+    so that a scrape that failed does not count, and each change of jobs by so much less.
 
     Args:
         server: Where dcgm-exporter's series are.
@@ -119,7 +119,7 @@ def collect_unallocated(
         end: Unix time in seconds, after `start`.
         job_labels: Labels that name a job together; a device that lacks one of them has none.
         selector: Further matchers for the series, such as `cluster="a"`.
-        step_s: Seconds between two counts.
+        step_s: Seconds between scrapes.
         progress: Called with the seconds of the range that have been read more.
 
     Raises:
@@ -127,17 +127,18 @@ def collect_unallocated(
         PrometheusError: The server did not give all of it.
     """
     back_s = lookback(server, TENSOR_NAMES, selector, start, end, step_s)
+    look_s = counting_step(start, end, step_s)
     query = unallocated_query(job_labels, selector, back_s)
     counts: dict[float, float] = {}
 
     def read(first: float, last: float) -> int:
-        answer = server.query_range(query, first, last, step_s)
+        answer = server.query_range(query, first, last, look_s)
         for series in answer:
             counts.update((time_s, float(text)) for time_s, text in series.points)
         return sum(len(series.points) for series in answer)
 
-    read_in_chunks(read, start + step_s, end, step_s, progress)
-    return math.fsum(counts.values()) * step_s / 3600
+    read_in_chunks(read, start + look_s, end, look_s, progress)
+    return math.fsum(counts.values()) * look_s / 3600
 
 
 def unallocated_query(job_labels: Sequence[str], selector: str, back_s: float) -> str:

@@ -264,7 +264,8 @@ def _standing_out(report: FleetReport) -> Iterator[str]:
         link = f'<b><a href="#{_row_id(job.figures.job)}">{name}</a></b>'
         interval = job.figures.interval
         ofu = "n/a" if interval is None else interval.in_percent()
-        caption = f"{link}, {job.gpus} GPUs, OFU {ofu}, MFU {share(job.application.mfu)} %<br>{why}"
+        mfu = "" if job.application.mfu is None else f", MFU {share(job.application.mfu)} %"
+        caption = f"{link}, {job.gpus} GPUs, OFU {ofu}{mfu}<br>{why}"
         yield f"<figure>{job_svg(job, report.step_s)}<figcaption>{caption}</figcaption></figure>"
     yield "</div>"
 
