@@ -243,6 +243,20 @@ def check_target(final: Path, run_id: str) -> None:
         owner = read_manifest(final).run_id
     except CheckpointError:
         return  # A damaged checkpoint blocks nothing; publish() keeps it under another name.
+    check_owner(final, owner, run_id)
+
+
+def check_owner(final: Path, owner: str, run_id: str) -> None:
+    """Refuse to replace a checkpoint of another run.
+
+    Args:
+        final: The checkpoint's final path.
+        owner: The id of the run that its manifest names.
+        run_id: The id of this run.
+
+    Raises:
+        CheckpointError: They differ.
+    """
     if owner != run_id:
         raise CheckpointError(
             f"{final} was written by another run ({owner}, this one is {run_id}). Resume from it with "

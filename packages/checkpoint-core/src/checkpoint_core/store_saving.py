@@ -20,6 +20,7 @@ from checkpoint_core.directory import (
     STAGING,
     check_new,
     check_other_runs,
+    check_owner,
     check_target,
     checkpoint_directories,
     clean_leftovers,
@@ -156,15 +157,19 @@ class StoreSave(CheckpointSave):
             content = store.get(manifest.key)
         except FileNotFoundError:
             return None
+        try:
+            found: Manifest | None = parse_manifest(manifest, parse_json(content))
+        except ValueError:
+            found = None  # Damaged: replaced, while its files stay where they are.
+        if found is not None:
+            # Another run may have committed it since the place was looked at first.
+            check_owner(self._place, found.run_id, self.run_id)
         if not store.can_replace():
             raise CheckpointError(
                 f"{self._place} exists already, and file:// cannot replace it safely. Save another step, or "
                 "give output_dir as a directory, without file://."
             )
-        try:
-            return version, parse_manifest(manifest, parse_json(content)).save_directory
-        except ValueError:
-            return version, None  # Damaged: replaced, while its files stay where they are.
+        return version, None if found is None else found.save_directory
 
     def _upload_preprocessor(self) -> Shares:
         assert self.preprocessor is not None

@@ -17,6 +17,7 @@ from checkpoint_core import (
     DirectoryLease,
     find_latest_checkpoint,
     load_model_weights,
+    store_saving,
 )
 from checkpoint_core.directory import DELETED, STAGING, find_leftovers, temporary_path
 from checkpoint_core.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
@@ -318,6 +319,28 @@ def test_of_many_that_save_one_step_at_once_one_is_first(
     fresh = training_job(url, seed=99)
     fresh.manager.load_checkpoint()
     assert torch.equal(fresh.model[0].weight, jobs[winner].model[0].weight)
+
+
+def test_a_run_that_commits_while_another_one_looks_is_not_replaced(
+    start, url: str, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the second one has seen that the step is free, and before it looks at what it would replace."""
+    first, second = start(), start(seed=1)
+
+    look = store_saving.check_other_runs
+
+    def commit_first(*arguments: object) -> None:
+        monkeypatch.setattr(store_saving, "check_other_runs", look)
+        first.manager.save_checkpoint(1)
+        look(*arguments)
+
+    monkeypatch.setattr(store_saving, "check_other_runs", commit_first)
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 was written by another run"):
+        second.manager.save_checkpoint(1)
+    assert keys(url) == committed(1)
+    fresh = start(seed=2)
+    fresh.manager.load_checkpoint()
+    assert torch.equal(fresh.model[0].weight, first.model[0].weight)
 
 
 def test_a_run_that_joins_later_ends_the_other(start, url: str, keys: Keys) -> None:
