@@ -71,7 +71,7 @@ def _good_checkpoints(output_dir: Path, *, checksums: bool) -> Iterator[tuple[Pa
                     "back."
                 )
         except StoreError:
-            raise  # Says nothing of the checkpoint, and is no reason to resume from an older one.
+            raise  # Says nothing of the checkpoint: an older one must not be taken for it.
         except (CheckpointError, OSError) as error:
             _warn_passing_over(path, error)
             continue

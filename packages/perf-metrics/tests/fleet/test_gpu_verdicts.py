@@ -95,7 +95,7 @@ def test_slices_of_a_slow_gpu_count_once() -> None:
 # XID errors, in a real Prometheus.
 
 XIDS: Mapping[str, Sequence[tuple[float, int | None]]] = {
-    # By hours from the start: the gauge shows so much from then on; None is no series.
+    # By hours from the start: the gauge shows so much from then on; None: the series ends.
     "since long": [(-5, 79)],
     "away at the start": [(-5, 79), (-0.05, None), (0.1, 79)],
     "twice": [(-1, 0), (1, 79), (2, 0), (3, 79)],
