@@ -208,7 +208,7 @@ def open_environment(**settings: Any) -> None:
 def without_a_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    open_environment(rank=0, world_size=2, master_port=port, init_timeout=0.1)
+    open_environment(rank=0, world_size=2, master_port=port, init_timeout=3.0)
 
 
 def on_a_taken_port() -> None:

@@ -104,7 +104,7 @@ def told(
         except (ValueError, RuntimeError, TimeoutError, ArithmeticError, SystemExit) as error:
             said = [str(error), *getattr(error, "__notes__", [])]
         text = "\n".join([*said, *caplog.messages, *capsys.readouterr()])
-        return text.replace("timeout=0.1 s", "timeout=300 s").replace("timeout=0.01 s", "timeout=60 s")
+        return text.replace("timeout=3 s", "timeout=300 s").replace("timeout=0.01 s", "timeout=60 s")
 
     return told
 
