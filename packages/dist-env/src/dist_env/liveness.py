@@ -130,10 +130,13 @@ class Liveness:
         self._known: Verdict | None = None
         self._missing: list[str] = []
         self._ends = False
+        self._begun = threading.Event()
         self._one_at_a_time = threading.Lock()
         self._requests: queue.SimpleQueue[tuple[float, Future[Verdict | None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="liveness", daemon=True)
         self._thread.start()
+        # A rank that dies before its first answer counts as busy until the timeout of the job, not as lost.
+        self._begun.wait(_JOIN_SECONDS)
 
     @property
     def known(self) -> Verdict | None:
@@ -176,10 +179,11 @@ class Liveness:
 
     def _serve(self) -> None:
         try:
-            # Opening the connection may wait for a store that is gone; here nobody waits for that.
+            # Opening the connection may wait long for a store that is gone; the main thread does not.
             self._coordinator = self._shared.clone()
             while True:
                 self._listen()
+                self._begun.set()
                 try:
                     request = self._requests.get(timeout=_LISTEN_SECONDS)
                 except queue.Empty:
@@ -191,6 +195,8 @@ class Liveness:
         except dist.DistError:
             # Whoever asks sees that the thread has ended, and says so.
             return
+        finally:
+            self._begun.set()
 
     def _listen(self) -> None:
         """Answer the latest check, and learn what others found out, while the store is there to tell it."""

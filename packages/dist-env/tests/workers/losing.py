@@ -27,6 +27,7 @@ from dist_env import (
     gather_objects,
     naming_lost_ranks,
 )
+from dist_env.coordination import Coordinator
 
 NOTES = Path(os.environ["NOTES"])
 LARGE = 20_000_000
@@ -183,7 +184,18 @@ def leave(victim_error: Exception | None) -> None:
 
 
 def waits() -> None:
-    """Rank 1 is late at one barrier, for longer than a rank may be silent, and dies before the next."""
+    """Rank 1 is late at one barrier, for longer than a rank may be silent, and dies soon after.
+
+    Its connection for liveness checks opens slowly, as on a busy machine: it must have answered all the same.
+    """
+    if os.environ["RANK"] == "1":
+        open_at_once = Coordinator.clone
+
+        def open_slowly(coordinator: Coordinator) -> Coordinator:
+            time.sleep(2.0)
+            return open_at_once(coordinator)
+
+        Coordinator.clone = open_slowly  # type: ignore[method-assign]
     with DistributedEnvironment(training_timeout=600) as env:
         try:
             barrier(env, lost_after=0)
