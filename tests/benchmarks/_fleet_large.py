@@ -68,7 +68,7 @@ def measure_large(
                     "jobs": len(truth),
                     "samples": sum(job.samples for job in truth.values()),
                     **figures,
-                    "compared": [asdict(one) for one in compared(report, truth)],
+                    "compared": [asdict(one) for one in compared(report, truth, fleet.errors)],
                     "notes": report["notes"],
                 }
             )

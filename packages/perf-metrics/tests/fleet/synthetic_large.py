@@ -27,8 +27,16 @@ _MILLION = 1_000_000
 _BLANK = _MILLION + 1
 """Stands for a blank where activity is in millionths."""
 _BLANK_TEXT = "9223372036854775794"
+_ERROR_EVERY, _LOST_HOST, _REMAPPED_HOST, _LOST_GPU = 97, 11, 20, 6
+"""Of so many hosts one has a GPU that was lost, and one a GPU with a memory row remapped."""
 _FALLS_TO = 0.7
 _LESS = 0.3
+_HEALTH_NAMES = (
+    "DCGM_FI_DEV_XID_ERRORS",
+    "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
+    "DCGM_FI_DEV_PCIE_REPLAY_COUNTER",
+)
+"""Which dcgm-exporter has without being asked; the last stands still here."""
 _NAMESPACE = UUID("0f9a8ffb-65cf-4fd0-9a53-5a3a2ee0c0de")
 
 _Floats = npt.NDArray[np.float64]
@@ -70,7 +78,7 @@ class _Naming:
 
     def labels(self, number: int, index: int) -> str:
         return (
-            f'gpu="{index}",UUID="GPU-{uuid5(_NAMESPACE, f"{number}/{index}")}",modelName="{MODEL}",'
+            f'gpu="{index}",UUID="{_uuid(number, index)}",modelName="{MODEL}",'
             f'{self.host_label}="{self.host}",instance="{self.instance}",job="dcgm-exporter"{self.job_labels}'
         )
 
@@ -102,6 +110,14 @@ class LargeFleet:
     def truth(self) -> dict[str, LargeJobTruth]:
         """What is true of each job, by its name."""
         return {job.name: self._truth_of(job) for job in self.jobs}
+
+    @cached_property
+    def errors(self) -> dict[str, str]:
+        """UUIDs of the GPUs that have an error at some time, with what it is."""
+        hosts = range(len(self._scraped))
+        lost = {_uuid(host, _LOST_GPU): "XID 79" for host in hosts if host % _ERROR_EVERY == _LOST_HOST}
+        kind = "memory rows remapped after uncorrectable errors"
+        return lost | {_uuid(host, 2): kind for host in hosts if host % _ERROR_EVERY == _REMAPPED_HOST}
 
     def of_style(self, style: Style) -> dict[str, LargeJobTruth]:
         """Return what is true of the jobs of one style."""
@@ -217,7 +233,17 @@ class LargeFleet:
                         yield self._series(f"{name}{{{labels}}} ", shown, times)
                     shown = [str(value) for value in self._mhz[row, scraped].tolist()]
                     yield self._series(f"{CLOCK_NAME}{{{labels}}} ", shown, times)
+                    for name, shown in self._health(host, index, scraped):
+                        yield self._series(f"{name}{{{labels}}} ", shown, times)
         yield from self._pod_labels(low, high)
+
+    def _health(self, host: int, index: int, scraped: list[int]) -> Iterator[tuple[str, list[str]]]:
+        """Yield its counters; an error is there from some scrape on, in any job or none."""
+        since = self.size.scrapes * (1 + host % 7) // 9
+        error = self.errors.get(_uuid(host, index), "")
+        values = ("79" if error.startswith("XID") else "0", "1" if error.startswith("memory") else "0", "0")
+        for name, value in zip(_HEALTH_NAMES, values, strict=True):
+            yield name, [value if scrape >= since else "0" for scrape in scraped]
 
     def _series(self, start: str, values: list[str], times: list[str]) -> str:
         self.samples += len(values)
@@ -294,6 +320,10 @@ class LargeFleet:
             for place in job.allocations
             for host in place.hosts
         }
+
+
+def _uuid(host: int, index: int) -> str:
+    return f"GPU-{uuid5(_NAMESPACE, f'{host}/{index}')}"
 
 
 def _gpus(place: Allocation) -> range:

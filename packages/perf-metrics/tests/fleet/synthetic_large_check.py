@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, get_args
 
+from .planted import OddKind
 from .synthetic_large import LargeJobTruth
 from .synthetic_large_plan import SCRAPE_S
 
@@ -31,8 +32,16 @@ class Compared:
     error: float | None = None
 
 
-def compared(report: Mapping[str, Any], truth: Mapping[str, LargeJobTruth]) -> list[Compared]:
-    """Return what the JSON of a report says of each kind of figure, beside the truth."""
+def compared(
+    report: Mapping[str, Any], truth: Mapping[str, LargeJobTruth], errors: Mapping[str, str]
+) -> list[Compared]:
+    """Return what the JSON of a report says of each kind of figure, beside the truth.
+
+    Args:
+        report: What the command wrote.
+        truth: Of the jobs that it is about.
+        errors: Of all GPUs, by UUID.
+    """
     told = {job["job"]: job for job in report["jobs"]}
     true_users, told_users = _users(truth), _told_users(report)
     both = [(told[name], job) for name, job in truth.items() if name in told]
@@ -47,12 +56,18 @@ def compared(report: Mapping[str, Any], truth: Mapping[str, LargeJobTruth]) -> l
             {(name, *odd) for name, job in truth.items() for odd in job.odd_devices.items()},
             [(name, odd["device"], odd["kind"]) for name, job in told.items() for odd in job["odd_devices"]],
         ),
+        _there("GPUs with errors", errors.items(), _told_errors(report)),
         _there("users with their accounts", true_users, told_users),
         _figure(
             "GPU hours of a user",
             [(told_users[user], hours) for user, hours in true_users.items() if user in told_users],
         ),
     ]
+
+
+def _told_errors(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = [(gpu["uuid"], each["kind"]) for gpu in report["gpus"] for each in gpu["evidence"]]
+    return [(uuid, kind) for uuid, kind in found if kind not in get_args(OddKind)]
 
 
 def _there(what: str, planted: Collection[Hashable], told: Collection[Hashable]) -> Compared:

@@ -50,7 +50,7 @@ def test_all_that_is_planted_is_found_and_nothing_beside(
     served: tuple[LargeFleet, PrometheusServer], style: Style, tmp_path: Path
 ) -> None:
     truth = served[0].of_style(style)
-    found = {one.what: one for one in compared(report_on(served, style, tmp_path), truth)}
+    found = {one.what: one for one in compared(report_on(served, style, tmp_path), truth, served[0].errors)}
     assert len(truth) == 7
     assert [(one.found, one.beside) for one in found.values()] == [
         (one.planted, 0) for one in found.values()
@@ -58,6 +58,7 @@ def test_all_that_is_planted_is_found_and_nothing_beside(
     assert found["OFU fell within the job"].planted == 1
     assert found["OFU fell against earlier jobs of the run"].planted == (1 if style == "slurm" else 0)
     assert found["odd devices"].planted == 1
+    assert found["GPUs with errors"].planted == 2
     assert found["GPUs at a time"].error == 0
     assert found["mean OFU of a job, relative"].error == pytest.approx(0, abs=1e-9)
     for what in ("GPU hours of a job", "GPU hours of a user"):
