@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint_core.object_store import ObjectStore
+from dist_env import ObjectStore
 
 KEY, SECRET = "AKIAWRITER", "secret-of-the-writer"
 READER_KEY, READER_SECRET = "AKIAREADER", "secret-of-the-reader"

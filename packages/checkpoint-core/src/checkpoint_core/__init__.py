@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     )
     from checkpoint_core.config import CheckpointConfig
     from checkpoint_core.encoding import local_ranges
-    from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError, StoreError
+    from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError
     from checkpoint_core.lease import DirectoryLease, LeaseHeldError, LeaseHolder, find_lease_holder
     from checkpoint_core.lightning_io import LightningCheckpointIO
     from checkpoint_core.loading import LoadedCheckpoint
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from checkpoint_core.model_state import ModelState, OptimizerState
     from checkpoint_core.saving import Preprocessor
     from checkpoint_core.selection import BestCheckpoint, find_latest_checkpoint
+    from dist_env import StoreError
 
 __all__ = [
     "BestCheckpoint",

@@ -5,6 +5,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from dist_env import StoreError
+
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -25,14 +27,6 @@ class LostRankError(CheckpointError):
 
 class LeaseLostError(CheckpointError):
     """The directory is no longer this run's own: nothing more may be written to it."""
-
-
-class StoreError(OSError):
-    """An object store did not do what was asked: it cannot be reached, refuses the credentials, or is full.
-
-    What it holds is as good as before. The message names the address and the remedy, and holds nothing else
-    of what the store or its library said.
-    """
 
 
 def describe_error(error: BaseException) -> str:

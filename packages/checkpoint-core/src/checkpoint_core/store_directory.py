@@ -49,7 +49,12 @@ def claim(marker: StorePath, directory: StorePath) -> None:
     Raises:
         CheckpointError: The store cannot commit.
     """
-    marker.store.put_claim(marker.key, _content(marker, directory))
+    if not marker.store.put_claim(marker.key, _content(marker, directory)):
+        raise CheckpointError(
+            f"{marker.root} cannot commit a checkpoint: it ignores the condition of a conditional put, "
+            "so two runs could overwrite one another's checkpoints without noticing. Use a store that "
+            "honours If-None-Match, as S3, GCS, Azure, MinIO and SeaweedFS do, or save to a directory."
+        )
 
 
 def _content(marker: StorePath, directory: StorePath) -> bytes:

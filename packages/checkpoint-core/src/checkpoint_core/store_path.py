@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, Self
-from urllib.parse import unquote
 
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.object_store import SCHEMES, ObjectStore, open_store
+from dist_env import STORE_SCHEMES, ObjectStore, StoreSettingsError, open_object_store, split_address
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _COLLAPSED = re.compile(r"[a-z][a-z0-9]+:")
 DEFAULT_TIMEOUT_SECONDS = 600.0
 _READ_BYTES = 4 * 1024 * 1024
@@ -66,7 +64,10 @@ class StorePath(_Base):  # type: ignore[misc,unused-ignore]
     @property
     def store(self) -> ObjectStore:
         """The store, opened at its first use."""
-        return open_store(self.root, self.timeout_seconds)
+        try:
+            return open_object_store(self.root, self.timeout_seconds)
+        except StoreSettingsError as error:
+            raise CheckpointError(str(error)) from None
 
     @property
     def name(self) -> str:
@@ -179,28 +180,25 @@ def locate(where: str | Path, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) 
     if isinstance(where, StorePath):
         return where
     if isinstance(where, Path):
-        if any(_COLLAPSED.fullmatch(part) and part[:-1] in SCHEMES for part in where.parts):
+        if any(_COLLAPSED.fullmatch(part) and part[:-1] in STORE_SCHEMES for part in where.parts):
             raise CheckpointError(
                 f"{str(where)!r} is the Path of an address, which has lost a slash. Give the address as "
                 "text, such as 's3://bucket/run'."
             )
         return where
-    match = _ADDRESS.fullmatch(text := os.fspath(where))
-    if match is None:
+    try:
+        address = split_address(text := os.fspath(where))
+    except StoreSettingsError as error:
+        raise CheckpointError(str(error)) from None
+    if address is None:
         return Path(text)
-    scheme, rest = match[1].lower(), match[2]
-    if scheme not in SCHEMES:
+    root, key = address
+    if not key:
         raise CheckpointError(
-            f"addresses that begin with {scheme}:// are not supported. Use one of "
-            f"{', '.join(f'{known}://' for known in SCHEMES)}, or a directory."
+            f"{root} is a whole {'file system' if root == 'file://' else 'bucket'}. Name a place in it, such "
+            f"as {root}/run."
         )
-    if "@" in rest.partition("/")[0] or "?" in rest:
-        # Without the text, which goes to logs.
-        raise CheckpointError(
-            f"an address {scheme}://... holds more than a bucket and a path. Leave out credentials and "
-            "options: they come from the environment."
-        )
-    return _parse(scheme, rest, timeout_seconds)
+    return StorePath(root, key, timeout_seconds)
 
 
 def local_directory(where: str | Path, what: str) -> Path:
@@ -222,26 +220,6 @@ def local_directory(where: str | Path, what: str) -> Path:
             f"{what} needs a directory, but {place} is in an object store. Name a directory."
         )
     return place
-
-
-def _parse(scheme: str, rest: str, timeout_seconds: float) -> StorePath:
-    bucket, _, path = rest.partition("/")
-    parts = [part for part in path.split("/") if part]
-    if scheme == "file":
-        if bucket:
-            raise CheckpointError(
-                f"file://{bucket}/... names a host. Write file:///directory with three slashes."
-            )
-        parts = [unquote(part) for part in parts]
-    if any(part in (".", "..") for part in parts):
-        raise CheckpointError(f"{scheme}://{rest} has a part '.' or '..'. Name the place directly.")
-    if scheme != "file" and not bucket:
-        raise CheckpointError(f"{scheme}://{rest} does not name a bucket. Write {scheme}://bucket/run.")
-    if not parts:
-        raise CheckpointError(
-            f"{scheme}://{rest} is a whole bucket. Name a place in it, such as {scheme}://{bucket}/run."
-        )
-    return StorePath(f"{scheme}://{bucket}", "/".join(parts), timeout_seconds)
 
 
 class RangeReader:

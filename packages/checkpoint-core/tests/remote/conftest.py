@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from s3_servers import Server, end, start_rclone, start_weed
 
-from checkpoint_core.object_store import open_store
 from checkpoint_core.store_path import StorePath, locate
+from dist_env import open_object_store
 
 
 @pytest.fixture(scope="session")
@@ -45,10 +45,10 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, str]
     def apply(environment: Mapping[str, str]) -> None:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        open_store.cache_clear()
+        open_object_store.cache_clear()
 
     yield apply
-    open_store.cache_clear()
+    open_object_store.cache_clear()
 
 
 @pytest.fixture

@@ -11,9 +11,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from checkpoint_core import CheckpointConfig, CheckpointError, CheckpointManager, find_latest_checkpoint
+from checkpoint_core import (
+    CheckpointConfig,
+    CheckpointError,
+    CheckpointManager,
+    StoreError,
+    find_latest_checkpoint,
+)
 from checkpoint_core.cli import main
-from checkpoint_core.errors import StoreError
 from checkpoint_core.store_path import locate
 
 SECRETS = ("AKIAWRITER", "secret-of-the-writer", "AKIAREADER", "secret-of-the-reader", "wrong-secret")

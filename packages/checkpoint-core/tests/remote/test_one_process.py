@@ -21,9 +21,9 @@ from checkpoint_core import (
 )
 from checkpoint_core.directory import DELETED, STAGING, find_leftovers, temporary_path
 from checkpoint_core.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
-from checkpoint_core.object_store import ObjectStore
 from checkpoint_core.store_directory import delete_directory, put_marker
 from checkpoint_core.store_path import StorePath
+from dist_env import ObjectStore
 
 FILES = [
     "model.safetensors",

@@ -27,12 +27,22 @@ if TYPE_CHECKING:
     from dist_env.liveness import naming_lost_ranks
     from dist_env.logging import forget_warnings, get_logger
     from dist_env.meshes import Meshes
+    from dist_env.object_store import (
+        STORE_SCHEMES,
+        ObjectInfo,
+        ObjectStore,
+        StoreError,
+        StoreSettingsError,
+        open_object_store,
+        split_address,
+    )
     from dist_env.point_to_point import LinkResult
     from dist_env.rank_report import RankReport
     from dist_env.tree_sums import HostSums
     from dist_env.worker_processes import die_with_parent_context, tie_loader_workers
 
 __all__ = [
+    "STORE_SCHEMES",
     "AllReduceResult",
     "ControlGroup",
     "Diagnosis",
@@ -44,6 +54,8 @@ __all__ = [
     "HostSums",
     "LinkResult",
     "Meshes",
+    "ObjectInfo",
+    "ObjectStore",
     "ParallelLayout",
     "RankFailedError",
     "RankReport",
@@ -51,6 +63,8 @@ __all__ = [
     "RankTimeoutError",
     "StallReport",
     "StaticDistributedEnvironment",
+    "StoreError",
+    "StoreSettingsError",
     "add_version",
     "barrier",
     "broadcast_object",
@@ -69,9 +83,11 @@ __all__ = [
     "leave_broken_pipe",
     "main_process_first",
     "naming_lost_ranks",
+    "open_object_store",
     "parse_size",
     "printable",
     "size_text",
+    "split_address",
     "tie_loader_workers",
 ]
 

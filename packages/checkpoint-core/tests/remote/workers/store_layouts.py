@@ -44,7 +44,7 @@ uploaded: dict[str, int] = {}
 
 
 def count_uploads() -> None:
-    from checkpoint_core.object_store import ObjectStore
+    from dist_env import ObjectStore
 
     put_stream = ObjectStore.put_stream
 

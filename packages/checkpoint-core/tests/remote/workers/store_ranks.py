@@ -27,9 +27,8 @@ from checkpoint_core import (
     StateComponent,
 )
 from checkpoint_core.manifest import verify_checkpoint
-from checkpoint_core.object_store import open_store
 from checkpoint_core.store_path import locate
-from dist_env import StaticDistributedEnvironment
+from dist_env import StaticDistributedEnvironment, open_object_store
 
 
 class Own:
@@ -103,7 +102,7 @@ class Job:
 
 def use(environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    open_store.cache_clear()
+    open_object_store.cache_clear()
 
 
 def run(rank: int, directory: Path, settings: dict) -> None:

@@ -3,7 +3,12 @@
 The library underneath is ``obstore`` (the extra ``remote``), which is imported when a store is opened. Its
 errors hold addresses, headers and answers of the server, which may hold credentials: nothing of that text
 leaves this module but the status, the error code and the region that the store names.
+
+obstore has threads that do the work. A process that is forked after they began has none of them and would
+wait for ever, so it is refused there.
 """
+
+from __future__ import annotations
 
 import errno
 import os
@@ -15,10 +20,9 @@ from datetime import timedelta
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
-from checkpoint_core.errors import CheckpointError, StoreError
-
-SCHEMES = ("s3", "gs", "az", "file", "memory")
+STORE_SCHEMES = ("s3", "gs", "az", "file", "memory")
 """Schemes of the addresses that are understood."""
 PART_BYTES = 8 * 1024 * 1024
 """Of a larger object, what one request uploads; S3 takes at most 10,000 such parts of an object."""
@@ -53,7 +57,66 @@ _REGIONS = {
     "IllegalLocationConstraintException",
 }
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "EntityTooLarge", "InsufficientStorage"}
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _T = TypeVar("_T")
+_threads_in: int | None = None
+"""The process in which the threads of obstore were begun."""
+
+
+class StoreError(OSError):
+    """An object store did not do what was asked: it cannot be reached, refuses the credentials, or is full.
+
+    What it holds is as good as before. The message names the address and the remedy, and holds nothing else
+    of what the store or its library said.
+    """
+
+
+class StoreSettingsError(ValueError):
+    """An address or setting of an object store is not usable, or what reading it needs is not installed."""
+
+
+def split_address(text: str) -> tuple[str, str] | None:
+    """The store of an address, and the path in it.
+
+    Args:
+        text: Such as ``s3://bucket/run``, or a path of a file system.
+
+    Returns:
+        The scheme with the bucket (``s3://bucket``, ``file://``, ``memory://name``), and the path without
+        slashes around it, empty for a whole bucket; None for what is not an address.
+
+    Raises:
+        StoreSettingsError: The scheme is unknown, there is more than a bucket and a path (credentials,
+            options), the bucket is missing, or a part of the path is ``.`` or ``..``.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
+        return None
+    scheme, rest = match[1].lower(), match[2]
+    if scheme not in STORE_SCHEMES:
+        raise StoreSettingsError(
+            f"addresses that begin with {scheme}:// are not supported. Use one of "
+            f"{', '.join(f'{known}://' for known in STORE_SCHEMES)}, or a directory."
+        )
+    if "@" in rest.partition("/")[0] or "?" in rest:
+        # Without the text, which goes to logs.
+        raise StoreSettingsError(
+            f"an address {scheme}://... holds more than a bucket and a path. Leave out credentials and "
+            "options: they come from the environment."
+        )
+    bucket, _, path = rest.partition("/")
+    parts = [part for part in path.split("/") if part]
+    if scheme == "file":
+        if bucket:
+            raise StoreSettingsError(
+                f"file://{bucket}/... names a host. Write file:///directory with three slashes."
+            )
+        parts = [unquote(part) for part in parts]
+    if any(part in (".", "..") for part in parts):
+        raise StoreSettingsError(f"{scheme}://{rest} has a part '.' or '..'. Name the place directly.")
+    if scheme != "file" and not bucket:
+        raise StoreSettingsError(f"{scheme}://{rest} does not name a bucket. Write {scheme}://bucket/run.")
+    return f"{scheme}://{bucket}", "/".join(parts)
 
 
 @dataclass(frozen=True)
@@ -78,7 +141,7 @@ class ObjectStore:
             well before.
 
     Raises:
-        CheckpointError: obstore is not installed, or the settings in the environment are not usable.
+        StoreSettingsError: obstore is not installed, or the settings in the environment are not usable.
     """
 
     def __init__(self, root: str, timeout_seconds: float) -> None:
@@ -89,9 +152,14 @@ class ObjectStore:
             self._obstore.exceptions.BaseError,
             *(OSError, ValueError, RuntimeError, NotImplementedError, TypeError),
         )
-        self._store = self._open(timeout_seconds)
+        self._opened = self._open(timeout_seconds)
         self._commits: bool | None = None
         self._lock = threading.Lock()
+
+    @property
+    def _store(self) -> Any:
+        _refuse_forked(self.root)
+        return self._opened
 
     def url(self, key: str) -> str:
         """The address of an object."""
@@ -270,28 +338,23 @@ class ObjectStore:
         except self._failures as error:
             raise self._error("cannot be deleted", keys[0], error) from None
 
-    def put_claim(self, key: str, data: bytes) -> None:
-        """Write a new object. The first one of a process also shows that the store can commit.
+    def put_claim(self, key: str, data: bytes) -> bool:
+        """Write a new object. The first one of a process also shows whether the store can commit.
 
         Args:
             key: A name that nobody else has.
             data: Its content.
 
-        Raises:
-            CheckpointError: The store takes both of two conditional puts, of which one must fail. Nothing is
-                left of the object.
+        Returns:
+            Whether it was written: not if the store takes both of two conditional puts, of which one must
+            fail. Nothing is left of the object then.
         """
         with self._lock:
             if self._commits is None:
                 self._commits = self._try_conditions(key, data)
             elif self._commits:
                 self.put(key, data)
-        if not self._commits:
-            raise CheckpointError(
-                f"{self.root} cannot commit a checkpoint: it ignores the condition of a conditional put, "
-                "so two runs could overwrite one another's checkpoints without noticing. Use a store that "
-                "honours If-None-Match, as S3, GCS, Azure, MinIO and SeaweedFS do, or save to a directory."
-            )
+        return self._commits
 
     def _try_conditions(self, key: str, data: bytes) -> bool:
         if self.put_if(key, data, None) and not self.put_if(key, b"", None) and self.get(key) == data:
@@ -314,6 +377,8 @@ class ObjectStore:
             raise self._error(doing, key, error) from None
 
     def _error(self, doing: str, key: str, error: Exception) -> StoreError:
+        if isinstance(error, StoreError):
+            return error
         text = str(error)
         code = match[1] if (match := _CODE.search(text)) else ""
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
@@ -343,14 +408,11 @@ class ObjectStore:
                 f"there, or set others ({where})"
             )
         if code in _FULL or status == 507:
-            return "the store is full, or a quota of it is used up. Free space, or lower save_total_limit"
+            return "the store is full, or a quota of it is used up. Free space there, or raise it"
         if status in (429, 503) or code in ("SlowDown", "ThrottlingException"):
             return "the store asks for fewer requests. Try again later, or raise the limits of the bucket"
         if status >= 500:
-            return (
-                "the store failed: it may be full or out of order. Look at it, free space there, or lower "
-                "save_total_limit"
-            )
+            return "the store failed: it may be full or out of order. Look at it, or free space there"
         if "timed out" in text.lower() or "kind: Timeout" in text or "operation timed out" in text:
             return "no answer in time. Look at the network, or raise timeout_seconds"
         if "kind: Connect" in text or "error sending request" in text or "dns error" in text:
@@ -372,11 +434,21 @@ def _is_folder(entry: Mapping[str, Any], prefix: str) -> bool:
     return entry["size"] == 0 and (entry["path"] == prefix or entry.get("e_tag") in ('""', "", None))
 
 
+def _refuse_forked(root: str) -> None:
+    global _threads_in
+    if _threads_in not in (None, os.getpid()):
+        raise StoreError(
+            f"{root} cannot be used in this process, which was forked from one that has used a store: the "
+            "threads of obstore are not here. Start it by multiprocessing.get_context('spawn')"
+        )
+    _threads_in = os.getpid()
+
+
 def _import_obstore(root: str) -> Any:
     if find_spec("obstore") is None:
-        raise CheckpointError(
-            f"{root} is an object store, for which checkpoint-core needs obstore. Install "
-            "checkpoint-core[remote]."
+        raise StoreSettingsError(
+            f"{root} is an object store, which needs obstore. Install the extra 'remote' of the package that "
+            "you use, such as checkpoint-core[remote]."
         )
     import obstore
     import obstore.exceptions
@@ -387,7 +459,7 @@ def _import_obstore(root: str) -> Any:
 
 def _profile_provider(root: str, profile: str) -> Any:
     if find_spec("boto3") is None:
-        raise CheckpointError(
+        raise StoreSettingsError(
             f"{root}: AWS_PROFILE={profile} is read by boto3, which is not installed. Install boto3, or set "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         )
@@ -397,7 +469,7 @@ def _profile_provider(root: str, profile: str) -> Any:
 
 
 @lru_cache(maxsize=64)
-def open_store(root: str, timeout_seconds: float) -> ObjectStore:
+def open_object_store(root: str, timeout_seconds: float) -> ObjectStore:
     """The store of an address, opened once for each process.
 
     Args:
