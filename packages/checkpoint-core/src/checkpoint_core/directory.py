@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from checkpoint_core.errors import CheckpointError, StoreError, free_bytes
+from checkpoint_core.errors import CheckpointError, free_bytes
 from checkpoint_core.files import sync_file
 from checkpoint_core.manifest import MANIFEST_NAME, read_manifest
 from checkpoint_core.store_directory import finish_leftover, newest_change, remove_committed
 from checkpoint_core.store_path import StorePath
+from dist_env import StoreError
 
 STAGING = "tmp"
 """A checkpoint being written."""

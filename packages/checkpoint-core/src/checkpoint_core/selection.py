@@ -24,10 +24,11 @@ from checkpoint_core.directory import (
     remove_checkpoint,
     restore_replaced,
 )
-from checkpoint_core.errors import CheckpointError, StoreError, describe_error
+from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.files import combine, in_threads, range_share
 from checkpoint_core.manifest import MANIFEST_NAME, Manifest, read_manifest, verify_checkpoint, wrong_content
 from checkpoint_core.store_path import StorePath, file_sizes, locate, reading_threads
+from dist_env import StoreError
 
 _logger = logging.getLogger(__name__)
 _PHASE = "choosing a checkpoint"
