@@ -181,7 +181,7 @@ def siblings(package: str) -> set[str]:
 @nox.session
 def equivalence(session: nox.Session) -> None:
     """Hold every way to train, and a transform from outside, against one process, and print the table."""
-    install_everything(session, "test")
+    install_everything(session, "test", "stores")
     session.run(*PYTEST, "tests/equivalence", "tests/embedding", *session.posargs, env=ENV)
 
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from dist_env import DistributedEnvInterface, DistributedEnvironment, StaticDistributedEnvironment
+from dist_env import (
+    DistributedEnvInterface,
+    DistributedEnvironment,
+    StaticDistributedEnvironment,
+    open_object_store,
+)
 
 from .case import Case
 from .reference import Point
@@ -36,6 +42,8 @@ class Job:
     rank: int
     world_size: int
     port: int
+    environ: Mapping[str, str]
+    """Set on this rank alone."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +100,10 @@ def _train_as_rank(job: Job) -> list[Point]:
         "LOCAL_WORLD_SIZE": job.world_size,
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": job.port,
+        **job.environ,
     }.items():
         os.environ[name] = str(value)
+    open_object_store.cache_clear()  # the variables may name another one
     with DistributedEnvironment(no_accelerator=True, init_timeout=120, training_timeout=120) as env:
         return _train(job.case, job.directory, job.part, env)
 

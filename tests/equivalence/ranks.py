@@ -13,6 +13,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,8 +34,21 @@ PRELOADED = [
 """What all ranks import; none of these starts a thread, which a fork would lose."""
 
 
-def train_on_ranks(case: Case, directory: Path, world_size: int, part: Part) -> list[Point]:
+def train_on_ranks(
+    case: Case,
+    directory: Path,
+    world_size: int,
+    part: Part,
+    environ: Callable[[int], Mapping[str, str]] = lambda rank: {},
+) -> list[Point]:
     """Train a row on several ranks; one rank needs no process and is this one.
+
+    Args:
+        case: The row.
+        directory: Output directory, unless the row names another one.
+        world_size: Number of ranks.
+        part: Which part of the run.
+        environ: Variables that are set on one rank alone, by its number; not for one rank.
 
     Returns:
         What every rank logged.
@@ -45,7 +59,7 @@ def train_on_ranks(case: Case, directory: Path, world_size: int, part: Part) -> 
     if world_size == 1:
         return train_alone(case, directory, part)
     port = _free_port()
-    jobs = [Job(case, directory, part, rank, world_size, port) for rank in range(world_size)]
+    jobs = [Job(case, directory, part, rank, world_size, port, environ(rank)) for rank in range(world_size)]
     curves = _POOL.run(jobs)
     if any(repr(curve) != repr(curves[0]) for curve in curves):
         raise RuntimeError(f"{case.name}: the ranks logged different curves: {curves}")

@@ -73,6 +73,11 @@ def start(words: list[str], folder: Path, endpoint: str) -> subprocess.Popen[byt
             time.sleep(0.2)
 
 
+def restart(process: subprocess.Popen[bytes], server: Server, folder: Path) -> subprocess.Popen[bytes]:
+    """Start a server that was ended anew, with what it has stored."""
+    return start(list(process.args), folder, server.endpoint)  # type: ignore[arg-type]
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """End a server."""
     # Asked politely, a server with volumes that are full waits for them for a minute.

@@ -119,6 +119,14 @@ class CheckpointManager:
                 self._staging = None
                 self._ranks.close()
 
+    def owns(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint lies where this manager saves.
+
+        Args:
+            checkpoint: Its directory, or its place in a store, as `LoadedCheckpoint.path` has it.
+        """
+        return checkpoint.parent.resolve() == self._output_dir.resolve()
+
     def wait(self) -> None:
         """Block until no asynchronous save is under way.
 

@@ -463,6 +463,8 @@ class TensorFileReader:
             OSError: The file cannot be read.
         """
         work = [(name, target) for name, target in targets if target.numel()]
+        # In the order of the file, so that what one thread reads lies together.
+        work.sort(key=lambda item: self.layout.places[item[0]].start)
         if isinstance(self.path, StorePath):
             self.bytes_read += self._fill_from_store(work)
             return

@@ -1,15 +1,12 @@
 """What a store may answer: each fault has a sentence that says what to do, and credentials show nowhere."""
 
-import http.client
 import logging
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
+from collections.abc import Iterator
 
 import pytest
+from s3_proxy import Proxy
 
 from checkpoint_core import (
     CheckpointConfig,
@@ -24,72 +21,16 @@ from checkpoint_core.store_path import locate
 SECRETS = ("AKIAWRITER", "secret-of-the-writer", "AKIAREADER", "secret-of-the-reader", "wrong-secret")
 
 
-class Gateway:
-    """Passes requests on to a server, and answers some of them itself, as S3 documents its errors."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.target = urlsplit(endpoint)
-        self.answer: Callable[[str, str, int], tuple[int, str] | None] = lambda method, path, number: None
-        self.number = 0
-        self.delay = 0.0
-        gateway = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def handle_any(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                gateway.number += 1
-                time.sleep(gateway.delay)
-                told = gateway.answer(self.command, self.path, gateway.number)
-                if told is not None:
-                    self.reply(told[0], [("Content-Type", "application/xml")], told[1].encode())
-                    return
-                connection = http.client.HTTPConnection(gateway.target.netloc, timeout=30)
-                # The signature is of the name that the client used.
-                connection.request(self.command, self.path, body, dict(self.headers))
-                response = connection.getresponse()
-                content = response.read()
-                headers = [
-                    (k, v)
-                    for k, v in response.getheaders()
-                    if k.lower() not in ("transfer-encoding", "connection")
-                ]
-                self.reply(response.status, headers, content)
-                connection.close()
-
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
-
-            def reply(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
-                self.send_response_only(status)
-                names = {name.lower() for name, _ in headers}
-                for name, value in headers:
-                    self.send_header(name, value)
-                if "content-length" not in names:
-                    self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(content)
-
-            def log_message(self, *arguments: object) -> None:
-                return
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
 def error(code: str, more: str = "") -> str:
     return f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{SECRETS[1]}</Message>{more}</Error>'
 
 
 @pytest.fixture
-def gateway(weed, use) -> Iterator[Gateway]:
-    found = Gateway(weed.endpoint)
-    use({**weed.environment(), "AWS_ENDPOINT_URL": found.endpoint})
+def gateway(weed, use) -> Iterator[Proxy]:
+    found = Proxy(weed.endpoint)
+    use({**weed.environment(), "AWS_ENDPOINT_URL": found.address})
     yield found
-    found.server.shutdown()
-    found.server.server_close()
+    found.close()
 
 
 def manager(url: str, timeout_seconds: float = 6.0) -> CheckpointManager:
@@ -129,7 +70,7 @@ FAULTS = [
     ids=[re.findall("<Code>(.*)</Code>", a)[0] for _, a, _ in FAULTS],
 )
 def test_each_fault_has_a_sentence(
-    gateway: Gateway,
+    gateway: Proxy,
     s3: str,
     use,
     capsys: pytest.CaptureFixture[str],
@@ -138,8 +79,8 @@ def test_each_fault_has_a_sentence(
     answer: str,
     sentence: str,
 ) -> None:
-    use({"AWS_ENDPOINT_URL": gateway.endpoint})
-    gateway.answer = lambda method, path, number: (status, answer)
+    use({"AWS_ENDPOINT_URL": gateway.address})
+    gateway.fault = lambda method, path, number: (status, answer)
     caplog.set_level(logging.DEBUG)
     began = time.monotonic()
     with pytest.raises(CheckpointError) as raised:
@@ -156,21 +97,21 @@ def test_each_fault_has_a_sentence(
     assert capsys.readouterr().err == ""
 
 
-def test_an_upload_that_fails_says_why_and_leaves_nothing(gateway: Gateway, s3: str, use, keys) -> None:
-    use({"AWS_ENDPOINT_URL": gateway.endpoint})
-    gateway.answer = lambda method, path, number: (
+def test_an_upload_that_fails_says_why_and_leaves_nothing(gateway: Proxy, s3: str, use, keys) -> None:
+    use({"AWS_ENDPOINT_URL": gateway.address})
+    gateway.fault = lambda method, path, number: (
         (507, error("XMinioStorageFull")) if method == "PUT" and "model.safetensors" in path else None
     )
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be written.*the store is full"):
         manager(s3).save_checkpoint(1)
-    gateway.answer = lambda method, path, number: None
+    gateway.fault = lambda method, path, number: None
     assert keys(s3) == []
 
 
 @pytest.mark.parametrize("number", ["1", "3"])
-def test_a_part_of_an_upload_that_fails_says_why(gateway: Gateway, s3: str, use, keys, number: str) -> None:
-    use({"AWS_ENDPOINT_URL": gateway.endpoint})
-    gateway.answer = lambda method, path, _: (
+def test_a_part_of_an_upload_that_fails_says_why(gateway: Proxy, s3: str, use, keys, number: str) -> None:
+    use({"AWS_ENDPOINT_URL": gateway.address})
+    gateway.fault = lambda method, path, _: (
         (507, error("XMinioStorageFull")) if f"partNumber={number}" in path else None
     )
     place = locate(f"{s3}/large", 6.0)
@@ -193,27 +134,27 @@ def test_pieces_that_fail_end_an_upload_with_their_own_error(s3: str, keys) -> N
     assert keys(s3) == []
 
 
-def test_throttling_that_ends_is_waited_for(gateway: Gateway, s3: str, use, keys) -> None:
-    use({"AWS_ENDPOINT_URL": gateway.endpoint})
-    gateway.answer = lambda method, path, number: (503, error("SlowDown")) if number % 2 else None
+def test_throttling_that_ends_is_waited_for(gateway: Proxy, s3: str, use, keys) -> None:
+    use({"AWS_ENDPOINT_URL": gateway.address})
+    gateway.fault = lambda method, path, number: (503, error("SlowDown")) if number % 2 else None
     manager(s3, 60.0).save_checkpoint(1)
     loaded = manager(s3, 60.0).load_checkpoint()
     assert loaded is not None
     assert loaded.step == 1
 
 
-def test_a_store_that_does_not_answer_is_given_up(gateway: Gateway, s3: str, use) -> None:
-    use({"AWS_ENDPOINT_URL": gateway.endpoint})
-    gateway.delay = 20.0
+def test_a_store_that_does_not_answer_is_given_up(gateway: Proxy, s3: str, use) -> None:
+    use({"AWS_ENDPOINT_URL": gateway.address})
+    gateway.delay_s = 20.0
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=r"no answer in time|cannot be reached"):
         manager(s3, 2.0).load_checkpoint()
     assert time.monotonic() - began < 15
 
 
-def test_a_commit_whose_answer_is_lost_counts(gateway: Gateway, s3: str, use, weed) -> None:
+def test_a_commit_whose_answer_is_lost_counts(gateway: Proxy, s3: str, use, weed) -> None:
     """The request arrives, its answer does not; the one that is sent again meets what the first one wrote."""
-    use({"AWS_ENDPOINT_URL": gateway.endpoint})
+    use({"AWS_ENDPOINT_URL": gateway.address})
     lost: list[str] = []
 
     def lose(method: str, path: str, number: int) -> tuple[int, str] | None:
@@ -222,32 +163,32 @@ def test_a_commit_whose_answer_is_lost_counts(gateway: Gateway, s3: str, use, we
             return (500, error("InternalError"))
         return None
 
-    gateway.answer = lose
+    gateway.fault = lose
     manager(s3, 60.0).save_checkpoint(1)
     assert lost
     assert str(find_latest_checkpoint(s3)) == f"{s3}/checkpoint-1"
 
 
-def test_a_commit_without_an_answer_is_not_cleaned_up(gateway: Gateway, s3: str, use, weed) -> None:
+def test_a_commit_without_an_answer_is_not_cleaned_up(gateway: Proxy, s3: str, use, weed) -> None:
     """Nobody knows whether it happened, so nothing is deleted that it may have committed."""
-    use({"AWS_ENDPOINT_URL": gateway.endpoint})
-    gateway.answer = lambda method, path, number: (
+    use({"AWS_ENDPOINT_URL": gateway.address})
+    gateway.fault = lambda method, path, number: (
         (500, error("InternalError")) if method == "PUT" and path.endswith("manifest.json") else None
     )
     with pytest.raises(CheckpointError, match="the store failed"):
         manager(s3).save_checkpoint(1)
-    gateway.answer = lambda method, path, number: None
+    gateway.fault = lambda method, path, number: None
     names = [path.name for path in locate(s3).rglob("*")]
     assert "model.safetensors" in names
     assert any(name.startswith(".tmp-checkpoint-1-") for name in names)
 
 
-def test_an_outage_is_not_taken_for_damage(gateway: Gateway, s3: str, use) -> None:
+def test_an_outage_is_not_taken_for_damage(gateway: Proxy, s3: str, use) -> None:
     """Going back to an older checkpoint because the newest cannot be reached would lose work."""
-    use({"AWS_ENDPOINT_URL": gateway.endpoint})
+    use({"AWS_ENDPOINT_URL": gateway.address})
     for step in (1, 2):
         manager(s3, 60.0).save_checkpoint(step) if step == 1 else _resume_and_save(s3, step)
-    gateway.answer = lambda method, path, number: (
+    gateway.fault = lambda method, path, number: (
         (500, error("InternalError")) if "checkpoint-2" in path and method == "GET" else None
     )
     with pytest.raises(CheckpointError, match="the store failed"):

@@ -2,10 +2,11 @@
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from s3_proxy import Proxy
 
 READER_KEY, READER_SECRET = "AKIAREADER", "secret-of-the-reader"
 WORKERS = Path(__file__).parent / "workers"
@@ -65,6 +66,14 @@ def two_ranks(run_worker: Callable[..., Worked], tmp_path: Path) -> Callable[...
     return run
 
 
+@pytest.fixture
+def proxies(weed) -> Iterator[list[Proxy]]:
+    found = [Proxy(weed.endpoint) for _ in range(2)]
+    yield found
+    for proxy in found:
+        proxy.close()
+
+
 def check_failure(seen: list[dict], parts: list[str]) -> None:
     first, second = (each["failing"]["message"] for each in seen)
     assert first == second
@@ -76,9 +85,9 @@ def check_failure(seen: list[dict], parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_rank_that_may_not_write(two_ranks, weed, s3: str, asynchronous: bool) -> None:
-    bad = weed.environment(READER_KEY, READER_SECRET)
-    seen = two_ranks(address=s3, good=weed.environment(), bad=bad, asynchronous=asynchronous)
+def test_a_rank_that_may_not_write(two_ranks, weed, proxies, s3: str, asynchronous: bool) -> None:
+    bad, counted = weed.environment(READER_KEY, READER_SECRET), [each.address for each in proxies]
+    seen = two_ranks(address=s3, good=weed.environment(), bad=bad, counted=counted, asynchronous=asynchronous)
     check_failure(seen, ["the credentials do not permit it"])
     for each in seen:
         assert each["good again"]["message"] is None
@@ -97,6 +106,10 @@ def test_a_rank_that_may_not_write(two_ranks, weed, s3: str, asynchronous: bool)
             "own.rank1.json",
             "own.rank1.safetensors",
         ]
+    # What the server gave each: its half of the weights, and its half of all bytes to verify them.
+    weights = 4 * (1500 * 2000 + 2000 + 2000 * 1501 + 1501)
+    for proxy in proxies:
+        assert 0.97 * weights < proxy.read(r"model-\d.*\.safetensors$") < 1.03 * weights
 
 
 def test_a_bucket_that_is_full_for_one_rank(two_ranks, small_weed) -> None:
@@ -106,6 +119,7 @@ def test_a_bucket_that_is_full_for_one_rank(two_ranks, small_weed) -> None:
         good=small_weed.environment(),
         bad=None,
         too_much=80_000_000,
+        counted=[small_weed.endpoint] * 2,
         asynchronous=False,
     )
     check_failure(seen, ["own.rank1.safetensors", "it may be full", "free space there"])

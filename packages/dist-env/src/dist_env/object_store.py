@@ -14,6 +14,7 @@ import errno
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,6 +42,9 @@ _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
 _REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>")
 _STATUS = re.compile(r"(?:status code: |status: |HTTP status \w+ error \()(\d{3})")
 _NO_CODE = re.compile(r"\(HTTP [34]\d\d\)$|another region$")
+_BROKE_OFF = re.compile(r"kind: Interrupted|request or response body error")
+"""An answer that ended early. obstore asks again for the content of objects, and not for anything else."""
+_PAUSES_SECONDS = (0.2, 0.8, 3.0)
 _RETRIES = re.compile(r"after (\d+) retries")
 _CLOCK = {"RequestTimeTooSkewed", "RequestExpired", "AccessDeniedExpired"}
 _CREDENTIALS = {
@@ -69,6 +73,10 @@ class StoreError(OSError):
     What it holds is as good as before. The message names the address and the remedy, and holds nothing else
     of what the store or its library said.
     """
+
+
+class _BrokeOffError(StoreError):
+    """The answer ended early."""
 
 
 class StoreSettingsError(ValueError):
@@ -214,29 +222,47 @@ class ObjectStore:
             return
         part = max(PART_BYTES, -(-size // _MOST_PARTS))
         failures: list[BaseException] = []
+        given = 0
 
         def guarded() -> Iterator[bytes]:
+            nonlocal given
             try:
-                yield from pieces
+                for piece in pieces:
+                    given += len(piece)
+                    yield piece
             except GeneratorExit:
                 raise  # The upload has failed, and its own error says why.
             except BaseException as error:
                 failures.append(error)
                 raise
 
+        for pause in (*_PAUSES_SECONDS, None):
+            try:
+                self._obstore.put(
+                    self._store,
+                    key,
+                    guarded(),
+                    use_multipart=True,
+                    chunk_size=part,
+                    max_concurrency=_PARTS_AT_ONCE,
+                )
+            except self._failures as error:
+                if failures:
+                    raise failures[0] from None
+                broke_off = _BROKE_OFF.search(str(error)) is not None
+                if broke_off and given == 0 and pause is not None:
+                    time.sleep(pause)  # The answer to its beginning was lost.
+                    continue
+                if broke_off and given == size and self._has(key, size):
+                    return  # That to its end.
+                raise self._error("cannot be written", key, error) from None
+            return
+
+    def _has(self, key: str, size: int) -> bool:
         try:
-            self._obstore.put(
-                self._store,
-                key,
-                guarded(),
-                use_multipart=True,
-                chunk_size=part,
-                max_concurrency=_PARTS_AT_ONCE,
-            )
-        except self._failures as error:
-            if failures:
-                raise failures[0] from None
-            raise self._error("cannot be written", key, error) from None
+            return self.head(key).size == size
+        except OSError:
+            return False
 
     def put_if(self, key: str, data: bytes, version: Mapping[str, str] | None) -> bool:
         """Write a small object only if nobody else has: the commit.
@@ -249,6 +275,9 @@ class ObjectStore:
         Returns:
             Whether it was written; False if the condition does not hold.
         """
+        return _repeated(lambda: self._put_if(key, data, version))
+
+    def _put_if(self, key: str, data: bytes, version: Mapping[str, str] | None) -> bool:
         try:
             mode = "create" if version is None else dict(version)
             self._obstore.put(self._store, key, data, mode=mode)
@@ -330,13 +359,11 @@ class ObjectStore:
         if not keys:
             return
         try:
-            self._obstore.delete(self._store, list(keys))
+            self._call("cannot be deleted", keys[0], self._obstore.delete, list(keys))
         except FileNotFoundError:
             # A file system stops at the first one that is missing.
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
-        except self._failures as error:
-            raise self._error("cannot be deleted", keys[0], error) from None
 
     def put_claim(self, key: str, data: bytes) -> bool:
         """Write a new object. The first one of a process also shows whether the store can commit.
@@ -367,6 +394,9 @@ class ObjectStore:
         return self._scheme != "file"
 
     def _call(self, doing: str, key: str, action: Callable[..., _T], *args: Any, **options: Any) -> _T:
+        return _repeated(lambda: self._ask(doing, key, action, *args, **options))
+
+    def _ask(self, doing: str, key: str, action: Callable[..., _T], *args: Any, **options: Any) -> _T:
         try:
             return action(self._store, *args, **options)
         except FileNotFoundError as error:
@@ -386,7 +416,9 @@ class ObjectStore:
         reason = self._reason(type(error).__name__, text, status, code, region)
         retries = f" after {match[1]} retries" if (match := _RETRIES.search(text)) else ""
         told = ", ".join(part for part in (f"HTTP {status}" if status else "", code) if part)
-        return StoreError(f"{self.url(key)} {doing}{retries}: {reason}{f' ({told})' if told else ''}")
+        broke_off = not told and _BROKE_OFF.search(text)
+        kind = _BrokeOffError if broke_off else StoreError
+        return kind(f"{self.url(key)} {doing}{retries}: {reason}{f' ({told})' if told else ''}")
 
     def _reason(self, kind: str, text: str, status: int, code: str, region: str) -> str:
         where = _ENVIRONMENT.get(self._scheme, "the environment")
@@ -415,6 +447,8 @@ class ObjectStore:
             return "the store failed: it may be full or out of order. Look at it, or free space there"
         if "timed out" in text.lower() or "kind: Timeout" in text or "operation timed out" in text:
             return "no answer in time. Look at the network, or raise timeout_seconds"
+        if _BROKE_OFF.search(text):
+            return "the answer broke off on its way. Look at the network, and try again"
         if "kind: Connect" in text or "error sending request" in text or "dns error" in text:
             return "the store cannot be reached. Look at the network and the endpoint in the environment"
         if "redential" in text or "metadata" in text.lower():
@@ -422,6 +456,16 @@ class ObjectStore:
         if isinstance(status, int) and status:
             return "the store refuses the request"
         return f"{kind} of obstore, whose text is left out because it may hold credentials"
+
+
+def _repeated(action: Callable[[], _T]) -> _T:
+    """Do what may be done twice, again if the answer broke off."""
+    for pause in _PAUSES_SECONDS:
+        try:
+            return action()
+        except _BrokeOffError:
+            time.sleep(pause)
+    return action()
 
 
 def _info(entry: Mapping[str, Any]) -> ObjectInfo:

@@ -156,7 +156,7 @@ def _train(words: Sequence[str]) -> int:
         return 0
     processes = parse_mesh(args.mesh).world_size
     if processes > 1 and not is_launched():
-        return launch(["train", *words], processes, args.output_dir)
+        return launch(["train", *words], processes, str(args.run_path))
 
     from .train import train
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from checkpoint_core import DirectoryLease, find_lease_holder
+from checkpoint_core import DirectoryLease, find_latest_checkpoint, find_lease_holder
 from dist_env import DistributedEnvInterface
 from perf_metrics import GOODPUT_FOLDER, load_logs, plot_logs
 from trainer_core import (
@@ -98,7 +98,7 @@ _NOT_WORTH_SAYING = ("output_dir", "logging_dir", "resume_from_checkpoint", "all
 
 
 class RunDirectory:
-    """The output directory of `train`.
+    """The output directory of `train`, or where its checkpoints go to a store, what is beside them.
 
     Two files tell which run it is: `config.yaml`, all settings as resolved, which `--config` reads again; and
     `run.json`, the identity: what must not change while the run continues.
@@ -127,10 +127,17 @@ class RunDirectory:
         Raises:
             ConfigurationError: If the directory holds something else, or a run of another identity.
         """
+        if args.starts_fresh and args.saves_to_store and self._has_checkpoint(args):
+            raise ConfigurationError(
+                "output_dir",
+                args.output_dir,
+                "has checkpoints, and --fresh moves them aside, which stores cannot do",
+                "choose another --output-dir, or remove them with `checkpoint-core prune`",
+            )
         if not self._is_run():
             self._refuse_foreign_files()
             return {}
-        if args.starts_fresh or not self._has_checkpoint():
+        if args.starts_fresh or not self._has_checkpoint(args):
             return {}
         self.check_identity(args, subject)
         self._refuse_fresh_start(args)
@@ -167,7 +174,7 @@ class RunDirectory:
         # What was allowed has happened: a later start that says nothing keeps the new values.
         args = replace(args, allow_changes=())
         if session is not None:
-            sessions = [*read_sessions(self.path), session] if self._has_checkpoint() else [session]
+            sessions = [*read_sessions(self.path), session] if self._has_checkpoint(args) else [session]
             _write(self.path / SESSIONS_NAME, json.dumps(sessions, indent=2) + "\n")
         _write(self.path / IDENTITY_NAME, json.dumps(_identity(args, subject), indent=2) + "\n")
         _write(self.path / CONFIG_NAME, yaml.safe_dump(asdict(args), sort_keys=False))
@@ -215,7 +222,8 @@ class RunDirectory:
 
     def log_file(self, args: PretrainArguments) -> Path:
         """Where the log entries of the run are, also if its directory was moved."""
-        return (self.path if args.logging_dir is None else Path(args.logging_dir)) / LOGS_NAME
+        own = args.logging_dir is None or args.saves_to_store
+        return (self.path if own else Path(str(args.logging_dir))) / LOGS_NAME
 
     def held_out_losses(self, args: PretrainArguments) -> dict[int, float]:
         """Return the losses of all evaluations in the log, by step."""
@@ -239,7 +247,9 @@ class RunDirectory:
     def _is_run(self) -> bool:
         return (self.path / IDENTITY_NAME).is_file()
 
-    def _has_checkpoint(self) -> bool:
+    def _has_checkpoint(self, args: PretrainArguments) -> bool:
+        if args.saves_to_store:
+            return find_latest_checkpoint(args.output_dir) is not None
         return any(self.path.glob("checkpoint-*"))
 
     def _refuse_foreign_files(self) -> None:

@@ -59,11 +59,11 @@ def train(args: PretrainArguments) -> int:
         RankTimeoutError: If another rank did not come.
     """
     started = time.perf_counter()
-    refuse_if_in_use(args.output_dir)
+    refuse_if_in_use(str(args.run_path))
     env = DistributedEnvironment(always=False, no_accelerator=args.use_cpu or args.device == "cpu")
     check_processes(args.trainer, args.mesh, env.world_size)
     experiment = prepare(args)
-    directory = RunDirectory(args.output_dir)
+    directory = RunDirectory(args.run_path)
     changes = directory.check(args, experiment.subject)
     # What is wrong with the input is said before the ranks wait for each other. Once they have met, none
     # checks the directory any more, and rank 0 may write to it.

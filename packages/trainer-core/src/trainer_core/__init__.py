@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         DataParallelArguments,
         MinimalTrainingArguments,
         TrainingArguments,
+        run_path,
     )
     from .arguments.config import arguments_from_dict, field_docs
     from .arguments.files import load_config_file
@@ -220,6 +221,7 @@ __all__ = [
     "predict",
     "prepare_model",
     "prepare_qat",
+    "run_path",
     "saved_buffers",
     "share_generators",
     "suggest",

@@ -63,7 +63,12 @@ def build_manager(
         **best,  # type: ignore[arg-type]
     )
     return CheckpointManager(
-        config, dist=ranks.env, stateful_provider=components, preprocessor=preprocessor, lease=lease
+        config,
+        dist=ranks.env,
+        stateful_provider=components,
+        preprocessor=preprocessor,
+        # In a store the conditional put of each manifest keeps runs apart.
+        lease=None if args.saves_to_store else lease,
     )
 
 
@@ -83,19 +88,21 @@ def resume(run: Run) -> Path | None:
         say_changes(run.progress.changes)
     if run.args.save_strategy == "no" or starts_over(run):
         return loaded
-    output_dir = Path(run.args.output_dir).absolute()
-    if loaded is not None and loaded.parent.resolve() == output_dir.resolve():
+    if loaded is not None and run.manager.owns(loaded):
         if not run.progress.loaded:
             raise _without_counters(run, loaded)
         return loaded
-    other = find_latest_checkpoint(output_dir)
+    other = find_latest_checkpoint(run.args.output_dir)
     if other is not None:
+        aside = (
+            "or set resume_from_checkpoint=False and overwrite_output_dir=True, which moves what is there to "
+            f"{PREVIOUS}<time>/"
+        )
         raise ConfigurationError(
             "resume_from_checkpoint",
             wanted,
             f"starts another run beside {other}, whose place its own checkpoints would take",
-            "choose another output_dir, or set resume_from_checkpoint=False and overwrite_output_dir=True, "
-            f"which moves what is there to {PREVIOUS}<time>/",
+            f"choose another output_dir, {_PRUNE if run.args.saves_to_store else aside}",
         )
     return loaded
 
@@ -161,12 +168,10 @@ def say_changes(changes: Changes) -> None:
         logger.info("changed since the checkpoint: %s", change)
 
 
-def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
-    """The checkpoint that training would continue from, if there is one; it is verified when it is loaded."""
+def has_checkpoint_to_resume(args: TrainingArguments) -> bool:
+    """Whether training would continue from a checkpoint; it is verified when it is loaded."""
     wanted = args.resume_from_checkpoint
-    if isinstance(wanted, str):
-        return Path(wanted)
-    return find_latest_checkpoint(args.output_dir) if wanted else None
+    return isinstance(wanted, str) or (wanted and find_latest_checkpoint(args.output_dir) is not None)
 
 
 def load_best(run: Run) -> bool:
@@ -203,22 +208,24 @@ def make_room(run: Run) -> None:
     args, env, loaded = run.args, run.ranks.env, run.loaded
     if args.save_strategy == "no":
         return
+    if args.saves_to_store:
+        run.ranks.fail_together(_cannot_make_room(run), "begin in the output directory")
     paths: list[Path] = []
-    if loaded is not None and loaded.parent.resolve() == Path(args.output_dir).resolve():
-        if run.went_back:
+    if loaded is not None and run.manager.owns(loaded):
+        if run.went_back and not args.saves_to_store:
             paths = checkpoints_in(args.output_dir, above=run.state.global_step)
     elif starts_over(run):
         logs = [one.filename for one in run.events.callbacks if isinstance(one, JsonLogger)]
-        paths = [*checkpoints_in(args.output_dir), *(args.log_path / name for name in logs)]
+        paths = [*checkpoints_in(args.run_path), *(args.log_path / name for name in logs)]
         if any(isinstance(one, GoodputLogger) for one in run.events.callbacks):
-            paths.append(Path(args.output_dir) / GOODPUT_FOLDER)
+            paths.append(args.run_path / GOODPUT_FOLDER)
     if not run.ranks.any([bool(paths)])[0]:
         return
     failure = None
     # Where nodes keep checkpoints of their own, each has a directory of its own.
     if env.rank == 0 or (args.save_on_each_node and env.local_rank == 0):
         try:
-            move_aside(args.output_dir, paths)
+            move_aside(args.run_path, paths)
         except ConfigurationError as error:
             failure = error
     if run.ranks.any([failure is not None])[0]:
@@ -228,6 +235,23 @@ def make_room(run: Run) -> None:
             "cannot be cleared for this run by another rank",
             "see the error of that rank",
         )
+
+
+_PRUNE = "or remove what is there with `checkpoint-core prune`"
+
+
+def _cannot_make_room(run: Run) -> ConfigurationError | None:
+    """What stands in the way of a run in a store, where nothing can be moved aside."""
+    args = run.args
+    newest = find_latest_checkpoint(args.output_dir) if run.went_back or starts_over(run) else None
+    if newest is None or (run.loaded is not None and int(newest.name.rpartition("-")[2]) <= run.saved_step):
+        return None
+    return ConfigurationError(
+        "resume_from_checkpoint",
+        args.resume_from_checkpoint,
+        f"begins before {newest}, which a later start would prefer, and stores move nothing aside",
+        f"choose another output_dir, {_PRUNE}",
+    )
 
 
 def starts_over(run: Run) -> bool:
@@ -408,15 +432,15 @@ class OutputLease:
             "heartbeat_seconds": args.lease_heartbeat_seconds,
             "takeover_seconds": args.lease_takeover_seconds,
         }
-        self.directory = DirectoryLease(args.output_dir, **times)
-        """For the manager of the checkpoints."""
+        self.directory = DirectoryLease(args.run_path, **times)
+        """For the manager of the checkpoints, if they are in that directory."""
         self._args = args
         self._ranks = ranks
         env = ranks.env
         self._leases: list[tuple[str, DirectoryLease]] = []
         if env.rank == 0 or (args.save_on_each_node and env.local_rank == 0):
             self._leases.append(("output_dir", self.directory))
-        if env.rank == 0 and args.log_path.resolve() != Path(args.output_dir).resolve():
+        if env.rank == 0 and args.log_path.resolve() != args.run_path.resolve():
             self._leases.append(("logging_dir", DirectoryLease(args.log_path, **times)))
         self._users = 0
         self._known: set[str] | None = None
@@ -448,7 +472,7 @@ class OutputLease:
 
     def _content(self) -> set[str]:
         """Names of what every run leaves that continues, or begins anew, in the output directory."""
-        directory = Path(self._args.output_dir)
+        directory = self._args.run_path
         return {path.name for path in (*checkpoints_in(directory), *directory.glob(f"{PREVIOUS}*"))}
 
     def _owns_still(self) -> bool:

@@ -25,8 +25,8 @@ from .callbacks import InfoCallback
 from .callbacks.trackers import refuse_second_tracker, trackers_by_name
 from .checkpointing import (
     OutputLease,
-    checkpoint_to_resume,
     has_adapters,
+    has_checkpoint_to_resume,
     load,
     load_best,
     make_room,
@@ -533,7 +533,7 @@ class Trainer(InputHints):
         if self._prepared is None:
             seed_everything(self.args.seed)
             # One answer for all: the file system may show one rank what another does not see yet.
-            resumes = self.ranks.any([checkpoint_to_resume(self._run_args) is not None])[0]
+            resumes = self.ranks.any([has_checkpoint_to_resume(self._run_args)])[0]
             devices = self.ranks, self.transforms, self.placement
             run = self._prepared = assemble(
                 self._run_args,

@@ -1,8 +1,9 @@
 """Two ranks that save sharded state to a store, of which rank 1 cannot upload at one of the steps.
 
 Usage: store_ranks.py DIRECTORY SETTINGS, a JSON object: ``address``; ``good``, the environment of both; and
-``bad``, that of rank 1 at step 2, or null to save there more than the bucket has room for. Writes what each
-rank saw to DIRECTORY/rank<k>.json. The second rank is forked, before any store is opened.
+``bad``, that of rank 1 at step 2, or null to save there more than the bucket has room for; and ``counted``,
+an address of the server for each rank, by which it loads. Writes what each rank saw to
+DIRECTORY/rank<k>.json. The second rank is forked, before any store is opened.
 """
 
 import json
@@ -126,8 +127,11 @@ def run(rank: int, directory: Path, settings: dict) -> None:
     if settings["bad"] is not None:
         seen["good again"] = job.save(3)
     job.fill(-1)
+    # Reads of the manager are counted there, for each rank by itself.
+    use({"AWS_ENDPOINT_URL": settings["counted"][rank]})
     seen["loaded"] = job.manager.load_checkpoint().step
     seen["values"] = job.values()
+    use(settings["good"])
     job.manager.close()
     newest = run / f"checkpoint-{seen['loaded']}"
     seen["whole"] = verify_checkpoint(newest, checksums=True).step

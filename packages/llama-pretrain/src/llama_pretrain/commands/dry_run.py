@@ -33,7 +33,7 @@ def dry_run(args: PretrainArguments) -> None:
     processes = _processes(args)
     with fake_job(processes, local_world_size=_on_a_node(processes)) as env:
         experiment = prepare(args)
-        RunDirectory(args.output_dir).check(args, experiment.subject)
+        RunDirectory(args.run_path).check(args, experiment.subject)
         found = build_trainer(experiment, env).dry_run()
     print(_told(args, processes, found))
 

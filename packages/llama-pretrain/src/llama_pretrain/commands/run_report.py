@@ -23,7 +23,7 @@ from perf_metrics import (
     read_goodput,
     summarize_log,
 )
-from trainer_core import ConfigurationError
+from trainer_core import ConfigurationError, run_path
 
 from ..arguments import PretrainArguments
 from ..console import check_writable
@@ -97,7 +97,7 @@ def write_report(args: ReportArguments) -> Path:
             "smooth", args.smooth, "must be at least 0 and below 1", "use 0 for no smoothing"
         )
     check_writable("page", args.page)
-    directory = RunDirectory(args.output_dir)
+    directory = RunDirectory(run_path(args.output_dir))
     settings = directory.arguments()
     log = directory.log_file(settings)
     if not log.is_file() or not any("loss" in entry for entry in load_logs(log)):
@@ -122,7 +122,7 @@ def _sections(
     if losses:
         rows = [(f"{step:,}", f"{loss:.4f}") for step, loss in sorted(losses.items())]
         yield section("Held-out loss", table(("step", "loss"), rows))
-    newest = find_latest_checkpoint(args.output_dir)
+    newest = None if settings.saves_to_store else find_latest_checkpoint(args.output_dir)
     if newest is not None and args.samples:
         note = f"temperature {SAMPLE_TEMPERATURE}, from {newest.name}"
         texts = _samples(newest, settings, args.samples)

@@ -10,8 +10,8 @@ import torch
 
 from checkpoint_core import find_latest_checkpoint
 from dataloader_dispatch import DocumentSource
-from dist_env import DistributedEnvironment
-from trainer_core import ConfigurationError, Trainer, TrainingArguments
+from dist_env import DistributedEnvironment, split_address
+from trainer_core import ConfigurationError, Trainer, TrainingArguments, run_path
 
 from ..arguments import PretrainArguments
 from ..console import PROG, printable
@@ -49,7 +49,18 @@ def locate(args: ResultArguments) -> Path:
                 "name a checkpoint or an exported model",
             )
         return Path(args.checkpoint)
-    newest = find_latest_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    place, directory = args.output_dir, RunDirectory(run_path(args.output_dir))
+    if directory.holds_run() and (own := directory.arguments()).saves_to_store:
+        place = own.output_dir
+    in_store = split_address(place) is not None
+    newest = find_latest_checkpoint(place) if in_store or Path(place).is_dir() else None
+    if newest is not None and in_store:
+        raise ConfigurationError(
+            "output_dir",
+            args.output_dir,
+            "has its checkpoints in a store, and this command reads files",
+            f"fetch the newest with `checkpoint-core export {newest} model`, and give --checkpoint model",
+        )
     if newest is None:
         raise ConfigurationError(
             "output_dir",
@@ -93,7 +104,7 @@ def evaluate(args: EvalArguments) -> dict[str, float]:
 
 def _what_to_score(args: EvalArguments, weights: Path) -> tuple[PretrainArguments, Tokenizer, DocumentSource]:
     """Return the settings, the tokenizer and the documents of an evaluation."""
-    directory = RunDirectory(args.output_dir)
+    directory = RunDirectory(run_path(args.output_dir))
     own = directory.arguments() if args.checkpoint is None else PretrainArguments(tokenizer=str(weights))
     own = replace(own, resume_from_checkpoint=False)
     settings = replace(
@@ -123,7 +134,7 @@ def _row_length(args: EvalArguments, weights: Path) -> int:
     positions = LlamaConfig.load(weights).max_position_embeddings
     length = args.sequence_length
     if length is None:
-        run = RunDirectory(args.output_dir if args.checkpoint is None else weights.resolve().parent)
+        run = RunDirectory(run_path(args.output_dir) if args.checkpoint is None else weights.resolve().parent)
         length = run.arguments().sequence_length if run.holds_run() else min(positions, _LONGEST_ROW)
     if length > positions:
         raise ConfigurationError(

@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from checkpoint_core import find_lease_holder
+from dist_env import split_address
 from trainer_core import ConfigurationError
 
 from ..console import CONFIG_NAME, LOGS_NAME, SESSIONS_NAME
@@ -262,7 +263,10 @@ class _Run:
         """Read what is new."""
         config = self._config.read(self._path / CONFIG_NAME)
         settings = config if isinstance(config, dict) else {}
-        place = self._path / str(settings.get("logging_dir") or ".")
+        apart = settings.get("logging_dir")
+        # Beside checkpoints in a store this is the directory of the logs.
+        in_store = split_address(str(settings.get("output_dir"))) is not None
+        place = Path(str(apart)) if apart and not in_store else self._path
         generation = self._log.generation
         self._log.refresh(place / LOGS_NAME)
         self._samples.refresh(place / SAMPLES_NAME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 
@@ -11,6 +12,11 @@ class LoggingArguments(Protocol):
 
     @property
     def output_dir(self) -> str: ...
+
+
+def run_path(args: LoggingArguments) -> Path:
+    """The directory of a run: `output_dir`, or what its trainer says where that is an address of a store."""
+    return Path(getattr(args, "run_path", None) or args.output_dir)
 
 
 class ProgressState(Protocol):

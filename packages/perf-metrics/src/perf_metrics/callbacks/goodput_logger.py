@@ -17,7 +17,7 @@ from pathlib import Path
 from ..logs.goodput import GOODPUT_FOLDER, Kind
 from ..throughput import COMPILE_PHASE, ThroughputMeter, exclude_compilation
 from ..utilization import has_process_group
-from . import EventHandlers, LoggingArguments, ProgressState
+from . import EventHandlers, LoggingArguments, ProgressState, run_path
 
 _logger = logging.getLogger("perf_metrics")
 _SIGN_OF_LIFE_SECONDS = 1.0
@@ -66,7 +66,7 @@ class GoodputLogger(EventHandlers):
     ) -> None:
         """Begin a session."""
         if state.is_world_process_zero:
-            folder = (Path(args.output_dir) / GOODPUT_FOLDER).absolute()
+            folder = (run_path(args) / GOODPUT_FOLDER).absolute()
             if (before := _open.pop(folder, None)) is not None:
                 before.close("exception")  # of which nobody told
             self._file = _open[folder] = _SessionFile(folder, state.global_step, self._clock)

@@ -255,7 +255,7 @@ class JsonLogger(EventHandlers):
     def _path(self, args: LoggingArguments) -> Path:
         # Not every trainer has the first one: transformers 5 does not.
         logging_dir: str | None = getattr(args, "logging_dir", None)
-        place = logging_dir or args.output_dir
+        place = logging_dir or getattr(args, "run_path", None) or args.output_dir
         if not place:
             raise ValueError(
                 f"logging_dir={logging_dir!r} must name a directory for JsonLogger. Set it, or output_dir."

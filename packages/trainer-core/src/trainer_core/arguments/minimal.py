@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Self
 
+from dist_env import StoreSettingsError, split_address
+
 from ..errors import ConfigurationError, Dependent, refuse_without_effect
 from ..hints import SignatureOfInit, suggest
 from . import rules
@@ -39,9 +41,10 @@ class MinimalTrainingArguments:
     unchangeable: ClassVar[Mapping[str, str]] = UNCHANGEABLE
 
     output_dir: str = "output"
-    """Directory of checkpoints, weights and logs."""
+    """Directory of checkpoints, weights and logs; or the address of a place in an object store for the
+    checkpoints, such as s3://bucket/run, beside which the rest is in logging_dir."""
     logging_dir: str | None = None
-    """Directory of logs; the output directory when not given."""
+    """Directory of logs; the output directory when not given, or runs/<last part> of its address."""
     overwrite_output_dir: bool = False
     """Let save_model replace weights that are already there, and a start with resume_from_checkpoint=False
     move the checkpoints of an earlier run to previous-<time>/ in output_dir."""
@@ -202,8 +205,38 @@ class MinimalTrainingArguments:
 
     @property
     def log_path(self) -> Path:
-        """Directory of logs, resolved."""
-        return Path(self.logging_dir if self.logging_dir is not None else self.output_dir)
+        """Directory of logs."""
+        return self.run_path if self.logging_dir is None else Path(self.logging_dir)
+
+    @property
+    def run_path(self) -> Path:
+        """Directory of what belongs to the run beside its checkpoints: `output_dir`, unless it is an address.
+
+        Then it is `logging_dir`, or `runs/` with the last part of the address.
+        """
+        return run_path(self.output_dir, self.logging_dir)
+
+    @property
+    def saves_to_store(self) -> bool:
+        """Whether `output_dir` is an address in an object store, and not a directory."""
+        return split_address(self.output_dir) is not None
+
+
+def run_path(output_dir: str, logging_dir: str | None = None) -> Path:
+    """The directory of what belongs to a run beside its checkpoints.
+
+    Args:
+        output_dir: Setting of the run.
+        logging_dir: Setting of the run.
+
+    Returns:
+        `output_dir`; where that is an address in an object store, `logging_dir`, or `runs/` with the last
+        part of the address.
+    """
+    address = split_address(output_dir)
+    if address is None:
+        return Path(output_dir)
+    return Path("runs") / address[1].rpartition("/")[2] if logging_dir is None else Path(logging_dir)
 
 
 def epoch_limit(num_train_epochs: float | None, max_steps: int) -> float | None:
@@ -323,6 +356,7 @@ def _check_files(args: MinimalTrainingArguments) -> None:
             "must not be empty",
             "name a directory, such as output_dir='runs/first'",
         )
+    _check_address(args)
     for name in ("output_dir", "logging_dir", "resume_from_checkpoint"):
         value = getattr(args, name)
         if isinstance(value, str) and "\0" in value:
@@ -339,6 +373,41 @@ def _check_files(args: MinimalTrainingArguments) -> None:
             False,
             "would save pickled weights, which can run code when they are loaded",
             "leave it at its default, True",
+        )
+
+
+def _check_address(args: MinimalTrainingArguments) -> None:
+    try:
+        address = split_address(args.output_dir)
+        split_address(str(args.resume_from_checkpoint))
+    except StoreSettingsError as error:
+        # Without the value, which may hold credentials.
+        rule = f"cannot be used: {str(error).removesuffix('.')}"
+        raise ConfigurationError(
+            "output_dir", "an address", rule, "give s3://bucket/run, or a directory"
+        ) from None
+    if args.logging_dir is not None and "://" in args.logging_dir:
+        raise ConfigurationError(
+            "logging_dir",
+            args.logging_dir,
+            "is an address, and logs are appended to, which stores cannot do",
+            "name a directory",
+        )
+    if address is None:
+        return
+    if not address[1]:
+        raise ConfigurationError(
+            "output_dir",
+            args.output_dir,
+            "is a whole bucket",
+            f"name a place in it, such as {address[0]}/run",
+        )
+    if args.save_on_each_node:
+        raise ConfigurationError(
+            "save_on_each_node",
+            True,
+            f"does not go with {args.output_dir}, which all nodes share",
+            "leave it out",
         )
 
 

@@ -81,7 +81,7 @@ class ExternalControl:
         Raises:
             ConfigurationError: The path is a directory.
         """
-        self._path = Path(args.output_dir) / "control" if self._given_path is None else Path(self._given_path)
+        self._path = args.run_path / "control" if self._given_path is None else Path(self._given_path)
         if self._path.is_dir():
             raise ConfigurationError(
                 "path", str(self._path), "is a directory", "give the path of a file in it"

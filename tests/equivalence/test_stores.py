@@ -1,0 +1,117 @@
+"""Runs whose checkpoints are in an object store: every layout continues those of every other one.
+
+Each rank has a proxy of its own before a real S3 server, which counts what it reads.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from equivalence.case import EXACT, Case
+from equivalence.rank import Part
+from equivalence.ranks import train_on_ranks
+from equivalence.reference import Recipe
+from equivalence.table import expected, largest_deviation
+from equivalence.training import STOP_AT
+from s3_proxy import Proxy
+from s3_servers import Server, end, start_weed
+
+from checkpoint_core import find_latest_checkpoint
+from dist_env import open_object_store
+
+RECIPE = Recipe(steps=STOP_AT + 5)
+LAYOUTS = {
+    "single": ("ddp", 1),
+    "ddp": ("ddp", 2),
+    "fsdp2": ("fsdp2", 2),
+    "fsdp2 of 4": ("fsdp2", 4),
+    "pipeline": ("pipeline", 2),
+}
+WAYS = [(first, second) for first in LAYOUTS for second in LAYOUTS]
+# Each layout saves once and loads once.
+USUAL = {
+    ("single", "fsdp2"),
+    ("fsdp2", "pipeline"),
+    ("pipeline", "ddp"),
+    ("ddp", "fsdp2 of 4"),
+    ("fsdp2 of 4", "single"),
+}
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server, process = start_weed(tmp_path_factory.mktemp("weed"))
+    yield server
+    end(process)
+
+
+@pytest.fixture
+def proxies(weed: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Proxy]]:
+    """One for each rank, of which this process has the first."""
+    found = [Proxy(weed.endpoint) for _ in range(RANKS)]
+    for name, value in {**weed.environment(), "AWS_ENDPOINT_URL": found[0].address}.items():
+        monkeypatch.setenv(name, value)
+    open_object_store.cache_clear()
+    yield found
+    for proxy in found:
+        proxy.close()
+    open_object_store.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [pytest.param(*way, marks=() if way in USUAL else pytest.mark.full) for way in WAYS],
+    ids=[" to ".join(way) for way in WAYS],
+)
+def test_a_run_in_a_store_continues(
+    proxies: list[Proxy], weed: Server, tmp_path: Path, first: str, second: str
+) -> None:
+    address = f"s3://tests/{uuid.uuid4().hex[:12]}/run"
+    (trainer, size), (next_trainer, next_size) = LAYOUTS[first], LAYOUTS[second]
+    case = Case(
+        name=f"{first} to {second}",
+        recipe=RECIPE,
+        accumulation=4,
+        trainer=trainer,
+        next_trainer=next_trainer,
+        world_size=size,
+        next_world_size=next_size,
+        settings={"output_dir": address, "logging_dir": str(tmp_path / "logs")},
+    )
+
+    def environ(rank: int) -> dict[str, str]:
+        return {**weed.environment(), "AWS_ENDPOINT_URL": proxies[rank].address}
+
+    train_on_ranks(case, tmp_path, size, Part.FIRST, environ)
+    newest = find_latest_checkpoint(address)
+    assert newest is not None
+    assert str(newest) == f"{address}/checkpoint-{STOP_AT}"
+    for proxy in proxies:
+        proxy.requests.clear()
+    points = train_on_ranks(case, tmp_path, next_size, Part.SECOND, environ)
+    off = largest_deviation(points, expected(RECIPE))
+    assert max(off.loss, off.grad_norm) <= EXACT
+    assert not (tmp_path / "checkpoint-16").exists()
+    saved = open_object_store("s3://tests", 60.0).objects(
+        f"{address.removeprefix('s3://tests/')}/{newest.name}"
+    )
+    check_bytes(proxies[:next_size], {each.key: each.size for each in saved})
+
+
+def check_bytes(proxies: list[Proxy], sizes: dict[str, int]) -> None:
+    """No rank reads more than the whole state, and its share of the bytes to verify them.
+
+    The model is so small that ranges of it are read in one piece; larger ones are counted by the tests of
+    checkpoint-core.
+    """
+    states = r"(model|optimizer)[^/]*\.safetensors$"
+    whole = sum(size for path, size in sizes.items() if re.search(states, path))
+    assert whole > 500_000
+    for proxy in proxies:
+        # Ranges that lie close together are read with what is between them.
+        assert proxy.read(states) <= 1.15 * whole * (1 + 1 / len(proxies))
