@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from dist_env import ObjectStore
 KEY, SECRET = "AKIAWRITER", "secret-of-the-writer"
 READER_KEY, READER_SECRET = "AKIAREADER", "secret-of-the-reader"
 START_SECONDS = 60.0
+_ATTEMPTS = 3
 _ACTIONS = {"writer": ["Admin", "Read", "Write", "List"], "reader": ["Read", "List"]}
 
 
@@ -97,25 +99,39 @@ def start_weed(folder: Path, *options: str) -> tuple[Server, subprocess.Popen[by
     ]
     (folder / "users.json").write_text(json.dumps({"identities": users}))
     (folder / "data").mkdir(exist_ok=True)
-    # Each also listens on its number plus 10,000, so the numbers are taken below that.
-    names = ("s3.port", "s3.port.iceberg", "s3.port.lance", "master.port", "volume.port", "filer.port")
-    ports: dict[str, int] = {}
-    while len(ports) < len(names):
-        (port,) = free_ports(1)
-        low = 20_000 + port % 20_000
+    for attempt in range(1, _ATTEMPTS + 1):
+        names = ("s3.port", "s3.port.iceberg", "s3.port.lance", "master.port", "volume.port", "filer.port")
+        ports = dict(zip(names, _ports_of_weed(len(names)), strict=True))
+        words = [program("weed"), "server", "-s3", "-master.telemetry=false", "-ip=127.0.0.1"]
+        words += ["-ip.bind=127.0.0.1", f"-dir={folder / 'data'}", f"-s3.config={folder / 'users.json'}"]
+        words += [f"-{name}={port}" for name, port in ports.items()] + list(options)
+        endpoint = f"http://127.0.0.1:{ports['s3.port']}"
+        try:
+            return Server(endpoint), start(words, folder, endpoint)
+        except RuntimeError as error:
+            # Another program was faster.
+            if attempt == _ATTEMPTS or "address already in use" not in str(error):
+                raise
+    raise AssertionError
+
+
+def _ports_of_weed(count: int) -> list[int]:
+    """Free ports of which each number plus 10,000 is free as well: the server also listens there.
+
+    All are below those that systems give to connections.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        low = random.randrange(12_000, 22_000)
         with socket.socket() as one, socket.socket() as two:
             try:
                 one.bind(("127.0.0.1", low))
                 two.bind(("127.0.0.1", low + 10_000))
             except OSError:
                 continue
-        if low not in ports.values() and low + 10_000 not in ports.values():
-            ports[names[len(ports)]] = low
-    words = [program("weed"), "server", "-s3", "-master.telemetry=false", "-ip=127.0.0.1"]
-    words += ["-ip.bind=127.0.0.1", f"-dir={folder / 'data'}", f"-s3.config={folder / 'users.json'}"]
-    words += [f"-{name}={port}" for name, port in ports.items()] + list(options)
-    endpoint = f"http://127.0.0.1:{ports['s3.port']}"
-    return Server(endpoint), start(words, folder, endpoint)
+        if low not in found:
+            found.append(low)
+    return found
 
 
 def start_rclone(folder: Path) -> tuple[Server, subprocess.Popen[bytes]]:

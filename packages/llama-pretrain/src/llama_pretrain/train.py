@@ -263,8 +263,11 @@ def show_result(
     where = "" if args.output_dir == "runs/default" else f" --output-dir {shlex.quote(args.output_dir)}"
     config, longer = shlex.quote(str(directory.path / CONFIG_NAME)), 2 * max(args.max_steps, 1)
     print("\nnext")
-    generate_it = f"{PROG} generate {shlex.quote(args.prompt)}{where}"
-    print(f"  use it          {generate_it}; {PROG} export exported{where}")
+    use_it = f"{PROG} generate {shlex.quote(args.prompt)}"
+    if args.saves_to_store:
+        print(f"  use it          checkpoint-core export {newest} model; {use_it} --checkpoint model")
+    else:
+        print(f"  use it          {use_it}{where}; {PROG} export exported{where}")
     print(f"  train longer    {PROG} train --config {config} --max-steps {longer}")
     print(f"  look closer     {PROG} report{where}; {PROG} plan --config {config}", flush=True)
 
