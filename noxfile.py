@@ -365,6 +365,6 @@ def benchmarks(session: nox.Session) -> None:
     names = sorted(name for name in scripts if not name.startswith(("_", "test_")))
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name a benchmark after `--`: {', '.join(names)}")
-    install_everything(session, "benchmarks")
+    install_everything(session, "benchmarks", "stores")
     name, *options = session.posargs
     session.run("python", f"tests/benchmarks/{name}.py", *options, env=ENV)
