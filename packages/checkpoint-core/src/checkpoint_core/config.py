@@ -38,6 +38,11 @@ class CheckpointConfig:
     save_on_each_node: bool = False
     """Every node writes to an ``output_dir`` of its own, for storage that the nodes do not share. State that
     is divided between nodes cannot be saved so."""
+    one_writer_per_file: bool | None = None
+    """Whether each file is written by one rank, to which others send their parts of it. False lets ranks
+    write to ranges of one file, of which NFS loses some when they are on several hosts. None decides at each
+    save: ranks of several hosts share a file only on a parallel file system, such as Lustre or GPFS. In an
+    object store each file always has one writer."""
     async_save: bool = False
     """``save_checkpoint`` returns once the state is copied; writing continues in the background. Close the
     manager before the process group is destroyed, or the last save is lost."""
@@ -54,6 +59,15 @@ class CheckpointConfig:
                 f"max_shard_size={self.max_shard_size!r} must be an integer of 1 byte or more."
             )
         _check_best_settings(self.best_metric, self.greater_is_better, self.preserve_n_best)
+        if self.one_writer_per_file is not None and not isinstance(self.one_writer_per_file, bool):
+            raise CheckpointError(
+                f"one_writer_per_file={self.one_writer_per_file!r} must be True, False or None."
+            )
+        if self.one_writer_per_file and self.save_on_each_node:
+            raise CheckpointError(
+                "one_writer_per_file=True does not go with save_on_each_node=True, where only ranks of one "
+                "node write to a directory. Leave one of them out."
+            )
         if self.on_replica_mismatch not in ("error", "warn"):
             raise CheckpointError(
                 f"on_replica_mismatch={self.on_replica_mismatch!r} must be 'error' or 'warn'."

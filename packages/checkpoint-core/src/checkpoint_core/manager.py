@@ -81,6 +81,7 @@ class CheckpointManager:
         self._provider = _provider(state, stateful_provider, env.world_size)
         self._preprocessor = preprocessor
         self._lease = lease
+        self._local_world_size = env.local_world_size
         self._ranks = RankAgreement(env, config.timeout_seconds, each_node=config.save_on_each_node)
 
         def settings() -> tuple[str, dict[str, object]]:
@@ -177,6 +178,7 @@ class CheckpointManager:
                 metrics=metrics,
                 preprocessor=self._preprocessor,
                 lease=self._lease,
+                local_world_size=self._local_world_size,
             )
             save.capture(self._staging)
             if self._config.async_save:
@@ -267,6 +269,7 @@ class CheckpointManager:
                 overwrite=overwrite_output_dir,
                 preprocessor=self._preprocessor,
                 lease=self._lease,
+                local_world_size=self._local_world_size,
             ).run()
         return target
 

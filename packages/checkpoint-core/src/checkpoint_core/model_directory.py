@@ -25,6 +25,7 @@ from checkpoint_core.saving import (
     divide_into_files,
     save_preprocessor,
 )
+from checkpoint_core.shared_files import needs_one_writer
 from checkpoint_core.store_path import locate
 from checkpoint_core.tensor_files import MODEL_STEM
 
@@ -53,6 +54,8 @@ class ModelExport:
     preprocessor: Preprocessor | None
     lease: DirectoryLease | None
     """One that this process may hold; of this directory it serves for the export, too."""
+    local_world_size: int = 1
+    """Number of ranks on this host."""
 
     def run(self) -> None:
         """Export. Collective.
@@ -70,14 +73,22 @@ class ModelExport:
             ranks.run_on_leaders(phase, self._claim)
             captured: dict[str, EncodedState] = {}
             ranks.run(phase, lambda: captured.update(capture_all(ranks, self._model_plan())))
-            files = divide_into_files(ranks, phase, self._model_plan(), captured, self.config)
+            setting = self.config.one_writer_per_file
+            one_writer = bool(self._model_plan().sharded) and needs_one_writer(
+                ranks, phase, self.output_dir, setting, self.local_world_size
+            )
+            files = divide_into_files(
+                ranks, phase, self._model_plan(), captured, self.config, one_writer=one_writer
+            )
             staging = self.output_dir / ranks.run_on_leaders(phase, lambda: self._begin([*files.values()]))
 
             def write() -> None:
                 for each in files.values():
-                    each.write(staging, ranks.threads)
+                    each.write(staging, ranks.threads, ranks.rank)
 
             ranks.run(phase, write)
+            for key in self._model_plan().sharded:
+                files[key].exchange(ranks, phase, staging)
             ranks.run_on_leaders(phase, lambda: place_files(staging, self.output_dir))
         finally:
             if self._staging is not None:

@@ -50,6 +50,7 @@ from checkpoint_core.manifest import (
 from checkpoint_core.model_state import ModelState, OptimizerState, config_bytes
 from checkpoint_core.replication import Replica, find_mismatches
 from checkpoint_core.sharded import WholeState, join_states
+from checkpoint_core.shared_files import needs_one_writer, write_exchanged_files, write_own_files
 from checkpoint_core.store_path import locate
 from checkpoint_core.tensor_files import (
     MODEL_STEM,
@@ -144,6 +145,8 @@ class ComponentFiles:
     def create(self, directory: Path) -> Shares:
         """Make the files, complete but for the tensors. Called by one rank.
 
+        Tensor files that have an owner are made by it, in :meth:`write` or :meth:`exchange`.
+
         Args:
             directory: Where; none of the files may exist.
 
@@ -151,26 +154,49 @@ class ComponentFiles:
             What was written of each file.
         """
         shares: Shares = {}
-        for name, layout in self.layouts.items():
+        for name, layout in self.layouts.items() if self.whole is None else ():
             shares[name] = (layout.size, create_tensor_file(directory / name, layout))
         for name, text in {**self.documents, **self.companions}.items():
             shares[name] = (len(text), write_bytes(directory / name, text))
         return shares
 
-    def write(self, directory: Path, threads: int) -> Shares:
+    def write(self, directory: Path, threads: int, rank: int = 0) -> Shares:
         """Write the tensors of this rank into the files, and sync them to the disk.
 
         Args:
             directory: Where the files are.
             threads: How many threads write.
+            rank: This rank, which may own files.
 
         Returns:
-            What was written of each file.
+            What was written of each file. Files of which other ranks hold parts follow in :meth:`exchange`.
         """
+        if self.whole is not None:
+            if self.whole.need_exchange:
+                return {}
+            return write_own_files(directory, self.layouts, self.whole, self.parts, rank, threads)
         return {
             name: (layout.size, write_parts(directory / name, layout, self.parts, threads))
             for name, layout in self.layouts.items()
         }
+
+    def exchange(self, ranks: RankAgreement, phase: str, directory: Path) -> list[Shares]:
+        """Write the files of which other ranks than the owner hold parts. Collective.
+
+        Args:
+            ranks: The ranks.
+            phase: What is being done, for messages.
+            directory: Where.
+
+        Returns:
+            What each rank has written of each file.
+
+        Raises:
+            CheckpointError: On every rank, when any failed.
+        """
+        if self.whole is None or not self.whole.need_exchange:
+            return []
+        return write_exchanged_files(ranks, phase, directory, self.layouts, self.whole, self.parts)
 
 
 def plan_files(
@@ -294,6 +320,8 @@ class CheckpointSave:
     preprocessor: Preprocessor | None
     lease: DirectoryLease | None
     """Which the leader must hold to write; None asks for none."""
+    local_world_size: int = 1
+    """Number of ranks on this host."""
 
     def __post_init__(self) -> None:
         """Name the checkpoint."""
@@ -347,12 +375,26 @@ class CheckpointSave:
         return self.final
 
     def _divide(self, captured: Mapping[str, EncodedState]) -> dict[str, ComponentFiles]:
-        return divide_into_files(self.ranks, self._phase, self.plan, captured, self.config)
+        one_writer = bool(self.plan.sharded) and needs_one_writer(
+            self.ranks,
+            self._phase,
+            self.final.parent,
+            self.config.one_writer_per_file,
+            self.local_world_size,
+        )
+        return divide_into_files(
+            self.ranks, self._phase, self.plan, captured, self.config, one_writer=one_writer
+        )
 
     def _write_all(self, needed: int) -> None:
         ranks, phase = self.ranks, self._phase
         staging = self.final.parent / ranks.run_on_leaders(phase, lambda: self._begin(needed))
         reports = ranks.run(phase, lambda: self._write(staging))
+        # In the order that all ranks know: each may declare its components in another one.
+        for key in self.plan.sharded:
+            written = self._files[key].exchange(ranks, f"{phase}, component {key!r}", staging)
+            for report, shares in zip(reports, written, strict=False):
+                _add(report["files"], shares)
         ranks.run_on_leaders(phase, lambda: self._write_manifest(staging, reports))
         # Every node has all of its files before the first one publishes.
         ranks.run_on_leaders(phase, lambda: self._publish(staging))
@@ -434,7 +476,7 @@ class CheckpointSave:
                 report["components"][key] = (files.names, files.format, dict(files.tied))
                 if key not in self.plan.sharded:
                     _add(report["files"], files.create(staging))
-            _add(report["files"], files.write(staging, self.ranks.threads))
+            _add(report["files"], files.write(staging, self.ranks.threads, self.ranks.rank))
         return report
 
     def _write_manifest(self, staging: Path, reports: Sequence[RankReport]) -> None:
