@@ -26,7 +26,7 @@ from checkpoint_core import (
 from checkpoint_core.config import lower_is_better
 from checkpoint_core.files import FileRecord
 from checkpoint_core.manifest import Manifest, read_manifest
-from checkpoint_core.selection import best_checkpoints, best_summary, rotate
+from checkpoint_core.retention import best_checkpoints, best_summary, rotate
 from dist_env import StaticDistributedEnvironment
 
 LOSS = "eval_loss"

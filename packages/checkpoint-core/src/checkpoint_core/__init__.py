@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from checkpoint_core.manager import CheckpointManager
     from checkpoint_core.model_directory import load_model_weights
     from checkpoint_core.model_state import ModelState, OptimizerState
+    from checkpoint_core.retention import BestCheckpoint
     from checkpoint_core.saving import Preprocessor
-    from checkpoint_core.selection import BestCheckpoint, find_latest_checkpoint
+    from checkpoint_core.selection import find_latest_checkpoint
     from dist_env import StoreError
 
 __all__ = [

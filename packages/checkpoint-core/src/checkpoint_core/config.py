@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from checkpoint_core.errors import CheckpointError
+from checkpoint_core.store_path import StorePath, locate
 
 _LOWER_WINS = ("loss", "perplexity")
 _LONGEST_TIMEOUT = 30 * 86400.0
@@ -38,6 +39,12 @@ class CheckpointConfig:
     save_on_each_node: bool = False
     """Every node writes to an ``output_dir`` of its own, for storage that the nodes do not share. State that
     is divided between nodes cannot be saved so."""
+    remote_dir: str | None = None
+    """A second tier: an address in an object store, such as ``s3://bucket/run``, to which checkpoints are
+    uploaded in the background once they are committed in ``output_dir``, a directory that all ranks share. A
+    resume takes the newest good checkpoint of both."""
+    remote_save_total_limit: int | None = 2
+    """``save_total_limit`` of ``remote_dir``, with the ``preserve_n_best`` best of there besides."""
     one_writer_per_file: bool | None = None
     """Whether each file is written by one rank, to which others send their parts of it. False lets ranks
     write to ranges of one file, of which NFS loses some when they are on several hosts. None decides at each
@@ -51,9 +58,10 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        limit = self.save_total_limit
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-            raise CheckpointError(f"save_total_limit={limit!r} must be an integer of 1 or more, or None.")
+        for name in ("save_total_limit", "remote_save_total_limit"):
+            limit = getattr(self, name)
+            if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+                raise CheckpointError(f"{name}={limit!r} must be an integer of 1 or more, or None.")
         if not isinstance(self.max_shard_size, int) or self.max_shard_size < 1:
             raise CheckpointError(
                 f"max_shard_size={self.max_shard_size!r} must be an integer of 1 byte or more."
@@ -68,6 +76,8 @@ class CheckpointConfig:
                 "one_writer_per_file=True does not go with save_on_each_node=True, where only ranks of one "
                 "node write to a directory. Leave one of them out."
             )
+        if self.remote_dir is not None:
+            _check_tiers(self.output_dir, self.remote_dir, self.save_on_each_node)
         if self.on_replica_mismatch not in ("error", "warn"):
             raise CheckpointError(
                 f"on_replica_mismatch={self.on_replica_mismatch!r} must be 'error' or 'warn'."
@@ -102,6 +112,34 @@ def lower_is_better(metric: str, greater_is_better: bool | None) -> bool:
         f"name with {' or '.join(_LOWER_WINS)} tells that (the lower). Set greater_is_better to True or "
         "False."
     )
+
+
+def _check_tiers(output_dir: str | Path, remote_dir: str | Path, save_on_each_node: bool) -> None:
+    """Check that the two tiers are two, and that the first one is a directory."""
+    local, remote = locate(output_dir), locate(remote_dir)
+    if not isinstance(remote, StorePath):
+        raise CheckpointError(
+            f"remote_dir={str(remote_dir)!r} is a directory, but the second tier is in an object store. Give "
+            "an address, such as 's3://bucket/run'."
+        )
+    if isinstance(local, StorePath):
+        raise CheckpointError(
+            f"output_dir={str(local)!r} is in an object store, but with remote_dir it must be a directory. "
+            "Give one on a fast disk, or leave remote_dir out to save to the store directly."
+        )
+    if remote.root == "file://":
+        here, there = local.resolve(), Path(f"/{remote.key}").resolve()
+        if here == there or here in there.parents or there in here.parents:
+            raise CheckpointError(
+                f"remote_dir={str(remote_dir)!r} and output_dir={str(output_dir)!r} are the same directory, "
+                "or one holds the other. Give each tier a place of its own."
+            )
+    if save_on_each_node:
+        raise CheckpointError(
+            "remote_dir does not go with save_on_each_node=True: the parts of a checkpoint that each node "
+            "keeps to itself are not brought together. Leave save_on_each_node out, and give an output_dir "
+            "that all nodes share; or give the address as output_dir, without remote_dir."
+        )
 
 
 def _check_best_settings(

@@ -391,7 +391,7 @@ class LoadedCheckpoint:
 
 
 def load(
-    ranks: RankAgreement, plan: Plan, output_dir: Path, path: Path | None
+    ranks: RankAgreement, plan: Plan, output_dir: Path, path: Path | None, remote_dir: Path | None = None
 ) -> tuple[LoadedCheckpoint, Manifest] | None:
     """Choose a checkpoint, verify it and restore its components. Collective.
 
@@ -400,6 +400,7 @@ def load(
         plan: Who reads what.
         output_dir: The directory of the checkpoints.
         path: The checkpoint; None for the newest good one.
+        remote_dir: A second tier, which may hold the newest one.
 
     Returns:
         What was loaded, or None when there is nothing to load.
@@ -407,7 +408,7 @@ def load(
     Raises:
         CheckpointError: On every rank, when any failed.
     """
-    chosen = select_checkpoint(ranks, output_dir, path)
+    chosen = select_checkpoint(ranks, output_dir, path, remote_dir)
     if chosen is None:
         return None
     with ExitStack() as files:

@@ -22,15 +22,17 @@ from checkpoint_core.components import (
     wrap_state,
 )
 from checkpoint_core.config import CheckpointConfig
+from checkpoint_core.directory import checkpoint_path
 from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.loading import LoadedCheckpoint, load
 from checkpoint_core.model_directory import ModelExport
+from checkpoint_core.retention import BestCheckpoint, Retention, best_summary
 from checkpoint_core.saving import CheckpointSave, Preprocessor
-from checkpoint_core.selection import BestCheckpoint, Retention, best_summary
 from checkpoint_core.store_directory import OtherRuns
 from checkpoint_core.store_path import StorePath, locate
 from checkpoint_core.store_saving import StoreSave, check_supported
+from checkpoint_core.tiers import RemoteTier
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
 _OPENING = "opening the checkpoint manager"
@@ -91,6 +93,9 @@ class CheckpointManager:
         opened = self._ranks.run(_OPENING, settings)
         _check_settings([settings for _, settings in opened])
         self._retention = Retention(config, opened[0][0])
+        self._tier: RemoteTier | None = None
+        if config.remote_dir is not None:
+            self._ranks.run(_OPENING, lambda: self._open_tier(config, lease))
         self._staging = StagingBuffer() if config.async_save else None
         self._worker = BackgroundWorker()
         self._others = OtherRuns()
@@ -108,8 +113,11 @@ class CheckpointManager:
     def close(self) -> None:
         """Finish a save that is under way, and give back memory and the process group of the manager.
 
+        With ``remote_dir``, rank 0 then waits for the upload, for ``timeout_seconds`` at most.
+
         Raises:
-            CheckpointError: The save failed.
+            CheckpointError: The save failed; or on rank 0, that ``remote_dir`` does not have the newest
+                checkpoints. They are in ``output_dir``.
         """
         self._closed = True
         try:
@@ -119,6 +127,9 @@ class CheckpointManager:
             if not self._worker.pending:
                 self._staging = None
                 self._ranks.close()
+                if self._tier is not None:
+                    # Without the other ranks, which are not needed for it and may have gone.
+                    self._tier.close()
 
     def owns(self, checkpoint: Path) -> bool:
         """Whether a checkpoint lies where this manager saves.
@@ -136,6 +147,19 @@ class CheckpointManager:
         """
         if self._config.async_save:
             self._worker.wait()
+
+    def wait_for_upload(self) -> None:
+        """Block until ``remote_dir`` has what it should keep, for half of ``timeout_seconds``. Collective.
+
+        Raises:
+            CheckpointError: On every rank: it does not, and why. The checkpoints are in ``output_dir``.
+        """
+        self.wait()
+        tier = self._tier
+        if tier is not None:
+            # Half, because the other ranks wait for this one no longer than the whole.
+            limit = self._config.timeout_seconds / 2
+            self._ranks.run(f"uploading to {tier.place}", lambda: tier.wait(limit))
 
     def save_checkpoint(
         self, step: int, *, metrics: Mapping[str, float] | None = None, path: str | Path | None = None
@@ -180,6 +204,9 @@ class CheckpointManager:
                 lease=self._lease,
                 local_world_size=self._local_world_size,
             )
+            if self._tier is not None and target is None:
+                tier = self._tier
+                self._ranks.run_on_leaders(phase, lambda: tier.check_first_save(step))
             save.capture(self._staging)
             if self._config.async_save:
                 self._worker.start(f"saving {save.final.name}", lambda: self._finish(save))
@@ -225,14 +252,24 @@ class CheckpointManager:
         # Nodes that save for themselves may know the same checkpoint under different paths.
         what = f"load of {wanted.name if wanted else 'the newest checkpoint'}"
         plan = make_plan("loading a checkpoint", self._ranks, self._provider, lambda: what)
-        result = load(self._ranks, plan, self._output_dir, wanted)
+        tier = self._tier
+        result = load(self._ranks, plan, self._output_dir, wanted, None if tier is None else tier.place)
         if result is None:
             return None
         loaded, manifest = result
         self._retention.resumed_from = loaded.path
-        if loaded.path.parent.resolve() == self._output_dir.resolve():
+        parent = loaded.path.parent.resolve()
+        if parent == self._output_dir.resolve() or (tier is not None and parent == tier.place):
             # Going on from it makes this the same run, so that rotation and replacement include it.
             self._retention.run_id = manifest.run_id
+            if tier is not None:
+                # Whichever tier it was read from, each keeps its own copy.
+                self._retention.resumed_from = checkpoint_path(self._output_dir, loaded.step)
+                tier.retention.resumed_from = checkpoint_path(tier.place, loaded.step)
+                tier.retention.run_id = manifest.run_id
+                if wanted is None and self._ranks.is_leader:
+                    # The process that saved it may have ended before it was uploaded.
+                    tier.request(loaded.step, saved=False)
         return loaded
 
     load = load_checkpoint
@@ -306,6 +343,8 @@ class CheckpointManager:
         earlier: Exception | None = None
         try:
             self.wait()
+            if self._tier is not None and not self._closed:
+                self._ranks.run(f"uploading to {self._tier.place}", self._tier.check)
         except Exception as error:  # noqa: BLE001 - raised below
             earlier = error
         try:
@@ -331,10 +370,24 @@ class CheckpointManager:
         save.commit()
         if save.path is None:
             phase = f"rotating after {save.final.name}"
-            self._ranks.run_on_leaders(phase, lambda: self._retention.apply(save.final, save.metrics))
+            self._ranks.run_on_leaders(phase, lambda: self._rotate(save))
+
+    def _rotate(self, save: CheckpointSave) -> None:
+        if self._tier is None:
+            self._retention.apply(save.final, save.metrics)
+            return
+        with self._tier.rotating() as in_use:
+            self._retention.apply(save.final, save.metrics, in_use)
+        self._tier.request(save.step, saved=True)
+
+    def _open_tier(self, config: CheckpointConfig, lease: DirectoryLease | None) -> None:
+        self._tier = RemoteTier(config, lease)
+        self._tier.retention.run_id = self._retention.run_id
 
     def _ranking(self) -> list[tuple[str, int, float]]:
-        best = self._retention.best(max(1, self._config.preserve_n_best))
+        count = max(1, self._config.preserve_n_best)
+        tier = self._tier
+        best = self._retention.best(count) if tier is None else tier.best(self._retention)[:count]
         return [(str(item.path), item.step, item.value) for item in best]
 
 

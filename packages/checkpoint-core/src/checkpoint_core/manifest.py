@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
@@ -95,15 +95,18 @@ class Manifest:
 
     def moved(self, directory: str) -> "Manifest":
         """The manifest of the same files in a directory below it."""
+        return self.renamed(lambda name: f"{directory}/{name}")
+
+    def renamed(self, new_name: Callable[[str], str]) -> "Manifest":
+        """The manifest of the same files under other names."""
         return replace(
             self,
-            files={f"{directory}/{name}": record for name, record in self.files.items()},
+            files={new_name(name): record for name, record in self.files.items()},
             components=[
                 replace(
                     each,
                     parts=[
-                        replace(part, files=[f"{directory}/{name}" for name in part.files])
-                        for part in each.parts
+                        replace(part, files=[new_name(name) for name in part.files]) for part in each.parts
                     ],
                 )
                 for each in self.components

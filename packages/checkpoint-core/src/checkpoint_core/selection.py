@@ -1,27 +1,19 @@
-"""Which checkpoints of an output directory are loaded, which are the best, and which stay.
-
-The ranking is kept nowhere: it is read from the manifests on the disk whenever it is needed, so that a run
-that was restarted has the ranking that it had before.
-"""
+"""Which checkpoint of an output directory, or of two tiers, is loaded."""
 
 import errno
 import logging
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TypedDict
 
 from checkpoint_core.agreement import RankAgreement
-from checkpoint_core.config import CheckpointConfig, lower_is_better
 from checkpoint_core.directory import (
     STAGING,
     checkpoint_directories,
     checkpoint_path,
     find_leftovers,
     publish,
-    remove_checkpoint,
     restore_replaced,
 )
 from checkpoint_core.errors import CheckpointError, describe_error
@@ -39,7 +31,9 @@ _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _Range = tuple[str, int, int]
 
 
-def find_latest_checkpoint(output_dir: str | Path, *, verify_checksums: bool = False) -> Path | None:
+def find_latest_checkpoint(
+    output_dir: str | Path, *, remote_dir: str | Path | None = None, verify_checksums: bool = False
+) -> Path | None:
     """The committed checkpoint with the highest step.
 
     Each torn or damaged checkpoint that is passed over is named in a warning. A component file that the user
@@ -47,6 +41,8 @@ def find_latest_checkpoint(output_dir: str | Path, *, verify_checksums: bool = F
 
     Args:
         output_dir: The directory that holds ``checkpoint-<step>`` directories, or its address in a store.
+        remote_dir: The address of a second tier, which is looked through as well; a step that both hold is
+            taken from ``output_dir``.
         verify_checksums: Read every file and compare its digest. Without it sizes are compared, which finds
             truncated files at the cost of a directory listing.
 
@@ -56,8 +52,12 @@ def find_latest_checkpoint(output_dir: str | Path, *, verify_checksums: bool = F
     Raises:
         StoreError: The object store cannot be asked, which says nothing of its checkpoints.
     """
-    found = next(_good_checkpoints(locate(output_dir), checksums=verify_checksums), None)
-    return None if found is None else found[0]
+    best: tuple[int, Path] | None = None
+    for tier in [output_dir] if remote_dir is None else [output_dir, remote_dir]:
+        found = next(_good_checkpoints(locate(tier), checksums=verify_checksums), None)
+        if found is not None and (best is None or found[1].step > best[0]):
+            best = found[1].step, found[0]
+    return None if best is None else best[1]
 
 
 def _good_checkpoints(output_dir: Path, *, checksums: bool) -> Iterator[tuple[Path, Manifest]]:
@@ -84,7 +84,7 @@ def _warn_passing_over(path: Path, error: Exception) -> None:
 
 
 def select_checkpoint(
-    ranks: RankAgreement, output_dir: Path, path: Path | None
+    ranks: RankAgreement, output_dir: Path, path: Path | None, remote_dir: Path | None = None
 ) -> tuple[Path, Manifest] | None:
     """Choose a checkpoint and verify it together. Collective.
 
@@ -92,6 +92,7 @@ def select_checkpoint(
         ranks: The ranks.
         output_dir: The directory of the checkpoints.
         path: The checkpoint; None for the newest that is good on every node.
+        remote_dir: A second tier, in a store; a step that both hold is taken from ``output_dir``.
 
     Returns:
         Directory and manifest, or None when ``path`` is None and there is no checkpoint.
@@ -103,7 +104,9 @@ def select_checkpoint(
     output_dir = output_dir.absolute()
     if len(ranks.sites()) > 1:
         _finish_publishing(ranks, output_dir)
-    return _newest(ranks, output_dir) if path is None else _named(ranks, output_dir, path.absolute())
+    if path is None:
+        return _newest(ranks, output_dir, remote_dir)
+    return _named(ranks, output_dir, path.absolute())
 
 
 def _finish_publishing(ranks: RankAgreement, output_dir: Path) -> None:
@@ -159,18 +162,39 @@ def _named(ranks: RankAgreement, output_dir: Path, path: Path) -> tuple[Path, Ma
     return path, manifest
 
 
-def _newest(ranks: RankAgreement, output_dir: Path) -> tuple[Path, Manifest] | None:
+def _newest(ranks: RankAgreement, output_dir: Path, remote_dir: Path | None) -> tuple[Path, Manifest] | None:
     found = ranks.run(_PHASE, lambda: _saves(output_dir) if ranks.is_leader else [])
-    for step, _ in map(_save, ranks.run_on_main(_PHASE, lambda: _common(ranks, output_dir, found))):
-        path = checkpoint_path(output_dir, step)
+    saves = ranks.run_on_main(_PHASE, lambda: _common(ranks, output_dir, found))
+    choices = [(step, output_dir) for step, _ in map(_save, saves)]
+    if remote_dir is not None:
+        more = ranks.run_on_main(_PHASE, lambda: _remote_saves(remote_dir, output_dir))
+        # Stable: of one step the local checkpoint comes first.
+        choices = sorted(
+            [*choices, *((step, remote_dir) for step, _ in map(_save, more))], key=lambda item: -item[0]
+        )
+    for step, directory in choices:
+        path = checkpoint_path(directory, step)
         manifest = _read_everywhere(ranks, path)
         error = _damage(ranks, path, manifest)
         if error is None:
+            if directory is remote_dir and ranks.rank == 0:
+                _logger.info("%s is taken: %s does not have it, whole", path, output_dir)
             return path, manifest
         if ranks.is_leader:
             _warn_passing_over(path, error)
-    ranks.run_on_main(_PHASE, lambda: _check_no_ruins(output_dir))
+    for tier in [output_dir] if remote_dir is None else [output_dir, remote_dir]:
+        ranks.run_on_main(_PHASE, lambda tier=tier: _check_no_ruins(tier))  # type: ignore[misc]
     return None
+
+
+def _remote_saves(remote_dir: Path, output_dir: Path) -> list[_Save]:
+    try:
+        return _saves(remote_dir)
+    except StoreError as error:
+        raise StoreError(
+            f"{describe_error(error).removesuffix('.')}. Whether it holds a newer checkpoint than "
+            f"{output_dir} cannot be told. Leave remote_dir out to resume without it."
+        ) from error
 
 
 def _check_no_ruins(output_dir: Path) -> None:
@@ -341,227 +365,3 @@ def _ranges(sizes: dict[str, int], begin: int, end: int) -> list[_Range]:
             result.append((name, first, last))
         position += size
     return result
-
-
-@dataclass(frozen=True)
-class BestCheckpoint:
-    """A checkpoint and the value that ranks it."""
-
-    path: Path
-    """The checkpoint's directory."""
-    step: int
-    """The step at which it was saved."""
-    value: float
-    """The metric; never NaN."""
-
-
-def best_checkpoints(
-    output_dir: Path, *, run_id: str, metric: str, greater_is_better: bool | None, count: int | None = None
-) -> list[BestCheckpoint]:
-    """The committed checkpoints of a run, best first.
-
-    Damaged checkpoints, those saved without the metric and those where it is NaN are left out. Infinities are
-    ranked. Of equal values the earlier step comes first.
-
-    Args:
-        output_dir: The directory of the checkpoints.
-        run_id: The id of the run.
-        metric: The metric that ranks them.
-        greater_is_better: As for :func:`lower_is_better`.
-        count: How many at most; None for all.
-
-    Returns:
-        The ranking.
-
-    Raises:
-        CheckpointError: ``greater_is_better`` is None and the name tells nothing.
-        OSError: The storage failed; a ranking without what could not be read would be wrong.
-    """
-    sign = 1.0 if lower_is_better(metric, greater_is_better) else -1.0
-    found = []
-    for step, path in checkpoint_directories(output_dir):
-        manifest = _manifest_of_run(path, step, run_id)
-        if manifest is None or manifest.metrics is None or metric not in manifest.metrics:
-            continue
-        value = _as_float(manifest.metrics[metric])
-        if not math.isnan(value):
-            found.append(BestCheckpoint(path, step, value))
-    return sorted(found, key=lambda best: (sign * best.value, best.step))[:count]
-
-
-def best_summary(
-    bests: Sequence[BestCheckpoint], metric: str | None, greater_is_better: bool | None = None
-) -> str:
-    """The ranking as a table for the end of a run.
-
-    Args:
-        bests: The ranking, best first.
-        metric: The metric that ranks them; None when no ranking was asked for.
-        greater_is_better: As for :func:`lower_is_better`.
-
-    Returns:
-        Lines of text without a newline at the end; one line when there is nothing to rank.
-
-    Raises:
-        CheckpointError: ``greater_is_better`` is None and the name tells nothing.
-    """
-    if metric is None:
-        return "No best checkpoint: best_metric is not set."
-    if not bests:
-        return f"No best checkpoint: none of this run holds a value of {metric} that is a number."
-    direction = "lower" if lower_is_better(metric, greater_is_better) else "greater"
-    rows = [("rank", "step", metric, "checkpoint")]
-    for rank, best in enumerate(bests, start=1):
-        rows.append((str(rank), str(best.step), f"{best.value:.6g}", str(best.path)))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [f"Best checkpoints by {metric} ({direction} is better):"]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
-        lines.append("  ".join([*cells, row[3]]))
-    return "\n".join(lines)
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # An integer beyond the floats ranks as their end.
-        return math.inf if value > 0 else -math.inf
-
-
-class Retention:
-    """Ranks the checkpoints of one run and deletes those beyond the limit.
-
-    Used by one rank of each directory. Nothing is kept in memory: the ranking is read from the manifests, so
-    that a restart loses none of it.
-
-    Args:
-        config: Limit and metric.
-        run_id: The id of the run.
-    """
-
-    def __init__(self, config: CheckpointConfig, run_id: str) -> None:
-        self.run_id = run_id
-        self.resumed_from: Path | None = None
-        self._config = config
-        self._warned = False
-
-    def best(self, count: int) -> list[BestCheckpoint]:
-        """The best checkpoints, best first.
-
-        Args:
-            count: How many at most.
-
-        Returns:
-            The checkpoints; none without ``best_metric``.
-        """
-        config = self._config
-        if config.best_metric is None or count == 0:
-            return []
-        return best_checkpoints(
-            locate(config.output_dir),
-            run_id=self.run_id,
-            metric=config.best_metric,
-            greater_is_better=config.greater_is_better,
-            count=count,
-        )
-
-    def apply(self, newest: Path, metrics: Mapping[str, float] | None) -> None:
-        """Delete what the limit no longer covers.
-
-        Args:
-            newest: The checkpoint just written.
-            metrics: Its metrics.
-        """
-        self._warn_if_unranked(newest, metrics)
-        try:
-            protected = [best.path for best in self.best(self._config.preserve_n_best)]
-        except OSError as error:
-            # Without the ranking the best could be deleted; the new checkpoint is safe, so training
-            # continues.
-            _logger.warning("nothing is rotated after %s, the best cannot be told (%s)", newest.name, error)
-            return
-        if self.resumed_from is not None:
-            protected.append(self.resumed_from)
-        limit, directory = self._config.save_total_limit, locate(self._config.output_dir)
-        rotate(directory, limit=limit, run_id=self.run_id, newest=newest, protected=protected)
-
-    def _warn_if_unranked(self, newest: Path, metrics: Mapping[str, float] | None) -> None:
-        wanted = self._config.best_metric
-        if wanted is None or metrics is None or wanted in metrics or self._warned:
-            return
-        self._warned = True
-        _logger.warning(
-            "best_metric=%r is not among the metrics of %s, which are: %s; it is not ranked. Set best_metric "
-            "to one of them",
-            wanted,
-            newest.name,
-            ", ".join(sorted(metrics)) or "none",
-        )
-
-
-def rotate(
-    output_dir: Path, *, limit: int | None, run_id: str, newest: Path, protected: Collection[Path] = ()
-) -> list[Path]:
-    """Delete checkpoints of this run beyond the limit, those with the lowest steps first.
-
-    Never deleted are the checkpoint just written, protected checkpoints, directories without a valid
-    manifest, damaged checkpoints, checkpoints of other runs, and copies or links under other names than the
-    run gave. Of these only the checkpoint just written counts against the limit, unless it is protected too.
-
-    Args:
-        output_dir: The directory of the checkpoints.
-        limit: How many to keep beside the protected ones, at least 1; None keeps all.
-        run_id: The id of this run.
-        newest: The checkpoint just written.
-        protected: Checkpoints to keep whatever the limit, such as the best ones and the one resumed from.
-
-    Returns:
-        The paths that were deleted.
-    """
-    if limit is None:
-        return []
-    # Resolved, because the same checkpoint may be named relative to the working directory or through a link.
-    exempt = {path.resolve() for path in protected}
-    room = limit if newest.resolve() in exempt else limit - 1
-    others = _deletable(output_dir, run_id, exempt | {newest.resolve()})
-    # Steps beyond the newest are of a branch that this run went back from: they go before its own.
-    reached = int(newest.name.removeprefix("checkpoint-"))
-    others.sort(key=lambda item: (item[0] > reached, -item[0]))
-    removed = []
-    for step, path in others[room:]:
-        try:
-            remove_checkpoint(path, step)
-        except OSError as error:
-            # The new checkpoint is safe, so this is no reason to stop the training.
-            _logger.warning("cannot delete the old checkpoint %s (%s)", path, error)
-            continue
-        _logger.info("deleted %s: save_total_limit is %d", path, limit)
-        removed.append(path)
-    return removed
-
-
-def _manifest_of_run(path: Path, step: int, run_id: str) -> Manifest | None:
-    """The manifest of a checkpoint, if it is whole and this run wrote it under this name; None if it is not.
-
-    Raises:
-        OSError: The storage failed, so that nothing can be told.
-    """
-    if path.name != f"checkpoint-{step}":
-        return None  # "checkpoint-007" is somebody's copy.
-    try:
-        manifest = verify_checkpoint(path, checksums=False)
-    except (CheckpointError, FileNotFoundError, PermissionError):
-        return None
-    return manifest if (manifest.run_id, manifest.step) == (run_id, step) else None
-
-
-def _deletable(output_dir: Path, run_id: str, kept: Collection[Path]) -> list[tuple[int, Path]]:
-    found = []
-    for step, path in checkpoint_directories(output_dir):
-        try:
-            known = not path.is_symlink() and _manifest_of_run(path, step, run_id) is not None
-        except OSError:
-            continue  # What cannot be read is not deleted.
-        if known and path.resolve() not in kept:
-            found.append((step, path))
-    return found

@@ -1,0 +1,421 @@
+"""Two tiers: checkpoints are saved to a fast local disk, and brought to an object store in the background.
+
+A checkpoint is committed on the disk, and training continues. A thread then uploads its files, straight from
+the disk and in pieces, and commits it in the store as a save to the store does: a marker first, the manifest
+last by a conditional put. What is read is compared with the checksums of the manifest on the way, so a file
+that changed meanwhile is never committed.
+
+Nothing is queued. Whenever a checkpoint was saved, the thread compares both tiers, and brings what the store
+lacks of what it should keep: the newest first, then the best, then others. So nothing waits for a slow
+upload: a checkpoint that rotates away on the disk before its turn never gets to the store. What failed, or
+was killed, is found again by the next comparison.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from checkpoint_core.agreement import RankAgreement
+from checkpoint_core.components import Plan
+from checkpoint_core.config import CheckpointConfig, lower_is_better
+from checkpoint_core.directory import check_other_runs, check_target, checkpoint_directories, checkpoint_path
+from checkpoint_core.errors import CheckpointError, describe_error
+from checkpoint_core.files import PartialDigest, combine, in_threads
+from checkpoint_core.lease import DirectoryLease
+from checkpoint_core.manifest import Manifest, read_manifest, wrong_content
+from checkpoint_core.retention import BestCheckpoint, Retention, manifests_of_run, rank_by_metric
+from checkpoint_core.saving import RankReport
+from checkpoint_core.store_directory import OtherRuns
+from checkpoint_core.store_path import RangeReader, StorePath, file_sizes, locate
+from checkpoint_core.store_saving import StoreSave
+from dist_env import StaticDistributedEnvironment
+
+_logger = logging.getLogger(__name__)
+_PIECE_BYTES = 8 * 1024 * 1024
+_FILES_AT_ONCE = 2
+"""Each with five pieces in flight at most, whatever its size."""
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 5.0
+"""For an upload that was given up to remove what it has uploaded."""
+
+
+class _UploadStoppedError(CheckpointError):
+    """The time limit at exit was reached, Ctrl-C was pressed, or another file could not be uploaded."""
+
+
+class _DamagedSourceError(CheckpointError):
+    """The disk does not hold what was committed there."""
+
+
+@dataclass(kw_only=True)
+class TierUpload(StoreSave):
+    """Brings one committed checkpoint from the disk to the store."""
+
+    source: Path
+    """The checkpoint on the disk."""
+    manifest: Manifest
+    """What it holds, under plain names."""
+    check_stop: Callable[[], None]
+    """Raises when the upload is to end. Called often."""
+    _failed: bool = False
+
+    def _write_all(self, needed: int) -> None:
+        self._claim()
+        # Wherever it lies, each file goes to where a save to the store would have put it.
+        in_threads(_FILES_AT_ONCE, list(self.manifest.files), self._upload_files)
+        self.check_stop()
+        self._commit([])
+
+    def _manifest(self, reports: Sequence[RankReport]) -> Manifest:
+        # An id of its own: no other upload, of this checkpoint or another one, writes to the same place.
+        return replace(self.manifest, save_id=self._save_id)
+
+    def _upload_files(self, names: Sequence[str]) -> None:
+        try:
+            for name in names:
+                place = self._directory / name
+                place.store.put_stream(place.key, self._content(name), self.manifest.files[name].size)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _content(self, name: str) -> Iterator[bytes]:
+        """The bytes of a file. Raises at the end if they are not those committed: then no object appears."""
+        digest, position, record = PartialDigest(), 0, self.manifest.files[name]
+        path = _find_file(self.source, name)
+        with closing(RangeReader(path)) as file:
+            while piece := file.read(position, _PIECE_BYTES):
+                self.check_stop()
+                if self._failed:
+                    raise _UploadStoppedError("another file could not be uploaded.")
+                digest.update(position, piece)
+                position += len(piece)
+                yield piece
+        if position != record.size or combine([digest.share(position)]) != record.checksum:
+            raise _DamagedSourceError(str(wrong_content(path)))
+
+
+class RemoteTier:
+    """Keeps a store supplied with the checkpoints of a directory.
+
+    One rank uploads. A failure of the store or the network is logged, and the upload is tried again with the
+    next checkpoint and at the end. What trying again does not mend, such as another run in the same place, is
+    raised by :meth:`check` as well.
+
+    Args:
+        config: The settings, with ``remote_dir``.
+        lease: The lease of the local directory, without which nothing is uploaded; None asks for none.
+
+    Raises:
+        CheckpointError: obstore is not installed.
+    """
+
+    def __init__(self, config: CheckpointConfig, lease: DirectoryLease | None) -> None:
+        assert config.remote_dir is not None
+        self.place = cast(StorePath, locate(config.remote_dir, config.timeout_seconds))
+        # Now rather than in the background, because it may not be installed.
+        _ = self.place.store
+        self._local = locate(config.output_dir)
+        self._config = replace(
+            config, output_dir=self.place, save_total_limit=config.remote_save_total_limit, remote_dir=None
+        )
+        self._lease = lease
+        self._limit_seconds = config.timeout_seconds
+        self.retention = Retention(self._config, "")
+        self._others = OtherRuns()
+        self._asked = False
+        # Guards what follows. Never held while the store is asked.
+        self._lock = threading.Lock()
+        self._uploading: Path | None = None
+        self._latest: tuple[int, bool] | None = None
+        self._wanted = False
+        self._running = False
+        self._failure: BaseException | None = None
+        self._refusal: BaseException | None = None
+        self._stop_at: float | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        self._passed_over: set[str] = set()
+        self._uploaded: set[str] = set()
+
+    def check_first_save(self, step: int) -> None:
+        """Refuse a store in which another run saves, before the first save to the disk.
+
+        Args:
+            step: The step to be saved.
+
+        Raises:
+            CheckpointError: Naming the checkpoint of the other run.
+        """
+        if self._asked:
+            return
+        self._asked = True
+        try:
+            check_target(checkpoint_path(self.place, step), self.retention.run_id)
+            check_other_runs(self.place, step, self.retention.run_id)
+            self._others.check(
+                [path for _, path in checkpoint_directories(self.place)], self.retention.run_id
+            )
+        except CheckpointError as error:
+            raise _of_remote(error) from None
+        except OSError as error:
+            _logger.warning(
+                "remote_dir cannot be asked now: %s. Checkpoints are saved to %s, and uploaded later",
+                describe_error(error).removesuffix("."),
+                self._local,
+            )
+
+    def request(self, step: int, *, saved: bool) -> None:
+        """Bring a checkpoint to the store, and what else it lacks, in the background.
+
+        Args:
+            step: The step of the newest checkpoint.
+            saved: Whether this process has saved it, so that older ones in the store rotate.
+        """
+        with self._lock:
+            self._latest = step, saved
+            self._wanted = True
+            self._start()
+
+    @contextmanager
+    def rotating(self) -> Iterator[list[Path]]:
+        """While the local directory is rotated: what must stay because it is being uploaded."""
+        with self._lock:
+            yield [] if self._uploading is None else [self._uploading]
+
+    def check(self) -> None:
+        """Raise what trying again does not mend. Does not block.
+
+        Raises:
+            CheckpointError: The refusal, once for each attempt.
+        """
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
+
+    def wait(self, limit_seconds: float) -> None:
+        """Wait until the store has what it should keep; what has failed is tried once more.
+
+        Args:
+            limit_seconds: How long at most.
+
+        Raises:
+            CheckpointError: It does not have it; says why, and where the checkpoint is.
+        """
+        with self._lock:
+            if self._failure is not None and not self._running:
+                self._wanted = True
+                self._start()
+        deadline = time.monotonic() + limit_seconds
+        while self._running and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        failure = self._failure
+        if self._running or self._wanted:
+            failure = TimeoutError(f"the upload did not end within {limit_seconds:g} s")
+        if failure is not None:
+            raise CheckpointError(self._told(failure)) from failure
+
+    def close(self) -> None:
+        """Wait for the uploads, for ``timeout_seconds`` at most, and end them.
+
+        Raises:
+            CheckpointError: The store does not have what it should keep; or as :meth:`check`.
+            KeyboardInterrupt: Ctrl-C was pressed; the upload is given up, and nothing is left of it.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return  # A forked child has no part in it.
+        self._closed = True
+        if self._running:
+            _logger.info(
+                "waiting for the upload to %s, for %g s at most; Ctrl-C gives it up. The checkpoint is in %s",
+                self.place,
+                self._limit_seconds,
+                self._local,
+            )
+        try:
+            self.wait(self._limit_seconds)
+        finally:
+            self._stop_at = 0.0
+            until = time.monotonic() + _GRACE_SECONDS
+            while self._running and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+        self.check()
+
+    def best(self, local: Retention) -> list[BestCheckpoint]:
+        """The checkpoints of both tiers that hold the metric, best first; where both hold one, the local one.
+
+        Args:
+            local: Ranks the local ones.
+
+        Returns:
+            The ranking. While the store cannot be asked, that of the local ones, with a warning.
+        """
+        found = {each.step: each for each in local.best(None)}
+        try:
+            found = {each.step: each for each in self.retention.best(None)} | found
+        except OSError as error:
+            _logger.warning("only checkpoints in %s are ranked: %s", self._local, describe_error(error))
+        metric = self._config.best_metric
+        if metric is None:
+            return []
+        return rank_by_metric(found.values(), lower_is_better(metric, self._config.greater_is_better))
+
+    def _start(self) -> None:
+        if self._running:
+            return
+        self._running = True
+        try:
+            # Not a daemon: the interpreter waits for it before it ends.
+            threading.Thread(target=self._work, name=f"uploading to {self.place}").start()
+        except BaseException:
+            self._running = False
+            raise
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted or self._is_stopped():
+                    self._running = False
+                    return
+                self._wanted = False
+            try:
+                self._bring_all()
+            except BaseException as error:  # noqa: BLE001 - logged, and raised by check() or wait()
+                self._failure = error
+                if isinstance(error, CheckpointError):
+                    error = self._failure = _of_remote(error)
+                if not isinstance(error, (OSError, _UploadStoppedError)):
+                    self._refusal = error
+                _logger.error("%s", self._told(error))
+            else:
+                self._failure = None
+
+    def _told(self, error: BaseException) -> str:
+        assert self._latest is not None
+        newest = checkpoint_path(self._local, self._latest[0])
+        return (
+            f"{newest} is committed, but {self.place} does not have all that it should keep: "
+            f"{describe_error(error).removesuffix('.')}. The upload is tried again with the next checkpoint, "
+            "when the manager is closed, and when this run is resumed."
+        )
+
+    def _is_stopped(self) -> bool:
+        if self._stop_at is None and not threading.main_thread().is_alive():
+            # The interpreter ends and waits for this thread; nobody has closed the manager.
+            self._stop_at = time.monotonic() + self._limit_seconds
+        return self._stop_at is not None and time.monotonic() > self._stop_at
+
+    def _check_stop(self) -> None:
+        if self._is_stopped():
+            raise _UploadStoppedError("the upload was given up, because the process ends.")
+
+    def _bring_all(self) -> None:
+        while True:
+            assert self._latest is not None
+            step, saved = self._latest
+            manifest = self._next(step)
+            if manifest is None:
+                return
+            self._bring(manifest)
+            if saved:
+                self.retention.apply(checkpoint_path(self.place, step), None)
+
+    def _next(self, newest: int) -> Manifest | None:
+        """The checkpoint on the disk that the store lacks most; None when it has all that it should keep."""
+        local = manifests_of_run(self._local, self.retention.run_id)
+        remote = manifests_of_run(self.place, self.retention.run_id)
+        missing = {
+            step: manifest
+            for step, manifest in local.items()
+            if manifest.save_id not in self._passed_over | self._uploaded
+            and not (step in remote and _plain(remote[step]).files == _plain(manifest).files)
+        }
+        for step in self._order(newest, local | remote):
+            if step in missing and self._is_complete(missing[step]):
+                return missing[step]
+        return None
+
+    def _order(self, newest: int, known: Mapping[int, Manifest]) -> list[int]:
+        """Steps that the store should keep, the most wanted first: what its rotation would leave."""
+        limit, config = self._config.save_total_limit, self._config
+        others = sorted((step for step in known if step != newest), key=lambda step: (step > newest, -step))
+        best: list[int] = []
+        if config.best_metric is not None and config.preserve_n_best:
+            ranked = rank_by_metric(
+                BestCheckpoint.of(self._local, known, config.best_metric),
+                lower_is_better(config.best_metric, config.greater_is_better),
+            )
+            best = [each.step for each in ranked[: config.preserve_n_best]]
+        return [newest, *best, *(others if limit is None else others[: limit - 1])]
+
+    def _is_complete(self, manifest: Manifest) -> bool:
+        source = checkpoint_path(self._local, manifest.step)
+        deleted = sorted(set(manifest.files) - set(file_sizes(source, list(manifest.files))))
+        if deleted:
+            self._passed_over.add(manifest.save_id)
+            _logger.warning("%s is not uploaded: %s was deleted from it", source, deleted[0])
+        return not deleted
+
+    def _bring(self, manifest: Manifest) -> None:
+        source = checkpoint_path(self._local, manifest.step)
+        with self._lock:
+            self._uploading = source
+        try:
+            self._upload(source, manifest)
+        except (OSError, CheckpointError) as error:
+            if _is_replaced(source, manifest):
+                return  # By a later save of the step, or somebody deleted it: the next comparison tells.
+            if isinstance(error, _DamagedSourceError):
+                self._passed_over.add(manifest.save_id)
+            raise
+        finally:
+            self._uploading = None
+        self._uploaded.add(manifest.save_id)
+
+    def _upload(self, source: Path, manifest: Manifest) -> None:
+        _logger.info("uploading %s to %s", source, self.place)
+        TierUpload(
+            config=self._config,
+            ranks=RankAgreement(StaticDistributedEnvironment(), self._limit_seconds),
+            plan=Plan({}, {}),
+            step=manifest.step,
+            path=None,
+            run_id=self.retention.run_id,
+            metrics=None,
+            preprocessor=None,
+            lease=self._lease,
+            others=self._others,
+            source=source,
+            manifest=_plain(manifest),
+            check_stop=self._check_stop,
+        ).commit()
+
+
+def _of_remote(error: CheckpointError) -> CheckpointError:
+    """The error of a check that calls the place of checkpoints output_dir, which here is remote_dir."""
+    return type(error)(str(error).replace("output_dir", "remote_dir"))
+
+
+def _find_file(checkpoint: Path, name: str) -> Path:
+    """A file of a checkpoint by its plain name: a copy of a save to a store has a directory more."""
+    path = checkpoint / name
+    return path if path.exists() else checkpoint / read_manifest(checkpoint).save_directory / name
+
+
+def _plain(manifest: Manifest) -> Manifest:
+    """The manifest with the plain names of its files, which are the same in every tier."""
+    return manifest.renamed(manifest.plain_name)
+
+
+def _is_replaced(source: Path, manifest: Manifest) -> bool:
+    """Whether a checkpoint is not the one any more whose upload began."""
+    try:
+        return read_manifest(source).save_id != manifest.save_id
+    except (OSError, CheckpointError):
+        return not source.exists()
