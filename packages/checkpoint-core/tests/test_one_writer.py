@@ -12,6 +12,7 @@ from torch import nn
 
 from checkpoint_core import CheckpointConfig, CheckpointError, load_model_weights, shared_files
 from checkpoint_core.agreement import RankAgreement
+from checkpoint_core.cli import main
 from checkpoint_core.shared_files import file_system, needs_one_writer
 from dist_env import StaticDistributedEnvironment
 
@@ -55,6 +56,49 @@ def test_any_layout_loads_what_one_writer_saved_and_the_other_way_round(
 @pytest.mark.full
 def test_more_layouts(run_worker: Callable[..., Worked], tmp_path: Path) -> None:
     check(json.loads(run_worker("one_writer_layouts.py", tmp_path, *MORE).stdout), tmp_path)
+
+
+def test_a_host_without_room(run_worker: Callable[..., Worked], tmp_path: Path) -> None:
+    run_worker("one_writer_ranks.py", tmp_path)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    for seen in first:
+        assert seen["first"] is None
+        assert "rank 1 (" in seen["failing"]
+        assert "no space left to write" in seen["failing"]
+        assert seen["left"] == ["checkpoint-1"]
+        assert seen["loaded"] == [1, [1.0]]
+        assert seen["again"] is None
+        assert seen["loaded again"] == [2, [2.0]]
+
+
+@pytest.mark.full
+def test_transformers_and_the_commands_read_it(
+    run_worker: Callable[..., Worked], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    run_worker("one_writer_model.py", tmp_path)
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    shards = sorted(path.name for path in checkpoint.glob("model-*.safetensors"))
+    assert len(shards) == 2
+    whole = torch.load(tmp_path / "whole", weights_only=True)
+    for directory in (checkpoint, tmp_path / "exported"):
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(directory).state_dict()
+        assert set(loaded) == set(whole)
+        assert all(torch.equal(loaded[name], whole[name]) for name in whole)
+    for command in (
+        ["ls", str(tmp_path / "run")],
+        ["verify", str(tmp_path / "run")],
+        ["show", str(checkpoint)],
+        ["diff", str(checkpoint), str(tmp_path / "run" / "checkpoint-2")],
+        ["export", str(checkpoint), str(tmp_path / "out")],
+        ["prune", str(tmp_path / "run"), "--keep", "1", "--yes"],
+    ):
+        assert main(command) == 0, command
+    assert "transformer.wte.weight" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-2"]
+    out = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(out[name], whole[name]) for name in whole)
 
 
 def test_the_file_system_of_a_directory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TypedDict
@@ -106,7 +107,7 @@ def select_checkpoint(
         _finish_publishing(ranks, output_dir)
     if path is None:
         return _newest(ranks, output_dir, remote_dir)
-    return _named(ranks, output_dir, path.absolute())
+    return _named(ranks, output_dir, path.absolute(), remote_dir)
 
 
 def _finish_publishing(ranks: RankAgreement, output_dir: Path) -> None:
@@ -145,7 +146,9 @@ def _unpublished(output_dir: Path) -> dict[str, _Save]:
     return found
 
 
-def _named(ranks: RankAgreement, output_dir: Path, path: Path) -> tuple[Path, Manifest]:
+def _named(
+    ranks: RankAgreement, output_dir: Path, path: Path, remote_dir: Path | None
+) -> tuple[Path, Manifest]:
     def check() -> None:
         if not (path / MANIFEST_NAME).is_file() and checkpoint_directories(path):
             newest = checkpoint_directories(path)[0][1]
@@ -157,8 +160,13 @@ def _named(ranks: RankAgreement, output_dir: Path, path: Path) -> tuple[Path, Ma
     ranks.run_on_leaders(_PHASE, check)
     manifest = _read_everywhere(ranks, path)
     _compare(ranks, path, manifest, _read_shares(ranks, path, manifest))
-    if path.parent.resolve() == output_dir.resolve() and ranks.is_leader:
+    tiers = [output_dir] if remote_dir is None else [output_dir, remote_dir]
+    if path.parent.resolve() in [tier.resolve() for tier in tiers] and ranks.is_leader:
         _warn_about_later(output_dir, manifest.step)
+        if remote_dir is not None:
+            # Only here, on one rank: a store that cannot be asked must not leave the others waiting.
+            with suppress(StoreError):
+                _warn_about_later(remote_dir, manifest.step)
     return path, manifest
 
 

@@ -399,7 +399,9 @@ class RemoteTier:
 
 def _of_remote(error: CheckpointError) -> CheckpointError:
     """The error of a check that calls the place of checkpoints output_dir, which here is remote_dir."""
-    return type(error)(str(error).replace("output_dir", "remote_dir"))
+    if type(error) is not CheckpointError:
+        return error
+    return CheckpointError(str(error).replace("output_dir", "remote_dir"))
 
 
 def _find_file(checkpoint: Path, name: str) -> Path:

@@ -250,6 +250,23 @@ def test_a_store_that_is_down_is_not_taken_for_empty(gateway: Proxy, run: Path, 
         assert alone.load().step == 1  # type: ignore[union-attr]
 
 
+def test_a_step_of_ones_choice(run: Path, s3: str, caplog: pytest.LogCaptureFixture, use, weed) -> None:
+    with manager(run, s3) as saving:
+        for step in (1, 2):
+            saving.save(step)
+            saving.wait_for_upload()
+    shutil.rmtree(run / "checkpoint-2")
+    with manager(run, s3) as resumed:
+        assert resumed.load(run / "checkpoint-1").step == 1  # type: ignore[union-attr]
+        assert f"{s3} holds later checkpoints (checkpoint-2)" in caplog.text
+        # It is brought to the store as the newest of this branch, of which 2 is not any more.
+        resumed.save(2)
+    assert (steps(run), steps(s3)) == ([2, 1], [2, 1])
+    use({**weed.environment(), "AWS_ENDPOINT_URL": "http://127.0.0.1:9"})
+    with manager(run, s3, timeout_seconds=2.0) as resumed:
+        assert resumed.load(run / "checkpoint-1").step == 1  # type: ignore[union-attr]
+
+
 def test_a_second_run_is_refused(run: Path, url: str, tmp_path: Path) -> None:
     with manager(run, url) as first:
         first.save(5)
@@ -423,14 +440,12 @@ def test_a_forked_child_ends(gateway: Proxy, run: Path, s3: str) -> None:
     assert steps(s3) == [1]
 
 
-ENDINGS = {
-    "exit": "",
-    "error": "raise SystemExit(0)",
-    "close": "saving.close()",
-}
+ENDINGS = {"exit": "", "error": "raise SystemExit(0)", "close": "saving.close()"}
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending", ["exit", *(pytest.param(each, marks=pytest.mark.full) for each in ("error", "close"))]
+)
 def test_the_end_of_a_process_finishes_uploads(
     run_worker: Callable[..., Worked], gateway: Proxy, weed, run: Path, s3: str, tmp_path: Path, ending: str
 ) -> None:

@@ -47,9 +47,17 @@ class Mode:
     ranks: int = 1
     nodes: bool = False
     """Each rank is a node with a directory of its own."""
+    one_writer: bool | None = None
+    """Whether each file is written by one rank; None as the manager decides."""
 
 
-MODES = {"one": Mode(), "async": Mode(), "two-ranks": Mode(ranks=2), "nodes": Mode(ranks=2, nodes=True)}
+MODES = {
+    "one": Mode(),
+    "async": Mode(),
+    "two-ranks": Mode(ranks=2),
+    "one-writer": Mode(ranks=2, one_writer=True),
+    "nodes": Mode(ranks=2, nodes=True),
+}
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,7 @@ class Job:
                 max_shard_size=MAX_SHARD_SIZE,
                 timeout_seconds=life.timeout_seconds,
                 save_on_each_node=life.mode.nodes,
+                one_writer_per_file=life.mode.one_writer,
                 async_save=life.asynchronous,
             ),
             dist=environment(life.mode, rank),
