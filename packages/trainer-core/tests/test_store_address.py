@@ -46,3 +46,24 @@ def test_settings_that_do_not_go_with_a_store() -> None:
         TrainingArguments(output_dir="runs/a", logging_dir="s3://bucket/logs")
     with pytest.raises(ConfigurationError, match="Leave out credentials"):
         TrainingArguments(output_dir="runs/a", resume_from_checkpoint="s3://key:secret@bucket/a/checkpoint-1")
+
+
+TIERS = {
+    "runs/b": "does not name a place in an object store",
+    "s3://bucket": "does not name a place in an object store",
+    "s3://key:secret@bucket/a": "Leave out credentials",
+}
+
+
+@pytest.mark.parametrize("remote_dir", TIERS)
+def test_second_tiers_that_are_refused(remote_dir: str) -> None:
+    with pytest.raises(ConfigurationError, match=TIERS[remote_dir]) as refused:
+        TrainingArguments(output_dir="runs/a", remote_dir=remote_dir)
+    assert "secret" not in str(refused.value)
+
+
+def test_settings_that_do_not_go_with_a_second_tier() -> None:
+    with pytest.raises(ConfigurationError, match="from which nothing is uploaded"):
+        TrainingArguments(output_dir="s3://bucket/a", remote_dir="s3://bucket/b")
+    with pytest.raises(ConfigurationError, match="are not brought together"):
+        TrainingArguments(output_dir="runs/a", remote_dir="s3://bucket/b", save_on_each_node=True)

@@ -137,7 +137,8 @@ class CheckpointManager:
         Args:
             checkpoint: Its directory, or its place in a store, as `LoadedCheckpoint.path` has it.
         """
-        return checkpoint.parent.resolve() == self._output_dir.resolve()
+        parent = checkpoint.parent.resolve()
+        return parent == self._output_dir.resolve() or (self._tier is not None and parent == self._tier.place)
 
     def wait(self) -> None:
         """Block until no asynchronous save is under way.
@@ -258,8 +259,7 @@ class CheckpointManager:
             return None
         loaded, manifest = result
         self._retention.resumed_from = loaded.path
-        parent = loaded.path.parent.resolve()
-        if parent == self._output_dir.resolve() or (tier is not None and parent == tier.place):
+        if self.owns(loaded.path):
             # Going on from it makes this the same run, so that rotation and replacement include it.
             self._retention.run_id = manifest.run_id
             if tier is not None:

@@ -127,12 +127,13 @@ class RunDirectory:
         Raises:
             ConfigurationError: If the directory holds something else, or a run of another identity.
         """
-        if args.starts_fresh and args.saves_to_store and self._has_checkpoint(args):
+        address = args.store_address
+        if args.starts_fresh and address is not None and find_latest_checkpoint(address) is not None:
             raise ConfigurationError(
-                "output_dir",
-                args.output_dir,
+                "output_dir" if args.saves_to_store else "remote_dir",
+                address,
                 "has checkpoints, and --fresh moves them aside, which stores cannot do",
-                "choose another --output-dir, or remove them with `checkpoint-core prune`",
+                "choose another address, or remove them with `checkpoint-core prune`",
             )
         if not self._is_run():
             self._refuse_foreign_files()

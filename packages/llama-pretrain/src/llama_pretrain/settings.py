@@ -73,6 +73,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "save_strategy",
         "save_steps",
         "save_total_limit",
+        "remote_dir",
+        "remote_save_total_limit",
         "prompt",
         "sample_tokens",
     ),

@@ -60,6 +60,8 @@ def build_manager(
         output_dir=args.output_dir,
         save_total_limit=args.save_total_limit,
         save_on_each_node=args.save_on_each_node,
+        remote_dir=args.remote_dir,
+        remote_save_total_limit=args.remote_save_total_limit,
         **best,  # type: ignore[arg-type]
     )
     return CheckpointManager(
@@ -92,7 +94,7 @@ def resume(run: Run) -> Path | None:
         if not run.progress.loaded:
             raise _without_counters(run, loaded)
         return loaded
-    other = find_latest_checkpoint(run.args.output_dir)
+    other = _newest(run.args)
     if other is not None:
         aside = (
             "or set resume_from_checkpoint=False and overwrite_output_dir=True, which moves what is there to "
@@ -102,7 +104,7 @@ def resume(run: Run) -> Path | None:
             "resume_from_checkpoint",
             wanted,
             f"starts another run beside {other}, whose place its own checkpoints would take",
-            f"choose another output_dir, {_PRUNE if run.args.saves_to_store else aside}",
+            f"choose another output_dir, {aside if run.args.store_address is None else _PRUNE}",
         )
     return loaded
 
@@ -171,7 +173,11 @@ def say_changes(changes: Changes) -> None:
 def has_checkpoint_to_resume(args: TrainingArguments) -> bool:
     """Whether training would continue from a checkpoint; it is verified when it is loaded."""
     wanted = args.resume_from_checkpoint
-    return isinstance(wanted, str) or (wanted and find_latest_checkpoint(args.output_dir) is not None)
+    return isinstance(wanted, str) or (wanted and _newest(args) is not None)
+
+
+def _newest(args: TrainingArguments) -> Path | None:
+    return find_latest_checkpoint(args.output_dir, remote_dir=args.remote_dir)
 
 
 def load_best(run: Run) -> bool:
@@ -208,7 +214,7 @@ def make_room(run: Run) -> None:
     args, env, loaded = run.args, run.ranks.env, run.loaded
     if args.save_strategy == "no":
         return
-    if args.saves_to_store:
+    if args.store_address is not None:
         run.ranks.fail_together(_cannot_make_room(run), "begin in the output directory")
     paths: list[Path] = []
     if loaded is not None and run.manager.owns(loaded):
@@ -243,14 +249,16 @@ _PRUNE = "or remove what is there with `checkpoint-core prune`"
 def _cannot_make_room(run: Run) -> ConfigurationError | None:
     """What stands in the way of a run in a store, where nothing can be moved aside."""
     args = run.args
-    newest = find_latest_checkpoint(args.output_dir) if run.went_back or starts_over(run) else None
+    if args.store_address is None or not (run.went_back or starts_over(run)):
+        return None
+    newest = find_latest_checkpoint(args.store_address)
     if newest is None or (run.loaded is not None and int(newest.name.rpartition("-")[2]) <= run.saved_step):
         return None
     return ConfigurationError(
         "resume_from_checkpoint",
         args.resume_from_checkpoint,
         f"begins before {newest}, which a later start would prefer, and stores move nothing aside",
-        f"choose another output_dir, {_PRUNE}",
+        f"choose another {'output_dir' if args.saves_to_store else 'remote_dir'}, {_PRUNE}",
     )
 
 

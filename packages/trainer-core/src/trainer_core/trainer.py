@@ -203,24 +203,23 @@ class Trainer(InputHints):
     def train(self, *, fresh: bool = False) -> TrainOutput:
         """Train to the end of the run, from the newest checkpoint if the arguments say so.
 
-        A run that has reached its end says so, and returns the metrics that it ended with, as far as they are
-        known.
+        A run that has reached its end says so, and returns the metrics of its end, as far as they are known.
 
-        SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and `max_train_seconds` finish the step, save and return;
-        `stop_cause` tells who ended the run early, and `exit_code` what to exit with.
+        SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and `max_train_seconds` finish the step, save and return; what
+        ended the run early is in `stop_cause`, and `exit_code` says what to exit with.
 
         Args:
-            fresh: Begin a new run, as with `resume_from_checkpoint=False` and `overwrite_output_dir=True`:
-                what an earlier one has left in the output directory moves to `previous-<time>/` there. The
-                same on all ranks.
+            fresh: Begin a new run, on all ranks, as with `resume_from_checkpoint=False` and
+                `overwrite_output_dir=True`: what an earlier one has left moves to `previous-<time>/`.
 
         Returns:
             The step reached and the final metrics.
 
         Raises:
-            ConfigurationError: If another run owns the output directory, or has gone on there meanwhile; or
-                if this trainer has trained, and was given something that cannot begin anew.
+            ConfigurationError: If another run owns the output directory or trained there meanwhile, or
+                something that this trainer was given cannot begin anew.
             DataError: If there is no training data, or an epoch of it is empty.
+            checkpoint_core.CheckpointError: At the end, if `remote_dir` does not have what it should keep.
             NonFiniteGradientError: If a gradient is not finite and `nonfinite_policy` is "raise".
         """
         if self._parts.train_data is None:
@@ -240,7 +239,9 @@ class Trainer(InputHints):
                 self._has_room = True
             actions = Actions(run, lambda: stops.cause is not None)
             with training_switches(run):
-                return TrainingLoop(run, actions, stops).train()
+                output = TrainingLoop(run, actions, stops).train()
+            run.manager.wait_for_upload()
+            return output
 
     def evaluate(self, eval_dataset: object | None = None) -> dict[str, float]:
         """Score the evaluation set, or another one, with the model as it is.
@@ -311,8 +312,7 @@ class Trainer(InputHints):
                 training continues from.
 
         Raises:
-            checkpoint_core.CheckpointError: On every rank, if weights are there already and
-                `overwrite_output_dir` is off, or writing failed.
+            checkpoint_core.CheckpointError: Weights are there and may not be replaced, or writing failed.
             ConfigurationError: If that is so of adapters, or they cannot be gathered.
         """
         directory, overwrite = output_dir or self.args.output_dir, self.args.overwrite_output_dir

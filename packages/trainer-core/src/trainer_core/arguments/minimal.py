@@ -107,6 +107,11 @@ class MinimalTrainingArguments:
     """Optimizer steps between checkpoints."""
     save_total_limit: int | None = 2
     """Checkpoints to keep, oldest removed first; none: keep all."""
+    remote_dir: str | None = None
+    """Address such as s3://bucket/run, to which checkpoints are uploaded in the background from output_dir, a
+    directory that all ranks share; a resume takes the newest of both."""
+    remote_save_total_limit: int | None = 2
+    """Checkpoints to keep in remote_dir, oldest removed first; none: keep all."""
     save_safetensors: bool = True
     """Weights are safetensors, always; false is refused."""
     save_on_each_node: bool = False
@@ -221,6 +226,11 @@ class MinimalTrainingArguments:
         """Whether `output_dir` is an address in an object store, and not a directory."""
         return split_address(self.output_dir) is not None
 
+    @property
+    def store_address(self) -> str | None:
+        """Where checkpoints go in an object store: `output_dir` or `remote_dir`; None if nowhere."""
+        return self.output_dir if self.saves_to_store else self.remote_dir
+
 
 def run_path(output_dir: str, logging_dir: str | None = None) -> Path:
     """The directory of what belongs to a run beside its checkpoints.
@@ -291,8 +301,9 @@ def _check_counts(args: MinimalTrainingArguments) -> None:
     rules.within("eval_delay", args.eval_delay, 0, 1e12)
     if args.dataloader_prefetch_factor is not None:
         rules.at_least("dataloader_prefetch_factor", args.dataloader_prefetch_factor, 1)
-    if args.save_total_limit is not None:
-        rules.at_least("save_total_limit", args.save_total_limit, 1)
+    for name in ("save_total_limit", "remote_save_total_limit"):
+        if (limit := getattr(args, name)) is not None:
+            rules.at_least(name, limit, 1)
 
 
 def _check_length(args: MinimalTrainingArguments) -> None:
@@ -377,15 +388,10 @@ def _check_files(args: MinimalTrainingArguments) -> None:
 
 
 def _check_address(args: MinimalTrainingArguments) -> None:
-    try:
-        address = split_address(args.output_dir)
-        split_address(str(args.resume_from_checkpoint))
-    except StoreSettingsError as error:
-        # Without the value, which may hold credentials.
-        rule = f"cannot be used: {str(error).removesuffix('.')}"
-        raise ConfigurationError(
-            "output_dir", "an address", rule, "give s3://bucket/run, or a directory"
-        ) from None
+    address = _address(args, "output_dir")
+    _address(args, "resume_from_checkpoint")
+    if args.remote_dir is not None:
+        _check_tiers(args)
     if args.logging_dir is not None and "://" in args.logging_dir:
         raise ConfigurationError(
             "logging_dir",
@@ -409,6 +415,29 @@ def _check_address(args: MinimalTrainingArguments) -> None:
             f"does not go with {args.output_dir}, which all nodes share",
             "leave it out",
         )
+
+
+def _address(args: MinimalTrainingArguments, name: str) -> tuple[str, str] | None:
+    try:
+        return split_address(str(getattr(args, name)))
+    except StoreSettingsError as error:
+        # Without the value, which may hold credentials.
+        rule = f"cannot be used: {str(error).removesuffix('.')}"
+        raise ConfigurationError(name, "an address", rule, "give s3://bucket/run, or a directory") from None
+
+
+def _check_tiers(args: MinimalTrainingArguments) -> None:
+    remote = _address(args, "remote_dir")
+    if remote is None or not remote[1]:
+        rule = "does not name a place in an object store"
+        raise ConfigurationError("remote_dir", args.remote_dir, rule, "give an address: s3://bucket/run")
+    if args.saves_to_store:
+        rule = "is an address, from which nothing is uploaded to remote_dir"
+        fix = "name a directory on a fast disk, or leave remote_dir out"
+        raise ConfigurationError("output_dir", args.output_dir, rule, fix)
+    if args.save_on_each_node:
+        rule = "does not go with remote_dir: parts that nodes keep to themselves are not brought together"
+        raise ConfigurationError("save_on_each_node", True, rule, "leave one of them out")
 
 
 def _unused(args: MinimalTrainingArguments) -> Iterator[Dependent]:

@@ -327,8 +327,10 @@ def _without_effect(args: TrainingArguments, device_type: str, evaluates: bool) 
         condition = f"with save_strategy={args.save_strategy!r}"
         yield Dependent("save_steps", condition, "set save_strategy='steps'")
     if args.save_strategy == "no":
-        for name in ("save_total_limit", "save_on_each_node"):
+        for name in ("save_total_limit", "save_on_each_node", "remote_dir"):
             yield Dependent(name, "with save_strategy='no'", "set save_strategy='steps'")
+    if args.remote_dir is None:
+        yield Dependent("remote_save_total_limit", "without remote_dir", "set remote_dir='s3://bucket/run'")
     if 0 <= args.max_steps < args.speed_metrics_start_step:
         condition = f"in a run of max_steps={args.max_steps}"
         yield Dependent("speed_metrics_start_step", condition, "lower it")
