@@ -22,7 +22,7 @@ from dataloader_dispatch import DocumentStream, documents, open_documents
 from dataloader_dispatch.cli import main
 from dataloader_dispatch.cli.output import cut_chunks
 from dataloader_dispatch.cli.parts import ByteEncoder
-from dataloader_dispatch.sources.files import FileRange
+from dataloader_dispatch.sources.files import DataFile, FileRange
 from dataloader_dispatch.sources.token_binary import TokenBinary
 
 TEXTS = ["a text\n", "", "ü" * 40, "one", "two", "", "row"]
@@ -375,7 +375,7 @@ def test_chunks_hold_every_document_once(size: int) -> None:
     counts = [3, 0, 1, 50, 1, 0, 7]
     ranges, start = [], 0
     for number, count in enumerate(counts):
-        ranges.append(FileRange("", str(number), number * 10, start, start + count))
+        ranges.append(FileRange(DataFile("", str(number), number * 10), start, start + count))
         start += count
     chunks = cut_chunks(ranges, size)
     assert [chunks[0].start, *(chunk.stop for chunk in chunks)] == [*(chunk.start for chunk in chunks), start]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from dataloader_dispatch.documents import DocumentEncoder, DocumentSource, TextUnit, data_fingerprint
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.order import epoch_order
+from dataloader_dispatch.read_ahead import DocumentsAhead, read_ahead_of
 from dataloader_dispatch.rows import (
     Cursor,
     Place,
@@ -250,7 +251,11 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         """
         cursor = position.cursor.copy()
         order = epoch_order(self.source, self.seed, cursor.epoch, self.shuffle)
-        packer = StreamPacker(self.encoder, order, self.shards, self.sequence_length, self.drop_last)
+        ahead = None
+        if (told := read_ahead_of(self.source)) is not None:
+            places = {shard: cursor.places[shard].document for shard in position.own_streams}
+            ahead = DocumentsAhead(told, order, self.shards, places)
+        packer = StreamPacker(self.encoder, order, self.shards, self.sequence_length, self.drop_last, ahead)
         for row in rows_in_turn(packer, position.own_streams, cursor.places):
             number = row.row * self.shards + row.shard
             if not any(span.holds(cursor.epoch, number) for span in self.skip):

@@ -48,7 +48,9 @@ _FORMER_PROBES = ("The quick brown fox, 1", "7 zebras and a gnu")
 class DocumentSource(Protocol):
     """Documents with random access: anything with a length and integer indexing, a list included.
 
-    A source may also have ``fingerprint() -> str``; see `data_fingerprint`.
+    A source may also have ``fingerprint() -> str``; see `data_fingerprint`. And it may have
+    ``will_read(indices)``: a `DocumentStream` tells it which documents it asks for soon, in order, so that it
+    may fetch them. It need not, and nothing else depends on it; None in its place means that it does not.
     """
 
     def __len__(self) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from dataloader_dispatch.documents import Document, DocumentSource, data_fingerprint, locate
 from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.read_ahead import ReadAhead, read_ahead_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -279,6 +280,14 @@ class DocumentSubset:
     def __getitem__(self, index: int, /) -> Document:
         return self.source[self._order[self._positions[index]]]
 
+    @property
+    def will_read(self) -> ReadAhead | None:
+        """Tells the source which documents are read soon; None if it need not know."""
+        told = read_ahead_of(self.source)
+        if told is None:
+            return None
+        return lambda indices: told([self._order[self._positions[index]] for index in indices])
+
     def where(self, index: int) -> str:
         """The place of a document in words, from the source if it can tell."""
         number = self._order[self._positions[index]]
@@ -345,6 +354,21 @@ class MixedDocuments:
     def __getitem__(self, index: int, /) -> Document:
         number, within = locate(self._starts, index, "mixture")
         return self._sources[number][within]
+
+    @property
+    def will_read(self) -> ReadAhead | None:
+        """Tells the sources which documents are read soon; None if none of them need know."""
+        told = [read_ahead_of(source) for source in self._sources]
+        return None if not any(told) else lambda indices: self._pass_on(told, indices)
+
+    def _pass_on(self, told: Sequence[ReadAhead | None], indices: Sequence[int]) -> None:
+        within: dict[int, list[int]] = {}
+        for index in indices:
+            number, place = locate(self._starts, index, "mixture")
+            within.setdefault(number, []).append(place)
+        for number, places in within.items():
+            if (tell := told[number]) is not None:
+                tell(places)
 
     def where(self, index: int) -> str:
         """The place of a document in words."""

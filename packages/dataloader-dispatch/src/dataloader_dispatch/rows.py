@@ -11,6 +11,7 @@ import torch
 
 from dataloader_dispatch.documents import Piece
 from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.read_ahead import DocumentsAhead
 from dataloader_dispatch.settings import check_epoch, is_count
 
 VERSION = 4
@@ -314,10 +315,11 @@ class StreamPacker:
     Args:
         pieces: Token ids of a document, its separator included, by its number, from a piece on; see
             `DocumentEncoder`.
-        order: Numbers of all documents in the epoch's order.
-        shards: Number of shards; shard k has the positions k, k + shards, ... of the order.
+        order: Numbers of all documents in the epoch's order; shard k of n has every n-th from the k-th on.
+        shards: Number of shards.
         sequence_length: Tokens in a row.
         drop_last: Leave out the last row if it is not full.
+        ahead: Told where each shard is.
     """
 
     pieces: Callable[[int, int, int], Iterator[Piece]]
@@ -325,6 +327,7 @@ class StreamPacker:
     shards: int
     sequence_length: int
     drop_last: bool
+    ahead: DocumentsAhead | None = None
 
     def rows(self, shard: int, start: Place) -> Iterator[StreamRow]:
         """The rows of a shard from a place on.
@@ -336,6 +339,8 @@ class StreamPacker:
         starts: list[int] = []
         filled, row, at = 0, start.row, start
         while at.document < len(self.order):
+            if self.ahead is not None:
+                self.ahead.tell(shard, at.document)
             opened = False  # whether the row has tokens of this document
             for piece in self._pieces(at):
                 length, used = piece.tokens.numel(), max(at.token - piece.before, 0)
@@ -377,7 +382,7 @@ def rows_in_turn(packer: StreamPacker, shards: Sequence[int], places: Sequence[P
     Args:
         packer: Cuts the shards.
         shards: Numbers of the shards, ascending.
-        places: Where each shard stands, by its number.
+        places: Where each stands, by its number.
     """
     left = [shard for shard in shards if places[shard].document < len(packer.order)]
     waiting = {shard: packer.rows(shard, places[shard]) for shard in left}

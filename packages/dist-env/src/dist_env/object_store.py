@@ -72,7 +72,13 @@ class StoreError(OSError):
 
     What it holds is as good as before. The message names the address and the remedy, and holds nothing else
     of what the store or its library said.
+
+    Attributes:
+        may_pass: Whether the same request may succeed later: the store could not be reached, did not answer
+            in time, failed, or asked for fewer requests.
     """
+
+    may_pass = False
 
 
 class _BrokeOffError(StoreError):
@@ -323,6 +329,39 @@ class ObjectStore:
         )
         return found
 
+    def get_range(self, key: str, start: int, stop: int, version: Mapping[str, str]) -> Any | None:
+        """A range of an object, only if that still has the content of a version.
+
+        Args:
+            key: The object.
+            start: Its first byte.
+            stop: The byte behind its last one; more than ``start``.
+            version: As a listing told it.
+
+        Returns:
+            The bytes, as a buffer; None if the object was replaced.
+
+        Raises:
+            FileNotFoundError: It does not exist.
+        """
+        options: dict[str, Any] = {"range": (start, stop)}
+        tag = version.get("e_tag", "")
+        if tag:
+            # A listing of Azure leaves out the quotation marks that a condition needs.
+            options["if_match"] = tag if tag.endswith('"') else f'"{tag}"'
+
+        def read(store: Any) -> Any | None:
+            try:
+                found = self._obstore.get(store, key, options=options)
+            except self._obstore.exceptions.PreconditionError:
+                return None
+            # Some stores take a condition and ignore it.
+            if tag and str(found.meta.get("e_tag") or tag).strip('"') != tag.strip('"'):
+                return None
+            return found.bytes()
+
+        return self._call("cannot be read", key, read)
+
     def head(self, key: str) -> ObjectInfo:
         """What is known of an object.
 
@@ -418,7 +457,9 @@ class ObjectStore:
         told = ", ".join(part for part in (f"HTTP {status}" if status else "", code) if part)
         broke_off = not told and _BROKE_OFF.search(text)
         kind = _BrokeOffError if broke_off else StoreError
-        return kind(f"{self.url(key)} {doing}{retries}: {reason}{f' ({told})' if told else ''}")
+        found = kind(f"{self.url(key)} {doing}{retries}: {reason}{f' ({told})' if told else ''}")
+        found.may_pass = bool(broke_off) or _may_pass(text, status, code)
+        return found
 
     def _reason(self, kind: str, text: str, status: int, code: str, region: str) -> str:
         where = _ENVIRONMENT.get(self._scheme, "the environment")
@@ -466,6 +507,15 @@ def _repeated(action: Callable[[], _T]) -> _T:
         except _BrokeOffError:
             time.sleep(pause)
     return action()
+
+
+def _may_pass(text: str, status: int, code: str) -> bool:
+    if code in _FULL or status == 507:
+        return False
+    if status == 429 or status >= 500 or code in ("SlowDown", "ThrottlingException"):
+        return True
+    marks = ("timed out", "kind: Timeout", "kind: Connect", "error sending request", "dns error")
+    return not status and any(mark in text for mark in marks)
 
 
 def _info(entry: Mapping[str, Any]) -> ObjectInfo:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.sources.files import FileRange
+from dataloader_dispatch.sources.files import DataFile, FileRange
 from dataloader_dispatch.sources.token_binary import (
     MANIFEST,
     PART,
@@ -117,7 +117,7 @@ def read_plan(path: Path) -> Plan | None:
 def source_files(ranges: Sequence[FileRange]) -> tuple[SourceFile, ...]:
     """The input files, as they are now."""
     return tuple(
-        SourceFile(file.name, file.size, file.stop - file.start, _modified(file.path)) for file in ranges
+        SourceFile(one.file.name, one.file.size, one.stop - one.start, _modified(one.file)) for one in ranges
     )
 
 
@@ -130,14 +130,14 @@ def cut_chunks(ranges: Sequence[FileRange], part_size: int) -> list[Chunk]:
     """
     chunks: list[Chunk] = []
     start, filled = 0, 0
-    for file in ranges:
-        count, at = file.stop - file.start, file.start
-        while at < file.stop:
+    for one in ranges:
+        count, at, size = one.stop - one.start, one.start, one.file.size
+        while at < one.stop:
             # Rounded up, so that a document larger than what is left still comes.
-            room = -(-(part_size - filled) * count // max(file.size, 1))
-            taken = min(file.stop - at, room, _DOCUMENTS_A_PART - (at - start))
+            room = -(-(part_size - filled) * count // max(size, 1))
+            taken = min(one.stop - at, room, _DOCUMENTS_A_PART - (at - start))
             at += taken
-            filled += taken * file.size // count
+            filled += taken * size // count
             if filled >= part_size or at - start == _DOCUMENTS_A_PART:
                 chunks.append(Chunk(start, at))
                 start, filled = at, 0
@@ -145,9 +145,11 @@ def cut_chunks(ranges: Sequence[FileRange], part_size: int) -> list[Chunk]:
     return [*chunks, Chunk(start, stop)] if start < stop else chunks
 
 
-def _modified(path: str) -> int | None:
+def _modified(file: DataFile) -> int | None:
+    if file.stored is not None:
+        return int(file.stored.modified * 10**9)
     try:
-        return Path(path).stat().st_mtime_ns
+        return Path(file.path).stat().st_mtime_ns
     except OSError:
         return None  # it was left out, or goes missing, which is found when it is read
 

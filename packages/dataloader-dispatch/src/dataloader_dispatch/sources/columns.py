@@ -30,6 +30,7 @@ from dataloader_dispatch.sources.files import (
     refuse_changed,
     refuse_large,
 )
+from dist_env import StoreError
 
 _LISTS = ("is_list", "is_large_list", "is_fixed_size_list")
 _FILE_MAGIC = b"ARROW1"
@@ -204,7 +205,7 @@ class ColumnReader(ABC):
         self._settings = settings
         self._recent = recent
         with arrow_errors(path, self.kind):
-            self._size = os.stat(path).st_size  # noqa: PTH116  (thousands of files)
+            self._size = self._size_now()
             self._starts = array("Q", accumulate(self._block_rows(), initial=0))
 
     @abstractmethod
@@ -245,8 +246,12 @@ class ColumnReader(ABC):
         """File and row."""
         return f"{self._path} row {index}"
 
+    def _size_now(self) -> int:
+        """Bytes of the file."""
+        return os.stat(self._path).st_size  # noqa: PTH116  (thousands of files)
+
     def _refuse_changed(self) -> None:
-        refuse_changed(self._path, os.stat(self._path).st_size, self._size)  # noqa: PTH116
+        refuse_changed(self._path, self._size_now(), self._size)
 
     def _field(self, schema: Any) -> int:
         """Number of the column in the table; refuses what is not there, or no text and no token ids."""
@@ -301,6 +306,8 @@ def arrow_errors(path: str, kind: str) -> Iterator[None]:
             f"no memory left to read {path}: {error}. Free some, use fewer worker processes, or write the "
             "file in smaller row groups or batches."
         ) from error
+    except StoreError:
+        raise
     except OSError as error:
         # pyarrow raises it without a number for damaged content as well.
         if error.errno:
@@ -399,8 +406,12 @@ class ParquetReader(ColumnReader):
         self._refuse_changed()
         import pyarrow.parquet
 
-        with pyarrow.parquet.ParquetFile(self._path, page_checksum_verification=True) as file:
+        with pyarrow.parquet.ParquetFile(self._source(), page_checksum_verification=True) as file:
             yield file
+
+    def _source(self) -> Any:
+        """What pyarrow reads: a path or a file object."""
+        return self._path
 
 
 class ArrowReader(ColumnReader):
@@ -429,9 +440,7 @@ class ArrowReader(ColumnReader):
     def _mapped(self) -> _MappedFile:
         pyarrow = import_pyarrow(self._path, self.kind)
         self._refuse_changed()
-        with pyarrow.memory_map(self._path) as file:
-            # The content outlives the file object, and a closed file does not count as an open one.
-            content = file.read_buffer()
+        content = self._content(pyarrow)
         if content.size < len(_FILE_MAGIC):
             raise UnreadableError(
                 f"{self._path} is not a readable Arrow file: it has {content.size} bytes. Write it again."
@@ -447,6 +456,12 @@ class ArrowReader(ColumnReader):
         field = self._field(open_ipc(content).schema)
         options = pyarrow.ipc.IpcReadOptions(included_fields=[field], use_threads=False)
         return _MappedFile(content, is_file, open_ipc(content, options=options))
+
+    def _content(self, pyarrow: Any) -> Any:
+        """The file in memory, mapped."""
+        with pyarrow.memory_map(self._path) as file:
+            # The content outlives the file object, and a closed file does not count as an open one.
+            return file.read_buffer()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,16 @@ import os
 import re
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import BinaryIO, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from dataloader_dispatch.documents import locate
 from dataloader_dispatch.errors import DataError
+from dataloader_dispatch.store.reader import StoredFile, announce
+from dist_env import StoreError
 
 Value = TypeVar("Value")
 
@@ -243,8 +246,11 @@ class JsonLinesReader:
         self._settings = settings
         self._recent = recent
         try:
-            # The last entry is the end of the file.
-            self._starts = array("Q", _line_starts(path))
+            with self._stream() as stream:
+                # The last entry is the end of the file.
+                self._starts = array("Q", _line_starts(stream))
+        except StoreError:
+            raise
         except OSError as error:
             raise os_failure(path, error) from error
         self._probe()
@@ -258,25 +264,31 @@ class JsonLinesReader:
         # Blank lines behind it are part of this span, and next to nothing.
         if stop - start > self._settings.max_document_bytes:
             refuse_large(self.where(index), stop - start, self._settings.max_document_bytes)
+        return self._text_of(decode(self._line(start, stop), errors), index, errors)
+
+    def where(self, index: int) -> str:
+        """File and line; the line is counted only here, as blank lines make it differ from the index."""
+        remaining, number = self._starts[index], 1
+        try:
+            with self._stream() as stream:
+                while remaining and (block := stream.read(min(_CHUNK, remaining))):
+                    number += block.count(b"\n")
+                    remaining -= len(block)
+        except (OSError, UnreadableError):
+            return f"{self._path} document {index}"
+        return f"{self._path}:{number}"
+
+    def _stream(self) -> AbstractContextManager[BinaryIO]:
+        return open(self._path, "rb")  # noqa: PTH123
+
+    def _line(self, start: int, stop: int) -> bytes:
         try:
             file = self._recent.get(self._path, lambda: (OpenFile(self._path), 0))
             line = file.read(start, stop)
             refuse_changed(self._path, file.size, self._starts[-1])  # it may be written to in place
         except OSError as error:
             raise os_failure(self._path, error) from error
-        return self._text_of(decode(line, errors), index, errors)
-
-    def where(self, index: int) -> str:
-        """File and line; the line is counted only here, as blank lines make it differ from the index."""
-        remaining, number = self._starts[index], 1
-        try:
-            with open(self._path, "rb") as stream:  # noqa: PTH123
-                while remaining and (block := stream.read(min(_CHUNK, remaining))):
-                    number += block.count(b"\n")
-                    remaining -= len(block)
-        except OSError:
-            return f"{self._path} document {index}"
-        return f"{self._path}:{number}"
+        return line
 
     def _probe(self) -> None:
         """Refuse a file without a readable document, as with a wrong key, or with a bad first one."""
@@ -371,18 +383,17 @@ def _without_surrogates(text: str, errors: str) -> str:
     return text
 
 
-def _line_starts(path: str) -> Iterator[int]:
+def _line_starts(stream: BinaryIO) -> Iterator[int]:
     """Where the lines that are not blank start, and the end of the file. Long lines are read in pieces."""
     start = offset = 0
     blank = True
-    with open(path, "rb") as stream:  # noqa: PTH123
-        while piece := stream.readline(_CHUNK):
-            blank = blank and piece.isspace()
-            offset += len(piece)
-            if piece.endswith(b"\n"):
-                if not blank:
-                    yield start
-                start, blank = offset, True
+    while piece := stream.readline(_CHUNK):
+        blank = blank and piece.isspace()
+        offset += len(piece)
+        if piece.endswith(b"\n"):
+            if not blank:
+                yield start
+            start, blank = offset, True
     if not blank:
         yield start
     yield offset
@@ -397,12 +408,14 @@ class DataFile:
         name: Its path below the directory that was given, with forward slashes.
         size: Bytes, as far as they are known.
         problem: Why it cannot be read; empty if nothing speaks against it.
+        stored: The object, if it is one of a store; ``path`` is its address then.
     """
 
     path: str
     name: str
     size: int
     problem: str = ""
+    stored: StoredFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,9 +436,7 @@ class SkippedFile:
 class FileRange(NamedTuple):
     """The documents of one file: numbers ``start`` up to, not including, ``stop``."""
 
-    path: str
-    name: str
-    size: int
+    file: DataFile
     start: int
     stop: int
 
@@ -450,6 +461,7 @@ class FileDocuments:
         self._undecodable: set[int] = set()
         self._unreadable: set[int] = set()
         self._skipped: dict[int, SkippedFile] = {}
+        self._stored = any(file.stored is not None for file in files)
         self._readers = [self._open(number, open_reader) for number in range(len(files))]
         self._starts = array("Q", [0])
         for reader in self._readers:
@@ -484,6 +496,23 @@ class FileDocuments:
                 self._unreadable.add(index)
                 self._count_skipped(number, str(error), whole=False)
             return ""
+
+    @property
+    def will_read(self) -> Callable[[Sequence[int]], None] | None:
+        """Tells which documents are read soon, in order; None for files on a disk, which the system reads.
+
+        Objects of a store are fetched ahead then. What is read does not depend on it.
+        """
+        return self._read_ahead if self._stored else None
+
+    def _read_ahead(self, indices: Sequence[int]) -> None:
+        spans = []
+        for index in indices:
+            number, place = locate(self._starts, index)
+            span = getattr(self._readers[number], "span", None)
+            if span is not None:
+                spans.append(span(place))
+        announce(spans)
 
     @property
     def undecodable(self) -> int:
@@ -530,7 +559,7 @@ class FileDocuments:
     def ranges(self) -> list[FileRange]:
         """Which documents lie in which file; in order, files without documents included."""
         return [
-            FileRange(file.path, file.name, file.size, self._starts[number], self._starts[number + 1])
+            FileRange(file, self._starts[number], self._starts[number + 1])
             for number, file in enumerate(self._files)
         ]
 

@@ -7,7 +7,8 @@ import itertools
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Literal, TypeAlias, get_args
@@ -25,7 +26,17 @@ from dataloader_dispatch.sources.files import (
     TextReader,
     UndecodablePolicy,
 )
-from dataloader_dispatch.sources.token_binary import TokenBinary, is_token_directory
+from dataloader_dispatch.sources.stored import (
+    StoredArrowReader,
+    StoredLinesReader,
+    StoredParquetReader,
+    StoredTextReader,
+)
+from dataloader_dispatch.sources.token_binary import TokenBinary, is_token_directory, is_token_objects
+from dataloader_dispatch.store.addresses import Address, objects_of, parse_place
+from dataloader_dispatch.store.block_cache import BLOCK_BYTES
+from dataloader_dispatch.store.reader import CacheSettings, StoredFile, announce, cache_settings
+from dist_env import size_text
 
 logger = logging.getLogger("dataloader_dispatch")
 
@@ -41,14 +52,19 @@ MAX_DOCUMENT_BYTES = 1 << 30
 _RECENT_BYTES = 512 << 20
 _RECENT_BLOCKS = 128
 _RECENT_FILES = 64
+_OPENED_AHEAD = 16
+_FOOTER_BYTES = 1 << 16
 
 
-def find_data_files(paths: list[str], exclude: str | Sequence[str] = ()) -> list[DataFile]:
+def find_data_files(
+    paths: Sequence[str], exclude: str | Sequence[str] = (), stored: Mapping[str, StoredPlace] | None = None
+) -> list[DataFile]:
     """List the data files below each path, sorted by name within a path; paths keep their order.
 
     Args:
         paths: Directories (read recursively), globs (``**`` allowed) and files.
         exclude: Glob patterns of files and directories to leave out; see `open_documents`.
+        stored: What lies at those of the paths that are addresses.
 
     Raises:
         DataError: A path does not exist, holds no data file, or a directory that cannot be read; it is no
@@ -60,9 +76,10 @@ def find_data_files(paths: list[str], exclude: str | Sequence[str] = ()) -> list
     found: dict[str, str] = {}
     files: list[DataFile] = []
     for text in paths:
-        for file in _files_of(text, patterns):
+        place = stored.get(text) if stored else None
+        for file in _files_of(text, patterns) if place is None else place.files(patterns):
             # One path never lists a file twice, and resolving thousands of names takes its time.
-            key = os.path.realpath(file.path) if len(paths) > 1 else file.path
+            key = os.path.realpath(file.path) if len(paths) > 1 and place is None else file.path
             if key in found:
                 raise DataError(
                     f"data file {file.path} is named twice, by {found[key]!r} and by {text!r}. Name it "
@@ -130,6 +147,10 @@ def _files_of(path: str, exclude: list[Parts]) -> list[DataFile]:
             min(passed),
         )
     _say_repeated(found)
+    return _sorted_files(found, where, exclude)
+
+
+def _sorted_files(found: list[DataFile], where: str, exclude: list[Parts]) -> list[DataFile]:
     if not found:
         left_out = f" and is not excluded by {['/'.join(pattern) for pattern in exclude]}" if exclude else ""
         raise DataError(f"{where} holds no file that ends in {', '.join(SUFFIXES)}{left_out}.")
@@ -137,9 +158,90 @@ def _files_of(path: str, exclude: list[Parts]) -> list[DataFile]:
 
 
 def _explicit_file(path: str) -> DataFile:
+    _check_kind(path)
+    return _data_file(path, PurePath(path).name)
+
+
+def _check_kind(path: str) -> None:
     if not _is_data(path):
         raise DataError(f"data file {path} is of no known kind. Its name must end in {', '.join(SUFFIXES)}.")
-    return _data_file(path, PurePath(path).name)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlace:
+    """What lies at an address.
+
+    Attributes:
+        place: The address; of a glob, that of the folder in which it begins.
+        pattern: What is selected below it.
+        objects: The objects there.
+        single: Whether the address is that of an object.
+    """
+
+    place: Address
+    pattern: Parts
+    objects: Sequence[StoredFile]
+    single: bool
+
+    @property
+    def is_token_directory(self) -> bool:
+        """Whether the objects are those of token ids, finished or not."""
+        return not self.single and self.pattern == ("**",) and is_token_objects(self.place, self.objects)
+
+    def files(self, exclude: list[Parts]) -> list[DataFile]:
+        """The data files there, sorted by name.
+
+        Raises:
+            DataError: There is none.
+        """
+        if self.single:
+            (one,) = self.objects
+            _check_kind(str(one))
+            return [DataFile(str(one), one.key.rpartition("/")[2], one.size, stored=one)]
+        where = f"{self.place}/" if self.pattern == ("**",) else f"glob {self.place}/{'/'.join(self.pattern)}"
+        if not self.objects:
+            raise DataError(f"data path {self.place} does not exist. Name a folder, a glob or an object.")
+        found: list[DataFile] = []
+        packed: list[str] = []
+        prefix = f"{self.place.key}/" if self.place.key else ""
+        for one in self.objects:
+            parts = tuple(one.key.removeprefix(prefix).split("/"))
+            # As on a disk: with a folder goes all that it holds.
+            heads = [parts[:count] for count in range(1, len(parts) + 1)]
+            if any(part.startswith(".") for part in parts) or any(
+                _matches(head, pattern) for head in heads for pattern in exclude
+            ):
+                continue
+            if _is_data(parts[-1]) and _matches(parts, self.pattern):
+                found.append(DataFile(str(one), "/".join(parts), one.size, stored=one))
+            elif parts[-1].lower().endswith(_PACKED) and self.pattern == ("**",):
+                packed.append(str(one))
+        if packed:
+            logger.warning(
+                "%s holds %d compressed file(s), which are passed over (first: %s). If they hold data, "
+                "unpack them; else exclude them",
+                where,
+                len(packed),
+                min(packed),
+            )
+        return _sorted_files(found, where, exclude)
+
+
+def look_up(place: Address, settings: CacheSettings) -> StoredPlace:
+    """What lies at an address, which may be a glob.
+
+    Raises:
+        StoreError: The store cannot be read.
+        DataError: obstore is missing, or its settings cannot be used.
+    """
+    objects, single = objects_of(place, settings)
+    if objects or not glob.has_magic(place.key):
+        return StoredPlace(place, ("**",), objects, single)
+    parts = tuple(place.key.split("/"))
+    fixed = tuple(itertools.takewhile(lambda part: not glob.has_magic(part), parts))
+    above = place._replace(key="/".join(fixed), is_folder=True)
+    objects, single = objects_of(above, settings)
+    return StoredPlace(above, parts[len(fixed) :], objects, single)
 
 
 def _say_repeated(files: list[DataFile]) -> None:
@@ -242,6 +344,8 @@ def open_documents(
     text_column: str = "text",
     unreadable: UnreadablePolicy = "stop",
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
 ) -> FileDocuments | TokenBinary:
     """Open files as documents.
 
@@ -254,6 +358,12 @@ def open_documents(
     ``.jsonl`` file is read through once to find its lines, of a ``.parquet`` file the footer is read, of an
     ``.arrow`` file, which is mapped into memory, the heads of its batches. Of a table one column is read.
     The documents have the same order on every machine: by path, and within a directory or glob by file name.
+
+    Addresses such as ``s3://bucket/path`` (also ``gs://`` and ``az://``, extra ``remote``) may stand for
+    paths: of an object, of a folder, or with a glob. Fingerprint, order and rows are those of the same files
+    on a disk. Credentials come from the environment. For each process that reads, another one fetches blocks
+    of 1 MiB into a cache on the disk. An object that is replaced while it is in use is refused. An Arrow file
+    is brought into the cache as a whole. ``file:///path`` is the path.
 
     A directory that ``dataloader-dispatch tokenize`` wrote is opened as `TokenBinary`; it holds token ids,
     so the settings below have no meaning for it.
@@ -276,6 +386,12 @@ def open_documents(
             one. `FileDocuments.skipped` tells which; the first of each file is logged as a warning. A JSON
             lines file none of whose first 100 documents can be read counts as one that cannot be
             opened. What this process has run out of (memory, open files) is never skipped.
+        cache_dir: For addresses: the directory in which blocks of objects are kept, on a disk of this
+            machine; processes, ranks and jobs may share it. None: ``DATALOADER_DISPATCH_CACHE_DIR``, or one
+            in the user's cache directory.
+        cache_bytes: For addresses: bytes that the cache may take, at least 8 MiB; the blocks used longest ago
+            go first. None: ``DATALOADER_DISPATCH_CACHE_BYTES``, or 16 GiB or a tenth of the disk's free
+            space, whichever is less.
         max_document_bytes: Size of the largest document to read, at least 1. A larger one cannot be read. Its
             size is known before it is read; of a JSON line, that of the whole line counts. A Parquet row
             is measured after its row group is read.
@@ -284,6 +400,8 @@ def open_documents(
         The documents.
 
     Raises:
+        StoreError: An object store cannot be reached, refuses the credentials, or fails. Reading a document
+            raises it, too, after the retries; it is never taken for an unreadable document.
         DataError: A path does not exist, cannot be read, is not a path, or holds no data file; a file is
             named twice; there are only empty files; a first line is malformed; a column is missing or holds
             neither text nor token ids; pyarrow is needed but not installed; a setting is out of range; a
@@ -297,22 +415,34 @@ def open_documents(
         or max_document_bytes < 1
     ):
         raise DataError(f"max_document_bytes={max_document_bytes!r} must be an integer of at least 1.")
-    paths = checked_paths(data)
+    texts = checked_paths(data)
+    places = {text: parse_place(text) for text in texts}
+    paths = [text if isinstance(places[text], Address) else str(places[text]) for text in texts]
+    stored: dict[str, StoredPlace] = {}
+    if any(isinstance(place, Address) for place in places.values()):
+        cache = cache_settings(cache_dir, cache_bytes)
+        stored = {text: look_up(place, cache) for text, place in places.items() if isinstance(place, Address)}
     for path in paths:
-        if is_token_directory(path):
+        if stored[path].is_token_directory if path in stored else is_token_directory(path):
             if len(paths) == 1:
-                return TokenBinary(path)
+                return TokenBinary(path, cache_dir=cache_dir, cache_bytes=cache_bytes)
             raise DataError(
                 f"data path {path} holds token ids, and cannot be opened together with other paths. Open "
                 "each by itself and mix them with mix_documents."
             )
-    files = find_data_files(paths, exclude)
+    files = find_data_files(paths, exclude, stored)
+    _warn_of_small_cache(files)
     settings = ReadSettings(text_column, max_document_bytes, skip=unreadable == "skip")
     columns: RecentColumns = RecentlyUsed(_RECENT_BYTES, _RECENT_BLOCKS)
     lines: RecentFiles = RecentlyUsed(0, _RECENT_FILES)
 
+    ahead = _announce_openings(files)
+
     def open_reader(file: DataFile) -> Reader:
         name = file.path.lower()
+        if file.stored is not None:
+            next(ahead, None)
+            return _stored_reader(name, file.stored, settings, lines, columns)
         if name.endswith(".jsonl"):
             return JsonLinesReader(file.path, settings, lines)
         if name.endswith(".parquet"):
@@ -322,6 +452,47 @@ def open_documents(
         return TextReader(file.path, file.size, settings)
 
     return FileDocuments(files, undecodable, settings, open_reader)
+
+
+def _stored_reader(
+    name: str, file: StoredFile, settings: ReadSettings, lines: RecentFiles, columns: RecentColumns
+) -> Reader:
+    if name.endswith(".jsonl"):
+        return StoredLinesReader(file, settings, lines)
+    if name.endswith(".parquet"):
+        return StoredParquetReader(file, settings, columns)
+    if name.endswith(".arrow"):
+        return StoredArrowReader(file, settings, columns)
+    return StoredTextReader(file, settings)
+
+
+def _announce_openings(files: Sequence[DataFile]) -> Iterator[None]:
+    """Have what opening the objects reads first fetched ahead; one step for each object."""
+    needed = [file.stored for file in files if file.stored is not None]
+    for number in range(len(needed)):
+        if number % _OPENED_AHEAD == 0:
+            spans = []
+            for one in needed[number : number + 2 * _OPENED_AHEAD]:
+                name = one.key.lower()
+                if name.endswith(".jsonl"):
+                    spans.append((one, 0, one.size))
+                elif name.endswith(".parquet"):
+                    spans.append((one, max(0, one.size - _FOOTER_BYTES), one.size))
+            announce(spans)
+        yield
+
+
+def _warn_of_small_cache(files: Sequence[DataFile]) -> None:
+    stored = [file.stored for file in files if file.stored is not None]
+    size = sum(one.size for one in stored)
+    if stored and stored[0].settings.directory and size > stored[0].settings.limit:
+        logger.warning(
+            "the data in object stores have %s and the cache holds %s: in a shuffled order a block of %s is "
+            "fetched for nearly each document. Raise cache_bytes if the disk allows",
+            size_text(size),
+            size_text(stored[0].settings.limit),
+            size_text(BLOCK_BYTES),
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +19,10 @@ import torch
 
 from dataloader_dispatch.documents import locate
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.sources.files import RecentlyUsed, os_failure
+from dataloader_dispatch.sources.files import RecentlyUsed, UnreadableError, os_failure
+from dataloader_dispatch.sources.stored import StoredIntegers, stored_errors
+from dataloader_dispatch.store.addresses import Address, parse_place
+from dataloader_dispatch.store.reader import StoredFile, announce, cache_settings, list_objects
 
 TokenType: TypeAlias = Literal["uint16", "uint32", "int64"]
 """Type of the token ids in the files, little-endian."""
@@ -38,6 +41,7 @@ _FINISH = "Run the same `dataloader-dispatch tokenize` command again to finish i
 _MAPPED_PARTS = 128
 _CHUNK = 1 << 22
 _BUFFER = 1 << 20
+_INDEX: np.dtype[np.integer] = np.dtype("<i8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +129,25 @@ def read_manifest(directory: Path) -> TokenManifest:
     """
     path = directory / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return parse_manifest(path.read_bytes(), str(path))
     except FileNotFoundError as error:
         raise DataError(_what_is_missing(directory)) from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}.") from error
+
+
+def parse_manifest(raw: bytes, path: str) -> TokenManifest:
+    """The manifest in the bytes of ``manifest.json``.
+
+    Args:
+        raw: The bytes.
+        path: Where they are from, for messages.
+
+    Raises:
+        DataError: It is damaged, or of a newer version.
+    """
+    try:
+        content = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}. Tokenize again with --overwrite.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -204,8 +222,91 @@ def _count(value: object, name: str) -> int:
 class _Mapped(NamedTuple):
     """A part. ``tokens`` has shape [number of tokens], ``offsets`` int64 [number of documents + 1]."""
 
-    tokens: Integers
-    offsets: Integers
+    tokens: Integers | StoredIntegers
+    offsets: Integers | StoredIntegers
+
+
+class _DiskFiles:
+    """The files of a directory on the disk."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def manifest(self) -> TokenManifest:
+        return read_manifest(self.directory)
+
+    def where(self, name: str) -> Path:
+        return self.directory / name
+
+    def size(self, name: str) -> int:
+        path = self.directory / name
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise os_failure(str(path), error) from error
+
+    def integers(self, name: str, kind: np.dtype[np.integer], count: int) -> Integers:
+        return _memory_map(self.directory / name, kind, count)
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        path = self.directory / name
+        try:
+            with path.open("rb") as stream:
+                while block := stream.read(_CHUNK):
+                    yield block
+        except OSError as error:
+            raise os_failure(str(path), error) from error
+
+
+class _StoredFiles:
+    """The objects below an address."""
+
+    def __init__(self, place: Address, objects: Sequence[StoredFile]) -> None:
+        self.directory = str(place)
+        prefix = f"{place.key}/" if place.key else ""
+        self._objects = {one.key.removeprefix(prefix): one for one in objects}
+
+    def manifest(self) -> TokenManifest:
+        if MANIFEST not in self._objects:
+            raise DataError(self._what_is_missing())
+        return parse_manifest(b"".join(self.chunks(MANIFEST)), self.where(MANIFEST))
+
+    def _what_is_missing(self) -> str:
+        if any(PART.fullmatch(name) for name in self._objects):
+            return f"{self.directory} is not finished: it holds parts and no {MANIFEST}. {_FINISH}"
+        return (
+            f"{self.directory} holds no {MANIFEST}. Name a place that `dataloader-dispatch tokenize` wrote."
+        )
+
+    def where(self, name: str) -> str:
+        return f"{self.directory}/{name}"
+
+    def size(self, name: str) -> int:
+        return self._object(name).size
+
+    def integers(self, name: str, kind: np.dtype[np.integer], count: int) -> StoredIntegers:
+        return StoredIntegers(self._object(name), kind)
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        file = self._object(name)
+        for start in range(0, file.size, _CHUNK):
+            with stored_errors():
+                yield file.read(start, start + _CHUNK)
+
+    def _object(self, name: str) -> StoredFile:
+        try:
+            return self._objects[name]
+        except KeyError:
+            raise UnreadableError(f"the data file {self.where(name)} does not exist.") from None
+
+
+def is_token_objects(place: Address, objects: Sequence[StoredFile]) -> bool:
+    """Whether the objects below an address are those of token ids, finished or not."""
+    files = _StoredFiles(place, objects)
+    names = [one.key.removeprefix(f"{place.key}/" if place.key else "") for one in objects]
+    if any(name.endswith(".idx") and PART.fullmatch(name) for name in names):
+        return True
+    return MANIFEST in names and FORMAT.encode() in next(files.chunks(MANIFEST), b"")[:200]
 
 
 class TokenBinary:
@@ -220,19 +321,40 @@ class TokenBinary:
     processes may read at once, and share the memory.
 
     Args:
-        directory: The directory.
+        directory: The directory, or the address of one in an object store (extra ``remote``).
+        cache_dir: As for `open_documents`.
+        cache_bytes: As for `open_documents`.
 
     Raises:
+        StoreError: The store cannot be read.
         DataError: It does not exist, is not finished, or is damaged: the manifest, or the size or index of a
             part, which the message names. The content of the token files is not read; see `verify`.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory).expanduser()
-        self.manifest = read_manifest(self.directory)
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+    ) -> None:
+        place = parse_place(os.fspath(directory))
+        self._files: _DiskFiles | _StoredFiles
+        if isinstance(place, Address):
+            settings = cache_settings(cache_dir, cache_bytes)
+            self._files = _StoredFiles(place, list_objects(place.root, place.key, settings))
+        else:
+            self._files = _DiskFiles(Path(place).expanduser())
+        self.directory = self._files.directory
+        self.manifest = self._files.manifest()
         parts = self.manifest.parts
         self._starts = array("Q", accumulate((part.documents for part in parts), initial=0))
         self._mapped: RecentlyUsed[_Mapped] = RecentlyUsed(0, _MAPPED_PARTS)
+        if isinstance(self._files, _StoredFiles):
+            announce(
+                self._files.integers(f"{part.name}.idx", _INDEX, 0).span(0, part.documents + 1)
+                for part in parts
+            )
         for part in parts:
             self._check_sizes(part)
             self._check_index(part)
@@ -275,7 +397,22 @@ class TokenBinary:
     def where(self, index: int) -> str:
         """The place of a document in words."""
         number, place = locate(self._starts, index)
-        return f"{self.directory / self.manifest.parts[number].name}.bin document {place}"
+        return f"{self._files.where(self.manifest.parts[number].name)}.bin document {place}"
+
+    @property
+    def will_read(self) -> Callable[[Sequence[int]], None] | None:
+        """Tells which documents are read soon, in order; None on a disk. See `FileDocuments.will_read`."""
+        return self._read_ahead if isinstance(self._files, _StoredFiles) else None
+
+    def _read_ahead(self, indices: Sequence[int]) -> None:
+        spans = []
+        for index in indices:
+            number, place = locate(self._starts, index)
+            tokens, offsets = self._part(number)
+            start, stop = offsets[place : place + 2]
+            if isinstance(tokens, StoredIntegers):
+                spans.append(tokens.span(int(start), int(stop)))
+        announce(spans)
 
     def fingerprint(self) -> str:
         """Digest of numbers, lengths and checksums in the manifest; a copy elsewhere has the same."""
@@ -289,39 +426,39 @@ class TokenBinary:
         """
         for part in self.manifest.parts:
             for ending, expected in ((".bin", part.bin_crc32), (".idx", part.idx_crc32)):
-                path = self.directory / f"{part.name}{ending}"
-                if (found := _checksum(path)) != expected:
-                    raise _damaged(path, f"has the CRC-32 {found:#x}, and {MANIFEST} says {expected:#x}")
+                name = f"{part.name}{ending}"
+                if (found := self._checksum(name)) != expected:
+                    raise _damaged(
+                        self._files.where(name),
+                        f"has the CRC-32 {found:#x}, and {MANIFEST} says {expected:#x}",
+                    )
 
     def _part(self, number: int) -> _Mapped:
         return self._mapped.get(number, lambda: (self._map(self.manifest.parts[number]), 0))
 
+    def _checksum(self, name: str) -> int:
+        value = 0
+        for block in self._files.chunks(name):
+            value = zlib.crc32(block, value)
+        return value
+
     def _map(self, part: Part) -> _Mapped:
         self._check_sizes(part)
         kind = np.dtype(self.manifest.dtype).newbyteorder("<")
-        path = self.directory / part.name
-        tokens = _memory_map(path.with_suffix(".bin"), kind, part.tokens)
-        return _Mapped(tokens, _memory_map(path.with_suffix(".idx"), np.dtype("<i8"), part.documents + 1))
+        tokens = self._files.integers(f"{part.name}.bin", kind, part.tokens)
+        return _Mapped(tokens, self._files.integers(f"{part.name}.idx", _INDEX, part.documents + 1))
 
     def _check_sizes(self, part: Part) -> None:
         for name, expected in part.sizes(self.manifest.dtype).items():
-            path = self.directory / name
-            try:
-                size = path.stat().st_size
-            except OSError as error:
-                raise os_failure(str(path), error) from error
-            if size != expected:
-                raise _damaged(path, f"has {size} bytes, and {MANIFEST} says {expected}")
+            if (size := self._files.size(name)) != expected:
+                raise _damaged(self._files.where(name), f"has {size} bytes, and {MANIFEST} says {expected}")
 
     def _check_index(self, part: Part) -> None:
-        path = self.directory / f"{part.name}.idx"
-        try:
-            offsets = np.fromfile(path, dtype="<i8")
-        except OSError as error:
-            raise os_failure(str(path), error) from error
+        name = f"{part.name}.idx"
+        offsets = np.frombuffer(b"".join(self._files.chunks(name)), dtype=_INDEX)
         if offsets[0] != 0 or offsets[-1] != part.tokens or (np.diff(offsets) < 0).any():
             raise _damaged(
-                path,
+                self._files.where(name),
                 f"does not rise from 0 to the {part.tokens} tokens of the part, as an index of offsets does",
             )
 
@@ -335,18 +472,7 @@ def _memory_map(path: Path, kind: np.dtype[np.integer], count: int) -> Integers:
         raise os_failure(str(path), error) from error
 
 
-def _checksum(path: Path) -> int:
-    value = 0
-    try:
-        with path.open("rb") as stream:
-            while block := stream.read(_CHUNK):
-                value = zlib.crc32(block, value)
-    except OSError as error:
-        raise os_failure(str(path), error) from error
-    return value
-
-
-def _damaged(path: Path, what: str) -> DataError:
+def _damaged(path: Path | str, what: str) -> DataError:
     return DataError(
         f"{path} is damaged or not complete: it {what}. Copy the directory again, or tokenize again with "
         "--overwrite."
