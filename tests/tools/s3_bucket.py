@@ -39,6 +39,10 @@ class Bucket:
                 self.put(f"{name}/{path.relative_to(folder).as_posix()}".lstrip("/"), path.read_bytes())
         return f"{self.address}/{name}".rstrip("/")
 
+    def get(self, name: str) -> bytes:
+        """The content of an object."""
+        return self._store.get(f"{self.key}/{name}")
+
     def delete(self, name: str) -> None:
         """Delete an object."""
         self._store.delete([f"{self.key}/{name}"])

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -200,3 +201,20 @@ def test_the_environment_sets_the_cache(bucket: Bucket, monkeypatch: pytest.Monk
     monkeypatch.setenv(LIMIT_VARIABLE, "9GB")
     with pytest.raises(DataError, match=f"{LIMIT_VARIABLE}='9GB' must be a number of bytes"):
         cache_settings(None, None)
+
+
+def test_what_will_be_read_is_fetched_in_the_background(bucket: Bucket) -> None:
+    for number in range(20):
+        bucket.put(f"data/{number:02}.txt", noise(1000 + number, number))
+    source = open_documents(f"{bucket.address}/data")
+    assert bucket.blocks() == []
+    assert source.will_read is not None
+    source.will_read([3, 4, 7])
+    until = time.monotonic() + 30
+    while len(bucket.blocks()) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert sorted(path.stat().st_size for path in bucket.blocks()) == [1003, 1004, 1007]
+    # More than is kept in mind, of which most is forgotten again; what goes wrong says nothing.
+    bucket.delete("data/05.txt")
+    source.will_read(list(range(20)) * 1000)
+    assert [len(str(source[index])) for index in (19, 4, 0)] == [1019, 1004, 1000]

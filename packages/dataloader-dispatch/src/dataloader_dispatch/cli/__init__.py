@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from dist_env import HelpFormatter, add_version, leave_broken_pipe, parse_size
 
@@ -53,14 +52,22 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "The work is cut into parts. A run that was stopped or killed continues when the same command is "
         "run\n"
         "again, and only unfinished parts are made again; the result is the same, byte for byte, for any\n"
-        "number of workers. Other settings, or input that changed, are refused.",
+        "number of workers. Other settings, or input that changed, are refused.\n\n"
+        "IN and OUT may be in object stores (s3://, gs://, az://; extra remote), with credentials from the\n"
+        "environment. Parts for a store are made in the directory of temporary files, and uploaded.",
         epilog="Examples:\n"
         "  dataloader-dispatch tokenize corpus/ notes.jsonl tokens/ --tokenizer bytes\n"
-        "  dataloader-dispatch tokenize 'dump/**/*.parquet' tokens/ --tokenizer ./my-tokenizer --workers 8",
+        "  dataloader-dispatch tokenize 'dump/**/*.parquet' tokens/ --tokenizer ./my-tokenizer --workers 8\n"
+        "  dataloader-dispatch tokenize s3://bucket/corpus s3://bucket/tokens --tokenizer bytes",
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("inputs", nargs="+", metavar="IN", help="a directory, a glob (in quotes) or a file")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write; made if needed")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="IN",
+        help="a directory, a glob (in quotes), a file, or an address such as s3://bucket/path",
+    )
+    parser.add_argument("out", metavar="OUT", help="the directory to write; made if needed; or an address")
     parser.add_argument(
         "--tokenizer",
         required=True,

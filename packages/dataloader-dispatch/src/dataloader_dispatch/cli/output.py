@@ -31,7 +31,8 @@ from dataloader_dispatch.sources.token_binary import (
 
 _DOCUMENTS_A_PART = 1_000_000
 _NAMED_DIFFERENCES = 3
-_PLAN = "plan.json"
+PLAN = "plan.json"
+"""In the folder of what is not finished: what is to be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,9 @@ class Output:
         self.path = path
         self.scratch = path / UNFINISHED
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     def refuse_others(self) -> None:
         """Refuse a place that this command must not write.
 
@@ -253,7 +257,7 @@ class Output:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise DataError(
-                    f"another tokenize command is writing {self.path}. Wait for its end, or name another OUT."
+                    f"another tokenize command is writing {self}. Wait for its end, or name another OUT."
                 ) from error
             yield
         finally:
@@ -266,18 +270,18 @@ class Output:
             DataError: It holds something else, or tokens made with other settings or of other input.
         """
         self.refuse_others()
-        if not is_token_directory(self.path):
-            return Standing.NEW
-        finished = (self.path / MANIFEST).exists()
-        if overwrite and (finished or self._differences(plan)):
+        standing = self._look()
+        if standing is Standing.NEW:
+            return standing
+        if overwrite and (standing is Standing.FINISHED or self._differences(plan)):
             self._clear()
             return Standing.NEW
         if differences := self._differences(plan):
             raise DataError(
-                f"OUT {self.path} was begun otherwise: {'; '.join(differences)}. Repeat the command as it "
+                f"OUT {self} was begun otherwise: {'; '.join(differences)}. Repeat the command as it "
                 "was, name another OUT, or begin anew with --overwrite."
             )
-        return Standing.FINISHED if finished else Standing.UNFINISHED
+        return standing
 
     def begin(self, plan: Plan) -> None:
         """Write down what is to be done, and remove what a killed run left half-written.
@@ -289,7 +293,7 @@ class Output:
         for path in self.scratch.iterdir():
             if path.name.startswith("part-") and path.suffix != ".json":
                 path.unlink(missing_ok=True)
-        write_durably(self.scratch / _PLAN, plan.to_json())
+        write_durably(self.scratch / PLAN, plan.to_json())
 
     def record(self, finished: FinishedPart) -> None:
         """Write down that a part is finished; after that it is not made again.
@@ -323,13 +327,30 @@ class Output:
         shutil.rmtree(self.scratch, ignore_errors=True)  # what stays does no harm
         sync_directory(self.path)
 
+    def manifest(self) -> TokenManifest:
+        """What a finished directory holds.
+
+        Raises:
+            DataError: There is none, or it is damaged.
+        """
+        return read_manifest(self.path)
+
+    def _look(self) -> Standing:
+        if not is_token_directory(self.path):
+            return Standing.NEW
+        return Standing.FINISHED if (self.path / MANIFEST).exists() else Standing.UNFINISHED
+
+    def _plan(self) -> Plan | None:
+        """What was to be done when the directory was begun; None if that is not known."""
+        return read_plan(self.scratch / PLAN)
+
     def _differences(self, plan: Plan) -> list[str]:
         """How the directory was begun otherwise than planned now."""
         try:
-            if (self.path / MANIFEST).exists():
-                about = read_manifest(self.path).about
+            if self._look() is Standing.FINISHED:
+                about = self.manifest().about
                 return Plan.from_values(about["settings"], about["sources"]).differences(plan)
-            before = read_plan(self.scratch / _PLAN)
+            before = self._plan()
         except KeyError as error:
             return [f"{MANIFEST} has no entry {error}"]
         except DataError as error:

@@ -24,7 +24,7 @@ from dataloader_dispatch.documents import TextPieces, TextUnit, text_unit_of
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.files import FileDocuments
 from dataloader_dispatch.sources.token_binary import Integers, PartWriter, TokenType
-from dist_env import die_with_parent_context
+from dist_env import StoreError, die_with_parent_context
 
 BYTES = "bytes"
 _PROBE = "The quick brown fox, 1"
@@ -480,6 +480,10 @@ def _no_room_for(number: int) -> Iterator[None]:
         raise StoppedError(
             f"{part_name(number)}: no memory is left. Run the command again with fewer --workers to "
             "continue, or begin anew with a lower --max-document-bytes and --unreadable skip."
+        ) from error
+    except StoreError as error:
+        raise StoppedError(
+            f"{part_name(number)}: {error}. Finished parts are kept. Run the same command again to continue."
         ) from error
     except OSError as error:
         raise StoppedError(

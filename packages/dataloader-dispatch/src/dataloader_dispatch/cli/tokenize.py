@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import rich.progress
 from rich.console import Console
@@ -28,10 +29,12 @@ from dataloader_dispatch.cli.parts import (
     part_name,
     smallest_type,
 )
+from dataloader_dispatch.cli.store_output import StoreOutput
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.files import FileDocuments, FileRange
 from dataloader_dispatch.sources.open_documents import open_documents
-from dataloader_dispatch.sources.token_binary import ITEM_BYTES, TokenManifest, read_manifest
+from dataloader_dispatch.sources.token_binary import ITEM_BYTES, TokenManifest
+from dataloader_dispatch.store.addresses import Address, parse_place
 from dist_env import printable, size_text
 
 _LOG_SECONDS = 30.0
@@ -121,7 +124,8 @@ def tokenize(arguments: argparse.Namespace) -> None:
         StoppedError: A worker died, or a part cannot be written.
         OSError: The output directory cannot be written.
     """
-    output = Output(arguments.out.expanduser())
+    place = parse_place(arguments.out)
+    output = StoreOutput(place) if isinstance(place, Address) else Output(Path(place).expanduser())
     output.refuse_others()
     source = _open(arguments)
     encoder = _load(arguments.tokenizer)
@@ -131,7 +135,7 @@ def tokenize(arguments: argparse.Namespace) -> None:
         standing = output.standing(plan, arguments.overwrite)
         if standing is Standing.FINISHED:
             output.remove_scratch()
-            say(f"{output.path} is finished already; --overwrite would begin anew")
+            say(f"{output} is finished already; --overwrite would begin anew")
         else:
             output.begin(plan)
             job = _job(source, output, ranges, arguments.part_size, encoder)
@@ -248,7 +252,7 @@ def _manifest(job: Job, plan: Plan, encoder: Encoder, finished: Sequence[Finishe
 
 
 def _print_summary(output: Output) -> None:
-    manifest = read_manifest(output.path)
+    manifest = output.manifest()
     about = manifest.about
     if about["separators"]:
         say(
@@ -256,7 +260,7 @@ def _print_summary(output: Output) -> None:
             "documents, as their texts spell it out; each will look like the end of a document"
         )
     size = manifest.tokens * ITEM_BYTES[manifest.dtype]
-    print(f"{output.path}: {manifest.documents} documents, {manifest.tokens} tokens")
+    print(f"{output}: {manifest.documents} documents, {manifest.tokens} tokens")
     print(
         f"  {size_text(about['text_bytes'])} of text as {size_text(size)} of {manifest.dtype} "
         f"in {len(manifest.parts)} parts"

@@ -272,7 +272,7 @@ class _StoredFiles:
         return parse_manifest(b"".join(self.chunks(MANIFEST)), self.where(MANIFEST))
 
     def _what_is_missing(self) -> str:
-        if any(PART.fullmatch(name) for name in self._objects):
+        if any(PART.fullmatch(name) or name.startswith(f"{UNFINISHED}/") for name in self._objects):
             return f"{self.directory} is not finished: it holds parts and no {MANIFEST}. {_FINISH}"
         return (
             f"{self.directory} holds no {MANIFEST}. Name a place that `dataloader-dispatch tokenize` wrote."
@@ -305,6 +305,8 @@ def is_token_objects(place: Address, objects: Sequence[StoredFile]) -> bool:
     files = _StoredFiles(place, objects)
     names = [one.key.removeprefix(f"{place.key}/" if place.key else "") for one in objects]
     if any(name.endswith(".idx") and PART.fullmatch(name) for name in names):
+        return True
+    if f"{UNFINISHED}/plan.json" in names:
         return True
     return MANIFEST in names and FORMAT.encode() in next(files.chunks(MANIFEST), b"")[:200]
 
