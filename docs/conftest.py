@@ -23,3 +23,5 @@ def _stores_of_the_page(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if Path(str(request.node.path)).name == "object-storage.md":
         for name, value in request.getfixturevalue("_s3_server").items():
             monkeypatch.setenv(name, value)
+        cache = request.getfixturevalue("tmp_path_factory").mktemp("cache")
+        monkeypatch.setenv("DATALOADER_DISPATCH_CACHE_DIR", str(cache))
