@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,28 @@ def test_forked_process_is_refused_instead_of_waiting_for_ever() -> None:
         assert "memory://forked cannot be used in this process, which was forked" in told.read()
     os.waitpid(child, 0)
     assert store.get("a") == b"1"
+
+
+def test_a_range_of_another_content_does_not_come(tmp_path: Path) -> None:
+    for root, key in (("memory://ranges", "a b%41/x"), ("file://", f"{tmp_path}/x".lstrip("/"))):
+        store = open_object_store(root, 10.0)
+        store.put(key, b"0123456789")
+        version = store.head(key).version
+        assert bytes(store.get_range(key, 2, 5, version)) == b"234"
+        assert bytes(store.get_range(key, 8, 99, version)) == b"89"
+        store.put(key, b"9876543210 and more")
+        assert store.get_range(key, 2, 5, version) is None
+        assert bytes(store.get_range(key, 2, 5, store.head(key).version)) == b"765"
+        store.delete([key])
+        with pytest.raises(FileNotFoundError):
+            store.get_range(key, 2, 5, version)
+
+
+def test_an_error_says_whether_it_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with pytest.raises(StoreError, match="cannot be reached") as refused:
+        open_object_store("s3://nowhere", 1.0).get("a")
+    assert refused.value.may_pass
+    assert not StoreError("the credentials do not permit it").may_pass

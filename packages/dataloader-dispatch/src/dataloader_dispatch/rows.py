@@ -376,8 +376,8 @@ class StreamPacker:
 def rows_in_turn(packer: StreamPacker, shards: Sequence[int], places: Sequence[Place]) -> Iterator[StreamRow]:
     """The rows of several shards, ordered by (number of the row in its shard, number of the shard).
 
-    This order is a function of the places alone. Whoever merges the rows of disjoint sets of shards (ascending
-    numbers, with the places where they stand) by the same two numbers gets the same order, however the sets
+    This order is a function of the places alone. Whoever merges the rows of disjoint sets of shards (with
+    the places where they stand) by the same two numbers gets the same order, however the sets
     were chosen.
     """
     left = [shard for shard in shards if places[shard].document < len(packer.order)]

@@ -181,6 +181,33 @@ def test_nothing_is_left_of_a_job_that_is_killed(bucket: Bucket) -> None:
         assert gone(below)
 
 
+_IN_THREAD = """
+import os, sys, threading, time
+from dataloader_dispatch import open_documents
+found = []
+thread = threading.Thread(target=lambda: found.append(open_documents(sys.argv[1])))
+thread.start()
+thread.join()
+time.sleep(0.2)
+assert len(found[0][7]) > 0  # the fetcher outlives the thread that started it
+print(open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().strip(), flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_fetcher_that_a_thread_started_lives_as_long_as_its_process(bucket: Bucket) -> None:
+    words = [sys.executable, "-c", _IN_THREAD, bucket.put("a.jsonl", LINES)]
+    job = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    below = [int(pid) for pid in job.stdout.readline().split()]
+    assert len(below) <= 1
+    below += fetchers_of(job.pid)
+    job.kill()
+    job.wait()
+    assert below
+    assert gone(below)
+
+
 def test_ctrl_c_ends_a_job_and_its_fetchers(bucket: Bucket) -> None:
     words = [sys.executable, "-c", _JOB, bucket.put("a.jsonl", LINES), "2"]
     job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)

@@ -39,6 +39,9 @@ SCHEMA_VERSION = 1
 PART = re.compile(r"part-\d{5,}\.(bin|idx)")
 _FINISH = "Run the same `dataloader-dispatch tokenize` command again to finish it."
 _MAPPED_PARTS = 128
+_KEPT_INDEX_BYTES = 64 << 20
+_KEPT_INDEX_DOCUMENTS = 1 << 16
+"""Of a part in a store: the index of one with more is read in ranges, too."""
 _CHUNK = 1 << 22
 _BUFFER = 1 << 20
 _INDEX: np.dtype[np.integer] = np.dtype("<i8")
@@ -351,7 +354,7 @@ class TokenBinary:
         self.manifest = self._files.manifest()
         parts = self.manifest.parts
         self._starts = array("Q", accumulate((part.documents for part in parts), initial=0))
-        self._mapped: RecentlyUsed[_Mapped] = RecentlyUsed(0, _MAPPED_PARTS)
+        self._mapped: RecentlyUsed[_Mapped] = RecentlyUsed(_KEPT_INDEX_BYTES, _MAPPED_PARTS)
         if isinstance(self._files, _StoredFiles):
             announce(
                 self._files.integers(f"{part.name}.idx", _INDEX, 0).span(0, part.documents + 1)
@@ -436,7 +439,7 @@ class TokenBinary:
                     )
 
     def _part(self, number: int) -> _Mapped:
-        return self._mapped.get(number, lambda: (self._map(self.manifest.parts[number]), 0))
+        return self._mapped.get(number, lambda: self._map(self.manifest.parts[number]))
 
     def _checksum(self, name: str) -> int:
         value = 0
@@ -444,11 +447,16 @@ class TokenBinary:
             value = zlib.crc32(block, value)
         return value
 
-    def _map(self, part: Part) -> _Mapped:
+    def _map(self, part: Part) -> tuple[_Mapped, int]:
+        """A part, with the bytes of memory it takes."""
         self._check_sizes(part)
         kind = np.dtype(self.manifest.dtype).newbyteorder("<")
         tokens = self._files.integers(f"{part.name}.bin", kind, part.tokens)
-        return _Mapped(tokens, self._files.integers(f"{part.name}.idx", _INDEX, part.documents + 1))
+        offsets = self._files.integers(f"{part.name}.idx", _INDEX, part.documents + 1)
+        if isinstance(offsets, StoredIntegers) and part.documents <= _KEPT_INDEX_DOCUMENTS:
+            kept = offsets[0 : part.documents + 1]
+            return _Mapped(tokens, kept), kept.nbytes
+        return _Mapped(tokens, offsets), 0
 
     def _check_sizes(self, part: Part) -> None:
         for name, expected in part.sizes(self.manifest.dtype).items():

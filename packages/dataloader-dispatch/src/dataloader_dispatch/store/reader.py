@@ -151,10 +151,15 @@ class StoredFile:
     settings: CacheSettings
     modified: float = 0.0
     _name: str = field(init=False, compare=False, repr=False)
+    _cache: BlockCache | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        name = object_name(self.root, self.key, self.size, self.version)
+        # Stores that give no tag of the content tell at least when it was written.
+        tag = self.version.get("e_tag", "")
+        told = {"e_tag": tag} if tag else {**self.version, "modified": repr(self.modified)}
+        name = object_name(self.root, self.key, self.size, told)
         object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_cache", _cache(self.settings))
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.root, self.key, self.size, dict(self.version), self.settings, self.modified
@@ -208,21 +213,20 @@ class StoredFile:
             UnavailableError: The object is gone, or was replaced.
             StoreError: The store did not answer as it should, or the disk or the limit leaves no room.
         """
-        cache = _cache(self.settings)
+        cache = self._cache
         if cache is None or not cache.holds(self._name, WHOLE, self.size):
             self._ask({"do": WHOLE, "content": self._told()})
-            cache = _cache(self.settings)
         return "" if cache is None else cache.path(self._name, WHOLE)
 
     def _holds(self, block: int) -> bool:
-        cache = _cache(self.settings)
+        cache = self._cache
         return cache is not None and cache.holds(self._name, block, self._length(block))
 
     def _piece(self, block: int, start: int, stop: int, fetched: Mapping[int, bytes]) -> bytes:
         """What a block holds of a range."""
         offset, length = block * BLOCK_BYTES, self._length(block)
         begin, end = max(start - offset, 0), min(stop - offset, length)
-        cache = _cache(self.settings)
+        cache = self._cache
         for attempt in range(_TRIES):
             if block in fetched:
                 return fetched[block][begin:end]
