@@ -71,7 +71,8 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     model: str = "tiny"
     """A preset (tiny, 160m, 1b, 7b, 13b, 34b, 70b) or a directory with a config.json."""
     data: str | None = None
-    """Directory, glob or file of .txt, .md, .py, .jsonl or .parquet; none: the Python standard library."""
+    """Directory, glob, file or address (s3://bucket/corpus) of .txt, .md, .py, .jsonl or .parquet; none: the
+    Python standard library."""
     text_column: str = "text"
     """Key of a .jsonl object, or column of a .parquet file, that holds the text."""
     undecodable: str = "error"
