@@ -50,9 +50,8 @@ manager.save(1)
 """
     lines = run(code).splitlines()
     assert len(lines) == 2
-    assert all(
-        "for which checkpoint-core needs obstore. Install checkpoint-core[remote]" in line for line in lines
-    )
+    assert all("which needs obstore. Install the extra 'remote'" in line for line in lines)
+    assert all("checkpoint-core[remote]" in line for line in lines)
     assert (tmp_path / "run" / "checkpoint-1" / "manifest.json").is_file()
 
 
