@@ -172,6 +172,14 @@ class Held:
             assert self.opened.wait(60)
 
 
+def committed(gateway: Proxy) -> list[int]:
+    """Steps in the order in which they were committed in the store."""
+    puts = [
+        each.path for each in gateway.requests if each.method == "PUT" and each.path.endswith(MANIFEST_NAME)
+    ]
+    return [int(path.split("/")[-2].removeprefix("checkpoint-")) for path in puts]
+
+
 def test_a_slow_upload_holds_nothing_up_and_the_newest_is_next(gateway: Proxy, run: Path, s3: str) -> None:
     held = Held(gateway)
     with manager(run, s3) as saving:
@@ -186,6 +194,19 @@ def test_a_slow_upload_holds_nothing_up_and_the_newest_is_next(gateway: Proxy, r
         # 2, 3 and 4 had rotated away on the disk before their turn.
         assert steps(s3) == [6, 5]
     assert find_leftovers(locate(s3)) == []
+    assert committed(gateway) == [1, 6, 5]
+
+
+def test_the_best_follows_the_newest(gateway: Proxy, run: Path, s3: str) -> None:
+    held = Held(gateway)
+    options = {"save_total_limit": 3, "remote_save_total_limit": 1, "best_metric": "eval_loss"}
+    with manager(run, s3, preserve_n_best=1, **options) as saving:
+        for step, loss in enumerate([5.0, 1.0, 2.0, 3.0, 4.0, 5.0], start=1):
+            saving.save(step, metrics={"eval_loss": loss})
+            assert held.arrived.wait(30)
+        held.opened.set()
+    assert steps(s3) == [6, 2]
+    assert committed(gateway) == [1, 6, 2]
 
 
 def test_a_store_that_is_down_stops_nothing(
@@ -339,6 +360,7 @@ def test_a_checkpoint_without_one_of_its_files_stays_local(
         saving.save(2)
     assert steps(s3) == [2]
     assert "checkpoint-1 is not uploaded: more.json was deleted from it" in caplog.text
+    assert "is committed, but" not in caplog.text
 
 
 def test_a_step_that_is_saved_again(run: Path, s3: str) -> None:
