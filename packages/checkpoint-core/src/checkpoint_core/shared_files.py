@@ -70,9 +70,13 @@ def needs_one_writer(
         return False  # Only ranks of one node write to a directory.
     if setting is not None or ranks.world_size == 1:
         return bool(setting)
-    seen = ranks.run(phase, lambda: [machine_token(), file_system(directory) in COHERENT])
-    several = local_world_size < ranks.world_size or len({machine for machine, _ in seen}) > 1
-    return several and not all(coherent for _, coherent in seen)
+    # All of it is exchanged, so that ranks whose environments contradict one another decide alike.
+    seen = ranks.run(
+        phase,
+        lambda: [machine_token(), local_world_size < ranks.world_size, file_system(directory) in COHERENT],
+    )
+    several = len({machine for machine, _, _ in seen}) > 1 or any(others for _, others, _ in seen)
+    return several and not all(coherent for _, _, coherent in seen)
 
 
 def write_own_files(
