@@ -18,7 +18,7 @@ import pytest
 from s3_bucket import Bucket
 
 from dataloader_dispatch import DataError, DocumentStream, StreamLoader, open_documents
-from dataloader_dispatch.store.block_cache import BLOCK_BYTES, BlockCache
+from dataloader_dispatch.store.block_cache import BLOCK_BYTES, SMALL_BLOCK_BYTES, BlockCache
 from dataloader_dispatch.store.reader import (
     LIMIT_VARIABLE,
     SMALLEST_LIMIT,
@@ -83,6 +83,15 @@ def test_what_is_evicted_while_it_is_read_comes_again(bucket: Bucket) -> None:
     finally:
         over.set()
         thread.join()
+
+
+def test_of_what_is_larger_than_the_cache_little_is_fetched_for_a_document(bucket: Bucket) -> None:
+    content = noise(SMALLEST_LIMIT + MB)
+    file = stored(bucket.put("big.jsonl", content), cache_bytes=SMALLEST_LIMIT)
+    for start in (5, 3 * MB, len(content) - 9):
+        assert file.read(start, start + 9) == content[start : start + 9]
+    assert [path.stat().st_size for path in bucket.blocks()] == [SMALL_BLOCK_BYTES] * 3
+    assert stored(f"{bucket.address}/big.jsonl").block_bytes == BLOCK_BYTES
 
 
 def test_a_file_that_is_not_whole_is_never_read(bucket: Bucket) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from s3_bucket import Bucket
+from s3_proxy import Fault, Proxy
 from s3_servers import READER_KEY, READER_SECRET, Server, end, start_weed
 
 from dataloader_dispatch import DataError, open_documents
@@ -149,6 +152,32 @@ def test_a_server_that_is_killed_and_started_again(
     monkeypatch.setattr(reader, "TIMEOUT_SECONDS", 2.0)
     with pytest.raises(StoreError, match=r"cannot be listed after \d+ retries: the store cannot be reached"):
         open_documents(address, unreadable="skip")  # an outage is not taken for an unreadable file
+
+
+def test_a_store_that_throttles_truncates_and_reorders_loses_nothing(
+    weed: Server, bucket_on: Callable[[Server], Bucket], tmp_path: Path
+) -> None:
+    chance = random.Random(1)
+    kinds: list[Fault] = ["refuse", "truncate", "late", "lost answer", "close"]
+
+    def fault(method: str, path: str, number: int) -> Fault | None:
+        return chance.choice(kinds) if method in ("GET", "HEAD") and chance.random() < 0.4 else None
+
+    for part in range(8):
+        (tmp_path / "disk").mkdir(exist_ok=True)
+        lines = [json.dumps({"text": f"{part} {number} " + "x" * 3000}) for number in range(500)]
+        (tmp_path / "disk" / f"{part}.jsonl").write_text("\n".join(lines))
+    proxy = Proxy(weed.endpoint, fault)
+    try:
+        bucket = bucket_on(Server(proxy.address))
+        source = open_documents(bucket.upload(tmp_path / "disk"))
+        bucket.clear_cache()
+        disk = open_documents(tmp_path / "disk")
+        assert [source[index] for index in range(len(disk))] == [disk[index] for index in range(len(disk))]
+        assert len(proxy.faults) > 10
+        assert len(set(proxy.faults)) > 2
+    finally:
+        proxy.close()
 
 
 _JOB = """

@@ -34,7 +34,7 @@ from dataloader_dispatch.sources.stored import (
 )
 from dataloader_dispatch.sources.token_binary import TokenBinary, is_token_directory, is_token_objects
 from dataloader_dispatch.store.addresses import Address, objects_of, parse_place
-from dataloader_dispatch.store.block_cache import BLOCK_BYTES
+from dataloader_dispatch.store.block_cache import SMALL_BLOCK_BYTES
 from dataloader_dispatch.store.reader import CacheSettings, StoredFile, announce, cache_settings
 from dist_env import size_text
 
@@ -362,8 +362,9 @@ def open_documents(
     Addresses such as ``s3://bucket/path`` (also ``gs://`` and ``az://``, extra ``remote``) may stand for
     paths: of an object, of a folder, or with a glob. Fingerprint, order and rows are those of the same files
     on a disk. Credentials come from the environment. For each process that reads, another one fetches blocks
-    of 1 MiB into a cache on the disk. An object that is replaced while it is in use is refused. An Arrow file
-    is brought into the cache as a whole. ``file:///path`` is the path.
+    of 1 MiB into a cache on the disk (128 KiB of JSON lines and token ids that are larger than the cache). An
+    object that is replaced while it is in use is refused. An Arrow file is brought into the cache as a whole.
+    ``file:///path`` is the path.
 
     A directory that ``dataloader-dispatch tokenize`` wrote is opened as `TokenBinary`; it holds token ids,
     so the settings below have no meaning for it.
@@ -491,7 +492,7 @@ def _warn_of_small_cache(files: Sequence[DataFile]) -> None:
             "fetched for nearly each document. Raise cache_bytes if the disk allows",
             size_text(size),
             size_text(stored[0].settings.limit),
-            size_text(BLOCK_BYTES),
+            size_text(SMALL_BLOCK_BYTES),
         )
 
 

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 BLOCK_BYTES = 1 << 20
 """Bytes of a block; the last one of an object is shorter."""
+SMALL_BLOCK_BYTES = 1 << 17
+"""The same of data larger than their cache, of which blocks are fetched for a document each."""
 WHOLE = "whole"
 """In place of the number of a block: the object as one file."""
 _PAGE = 4096

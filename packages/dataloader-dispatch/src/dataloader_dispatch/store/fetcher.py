@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from dataloader_dispatch.store.block_cache import BLOCK_BYTES, WHOLE, BlockCache, write_at
+from dataloader_dispatch.store.block_cache import WHOLE, BlockCache, write_at
 from dataloader_dispatch.store.messages import EndedError, Message, receive, send
 from dist_env import (
     ObjectInfo,
@@ -56,6 +56,7 @@ class Content:
         size: Bytes.
         version: What tells this content from others.
         name: Its name in the cache.
+        block_bytes: Bytes of a block.
     """
 
     root: str
@@ -63,10 +64,11 @@ class Content:
     size: int
     version: Mapping[str, str]
     name: str
+    block_bytes: int
 
     def length(self, block: int) -> int:
         """Bytes of a block."""
-        return min(BLOCK_BYTES, self.size - block * BLOCK_BYTES)
+        return min(self.block_bytes, self.size - block * self.block_bytes)
 
 
 @dataclass(eq=False, slots=True)
@@ -160,11 +162,11 @@ class Fetcher:
 
     def _fill(self, handle: int, content: Content) -> None:
         def copy(block: int) -> None:
-            write_at(handle, self._get(content, block), block * BLOCK_BYTES)
+            write_at(handle, self._get(content, block), block * content.block_bytes)
 
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             # The first failure leaves out what has not begun.
-            futures = [pool.submit(copy, block) for block in range(-(-content.size // BLOCK_BYTES))]
+            futures = [pool.submit(copy, block) for block in range(-(-content.size // content.block_bytes))]
             try:
                 for future in futures:
                     future.result()
@@ -244,7 +246,7 @@ class Fetcher:
 
     def _get(self, content: Content, block: int) -> Any:
         """The bytes of a block, from the store."""
-        start, length = block * BLOCK_BYTES, content.length(block)
+        start, length = block * content.block_bytes, content.length(block)
 
         def read(store: ObjectStore) -> Any:
             data = store.get_range(content.key, start, start + length, content.version)

@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.store.block_cache import BLOCK_BYTES, WHOLE, BlockCache, object_name
+from dataloader_dispatch.store.block_cache import (
+    BLOCK_BYTES,
+    SMALL_BLOCK_BYTES,
+    WHOLE,
+    BlockCache,
+    object_name,
+)
 from dataloader_dispatch.store.fetcher import CACHE, CHANGED, GONE, SETTINGS
 from dataloader_dispatch.store.messages import EndedError, Message, receive, send
 from dist_env import StoreError, die_with_parent_command
@@ -36,8 +42,10 @@ TIMEOUT_SECONDS = 120.0
 """As for `ObjectStore`: requests are repeated for half of it."""
 _BLOCKS_AT_ONCE = 32
 """Of a large document, what one request asks for."""
-_MOST_AHEAD = 8
-"""Blocks of one document that are fetched ahead; the rest is fetched in parallel when it is read."""
+_MOST_AHEAD_BYTES = 8 << 20
+"""Of one document, what is fetched ahead; the rest is fetched in parallel when it is read."""
+_IN_PARTS = (".jsonl", ".bin", ".idx")
+"""Of these a document is a small part."""
 _TRIES = 3
 _END_SECONDS = 5.0
 _PROGRAM = (
@@ -142,6 +150,7 @@ class StoredFile:
         version: What tells this content from a later one.
         settings: Those of the cache.
         modified: When it was written, by the clock of the store, in seconds since 1970.
+        block_bytes: Bytes of a block of it in the cache.
     """
 
     root: str
@@ -150,6 +159,7 @@ class StoredFile:
     version: Mapping[str, str]
     settings: CacheSettings
     modified: float = 0.0
+    block_bytes: int = BLOCK_BYTES
     _name: str = field(init=False, compare=False, repr=False)
     _cache: BlockCache | None = field(init=False, compare=False, repr=False)
 
@@ -157,17 +167,17 @@ class StoredFile:
         # Stores that give no tag of the content tell at least when it was written.
         tag = self.version.get("e_tag", "")
         told = {"e_tag": tag} if tag else {**self.version, "modified": repr(self.modified)}
-        name = object_name(self.root, self.key, self.size, told)
+        name = object_name(self.root, self.key, self.size, {**told, "block_bytes": str(self.block_bytes)})
         object.__setattr__(self, "_name", name)
         object.__setattr__(self, "_cache", _cache(self.settings))
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.root, self.key, self.size, dict(self.version), self.settings, self.modified
+        version = dict(self.version)
+        return self.root, self.key, self.size, version, self.settings, self.modified, self.block_bytes
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        for name, value in zip(
-            ("root", "key", "size", "version", "settings", "modified"), state, strict=True
-        ):
+        names = ("root", "key", "size", "version", "settings", "modified", "block_bytes")
+        for name, value in zip(names, state, strict=True):
             object.__setattr__(self, name, value)
         self.__post_init__()
 
@@ -185,7 +195,7 @@ class StoredFile:
         stop = min(stop, self.size)
         if start >= stop:
             return b""
-        first, last = start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
+        first, last = start // self.block_bytes, (stop - 1) // self.block_bytes
         if first == last:
             return self._piece(first, start, stop, {})
         pieces, fetched = [], {}
@@ -202,9 +212,11 @@ class StoredFile:
 
     def read_ahead(self, start: int, stop: int) -> list[int]:
         """Numbers of the blocks of a range that are worth fetching ahead, as the cache lacks them."""
-        last = (min(stop, self.size) - 1) // BLOCK_BYTES
-        first = start // BLOCK_BYTES
-        return [block for block in range(first, min(last + 1, first + _MOST_AHEAD)) if not self._holds(block)]
+        stop = min(stop, self.size, start + _MOST_AHEAD_BYTES)
+        if start >= stop:
+            return []
+        blocks = range(start // self.block_bytes, (stop - 1) // self.block_bytes + 1)
+        return [block for block in blocks if not self._holds(block)]
 
     def local_copy(self) -> str:
         """The path of a file that holds the whole object. It may be removed again when others need its room.
@@ -224,7 +236,7 @@ class StoredFile:
 
     def _piece(self, block: int, start: int, stop: int, fetched: Mapping[int, bytes]) -> bytes:
         """What a block holds of a range."""
-        offset, length = block * BLOCK_BYTES, self._length(block)
+        offset, length = block * self.block_bytes, self._length(block)
         begin, end = max(start - offset, 0), min(stop - offset, length)
         cache = self._cache
         for attempt in range(_TRIES):
@@ -241,10 +253,10 @@ class StoredFile:
         )
 
     def _length(self, block: int) -> int:
-        return min(BLOCK_BYTES, self.size - block * BLOCK_BYTES)
+        return min(self.block_bytes, self.size - block * self.block_bytes)
 
     def _told(self) -> list[Any]:
-        return [self.root, self.key, self.size, dict(self.version), self._name]
+        return [self.root, self.key, self.size, dict(self.version), self._name, self.block_bytes]
 
     def _fetch(self, blocks: list[int], direct: bool = False) -> dict[int, bytes]:
         """Have blocks put into the cache; those that could not be put there, by number."""
@@ -309,8 +321,8 @@ class StoredStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        if self._announced < self._file.size and self._at + 4 * _MOST_AHEAD * BLOCK_BYTES > self._announced:
-            start, self._announced = self._announced, self._announced + _MOST_AHEAD * BLOCK_BYTES
+        if self._announced < self._file.size and self._at + 4 * _MOST_AHEAD_BYTES > self._announced:
+            start, self._announced = self._announced, self._announced + _MOST_AHEAD_BYTES
             announce([(self._file, start, self._announced)])
         data = self._file.read(self._at, self._at + len(view))
         view[: len(data)] = data
@@ -485,10 +497,7 @@ def list_objects(root: str, prefix: str, settings: CacheSettings) -> list[Stored
         return []
     if "kind" in answer:
         raise _error(answer)
-    return [
-        StoredFile(root, key, size, version, settings, modified)
-        for key, size, version, modified in answer["objects"]
-    ]
+    return _stored_files(root, answer, settings)
 
 
 def find_object(root: str, key: str, settings: CacheSettings) -> StoredFile | None:
@@ -503,8 +512,22 @@ def find_object(root: str, key: str, settings: CacheSettings) -> StoredFile | No
         return None
     if "kind" in answer:
         raise _error(answer)
-    ((key, size, version, modified),) = answer["objects"]
-    return StoredFile(root, key, size, version, settings, modified)
+    (found,) = _stored_files(root, answer, settings)
+    return found
+
+
+def _stored_files(root: str, answer: Message, settings: CacheSettings) -> list[StoredFile]:
+    objects = answer["objects"]
+    fits = sum(size for _, size, _, _ in objects) <= settings.limit
+    return [
+        StoredFile(root, key, size, version, settings, modified, _block_bytes(key, fits))
+        for key, size, version, modified in objects
+    ]
+
+
+def _block_bytes(key: str, fits: bool) -> int:
+    """Bytes of a block: fewer where documents are small parts of an object that does not stay in the cache."""
+    return BLOCK_BYTES if fits or not key.lower().endswith(_IN_PARTS) else SMALL_BLOCK_BYTES
 
 
 def end_fetchers() -> None:
