@@ -152,10 +152,14 @@ def _measure(
                 cache = folder / f"cache {turn} {contender} {workers}"
                 for state in ("cold", "cached"):
                     words = [python, str(WORKER), contender, address, str(cache), str(workers)]
+                    before = os.times()
                     told = subprocess.run(
                         words, check=True, stdout=subprocess.PIPE, text=True, env=environment
                     )
                     run = json.loads(told.stdout.splitlines()[-1])
+                    after = os.times()
+                    # Of the process and all that it started, imports included.
+                    run["cpu"] = sum(after[2:4]) - sum(before[2:4])
                     run |= {"contender": contender, "workers": workers, "state": state}
                     runs.append(run)
                     print(run, file=sys.stderr)
@@ -166,7 +170,7 @@ def _measure(
 def _rows(results: dict[str, Any]) -> list[list[str]]:
     tokens, size = results["expected"]["tokens"], results["expected"]["bytes"]
     print(f"{results['documents']} documents, {tokens / 1e6:.0f} M tokens, {size / 1e6:.0f} MB as uint16")
-    rows = [["reader", "workers", "cache", "first batch s", "documents/s", "M tokens/s"]]
+    rows = [["reader", "workers", "cache", "first batch s", "documents/s", "M tokens/s", "CPU s in all"]]
     for contender, name in NAMES.items():
         found = [run for run in results["runs"] if run["contender"] == contender]
         for workers, state in dict.fromkeys((run["workers"], run["state"]) for run in found):
@@ -175,7 +179,8 @@ def _rows(results: dict[str, Any]) -> list[list[str]]:
             # Imports, listing and opening are in the time to the first batch, and not in the speed.
             seconds = statistics.median(run["seconds"] - run["first"] for run in same)
             speed = [f"{results['documents'] / seconds:.0f}", f"{tokens / seconds / 1e6:.2f}"]
-            rows.append([name, str(workers), state, f"{first:.2f}", *speed])
+            cpu = statistics.median(run["cpu"] for run in same)
+            rows.append([name, str(workers), state, f"{first:.2f}", *speed, f"{cpu:.1f}"])
     return rows
 
 

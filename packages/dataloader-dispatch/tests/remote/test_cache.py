@@ -44,22 +44,18 @@ def stored(address: str, **settings: object) -> StoredFile:
 
 
 def test_the_limit_is_kept_while_workers_read_more_than_it_holds(bucket: Bucket) -> None:
-    texts = {f"{number}.txt": noise(700_000 + 100_000 * number, number) for number in range(24)}
+    texts = {f"{number}.txt": noise(700_000 + 100_000 * number, number) for number in range(16)}
     for name, text in texts.items():
         bucket.put(f"data/{name}", text)
     source = open_documents(f"{bucket.address}/data", cache_bytes=SMALLEST_LIMIT)
-    most = 0
-    for workers in (0, 2):
-        stream = DocumentStream(
-            source, sequence_length=100_000, encode=str.encode, eos_token_id=256, shards=4, shuffle=True
-        )
-        seen = 0
-        for batch in StreamLoader(stream, 1, num_workers=workers, prefetch_factor=1 if workers else None):
-            seen += int((batch["labels"] < 256).sum() - (batch["labels"] == -100).sum())
-            with (bucket.cache / ".usage").open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # nobody writes or removes while this one counts
-                most = max(most, bucket.cached_bytes())
-        assert seen == sum(map(len, texts.values()))
+    stream = DocumentStream(source, sequence_length=100_000, encode=str.encode, eos_token_id=256, shards=4)
+    seen = most = 0
+    for batch in StreamLoader(stream, 1, num_workers=2, prefetch_factor=1):
+        seen += int(((batch["labels"] >= 0) & (batch["labels"] < 256)).sum())
+        with (bucket.cache / ".usage").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # nobody writes or removes while this one counts
+            most = max(most, bucket.cached_bytes())
+    assert seen == sum(map(len, texts.values()))
     assert SMALLEST_LIMIT // 2 < most <= SMALLEST_LIMIT
 
 
@@ -78,7 +74,7 @@ def test_what_is_evicted_while_it_is_read_comes_again(bucket: Bucket) -> None:
     thread.start()
     try:
         chance = np.random.default_rng(1)
-        for start in chance.integers(0, len(content), 30).tolist():
+        for start in chance.integers(0, len(content), 10).tolist():
             assert file.read(start, start + 3 * MB) == content[start : start + 3 * MB]
     finally:
         over.set()

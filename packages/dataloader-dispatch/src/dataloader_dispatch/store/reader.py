@@ -526,7 +526,7 @@ def _stored_files(root: str, answer: Message, settings: CacheSettings) -> list[S
 
 
 def _block_bytes(key: str, fits: bool) -> int:
-    """Bytes of a block: fewer where documents are small parts of an object that does not stay in the cache."""
+    """Bytes of a block: fewer where documents are small parts of an object that the cache does not keep."""
     return BLOCK_BYTES if fits or not key.lower().endswith(_IN_PARTS) else SMALL_BLOCK_BYTES
 
 
