@@ -1,6 +1,6 @@
 """Kills a job that saves in a loop, again and again, and checks after each kill what is on the disk.
 
-Usage: kill_driver.py DIRECTORY --kills N --mode one|async|two-ranks|nodes --seed N
+Usage: kill_driver.py DIRECTORY --kills N --mode one|async|two-ranks|one-writer|nodes --seed N
 
 Prints one JSON object: the kills, where in a save they hit, and every failure; with any, the exit status is
 1. Each job is forked from this process, so that a kill costs milliseconds instead of an import of torch.
@@ -21,6 +21,7 @@ import torch
 # Not there by itself where PYTHONSAFEPATH is set.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kill_job import MODES
 from kill_run import Campaign
 
 PHASES = 3
@@ -33,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--mode", choices=["one", "async", "two-ranks", "nodes"], default="one")
+    parser.add_argument("--mode", choices=sorted(MODES), default="one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=5.0, help="timeout_seconds of the jobs")
     options = parser.parse_args()
