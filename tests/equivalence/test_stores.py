@@ -6,6 +6,9 @@ Each rank has a proxy of its own before a real S3 server, which counts what it r
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,3 +118,40 @@ def check_bytes(proxies: list[Proxy], sizes: dict[str, int]) -> None:
     for proxy in proxies:
         # Ranges that lie close together are read with what is between them.
         assert proxy.read(states) <= 1.15 * whole * (1 + 1 / len(proxies))
+
+
+def pretrain(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `llama-pretrain train` in a folder, as briefly as it goes."""
+    settings = (
+        "--use-cpu --sequence-length 32 --per-device-train-batch-size 2 --sample-tokens 0 --held-out 0 "
+        "--warmup-steps 1"
+    )
+    line = [sys.executable, "-m", "llama_pretrain", "train", *settings.split(), *words]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+
+
+@pytest.mark.parametrize("tier", ["output_dir", "remote_dir"])
+def test_a_lost_directory_continues_the_same_run_or_none(
+    proxies: list[Proxy], tmp_path: Path, tier: str
+) -> None:
+    address = f"s3://tests/{uuid.uuid4().hex[:12]}/run"
+    where = (
+        ["--output-dir", address]
+        if tier == "output_dir"
+        else ["--output-dir", "runs/a", "--remote-dir", address]
+    )
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        for number in range(6):
+            (tmp_path / folder / f"{number}.txt").write_text(
+                f"the text of {folder} number {number}, to learn"
+            )
+    first = pretrain(*where, "--data", "one", "--max-steps", "2", folder=tmp_path)
+    assert first.returncode == 0, first.stderr
+    shutil.rmtree(tmp_path / "runs")
+    for wrong in (["--data", "other"], ["--data", "one", "--document-attention"]):
+        refused = pretrain(*where, *wrong, "--max-steps", "4", folder=tmp_path)
+        assert refused.returncode != 0
+        assert f"differs from the run in {address}" in refused.stderr
+    second = pretrain(*where, "--data", "one", "--max-steps", "4", folder=tmp_path)
+    assert f"resumed from {address}/checkpoint-2 at step 2" in second.stderr

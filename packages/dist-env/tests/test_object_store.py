@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from dist_env import StoreError, StoreSettingsError, open_object_store, split_address
+from dist_env import ObjectStore, StoreError, StoreSettingsError, open_object_store, split_address
 
 ADDRESSES = {
     "s3://bucket/run": ("s3://bucket", "run"),
@@ -23,6 +26,8 @@ REFUSED = {
     "s3:///x": "does not name a bucket",
     "file://host/x": "names a host",
     "s3://bucket/a/../b": "has a part",
+    " s3://bucket/a": "white space",
+    "s3://bucket/a\nb": "cannot be shown",
 }
 
 
@@ -84,3 +89,56 @@ def test_an_error_says_whether_it_may_pass(monkeypatch: pytest.MonkeyPatch) -> N
         open_object_store("s3://nowhere", 1.0).get("a")
     assert refused.value.may_pass
     assert not StoreError("the credentials do not permit it").may_pass
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["127.0.0.1:9000", "http://user:secret@host", "http://host?x=1", "ftp://host", "http://"]
+)
+def test_endpoint_that_is_not_one(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(
+        StoreSettingsError, match="AWS_ENDPOINT_URL is not the address of a server"
+    ) as refused:
+        ObjectStore("s3://bucket", 4.0)
+    assert "secret" not in str(refused.value)
+
+
+def test_server_that_comes_late_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Longer than the library tries by itself, which is two seconds or so where connections are refused."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "4")
+            self.send_header("ETag", '"a"')
+            self.send_header("Last-Modified", "Sat, 28 Nov 2026 00:00:00 GMT")
+            self.end_headers()
+            self.wfile.write(b"here")
+
+        def log_message(self, *arguments: object) -> None:
+            return
+
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    began: list[ThreadingHTTPServer] = []
+
+    def begin() -> None:
+        began.append(ThreadingHTTPServer(("127.0.0.1", port), Answer))
+        began[0].serve_forever()
+
+    timer = threading.Timer(9.0, begin)
+    timer.start()
+    assert ObjectStore("s3://bucket", 120.0).get("a") == b"here"
+    assert began
+    began[0].shutdown()
+    assert "it is tried again, for 60 s at most" in caplog.text
+    timer.join()

@@ -11,7 +11,7 @@ from trainer_core import ConfigurationError, TrainingArguments, run_path
 PLACES = [
     ("runs/a", None, "runs/a", "runs/a"),
     ("runs/a", "logs", "runs/a", "logs"),
-    ("s3://bucket/team/a", None, "runs/a", "runs/a"),
+    ("s3://bucket/team/a", None, "runs/bucket/team/a", "runs/bucket/team/a"),
     ("S3://bucket/team/a/", "logs/a", "logs/a", "logs/a"),
 ]
 
@@ -29,6 +29,10 @@ REFUSED = {
     "s3://bucket": "is a whole bucket",
     "s3://key:secret@bucket/a": "Leave out credentials",
     "s3:///a": "does not name a bucket",
+    "s3://bucket/a/checkpoint-10": "is the address of a checkpoint",
+    "s3:/bucket/a": "has lost a slash",
+    " s3://bucket/a": "white space around it",
+    "s3://bucket/a\n": "white space around it",
 }
 
 
@@ -46,6 +50,9 @@ def test_settings_that_do_not_go_with_a_store() -> None:
         TrainingArguments(output_dir="runs/a", logging_dir="s3://bucket/logs")
     with pytest.raises(ConfigurationError, match="Leave out credentials"):
         TrainingArguments(output_dir="runs/a", resume_from_checkpoint="s3://key:secret@bucket/a/checkpoint-1")
+    for name in ("logging_dir", "resume_from_checkpoint"):
+        with pytest.raises(ConfigurationError, match="is empty"):
+            TrainingArguments(output_dir="s3://bucket/a", **{name: ""})  # type: ignore[arg-type]
 
 
 TIERS = {

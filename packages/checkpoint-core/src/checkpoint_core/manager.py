@@ -162,6 +162,14 @@ class CheckpointManager:
             limit = self._config.timeout_seconds / 2
             self._ranks.run(f"uploading to {tier.place}", lambda: tier.wait(limit))
 
+    def give_up_upload(self) -> None:
+        """End an upload to ``remote_dir`` soon, and begin no other, as the process was told to end.
+
+        The checkpoints are in ``output_dir``, and get to the store when the run is resumed.
+        """
+        if self._tier is not None:
+            self._tier.give_up()
+
     def save_checkpoint(
         self, step: int, *, metrics: Mapping[str, float] | None = None, path: str | Path | None = None
     ) -> Path:

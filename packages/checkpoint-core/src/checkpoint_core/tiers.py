@@ -11,6 +11,7 @@ upload: a checkpoint that rotates away on the disk before its turn never gets to
 was killed, is found again by the next comparison.
 """
 
+import atexit
 import logging
 import os
 import threading
@@ -181,6 +182,8 @@ class RemoteTier:
         with self._lock:
             self._latest = step, saved
             self._wanted = True
+            if not self._closed:
+                self._stop_at = None  # whoever gave an upload up continues after all
             self._start()
 
     @contextmanager
@@ -247,6 +250,20 @@ class RemoteTier:
                 time.sleep(_POLL_SECONDS)
         self.check()
 
+    def give_up(self) -> None:
+        """End an upload under way, and begin no other: the process was told to end. Does not block."""
+        self._stop_at = 0.0
+
+    def _at_exit(self) -> None:
+        """Wait for an upload that nobody waits for, as the interpreter ends."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + self._limit_seconds
+        until = max(self._stop_at, time.monotonic()) + _GRACE_SECONDS
+        while self._running and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+
     def best(self, local: Retention) -> list[BestCheckpoint]:
         """The checkpoints of both tiers that hold the metric, best first; where both hold one, the local one.
 
@@ -271,8 +288,9 @@ class RemoteTier:
             return
         self._running = True
         try:
-            # Not a daemon: the interpreter waits for it before it ends.
-            threading.Thread(target=self._work, name=f"uploading to {self.place}").start()
+            # The interpreter waits for it in `_at_exit`, and not for a request that hangs after `give_up`.
+            atexit.register(self._at_exit)
+            threading.Thread(target=self._work, name=f"uploading to {self.place}", daemon=True).start()
         except BaseException:
             self._running = False
             raise
@@ -306,9 +324,6 @@ class RemoteTier:
         )
 
     def _is_stopped(self) -> bool:
-        if self._stop_at is None and not threading.main_thread().is_alive():
-            # The interpreter ends and waits for this thread; nobody has closed the manager.
-            self._stop_at = time.monotonic() + self._limit_seconds
         return self._stop_at is not None and time.monotonic() > self._stop_at
 
     def _check_stop(self) -> None:

@@ -487,6 +487,30 @@ saving.save(1)
     assert steps(s3) == [1]
 
 
+def test_a_process_that_was_told_to_end_does_not_wait(
+    run_worker: Callable[..., Worked], gateway: Proxy, weed, run: Path, s3: str, tmp_path: Path
+) -> None:
+    """The store answers no more; without `give_up_upload` the process would wait for half a minute."""
+    Held(gateway)
+    path, waited = tmp_path / "job.py", tmp_path / "waited"
+    path.write_text(f"""
+import atexit, os, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(WORKERS)!r})
+os.environ.update({ {**weed.environment(), "AWS_ENDPOINT_URL": gateway.address}!r})
+from tier_job import manager
+# Called after all that was registered later.
+atexit.register(lambda: Path({str(waited)!r}).write_text(str(time.monotonic() - began)))
+saving = manager({str(run)!r}, {s3!r}, count=6_000_000)
+saving.save(1)
+saving.give_up_upload()
+began = time.monotonic()
+""")
+    run_worker(path)
+    assert float(waited.read_text()) < 20
+    assert (steps(run), steps(s3)) == ([1], [])
+
+
 @pytest.mark.parametrize("moment", ["closing", "training"])
 def test_ctrl_c_gives_an_upload_up(
     run_worker: Callable[..., Worked], gateway: Proxy, weed, run: Path, s3: str, tmp_path: Path, moment: str

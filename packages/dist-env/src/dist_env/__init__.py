@@ -31,13 +31,12 @@ if TYPE_CHECKING:
         STORE_SCHEMES,
         ObjectInfo,
         ObjectStore,
-        StoreError,
-        StoreSettingsError,
         open_object_store,
         split_address,
     )
     from dist_env.point_to_point import LinkResult
     from dist_env.rank_report import RankReport
+    from dist_env.store_errors import StoreError, StoreSettingsError
     from dist_env.tree_sums import HostSums
     from dist_env.worker_processes import die_with_parent_context, tie_loader_workers
 

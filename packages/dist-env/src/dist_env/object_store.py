@@ -1,8 +1,6 @@
 """Object stores: opened by address, with retries, a time limit, and errors that say what to do.
 
-The library underneath is ``obstore`` (the extra ``remote``), which is imported when a store is opened. Its
-errors hold addresses, headers and answers of the server, which may hold credentials: nothing of that text
-leaves this module but the status, the error code and the region that the store names.
+The library underneath is ``obstore`` (the extra ``remote``), which is imported when a store is opened.
 
 obstore has threads that do the work. A process that is forked after they began has none of them and would
 wait for ever, so it is refused there.
@@ -11,6 +9,7 @@ wait for ever, so it is refused there.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import threading
@@ -23,6 +22,15 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from dist_env.store_errors import (
+    BrokeOffError,
+    StoreError,
+    StoreSettingsError,
+    broke_off,
+    lacks_bucket,
+    store_error,
+)
+
 STORE_SCHEMES = ("s3", "gs", "az", "file", "memory")
 """Schemes of the addresses that are understood."""
 PART_BYTES = 8 * 1024 * 1024
@@ -33,60 +41,16 @@ _LONGEST_RETRY_SECONDS = 180.0
 """obstore signs a request once, so its documentation advises to stay below 5 minutes."""
 _LONGEST_REQUEST_SECONDS = 120.0
 _COALESCE_BYTES = 64 * 1024
-_ENVIRONMENT = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the role of this machine",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or the service account of this machine",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY, or the identity of this machine",
-}
-_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
-_REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>")
-_STATUS = re.compile(r"(?:status code: |status: |HTTP status \w+ error \()(\d{3})")
 _NO_CODE = re.compile(r"\(HTTP [34]\d\d\)$|another region$")
-_BROKE_OFF = re.compile(r"kind: Interrupted|request or response body error")
-"""An answer that ended early. obstore asks again for the content of objects, and not for anything else."""
 _PAUSES_SECONDS = (0.2, 0.8, 3.0)
-_RETRIES = re.compile(r"after (\d+) retries")
-_CLOCK = {"RequestTimeTooSkewed", "RequestExpired", "AccessDeniedExpired"}
-_CREDENTIALS = {
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "ExpiredToken",
-    "InvalidToken",
-    "TokenRefreshRequired",
-}
-_REGIONS = {
-    "PermanentRedirect",
-    "AuthorizationHeaderMalformed",
-    "TemporaryRedirect",
-    "IllegalLocationConstraintException",
-}
-_FULL = {"QuotaExceeded", "XMinioStorageFull", "EntityTooLarge", "InsufficientStorage"}
+_BACKOFF_SECONDS = {"init_backoff": 0.2, "max_backoff": 8.0}
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 8.0
+_ENDPOINT = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _T = TypeVar("_T")
+_logger = logging.getLogger("dist_env.object_store")
 _threads_in: int | None = None
 """The process in which the threads of obstore were begun."""
-
-
-class StoreError(OSError):
-    """An object store did not do what was asked: it cannot be reached, refuses the credentials, or is full.
-
-    What it holds is as good as before. The message names the address and the remedy, and holds nothing else
-    of what the store or its library said.
-
-    Attributes:
-        may_pass: Whether the same request may succeed later: the store could not be reached, did not answer
-            in time, failed, or asked for fewer requests.
-    """
-
-    may_pass = False
-
-
-class _BrokeOffError(StoreError):
-    """The answer ended early."""
-
-
-class StoreSettingsError(ValueError):
-    """An address or setting of an object store is not usable, or what reading it needs is not installed."""
 
 
 def split_address(text: str) -> tuple[str, str] | None:
@@ -103,9 +67,14 @@ def split_address(text: str) -> tuple[str, str] | None:
         StoreSettingsError: The scheme is unknown, there is more than a bucket and a path (credentials,
             options), the bucket is missing, or a part of the path is ``.`` or ``..``.
     """
-    match = _ADDRESS.fullmatch(text)
+    match = _ADDRESS.fullmatch(text.strip())
     if match is None:
         return None
+    if text != text.strip() or not text.isprintable():
+        raise StoreSettingsError(
+            f"an address {match[1].lower()}://... has white space around it, or a character that cannot be "
+            "shown in it. Remove it."
+        )
     scheme, rest = match[1].lower(), match[2]
     if scheme not in STORE_SCHEMES:
         raise StoreSettingsError(
@@ -166,7 +135,14 @@ class ObjectStore:
             self._obstore.exceptions.BaseError,
             *(OSError, ValueError, RuntimeError, NotImplementedError, TypeError),
         )
-        self._opened = self._open(timeout_seconds)
+        self._patience = min(_LONGEST_RETRY_SECONDS, timeout_seconds / 2)
+        self._opened = self._open(timeout_seconds, {"max_retries": 10})
+        # Parts of an upload cannot be asked for again, so here the library is the one that is patient.
+        backoff = {name: timedelta(seconds=value) for name, value in _BACKOFF_SECONDS.items()}
+        self._for_uploads = self._open(
+            timeout_seconds, {"max_retries": 60, "backoff": {**backoff, "base": 2}}
+        )
+        self._warned = False
         self._commits: bool | None = None
         self._lock = threading.Lock()
 
@@ -179,16 +155,15 @@ class ObjectStore:
         """The address of an object."""
         return f"{self.root}/{key}"
 
-    def _open(self, timeout_seconds: float) -> Any:
+    def _open(self, timeout_seconds: float, retries: Mapping[str, Any]) -> Any:
         stores = self._obstore.store
         if self._scheme == "memory":
-            return stores.MemoryStore()
+            return self._opened if hasattr(self, "_opened") else stores.MemoryStore()
         if self._scheme == "file":
             return stores.LocalStore(prefix="/", automatic_cleanup=True)
-        retry = min(_LONGEST_RETRY_SECONDS, timeout_seconds / 2)
         request = min(_LONGEST_REQUEST_SECONDS, timeout_seconds / 2)
         options: dict[str, Any] = {
-            "retry_config": {"retry_timeout": timedelta(seconds=retry), "max_retries": 10},
+            "retry_config": {"retry_timeout": timedelta(seconds=self._patience), **retries},
             "client_options": {
                 "timeout": timedelta(seconds=request),
                 "connect_timeout": timedelta(seconds=min(5.0, request)),
@@ -196,6 +171,12 @@ class ObjectStore:
         }
         if self._scheme == "s3":
             endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+            if endpoint and not _ENDPOINT.fullmatch(endpoint):
+                # Without the value, which may hold credentials.
+                raise StoreSettingsError(
+                    "AWS_ENDPOINT_URL is not the address of a server. Write http://host:port or "
+                    "https://host, without credentials."
+                )
             if endpoint:
                 options["endpoint"] = endpoint
             # A store of one's own network, which the address in the environment names so.
@@ -209,7 +190,9 @@ class ObjectStore:
         try:
             return stores.from_url(self.root, **options)
         except self._failures as error:
-            raise self._error("cannot be opened with the settings in the environment", "", error) from None
+            raise store_error(
+                self.url(""), "cannot be opened with the settings in the environment", error
+            ) from None
 
     def put(self, key: str, data: bytes) -> None:
         """Write a small object."""
@@ -244,8 +227,9 @@ class ObjectStore:
 
         for pause in (*_PAUSES_SECONDS, None):
             try:
+                _refuse_forked(self.root)
                 self._obstore.put(
-                    self._store,
+                    self._for_uploads,
                     key,
                     guarded(),
                     use_multipart=True,
@@ -255,13 +239,13 @@ class ObjectStore:
             except self._failures as error:
                 if failures:
                     raise failures[0] from None
-                broke_off = _BROKE_OFF.search(str(error)) is not None
-                if broke_off and given == 0 and pause is not None:
+                ended = broke_off(error)
+                if ended and given == 0 and pause is not None:
                     time.sleep(pause)  # The answer to its beginning was lost.
                     continue
-                if broke_off and given == size and self._has(key, size):
+                if ended and given == size and self._has(key, size):
                     return  # That to its end.
-                raise self._error("cannot be written", key, error) from None
+                raise store_error(self.url(key), "cannot be written", error) from None
             return
 
     def _has(self, key: str, size: int) -> bool:
@@ -281,7 +265,7 @@ class ObjectStore:
         Returns:
             Whether it was written; False if the condition does not hold.
         """
-        return _repeated(lambda: self._put_if(key, data, version))
+        return self._patiently(lambda: self._put_if(key, data, version))
 
     def _put_if(self, key: str, data: bytes, version: Mapping[str, str] | None) -> bool:
         try:
@@ -293,9 +277,9 @@ class ObjectStore:
         except FileNotFoundError as error:
             if version is not None:
                 return False
-            raise self._error("cannot be written", key, error) from None
+            raise store_error(self.url(key), "cannot be written", error) from None
         except self._failures as error:
-            raise self._error("cannot be written", key, error) from None
+            raise store_error(self.url(key), "cannot be written", error) from None
         return True
 
     def _holds(self, key: str, data: bytes) -> bool:
@@ -433,89 +417,35 @@ class ObjectStore:
         return self._scheme != "file"
 
     def _call(self, doing: str, key: str, action: Callable[..., _T], *args: Any, **options: Any) -> _T:
-        return _repeated(lambda: self._ask(doing, key, action, *args, **options))
+        return self._patiently(lambda: self._ask(doing, key, action, *args, **options))
+
+    def _patiently(self, action: Callable[[], _T]) -> _T:
+        """Do what may be done twice, again while its failure may pass, for half of the time limit.
+
+        The library gives a server up that refuses connections within seconds: less than a restart takes.
+        """
+        until, pause = time.monotonic() + self._patience, _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return action()
+            except StoreError as error:
+                if not error.may_pass or time.monotonic() + pause > until:
+                    raise
+                if not self._warned and not isinstance(error, BrokeOffError):
+                    self._warned = True
+                    _logger.warning("%s; it is tried again, for %.0f s at most", error, self._patience)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _ask(self, doing: str, key: str, action: Callable[..., _T], *args: Any, **options: Any) -> _T:
         try:
             return action(self._store, *args, **options)
         except FileNotFoundError as error:
-            if _CODE.search(str(error)) and "NoSuchBucket" in str(error):
-                raise self._error(doing, key, error) from None
+            if lacks_bucket(error):
+                raise store_error(self.url(key), doing, error) from None
             raise FileNotFoundError(errno.ENOENT, "this object does not exist", self.url(key)) from None
         except self._failures as error:
-            raise self._error(doing, key, error) from None
-
-    def _error(self, doing: str, key: str, error: Exception) -> StoreError:
-        if isinstance(error, StoreError):
-            return error
-        text = str(error)
-        code = match[1] if (match := _CODE.search(text)) else ""
-        status = int(match[1]) if (match := _STATUS.search(text)) else 0
-        region = match[1] if (match := _REGION.search(text)) else ""
-        reason = self._reason(type(error).__name__, text, status, code, region)
-        retries = f" after {match[1]} retries" if (match := _RETRIES.search(text)) else ""
-        told = ", ".join(part for part in (f"HTTP {status}" if status else "", code) if part)
-        broke_off = not told and _BROKE_OFF.search(text)
-        kind = _BrokeOffError if broke_off else StoreError
-        found = kind(f"{self.url(key)} {doing}{retries}: {reason}{f' ({told})' if told else ''}")
-        found.may_pass = bool(broke_off) or _may_pass(text, status, code)
-        return found
-
-    def _reason(self, kind: str, text: str, status: int, code: str, region: str) -> str:
-        where = _ENVIRONMENT.get(self._scheme, "the environment")
-        if "169.254." in text or "/computeMetadata/" in text:
-            # Where machines of a cloud are given theirs: asked for when the environment has none.
-            return f"there are not any credentials. Set {where}"
-        if code in _CLOCK or "too skewed" in text:
-            return "the clock of this machine differs from that of the store. Set it, by NTP for one"
-        if code in _REGIONS or "incorrectly configured region" in text or region or "region" in code.lower():
-            named = f"={region}" if region else " to the region of the bucket"
-            return f"the bucket is in another region. Set AWS_REGION{named}"
-        if code == "NoSuchBucket" or (status == 404 and code != "NoSuchKey"):
-            return "the bucket does not exist. Create it, or correct its name"
-        if code in _CREDENTIALS or kind == "UnauthenticatedError" or status == 401:
-            return f"the store does not accept the credentials. Set {where}"
-        if kind == "PermissionDeniedError" or status == 403:
-            return (
-                "the credentials do not permit it. Give them the right to list, read, write and delete "
-                f"there, or set others ({where})"
-            )
-        if code in _FULL or status == 507:
-            return "the store is full, or a quota of it is used up. Free space there, or raise it"
-        if status in (429, 503) or code in ("SlowDown", "ThrottlingException"):
-            return "the store asks for fewer requests. Try again later, or raise the limits of the bucket"
-        if status >= 500:
-            return "the store failed: it may be full or out of order. Look at it, or free space there"
-        if "timed out" in text.lower() or "kind: Timeout" in text or "operation timed out" in text:
-            return "no answer in time. Look at the network, or raise timeout_seconds"
-        if _BROKE_OFF.search(text):
-            return "the answer broke off on its way. Look at the network, and try again"
-        if "kind: Connect" in text or "error sending request" in text or "dns error" in text:
-            return "the store cannot be reached. Look at the network and the endpoint in the environment"
-        if "redential" in text or "metadata" in text.lower():
-            return f"there are not any usable credentials. Set {where}"
-        if isinstance(status, int) and status:
-            return "the store refuses the request"
-        return f"{kind} of obstore, whose text is left out because it may hold credentials"
-
-
-def _repeated(action: Callable[[], _T]) -> _T:
-    """Do what may be done twice, again if the answer broke off."""
-    for pause in _PAUSES_SECONDS:
-        try:
-            return action()
-        except _BrokeOffError:
-            time.sleep(pause)
-    return action()
-
-
-def _may_pass(text: str, status: int, code: str) -> bool:
-    if code in _FULL or status == 507:
-        return False
-    if status == 429 or status >= 500 or code in ("SlowDown", "ThrottlingException"):
-        return True
-    marks = ("timed out", "kind: Timeout", "kind: Connect", "error sending request", "dns error")
-    return not status and any(mark in text for mark in marks)
+            raise store_error(self.url(key), doing, error) from None
 
 
 def _info(entry: Mapping[str, Any]) -> ObjectInfo:
@@ -559,7 +489,14 @@ def _profile_provider(root: str, profile: str) -> Any:
         )
     from obstore.auth.boto3 import Boto3CredentialProvider
 
-    return Boto3CredentialProvider()
+    try:
+        return Boto3CredentialProvider()
+    except Exception as error:  # noqa: BLE001  (boto3 has many of its own)
+        # Without their texts, which may name keys.
+        raise StoreSettingsError(
+            f"{root}: boto3 cannot use AWS_PROFILE={profile} ({type(error).__name__}). Look at its name and "
+            "at the files of its settings, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+        ) from None
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,13 @@ import torch
 import yaml
 
 from checkpoint_core import DirectoryLease, find_latest_checkpoint, find_lease_holder
-from dist_env import DistributedEnvInterface
+from dist_env import (
+    DistributedEnvInterface,
+    ObjectStore,
+    StoreSettingsError,
+    open_object_store,
+    split_address,
+)
 from perf_metrics import GOODPUT_FOLDER, load_logs, plot_logs
 from trainer_core import (
     PREVIOUS,
@@ -94,6 +100,7 @@ _AS_BEFORE: Mapping[str, object] = {"document_attention": False}
 """What a run has done whose version did not know the setting."""
 _MODEL_AS_BEFORE: Mapping[str, object] = {"rope_scaling": None}
 """The same of its model."""
+_STORE_TIMEOUT_SECONDS = 600.0
 _NOT_WORTH_SAYING = ("output_dir", "logging_dir", "resume_from_checkpoint", "allow_changes")
 
 
@@ -135,10 +142,15 @@ class RunDirectory:
                 "has checkpoints, and --fresh moves them aside, which stores cannot do",
                 "choose another address, or remove them with `checkpoint-core prune`",
             )
+        stored = _stored_identity(args)
         if not self._is_run():
             self._refuse_foreign_files()
-            return {}
         if args.starts_fresh or not self._has_checkpoint(args):
+            return {}
+        if stored is not None:
+            # A machine that has lost this directory continues the same run, or none.
+            self._refuse_other_identity(stored, _identity(args, subject), args.allow_changes, str(address))
+        if not self._is_run():
             return {}
         self.check_identity(args, subject)
         self._refuse_fresh_start(args)
@@ -177,7 +189,10 @@ class RunDirectory:
         if session is not None:
             sessions = [*read_sessions(self.path), session] if self._has_checkpoint(args) else [session]
             _write(self.path / SESSIONS_NAME, json.dumps(sessions, indent=2) + "\n")
-        _write(self.path / IDENTITY_NAME, json.dumps(_identity(args, subject), indent=2) + "\n")
+        identity = json.dumps(_identity(args, subject), indent=2) + "\n"
+        _write(self.path / IDENTITY_NAME, identity)
+        if (place := _identity_place(args)) is not None:
+            place[0].put(place[1], identity.encode())
         _write(self.path / CONFIG_NAME, yaml.safe_dump(asdict(args), sort_keys=False))
         return changes
 
@@ -219,7 +234,17 @@ class RunDirectory:
         Raises:
             ConfigurationError: If they are not.
         """
-        self._refuse_other_identity(_identity(args, subject), args.allow_changes)
+        path = self.path / IDENTITY_NAME
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigurationError(
+                "output_dir",
+                str(self.path),
+                f"has a damaged {IDENTITY_NAME} ({error})",
+                "choose another --output-dir",
+            ) from error
+        self._refuse_other_identity(before, _identity(args, subject), args.allow_changes, str(self.path))
 
     def log_file(self, args: PretrainArguments) -> Path:
         """Where the log entries of the run are, also if its directory was moved."""
@@ -249,8 +274,9 @@ class RunDirectory:
         return (self.path / IDENTITY_NAME).is_file()
 
     def _has_checkpoint(self, args: PretrainArguments) -> bool:
-        if args.saves_to_store:
-            return find_latest_checkpoint(args.output_dir) is not None
+        address = args.store_address
+        if address is not None and find_latest_checkpoint(address) is not None:
+            return True
         return any(self.path.glob("checkpoint-*"))
 
     def _refuse_foreign_files(self) -> None:
@@ -272,17 +298,9 @@ class RunDirectory:
                 "choose another --output-dir, or move them away",
             )
 
-    def _refuse_other_identity(self, identity: Mapping[str, object], allowed: Sequence[str]) -> None:
-        path = self.path / IDENTITY_NAME
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigurationError(
-                "output_dir",
-                str(self.path),
-                f"has a damaged {IDENTITY_NAME} ({error})",
-                "choose another --output-dir",
-            ) from error
+    def _refuse_other_identity(
+        self, before: object, identity: Mapping[str, object], allowed: Sequence[str], where: str
+    ) -> None:
         before = _filled(before) if isinstance(before, dict) else {}
         identity = _filled(identity)
         names = sorted({*before, *identity} - {*allowed})
@@ -294,7 +312,7 @@ class RunDirectory:
             raise ConfigurationError(
                 name,
                 _shorter(new, old),
-                f"differs from the run in {self.path}, which was begun with {_shorter(old, new)!r}",
+                f"differs from the run in {where}, which was begun with {_shorter(old, new)!r}",
                 f"choose another --output-dir, or go back to that value{may * (name in _OF_THE_OPTIMIZER)}",
             )
 
@@ -344,6 +362,37 @@ def refuse_if_in_use(output_dir: str, own: Collection[int] = ()) -> None:
             f"is in use by {holder.describe()}",
             "wait until that run has ended, stop it, or choose another output_dir",
         )
+
+
+def _identity_place(args: PretrainArguments) -> tuple[ObjectStore, str] | None:
+    """Where the identity of a run lies beside its checkpoints in a store; None without a store."""
+    address = None if args.store_address is None else split_address(args.store_address)
+    if address is None:
+        return None
+    try:
+        return open_object_store(address[0], _STORE_TIMEOUT_SECONDS), f"{address[1]}/{IDENTITY_NAME}"
+    except StoreSettingsError as error:
+        rule, _, fix = f"cannot be used: {str(error).removesuffix('.')}".partition(". ")
+        name = "output_dir" if args.saves_to_store else "remote_dir"
+        raise ConfigurationError(name, args.store_address, rule, fix) from None
+
+
+def _stored_identity(args: PretrainArguments) -> object:
+    """The identity of the run in a store; None if there is not any."""
+    place = _identity_place(args)
+    if place is None:
+        return None
+    try:
+        return json.loads(place[0].get(place[1]))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigurationError(
+            "output_dir" if args.saves_to_store else "remote_dir",
+            args.store_address,
+            f"has a damaged {IDENTITY_NAME} ({error})",
+            "choose another address",
+        ) from error
 
 
 def _identity(args: PretrainArguments, subject: Mapping[str, object]) -> dict[str, object]:

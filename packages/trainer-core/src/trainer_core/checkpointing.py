@@ -25,7 +25,7 @@ from checkpoint_core import (
     find_latest_checkpoint,
     find_lease_holder,
 )
-from dist_env import gather_objects, get_logger
+from dist_env import gather_objects, get_logger, split_address
 from perf_metrics import GOODPUT_FOLDER, GoodputLogger, JsonLogger
 
 from .arguments import TrainingArguments
@@ -268,17 +268,30 @@ def starts_over(run: Run) -> bool:
     return args.resume_from_checkpoint is False and args.overwrite_output_dir and run.saved_step < 0
 
 
+def end_upload(run: Run) -> None:
+    """At the end of a run, wait until `remote_dir` has what it should keep, unless the run was told to end.
+
+    Raises:
+        checkpoint_core.CheckpointError: On every rank, if it does not have it.
+    """
+    cause = run.events.stop_cause
+    if cause is not None and cause.resumable:
+        run.manager.give_up_upload()  # A signal, or a time limit, does not wait for it.
+    else:
+        run.manager.wait_for_upload()
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Whether peft has put adapters into a model, which are saved without the weights that they adapt."""
     return bool(getattr(model, "peft_config", None)) and callable(getattr(model, "save_pretrained", None))
 
 
-def save_adapters(run: Run, directory: Path, preprocessor: Preprocessor | None, *, overwrite: bool) -> None:
+def save_adapters(run: Run, directory: str, preprocessor: Preprocessor | None, *, overwrite: bool) -> None:
     """Write the adapters of a model as its own `save_pretrained` does, from whole weights; collective.
 
     Args:
         run: Its model has adapters.
-        directory: Where to; made if needed.
+        directory: Where to, on a disk; made if needed.
         preprocessor: The tokenizer or processor.
         overwrite: Replace adapters that are there.
 
@@ -288,6 +301,13 @@ def save_adapters(run: Run, directory: Path, preprocessor: Preprocessor | None, 
     """
     args, env, model = run.args, run.ranks.env, cast(Any, run.built.model)
     _check_adapters(run)
+    if split_address(directory) is not None:
+        raise ConfigurationError(
+            "output_dir",
+            directory,
+            "is in an object store, and save_model writes to a directory",
+            "name one, as in save_model('model')",
+        )
     writes = env.rank == 0 or (args.save_on_each_node and env.local_rank == 0)
     whole: dict[str, Tensor] = {}
     for name, value in ModelState(model).tensors().items():
@@ -300,11 +320,11 @@ def save_adapters(run: Run, directory: Path, preprocessor: Preprocessor | None, 
     if writes:
         try:
             if not overwrite:
-                _refuse_overwriting(directory, model.peft_config)
+                _refuse_overwriting(Path(directory), model.peft_config)
             _refuse_left_out(model, whole)
-            model.save_pretrained(str(directory), state_dict=whole)
+            model.save_pretrained(directory, state_dict=whole)
             if preprocessor is not None:
-                preprocessor.save_pretrained(str(directory))
+                preprocessor.save_pretrained(directory)
         except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
             failure = error
     run.ranks.fail_together(failure, f"save the adapters to {directory}")

@@ -25,6 +25,7 @@ from .callbacks import InfoCallback
 from .callbacks.trackers import refuse_second_tracker, trackers_by_name
 from .checkpointing import (
     OutputLease,
+    end_upload,
     has_adapters,
     has_checkpoint_to_resume,
     load,
@@ -209,8 +210,7 @@ class Trainer(InputHints):
         ended the run early is in `stop_cause`, and `exit_code` says what to exit with.
 
         Args:
-            fresh: Begin a new run, on all ranks, as with `resume_from_checkpoint=False` and
-                `overwrite_output_dir=True`: what an earlier one has left moves to `previous-<time>/`.
+            fresh: Begin a new run, on all ranks; what an earlier one has left moves to `previous-<time>/`.
 
         Returns:
             The step reached and the final metrics.
@@ -228,19 +228,19 @@ class Trainer(InputHints):
         if fresh:
             self._start_over()
         self._events.begin_run()
-        # Signals are heeded from here on: a checkpoint may take long to load. Also while ranks look for one
-        # that is lost: a launcher, which has noticed as well, asks the others to end.
+        # Signals are heeded from here on, as loading may take long; also while ranks look for a lost one: a
+        # launcher, which has noticed as well, asks the others to end.
         stopping = StopRequests(self.args.max_train_seconds)
-        with self.owns_output_dir(), stopping as stops, self.ranks.lost_rank_errors("training"):
-            run = self._prepare()
-            self._resume(run)
-            if not self._has_room:
-                make_room(run)
-                self._has_room = True
-            actions = Actions(run, lambda: stops.cause is not None)
-            with training_switches(run):
-                output = TrainingLoop(run, actions, stops).train()
-            run.manager.wait_for_upload()
+        with self.owns_output_dir():
+            with stopping as stops, self.ranks.lost_rank_errors("training"):
+                run = self._prepare()
+                self._resume(run)
+                if not self._has_room:
+                    make_room(run)
+                    self._has_room = True
+                with training_switches(run):
+                    output = TrainingLoop(run, Actions(run, lambda: stops.cause is not None), stops).train()
+            end_upload(run)  # which a signal ends at once
             return output
 
     def evaluate(self, eval_dataset: object | None = None) -> dict[str, float]:
@@ -308,8 +308,7 @@ class Trainer(InputHints):
 
         Args:
             output_dir: The directory; that of the run otherwise.
-            averaged: Where an average of the weights is kept, whether to write that, and not the weights that
-                training continues from.
+            averaged: Where an average of the weights is kept, write that.
 
         Raises:
             checkpoint_core.CheckpointError: Weights are there and may not be replaced, or writing failed.
@@ -321,7 +320,7 @@ class Trainer(InputHints):
             average = None if averaged else run.built.average
             with self.synced_weights(), nullcontext() if average is None else average.in_training():
                 if has_adapters(run.built.model):
-                    save_adapters(run, Path(directory), self.processing_class, overwrite=overwrite)
+                    save_adapters(run, directory, self.processing_class, overwrite=overwrite)
                 else:
                     run.manager.save_model(directory, overwrite_output_dir=overwrite)
 

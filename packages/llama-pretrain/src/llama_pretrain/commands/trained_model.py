@@ -50,9 +50,9 @@ def locate(args: ResultArguments) -> Path:
             )
         return Path(args.checkpoint)
     place, directory = args.output_dir, RunDirectory(run_path(args.output_dir))
-    if directory.holds_run() and (own := directory.arguments()).saves_to_store:
-        place = own.output_dir
     in_store = split_address(place) is not None
+    if not in_store and directory.holds_run() and (own := directory.arguments()).saves_to_store:
+        place, in_store = own.output_dir, True
     newest = find_latest_checkpoint(place) if in_store or Path(place).is_dir() else None
     if newest is not None and in_store:
         raise ConfigurationError(

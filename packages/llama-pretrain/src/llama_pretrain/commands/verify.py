@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from dist_env import DistributedEnvironment, barrier, die_with_parent_command, examine
+from dist_env import DistributedEnvironment, barrier, die_with_parent_command, examine, split_address
 from perf_metrics import load_logs
 from trainer_core import (
     ConfigurationError,
@@ -63,6 +63,9 @@ def verify_here(args: VerifyArguments, words: Sequence[str]) -> int:
     _check(args, layouts, processes)
     if is_launched():
         return _verify_as_rank(args, layouts, by_other_launcher=not is_reporting())
+    if split_address(args.output_dir) is not None:
+        rule, fix = "is in an object store, and results need a directory", "name one, such as runs/verify"
+        raise ConfigurationError("output_dir", args.output_dir, rule, fix)
     folder = Path(args.output_dir)
     _clear(folder)
     if processes == 1:

@@ -6,12 +6,13 @@ The string below a field is its documentation and the help text of command lines
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Self
 
-from dist_env import StoreSettingsError, split_address
+from dist_env import STORE_SCHEMES, StoreSettingsError, split_address
 
 from ..errors import ConfigurationError, Dependent, refuse_without_effect
 from ..hints import SignatureOfInit, suggest
@@ -32,6 +33,9 @@ UNCHANGEABLE: Mapping[str, str] = {
 }
 """Settings that never change while a run continues, and why: the saved state has no meaning otherwise."""
 
+_COLLAPSED = re.compile(rf"({'|'.join(STORE_SCHEMES)}):/?[^/]", re.IGNORECASE)
+_CHECKPOINT = re.compile(r"(^|/)checkpoint-\d+$")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MinimalTrainingArguments:
@@ -44,7 +48,7 @@ class MinimalTrainingArguments:
     """Directory of checkpoints, weights and logs; or the address of a place in an object store for the
     checkpoints, such as s3://bucket/run, beside which the rest is in logging_dir."""
     logging_dir: str | None = None
-    """Directory of logs; the output directory when not given, or runs/<last part> of its address."""
+    """Directory of logs; the output directory when not given, or runs/<bucket>/<path> of its address."""
     overwrite_output_dir: bool = False
     """Let save_model replace weights that are already there, and a start with resume_from_checkpoint=False
     move the checkpoints of an earlier run to previous-<time>/ in output_dir."""
@@ -217,7 +221,7 @@ class MinimalTrainingArguments:
     def run_path(self) -> Path:
         """Directory of what belongs to the run beside its checkpoints: `output_dir`, unless it is an address.
 
-        Then it is `logging_dir`, or `runs/` with the last part of the address.
+        Then it is `logging_dir`, or `runs/` with bucket and path of the address.
         """
         return run_path(self.output_dir, self.logging_dir)
 
@@ -240,13 +244,14 @@ def run_path(output_dir: str, logging_dir: str | None = None) -> Path:
         logging_dir: Setting of the run.
 
     Returns:
-        `output_dir`; where that is an address in an object store, `logging_dir`, or `runs/` with the last
-        part of the address.
+        `output_dir`; where that is an address in an object store, `logging_dir`, or `runs/` with bucket and
+        path of the address, so that no two runs share it.
     """
     address = split_address(output_dir)
     if address is None:
         return Path(output_dir)
-    return Path("runs") / address[1].rpartition("/")[2] if logging_dir is None else Path(logging_dir)
+    bucket = address[0].partition("://")[2]
+    return Path("runs", bucket, address[1]) if logging_dir is None else Path(logging_dir)
 
 
 def epoch_limit(num_train_epochs: float | None, max_steps: int) -> float | None:
@@ -368,7 +373,7 @@ def _check_files(args: MinimalTrainingArguments) -> None:
             "name a directory, such as output_dir='runs/first'",
         )
     _check_address(args)
-    for name in ("output_dir", "logging_dir", "resume_from_checkpoint"):
+    for name in ("output_dir", "logging_dir", "resume_from_checkpoint", "remote_dir"):
         value = getattr(args, name)
         if isinstance(value, str) and "\0" in value:
             raise ConfigurationError(
@@ -392,6 +397,9 @@ def _check_address(args: MinimalTrainingArguments) -> None:
     _address(args, "resume_from_checkpoint")
     if args.remote_dir is not None:
         _check_tiers(args)
+    for name in ("logging_dir", "resume_from_checkpoint"):
+        if getattr(args, name) == "":
+            raise ConfigurationError(name, "", "is empty", "leave it out, or name a directory")
     if args.logging_dir is not None and "://" in args.logging_dir:
         raise ConfigurationError(
             "logging_dir",
@@ -418,12 +426,22 @@ def _check_address(args: MinimalTrainingArguments) -> None:
 
 
 def _address(args: MinimalTrainingArguments, name: str) -> tuple[str, str] | None:
+    text = str(getattr(args, name))
+    if _COLLAPSED.match(text):
+        raise ConfigurationError(
+            name, text, "looks like an address that has lost a slash", "write it as text, s3://bucket/run"
+        )
     try:
-        return split_address(str(getattr(args, name)))
+        address = split_address(text)
+        if address is None or name == "resume_from_checkpoint" or not _CHECKPOINT.search(address[1]):
+            return address
+        raise ConfigurationError(
+            name, text, "is the address of a checkpoint", "name the place that holds the checkpoints"
+        )
     except StoreSettingsError as error:
         # Without the value, which may hold credentials.
-        rule = f"cannot be used: {str(error).removesuffix('.')}"
-        raise ConfigurationError(name, "an address", rule, "give s3://bucket/run, or a directory") from None
+        rule, _, fix = f"cannot be used: {str(error).removesuffix('.')}".partition(". ")
+        raise ConfigurationError(name, "an address", rule, fix or "give s3://bucket/run") from None
 
 
 def _check_tiers(args: MinimalTrainingArguments) -> None:
