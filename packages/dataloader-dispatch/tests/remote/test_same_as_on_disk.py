@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -26,7 +28,7 @@ from dataloader_dispatch import (
     split_documents,
 )
 from dataloader_dispatch.cli import main
-from dist_env import die_with_parent_context
+from dist_env import die_with_parent_command
 
 EOS = 256
 
@@ -151,21 +153,18 @@ def test_mixtures_and_parts_read_as_on_a_disk(both: Callable[..., tuple[Document
     check_same(disk, store)
 
 
-def _first_and_last(source: DocumentSource) -> None:
-    documents = listed(source)
-    print(documents[0], documents[-1], sep="\n")
-
-
-def test_a_copy_in_a_spawned_process_reads_by_itself(
-    both: Callable[..., tuple[DocumentSource, ...]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_in_a_new_process_reads_by_itself(both: Callable[..., tuple[DocumentSource, ...]]) -> None:
+    """As the spawned worker of a loader gets it."""
     disk, store = both("lines")
-    assert len(pickle.dumps(store)) < 4000
-    process = die_with_parent_context("spawn").Process(target=_first_and_last, args=(store,))  # type: ignore[attr-defined]
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    assert capfd.readouterr().out.splitlines() == [listed(disk)[0], listed(disk)[-1]]
+    copy = pickle.dumps(store)
+    assert len(copy) < 4000
+    script = (
+        "import pickle, sys; documents = pickle.load(sys.stdin.buffer); "
+        "print(documents[0], documents[len(documents) - 1], sep='\\n')"
+    )
+    line = die_with_parent_command([sys.executable, "-c", script])
+    read = subprocess.run(line, input=copy, stdout=subprocess.PIPE, timeout=120, check=True)
+    assert read.stdout.decode().splitlines() == [listed(disk)[0], listed(disk)[-1]]
 
 
 def test_addresses_are_selected_as_paths_are(bucket: Bucket, tmp_path: Path) -> None:
