@@ -137,7 +137,7 @@ def test_server_that_comes_late_is_waited_for(
 
     timer = threading.Timer(9.0, begin)
     timer.start()
-    assert ObjectStore("s3://bucket", 120.0).get("a") == b"here"
+    assert ObjectStore("s3://bucket", 600.0).get("a") == b"here"
     assert began
     began[0].shutdown()
     assert "it is tried again, for 60 s at most" in caplog.text

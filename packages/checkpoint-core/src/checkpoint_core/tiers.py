@@ -211,12 +211,14 @@ class RemoteTier:
         Raises:
             CheckpointError: It does not have it; says why, and where the checkpoint is.
         """
-        with self._lock:
-            if self._failure is not None and not self._running:
-                self._wanted = True
-                self._start()
-        deadline = time.monotonic() + limit_seconds
-        while self._running and time.monotonic() < deadline:
+        deadline, again = time.monotonic() + limit_seconds, True
+        while time.monotonic() < deadline:
+            with self._lock:
+                if not self._running and (self._failure is None or not again):
+                    break
+                if not self._running:
+                    self._wanted, again = True, False
+                    self._start()
             time.sleep(_POLL_SECONDS)
         failure = self._failure
         if self._running or self._wanted:

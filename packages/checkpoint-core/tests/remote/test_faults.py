@@ -4,6 +4,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 from s3_proxy import Proxy
@@ -227,6 +228,7 @@ def test_a_server_that_is_not_there(use, weed, s3: str) -> None:
         manager(s3, 4.0).load_checkpoint()
 
 
+@pytest.mark.skipif(find_spec("boto3") is not None, reason="boto3 is installed")
 def test_a_profile_needs_what_reads_it(use, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     use({"AWS_PROFILE": "work"})

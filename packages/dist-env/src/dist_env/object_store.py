@@ -40,6 +40,7 @@ _PARTS_AT_ONCE = 4
 _LONGEST_RETRY_SECONDS = 180.0
 """obstore signs a request once, so its documentation advises to stay below 5 minutes."""
 _LONGEST_REQUEST_SECONDS = 120.0
+_LONGEST_PATIENCE_SECONDS = 60.0
 _COALESCE_BYTES = 64 * 1024
 _NO_CODE = re.compile(r"\(HTTP [34]\d\d\)$|another region$")
 _PAUSES_SECONDS = (0.2, 0.8, 3.0)
@@ -135,7 +136,8 @@ class ObjectStore:
             self._obstore.exceptions.BaseError,
             *(OSError, ValueError, RuntimeError, NotImplementedError, TypeError),
         )
-        self._patience = min(_LONGEST_RETRY_SECONDS, timeout_seconds / 2)
+        self._longest_retry = min(_LONGEST_RETRY_SECONDS, timeout_seconds / 2)
+        self._patience = min(_LONGEST_PATIENCE_SECONDS, timeout_seconds / 10)
         self._opened = self._open(timeout_seconds, {"max_retries": 10})
         # Parts of an upload cannot be asked for again, so here the library is the one that is patient.
         backoff = {name: timedelta(seconds=value) for name, value in _BACKOFF_SECONDS.items()}
@@ -163,7 +165,7 @@ class ObjectStore:
             return stores.LocalStore(prefix="/", automatic_cleanup=True)
         request = min(_LONGEST_REQUEST_SECONDS, timeout_seconds / 2)
         options: dict[str, Any] = {
-            "retry_config": {"retry_timeout": timedelta(seconds=self._patience), **retries},
+            "retry_config": {"retry_timeout": timedelta(seconds=self._longest_retry), **retries},
             "client_options": {
                 "timeout": timedelta(seconds=request),
                 "connect_timeout": timedelta(seconds=min(5.0, request)),
@@ -420,7 +422,7 @@ class ObjectStore:
         return self._patiently(lambda: self._ask(doing, key, action, *args, **options))
 
     def _patiently(self, action: Callable[[], _T]) -> _T:
-        """Do what may be done twice, again while its failure may pass, for half of the time limit.
+        """Do what may be done twice, again while its failure may pass, for a tenth of the time limit.
 
         The library gives a server up that refuses connections within seconds: less than a restart takes.
         """
