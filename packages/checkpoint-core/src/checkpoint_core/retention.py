@@ -251,7 +251,7 @@ def rotate(
         try:
             remove_checkpoint(path, step)
         except OSError as error:
-            # The new checkpoint is safe, so this is no reason to stop the training.
+            # The new checkpoint is safe, so training continues.
             _logger.warning("cannot delete the old checkpoint %s (%s)", path, error)
             continue
         _logger.info("deleted %s: save_total_limit is %d", path, limit)
