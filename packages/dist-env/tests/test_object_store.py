@@ -142,3 +142,27 @@ def test_server_that_comes_late_is_waited_for(
     began[0].shutdown()
     assert "it is tried again, for 60 s at most" in caplog.text
     timer.join()
+
+
+class _Empty(BaseHTTPRequestHandler):
+    """Azure's blob service, as far as it says that something does not exist."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(404)
+        self.send_header("x-ms-error-code", "BlobNotFound")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def test_an_emulator_of_azure_is_asked_without_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Empty)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    host = f"http://127.0.0.1:{server.server_address[1]}/account"
+    for name, value in {"ENDPOINT": host, "ACCOUNT_NAME": "account", "ACCOUNT_KEY": "a2V5"}.items():
+        monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
+    with pytest.raises(FileNotFoundError):
+        ObjectStore("az://container", 10.0).head("a")
+    server.shutdown()
+    server.server_close()

@@ -43,6 +43,7 @@ _LONGEST_REQUEST_SECONDS = 120.0
 _LONGEST_PATIENCE_SECONDS = 60.0
 _COALESCE_BYTES = 64 * 1024
 _NO_CODE = re.compile(r"\(HTTP [34]\d\d\)$|another region$")
+_AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 _PAUSES_SECONDS = (0.2, 0.8, 3.0)
 _BACKOFF_SECONDS = {"init_backoff": 0.2, "max_backoff": 8.0}
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 8.0
@@ -182,13 +183,15 @@ class ObjectStore:
             if endpoint:
                 options["endpoint"] = endpoint
             # A store of one's own network, which the address in the environment names so.
-            if endpoint.startswith("http://"):
+            if _is_plain(endpoint):
                 options["client_options"]["allow_http"] = True
             # The store compares each part with it, and refuses one that changed on the way.
             if "AWS_CHECKSUM_ALGORITHM" not in os.environ:
                 options["checksum_algorithm"] = "SHA256"
             if (profile := os.environ.get("AWS_PROFILE")) and "AWS_ACCESS_KEY_ID" not in os.environ:
                 options["credential_provider"] = _profile_provider(self.root, profile)
+        if self._scheme == "az" and any(_is_plain(os.environ.get(name)) for name in _AZURE_ENDPOINTS):
+            options["client_options"]["allow_http"] = True
         try:
             return stores.from_url(self.root, **options)
         except self._failures as error:
@@ -448,6 +451,11 @@ class ObjectStore:
             raise FileNotFoundError(errno.ENOENT, "this object does not exist", self.url(key)) from None
         except self._failures as error:
             raise store_error(self.url(key), doing, error) from None
+
+
+def _is_plain(endpoint: str | None) -> bool:
+    """Whether an address in the environment asks for a connection without TLS."""
+    return (endpoint or "").startswith("http://")
 
 
 def _info(entry: Mapping[str, Any]) -> ObjectInfo:
