@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dist_env.point_to_point import LinkResult
     from dist_env.rank_report import RankReport
     from dist_env.store_errors import StoreError, StoreSettingsError
-    from dist_env.tree_sums import HostSums
+    from dist_env.tree_sums import HostSums, own_address
     from dist_env.worker_processes import die_with_parent_context, tie_loader_workers
 
 __all__ = [
@@ -83,6 +83,7 @@ __all__ = [
     "main_process_first",
     "naming_lost_ranks",
     "open_object_store",
+    "own_address",
     "parse_size",
     "printable",
     "size_text",

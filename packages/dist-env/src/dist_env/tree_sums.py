@@ -213,7 +213,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
 @contextmanager
 def listen() -> Iterator[tuple[socket.socket, str]]:
     """Listen where other hosts of the job can reach this one; yields the listener and `host:port`."""
-    host = _own_address()
+    host = own_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family, backlog=128) as listener:
         yield listener, f"{host}:{listener.getsockname()[1]}"
@@ -354,8 +354,15 @@ class _Callers:
         del self._said[connection]
 
 
-def _own_address() -> str:
-    """Own address on the route to rank 0, which every rank has reached; loopback if that is on this host."""
+def own_address() -> str:
+    """Address of this host on the route to ``MASTER_ADDR``, which every rank has reached.
+
+    Returns:
+        The numeric address; that of the loopback where rank 0 is on this host, or without ``MASTER_ADDR``.
+
+    Raises:
+        torch.distributed.DistNetworkError: No route leads there.
+    """
     master = os.environ.get("MASTER_ADDR", "localhost")
     for family, _, _, _, target in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
         try:
