@@ -6,6 +6,7 @@ import gc
 import os
 import traceback
 from collections.abc import Mapping
+from contextlib import chdir
 from dataclasses import dataclass
 from enum import Enum, auto
 from multiprocessing.connection import Connection
@@ -44,6 +45,8 @@ class Job:
     port: int
     environ: Mapping[str, str]
     """Set on this rank alone."""
+    home: Path | None = None
+    """Where this rank runs; None where this process does."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ def _train_as_rank(job: Job) -> list[Point]:
     }.items():
         os.environ[name] = str(value)
     open_object_store.cache_clear()  # the variables may name another one
-    with DistributedEnvironment(no_accelerator=True, init_timeout=120, training_timeout=120) as env:
+    opened = DistributedEnvironment(no_accelerator=True, init_timeout=120, training_timeout=120)
+    with chdir(job.home or Path.cwd()), opened as env:
         return _train(job.case, job.directory, job.part, env)
 
 

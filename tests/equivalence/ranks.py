@@ -40,6 +40,7 @@ def train_on_ranks(
     world_size: int,
     part: Part,
     environ: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    home: Callable[[int], Path] | None = None,
 ) -> list[Point]:
     """Train a row on several ranks; one rank needs no process and is this one.
 
@@ -49,6 +50,7 @@ def train_on_ranks(
         world_size: Number of ranks.
         part: Which part of the run.
         environ: Variables that are set on one rank alone, by its number; not for one rank.
+        home: Where a rank runs, by its number, so that a relative ``output_dir`` is its own.
 
     Returns:
         What every rank logged.
@@ -59,7 +61,10 @@ def train_on_ranks(
     if world_size == 1:
         return train_alone(case, directory, part)
     port = _free_port()
-    jobs = [Job(case, directory, part, rank, world_size, port, environ(rank)) for rank in range(world_size)]
+    jobs = [
+        Job(case, directory, part, rank, world_size, port, environ(rank), home and home(rank))
+        for rank in range(world_size)
+    ]
     curves = _POOL.run(jobs)
     if any(repr(curve) != repr(curves[0]) for curve in curves):
         raise RuntimeError(f"{case.name}: the ranks logged different curves: {curves}")

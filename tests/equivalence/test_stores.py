@@ -106,6 +106,39 @@ def test_a_run_in_a_store_continues(
     check_bytes(proxies[:next_size], {each.key: each.size for each in saved})
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "disks"),
+    [("fsdp2", "pipeline", "ba"), ("pipeline", "fsdp2", "ac")],
+    ids=["all nodes are back, in another order", "one disk is lost"],
+)
+def test_a_run_continues_of_which_each_node_keeps_a_part(
+    weed: Server, tmp_path: Path, first: str, second: str, disks: str
+) -> None:
+    address = f"s3://tests/{uuid.uuid4().hex[:12]}/run"
+    case = Case(
+        name=f"{first} to {second} on disks {disks}",
+        recipe=RECIPE,
+        accumulation=4,
+        trainer=first,
+        next_trainer=second,
+        world_size=2,
+        settings={"output_dir": "run", "remote_dir": address, "save_on_each_node": True},
+    )
+    for disk in "abc":
+        (tmp_path / disk).mkdir()
+
+    def environ(rank: int) -> dict[str, str]:
+        return {**weed.environment(), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+    train_on_ranks(case, tmp_path, 2, Part.FIRST, environ, lambda rank: tmp_path / "ab"[rank])
+    weights = [sorted((tmp_path / disk).glob("run/checkpoint-*/model*.safetensors")) for disk in "ab"]
+    assert all(weights)
+    assert not {path.name for path in weights[0]} & {path.name for path in weights[1]}
+    points = train_on_ranks(case, tmp_path, 2, Part.SECOND, environ, lambda rank: tmp_path / disks[rank])
+    off = largest_deviation(points, expected(RECIPE))
+    assert max(off.loss, off.grad_norm) <= EXACT
+
+
 def check_bytes(proxies: list[Proxy], sizes: dict[str, int]) -> None:
     """No rank reads more than the whole state, and its share of the bytes to verify them.
 

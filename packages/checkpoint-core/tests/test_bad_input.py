@@ -152,7 +152,7 @@ def test_every_byte_of_the_manifest(job, saved: Path) -> None:
 
 
 MANIFESTS = {
-    "newer schema": ({"schema_version": 2}, ["schema version 2", "reads up to 1", "Upgrade checkpoint-core"]),
+    "newer schema": ({"schema_version": 3}, ["schema version 3", "reads up to 2", "Upgrade checkpoint-core"]),
     "schema is text": ({"schema_version": "1"}, ["schema_version is '1', not an integer"]),
     "step is text": ({"step": "2"}, ["step is '2', not an integer"]),
     "step is true": ({"step": True}, ["step is True, not an integer"]),

@@ -437,8 +437,8 @@ def test_newer_schema_and_escaping_manifest(job, tmp_path: Path) -> None:
         document.pop("checksum")
         (path / "manifest.json").write_text(json.dumps({**document, "checksum": _digest(document)}))
 
-    rewrite(schema_version=2)
-    with pytest.raises(CheckpointError, match="schema version 2, but this version reads up to 1"):
+    rewrite(schema_version=3)
+    with pytest.raises(CheckpointError, match="schema version 3, but this version reads up to 2"):
         job().manager.load_checkpoint(path)
     for name in ("../../secret", "/etc/passwd", "a\\b"):
         rewrite(files={**original["files"], name: {"size": 1, "checksum": "0"}})

@@ -137,7 +137,7 @@ def test_who_decides(
             return [action(), action()]
 
     ranks = TwoRanks(StaticDistributedEnvironment(), 1.0)
-    ranks.world_size, ranks.site_size = 2, 2
+    ranks.world_size = ranks._node_size = 2
     assert needs_one_writer(ranks, "saving", tmp_path / "run", setting, local) is expected
 
 

@@ -129,7 +129,7 @@ def _run_both(layout, files, local, content: bytearray) -> None:
 def test_uneven_shards_do_not_all_go_to_the_first_rank() -> None:
     specs = {f"w{number}": spec_of(torch.empty(101, 10)) for number in range(8)}
     boxes = {name: [Box(0, (0, 0), (51, 10)), Box(1, (51, 0), (50, 10))] for name in specs}
-    files = _divide(specs, boxes, 2, 10**9)
+    files = _divide(specs, boxes, range(2), 10**9)
     assert files.owners == [0, 1]
     assert [len(shard) for shard in files.shards] == [4, 4]
     assert files.need_exchange
@@ -138,6 +138,6 @@ def test_uneven_shards_do_not_all_go_to_the_first_rank() -> None:
 def test_a_tensor_goes_to_the_rank_that_holds_it() -> None:
     specs = {"first": spec_of(torch.empty(3)), "second": spec_of(torch.empty(400))}
     boxes = {"first": [Box(1, (0,), (3,))], "second": [Box(0, (0,), (400,))]}
-    files = _divide(specs, boxes, 3, 10**9)
+    files = _divide(specs, boxes, range(3), 10**9)
     assert not files.need_exchange
     assert list(zip(files.owners, map(list, files.shards), strict=True)) == [(0, ["second"]), (1, ["first"])]

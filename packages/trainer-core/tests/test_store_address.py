@@ -72,5 +72,3 @@ def test_second_tiers_that_are_refused(remote_dir: str) -> None:
 def test_settings_that_do_not_go_with_a_second_tier() -> None:
     with pytest.raises(ConfigurationError, match="from which nothing is uploaded"):
         TrainingArguments(output_dir="s3://bucket/a", remote_dir="s3://bucket/b")
-    with pytest.raises(ConfigurationError, match="are not brought together"):
-        TrainingArguments(output_dir="runs/a", remote_dir="s3://bucket/b", save_on_each_node=True)

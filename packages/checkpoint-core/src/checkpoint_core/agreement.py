@@ -36,13 +36,16 @@ class RankAgreement:
     Messages travel as JSON over a gloo group of its own, which works beside any backend and has its own
     timeout. Constructing it is collective when there is more than one rank.
 
-    Ranks that write to the same directory are a site: all of them, or with ``each_node`` those of one node,
-    which have consecutive numbers. The lowest rank of a site is its leader and does what is done once there.
+    Ranks that see one directory are a node: all of them, or with ``each_node`` those of one node of the job,
+    which have consecutive numbers. The lowest rank of a node is its leader and does what is done once in its
+    directory. Ranks that keep one copy of the state together are a site: those of a node, or with ``spread``
+    all ranks, so that each node keeps its part of the only copy.
 
     Args:
         env: Rank and world size, and with ``each_node`` the local ones.
         timeout_seconds: How long to wait for the slowest rank.
-        each_node: Whether every node is a site of its own.
+        each_node: Whether every node has a directory of its own.
+        spread: Whether all nodes together keep one copy.
 
     Raises:
         CheckpointError: More than one rank, but the default process group is missing or does not match; or
@@ -50,13 +53,20 @@ class RankAgreement:
     """
 
     def __init__(
-        self, env: DistributedEnvInterface, timeout_seconds: float, *, each_node: bool = False
+        self,
+        env: DistributedEnvInterface,
+        timeout_seconds: float,
+        *,
+        each_node: bool = False,
+        spread: bool = False,
     ) -> None:
         self.rank = env.rank
         self.world_size = env.world_size
-        self.site_size = env.local_world_size if each_node else env.world_size
+        self._node_size = env.local_world_size if each_node else env.world_size
         begin = env.rank - env.local_rank if each_node else 0
-        self.site = range(begin, begin + self.site_size)
+        self.node = range(begin, begin + self._node_size)
+        self.is_spread = spread and self._node_size < env.world_size
+        self.site = range(env.world_size) if self.is_spread else self.node
         self.threads = max(1, min(4, (os.cpu_count() or 1) // max(env.local_world_size, 1)))
         self._env = env
         self._timeout_seconds = timeout_seconds
@@ -89,12 +99,12 @@ class RankAgreement:
 
     @property
     def leader(self) -> int:
-        """The lowest rank of this rank's site."""
-        return self.site.start
+        """The lowest rank of this rank's node."""
+        return self.node.start
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the leader of its site."""
+        """Whether this rank is the leader of its node."""
         return self.rank == self.leader
 
     @property
@@ -102,10 +112,14 @@ class RankAgreement:
         """Whether a rank was lost, so that the ranks can no longer agree on anything."""
         return self._broken is not None
 
+    def nodes(self) -> list[range]:
+        """The ranks of every node."""
+        starts = range(0, self.world_size, self._node_size)
+        return [range(start, start + self._node_size) for start in starts]
+
     def sites(self) -> list[range]:
         """The ranks of every site."""
-        starts = range(0, self.world_size, self.site_size)
-        return [range(start, start + self.site_size) for start in starts]
+        return [self.site] if self.is_spread else self.nodes()
 
     def close(self) -> None:
         """Close the connections. Later calls with more than one rank fail."""
@@ -150,15 +164,16 @@ class RankAgreement:
             raise kind(_summary(phase, failed, self.world_size)) from failure
         return [cast(_T, report["result"]) for report in reports]
 
-    def run_on_main(self, phase: str, action: Callable[[], _T]) -> _T:
-        """Run one step on rank 0 and give every rank its result. Collective.
+    def run_on_main(self, phase: str, action: Callable[[], _T], main: int = 0) -> _T:
+        """Run one step on one rank and give every rank its result. Collective.
 
         Args:
             phase: What the step does, for messages.
-            action: The step, called on rank 0 only; its result travels as JSON.
+            action: The step, called on one rank only; its result travels as JSON.
+            main: That rank.
 
         Returns:
-            Rank 0's result.
+            Its result.
 
         Raises:
             CheckpointError: As :meth:`run`.
@@ -166,19 +181,19 @@ class RankAgreement:
         text = bytearray()
 
         def act() -> int:
-            if self.rank == 0:
+            if self.rank == main:
                 text.extend(json.dumps(action()).encode())
             return len(text)
 
-        size = self.run(phase, act)[0]
-        if self.rank != 0:
+        size = self.run(phase, act)[main]
+        if self.rank != main:
             text.extend(bytes(size))
         # Only the length is gathered: what all ranks receive from all would be the result times their number.
-        self.broadcast(phase, torch.frombuffer(text, dtype=torch.uint8), 0)
+        self.broadcast(phase, torch.frombuffer(text, dtype=torch.uint8), main)
         return cast(_T, json.loads(text))
 
     def run_on_leaders(self, phase: str, action: Callable[[], _T]) -> _T:
-        """Run one step on the leader of every site and give its ranks the result. Collective.
+        """Run one step on the leader of every node and give its ranks the result. Collective.
 
         Args:
             phase: What the step does, for messages.

@@ -269,7 +269,7 @@ def _assign(
         case SharingPattern.GLOBAL:
             return Assignment(component, 0, component.key)
         case _:
-            return Assignment(component, ranks.leader, component.key, tuple(range(ranks.world_size)))
+            return Assignment(component, ranks.site.start, component.key, tuple(range(ranks.world_size)))
 
 
 def _compare(phase: str, declared: Sequence[_Declaration]) -> dict[str, SharingPattern]:

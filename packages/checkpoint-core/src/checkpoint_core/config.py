@@ -37,12 +37,14 @@ class CheckpointConfig:
     timeout_seconds: float = 1800.0
     """How long a rank waits for the slowest rank before it gives up."""
     save_on_each_node: bool = False
-    """Every node writes to an ``output_dir`` of its own, for storage that the nodes do not share. State that
-    is divided between nodes cannot be saved so."""
+    """Every node writes to an ``output_dir`` of its own, for storage that the nodes do not share. Each keeps
+    a whole copy, so state that is divided between nodes cannot be saved so; but with ``remote_dir`` the nodes
+    keep one copy together, each the files that its ranks write."""
     remote_dir: str | None = None
     """A second tier: an address in an object store, such as ``s3://bucket/run``, to which checkpoints are
-    uploaded in the background once they are committed in ``output_dir``, a directory that all ranks share. A
-    resume takes the newest good checkpoint of both."""
+    uploaded in the background once they are committed in ``output_dir``. A resume takes the newest good
+    checkpoint of both. That directory is one that all ranks share, or with ``save_on_each_node`` one on the
+    disk of each node: then a resume takes from there what was saved by nodes that are all back."""
     remote_save_total_limit: int | None = 2
     """``save_total_limit`` of ``remote_dir``, with the ``preserve_n_best`` best of there besides."""
     one_writer_per_file: bool | None = None
@@ -77,7 +79,7 @@ class CheckpointConfig:
                 "node write to a directory. Leave one of them out."
             )
         if self.remote_dir is not None:
-            _check_tiers(self.output_dir, self.remote_dir, self.save_on_each_node)
+            _check_tiers(self.output_dir, self.remote_dir)
         if self.on_replica_mismatch not in ("error", "warn"):
             raise CheckpointError(
                 f"on_replica_mismatch={self.on_replica_mismatch!r} must be 'error' or 'warn'."
@@ -114,7 +116,7 @@ def lower_is_better(metric: str, greater_is_better: bool | None) -> bool:
     )
 
 
-def _check_tiers(output_dir: str | Path, remote_dir: str | Path, save_on_each_node: bool) -> None:
+def _check_tiers(output_dir: str | Path, remote_dir: str | Path) -> None:
     """Check that the two tiers are two, and that the first one is a directory."""
     local, remote = locate(output_dir), locate(remote_dir)
     if not isinstance(remote, StorePath):
@@ -134,12 +136,6 @@ def _check_tiers(output_dir: str | Path, remote_dir: str | Path, save_on_each_no
                 f"remote_dir={str(remote_dir)!r} and output_dir={str(output_dir)!r} are the same directory, "
                 "or one holds the other. Give each tier a place of its own."
             )
-    if save_on_each_node:
-        raise CheckpointError(
-            "remote_dir does not go with save_on_each_node=True: the parts of a checkpoint that each node "
-            "keeps to itself are not brought together. Leave save_on_each_node out, and give an output_dir "
-            "that all nodes share; or give the address as output_dir, without remote_dir."
-        )
 
 
 def _check_best_settings(

@@ -16,7 +16,8 @@ from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.files import read_json
 from checkpoint_core.manifest import STATE_FORMAT, WEIGHTS_FORMAT, ComponentPart, ComponentRecord, Manifest
 from checkpoint_core.model_state import ModelState, OptimizerState, check_tie
-from checkpoint_core.selection import select_checkpoint
+from checkpoint_core.peers import Peers, file_finder
+from checkpoint_core.selection import Chosen, select_checkpoint
 from checkpoint_core.tensor_files import (
     FORMAT_ENTRY,
     FileLayout,
@@ -391,7 +392,14 @@ class LoadedCheckpoint:
 
 
 def load(
-    ranks: RankAgreement, plan: Plan, output_dir: Path, path: Path | None, remote_dir: Path | None = None
+    ranks: RankAgreement,
+    plan: Plan,
+    output_dir: Path,
+    path: Path | None,
+    remote_dir: Path | None = None,
+    peers: Peers | None = None,
+    *,
+    continues: bool = True,
 ) -> tuple[LoadedCheckpoint, Manifest] | None:
     """Choose a checkpoint, verify it and restore its components. Collective.
 
@@ -401,6 +409,8 @@ def load(
         output_dir: The directory of the checkpoints.
         path: The checkpoint; None for the newest good one.
         remote_dir: A second tier, which may hold the newest one.
+        peers: The nodes, where they keep checkpoints together.
+        continues: Whether the run continues from it, which a warning tells of where later ones are there.
 
     Returns:
         What was loaded, or None when there is nothing to load.
@@ -408,11 +418,11 @@ def load(
     Raises:
         CheckpointError: On every rank, when any failed.
     """
-    chosen = select_checkpoint(ranks, output_dir, path, remote_dir)
+    chosen = select_checkpoint(ranks, output_dir, path, remote_dir, continues=continues)
     if chosen is None:
         return None
     with ExitStack() as files:
-        return _Restoring(ranks, plan, *chosen, files).run(), chosen[1]
+        return _Restoring(ranks, plan, chosen, peers, files).run(), chosen.manifest
 
 
 class _Restoring:
@@ -422,15 +432,16 @@ class _Restoring:
         self,
         ranks: RankAgreement,
         plan: Plan,
-        directory: Path,
-        manifest: Manifest,
+        chosen: Chosen,
+        peers: Peers | None,
         files: ExitStack,
     ) -> None:
         self._ranks = ranks
         self._plan = plan
-        self._directory = directory
-        self._manifest = manifest
-        self._phase = f"loading {directory}"
+        self._directory = chosen.path
+        self._manifest = chosen.manifest
+        self._find = file_finder(ranks, peers, *chosen)
+        self._phase = f"loading {chosen.path}"
         self._files = files
         self._reader = Reader(ranks.rank, ranks.world_size)
         self._reads: dict[str, ReadPlan] = {}
@@ -479,12 +490,12 @@ class _Restoring:
         record = self._manifest.component(component.key)
         if record is None:
             return f"the checkpoint was saved without component {component.key!r}"
-        present = [name for part in record.parts for name in part.files if (self._directory / name).is_file()]
+        present = [name for part in record.parts for name in part.files if self._find(name).is_file()]
         if not present:
             return f"{record.parts[0].files[0]} was deleted"
         reads = self._reads[component.key] = _plan_reads(record, assignment, self._manifest, self._reader)
         names = [name for part in reads.parts for name in part.files]
-        deleted = [name for name in names if not (self._directory / name).is_file()]
+        deleted = [name for name in names if not self._find(name).is_file()]
         return f"{', '.join(deleted)} was deleted" if deleted else None
 
     def _open(self, key: str) -> None:
@@ -493,7 +504,7 @@ class _Restoring:
             return  # It is not declared here, or rank 0 reads it.
         stored = self._stored[key] = []
         for part in reads.parts:
-            stored.append(StoredState([self._directory / name for name in part.files], record.format))
+            stored.append(StoredState([self._find(name) for name in part.files], record.format))
             self._files.callback(stored[-1].close)
         if reads.reader is None and not self._is_shared(key):
             self._restores[key] = plan_restore(self._plan.assignments[key].component.stateful, stored[0])

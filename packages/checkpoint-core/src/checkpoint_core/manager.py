@@ -15,6 +15,7 @@ import torch
 from checkpoint_core.agreement import RankAgreement
 from checkpoint_core.background import BackgroundWorker, StagingBuffer
 from checkpoint_core.components import (
+    Plan,
     StateComponent,
     StatefulProvider,
     StaticStatefulProvider,
@@ -27,11 +28,13 @@ from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.loading import LoadedCheckpoint, load
 from checkpoint_core.model_directory import ModelExport
+from checkpoint_core.peers import Peers
 from checkpoint_core.retention import BestCheckpoint, Retention, best_summary
 from checkpoint_core.saving import CheckpointSave, Preprocessor
 from checkpoint_core.store_directory import OtherRuns
 from checkpoint_core.store_path import StorePath, locate
 from checkpoint_core.store_saving import StoreSave, check_supported
+from checkpoint_core.tensor_files import MODEL_STEM
 from checkpoint_core.tiers import RemoteTier
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
 
@@ -78,13 +81,18 @@ class CheckpointManager:
         self._output_dir = locate(config.output_dir, config.timeout_seconds).absolute()
         config = replace(config, output_dir=self._output_dir)
         self._config = config
-        self._closed = False
+        self._closed = self._leaves_early = False
         env = _environment() if dist is None else dist
         self._provider = _provider(state, stateful_provider, env.world_size)
         self._preprocessor = preprocessor
         self._lease = lease
         self._local_world_size = env.local_world_size
-        self._ranks = RankAgreement(env, config.timeout_seconds, each_node=config.save_on_each_node)
+        self._ranks = RankAgreement(
+            env,
+            config.timeout_seconds,
+            each_node=config.save_on_each_node,
+            spread=config.remote_dir is not None,
+        )
 
         def settings() -> tuple[str, dict[str, object]]:
             check_supported(self._output_dir, config, lease)
@@ -94,8 +102,11 @@ class CheckpointManager:
         _check_settings([settings for _, settings in opened])
         self._retention = Retention(config, opened[0][0])
         self._tier: RemoteTier | None = None
+        self._peers: Peers | None = None
         if config.remote_dir is not None:
             self._ranks.run(_OPENING, lambda: self._open_tier(config, lease))
+        if self._tier is not None and self._ranks.is_spread:
+            self._peers = self._tier.connect(self._ranks, _OPENING)
         self._staging = StagingBuffer() if config.async_save else None
         self._worker = BackgroundWorker()
         self._others = OtherRuns()
@@ -108,12 +119,14 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the manager."""
+        self._leaves_early = kind is not None
         self.close()
 
     def close(self) -> None:
         """Finish a save that is under way, and give back memory and the process group of the manager.
 
-        With ``remote_dir``, rank 0 then waits for the upload, for ``timeout_seconds`` at most.
+        With ``remote_dir``, rank 0 then waits for the upload, for ``timeout_seconds`` at most; and where each
+        node keeps a part of it, the others until rank 0 needs them no more.
 
         Raises:
             CheckpointError: The save failed; or on rank 0, that ``remote_dir`` does not have the newest
@@ -128,8 +141,12 @@ class CheckpointManager:
                 self._staging = None
                 self._ranks.close()
                 if self._tier is not None:
-                    # Without the other ranks, which are not needed for it and may have gone.
+                    # Not as a collective: other ranks may have gone.
+                    if self._ranks.is_leader and self._ranks.rank and not self._leaves_early:
+                        self._tier.wait_for_main()
                     self._tier.close()
+                if self._peers is not None:
+                    self._peers.close()
 
     def owns(self, checkpoint: Path) -> bool:
         """Whether a checkpoint lies where this manager saves.
@@ -215,7 +232,7 @@ class CheckpointManager:
             )
             if self._tier is not None and target is None:
                 tier = self._tier
-                self._ranks.run_on_leaders(phase, lambda: tier.check_first_save(step))
+                self._ranks.run_on_main(phase, lambda: tier.check_first_save(step))
             save.capture(self._staging)
             if self._config.async_save:
                 self._worker.start(f"saving {save.final.name}", lambda: self._finish(save))
@@ -262,7 +279,8 @@ class CheckpointManager:
         what = f"load of {wanted.name if wanted else 'the newest checkpoint'}"
         plan = make_plan("loading a checkpoint", self._ranks, self._provider, lambda: what)
         tier = self._tier
-        result = load(self._ranks, plan, self._output_dir, wanted, None if tier is None else tier.place)
+        remote = None if tier is None else tier.place
+        result = load(self._ranks, plan, self._output_dir, wanted, remote, self._peers)
         if result is None:
             return None
         loaded, manifest = result
@@ -275,13 +293,37 @@ class CheckpointManager:
                 self._retention.resumed_from = checkpoint_path(self._output_dir, loaded.step)
                 tier.retention.resumed_from = checkpoint_path(tier.place, loaded.step)
                 tier.retention.run_id = manifest.run_id
-                if wanted is None and self._ranks.is_leader:
+                if wanted is None and self._ranks.rank == 0:
                     # The process that saved it may have ended before it was uploaded.
                     tier.request(loaded.step, saved=False)
         return loaded
 
     load = load_checkpoint
     """Short for :meth:`load_checkpoint`."""
+
+    def load_model(self, path: str | Path) -> None:
+        """Verify a checkpoint and take the component ``model`` from it, and nothing else. Collective.
+
+        Args:
+            path: The checkpoint, such as one of :meth:`best_checkpoints`. Where nodes keep checkpoints
+                together, each may have a part of it.
+
+        Raises:
+            CheckpointError: On every rank: the checkpoint is missing or damaged, holds no ``model`` or one
+                that does not fit, or none is declared.
+        """
+        self.wait()
+        wanted, tier = self._locate(path), self._tier
+        phase = f"load of the model of {wanted.name}"
+        plan = make_plan("loading a checkpoint", self._ranks, self._provider, lambda: phase)
+        if MODEL_STEM not in plan.patterns:
+            raise CheckpointError(f"{phase}: there is no component 'model'. Declare one.")
+        parts = {key: plan.assignments[key] for key in [MODEL_STEM] if key in plan.assignments}
+        only = Plan({MODEL_STEM: plan.patterns[MODEL_STEM]}, parts)
+        remote = None if tier is None else tier.place
+        result = load(self._ranks, only, self._output_dir, wanted, remote, self._peers, continues=False)
+        if result is not None and result[0].missing:
+            raise CheckpointError(f"{phase}: its files of component 'model' are not there.")
 
     def save_model(self, output_dir: str | Path, *, overwrite_output_dir: bool = False) -> Path:
         """Write the weights, configuration and preprocessor as a Hugging Face directory. Collective.
@@ -378,15 +420,20 @@ class CheckpointManager:
         save.commit()
         if save.path is None:
             phase = f"rotating after {save.final.name}"
-            self._ranks.run_on_leaders(phase, lambda: self._rotate(save))
+            self._rotate(phase, save)
 
-    def _rotate(self, save: CheckpointSave) -> None:
-        if self._tier is None:
-            self._retention.apply(save.final, save.metrics)
+    def _rotate(self, phase: str, save: CheckpointSave) -> None:
+        ranks, tier = self._ranks, self._tier
+        if tier is None:
+            ranks.run_on_leaders(phase, lambda: self._retention.apply(save.final, save.metrics))
             return
-        with self._tier.rotating() as in_use:
-            self._retention.apply(save.final, save.metrics, in_use)
-        self._tier.request(save.step, saved=True)
+        with tier.rotating() as in_use:
+            # No node may delete its part of what rank 0 has begun to upload.
+            names = ranks.run_on_main(phase, lambda: [path.name for path in in_use])
+            kept = [self._output_dir / name for name in names]
+            ranks.run_on_leaders(phase, lambda: self._retention.apply(save.final, save.metrics, kept))
+        if ranks.rank == 0:
+            tier.request(save.step, saved=True)
 
     def _open_tier(self, config: CheckpointConfig, lease: DirectoryLease | None) -> None:
         self._tier = RemoteTier(config, lease)

@@ -17,6 +17,7 @@ WEIGHTS_FORMAT = "weights"
 STATE_FORMAT = "state"
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
+SPREAD_SCHEMA_VERSION = 2
 SAVE_DIGITS = 8
 _REMEDY = "Restore the file, or load another checkpoint"
 _BEYOND_FILES = 2**63
@@ -83,6 +84,8 @@ class Manifest:
     """Versions of the software that wrote the checkpoint."""
     schema_version: int = SCHEMA_VERSION
     """Version of this format."""
+    nodes: int = 1
+    """Number of nodes that keep the files on disks of their own, each those that its ranks wrote."""
 
     @property
     def save_directory(self) -> str:
@@ -121,6 +124,10 @@ class Manifest:
         """The content of the file, which ends with a digest of itself."""
         head = {"schema_version": self.schema_version, "checksum_algorithm": ALGORITHM}
         body = {**head, **asdict(self)}
+        # Earlier versions would take the files of other nodes for deleted ones.
+        body["schema_version"] = SCHEMA_VERSION if self.nodes == 1 else SPREAD_SCHEMA_VERSION
+        if self.nodes == 1:
+            del body["nodes"]
         if self.metrics is not None:
             body["metrics"] = metrics_document(self.metrics)
         return json_bytes({**body, "checksum": _digest(body)})
@@ -213,10 +220,10 @@ def parse_manifest(path: Path, document: object) -> Manifest:
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} is damaged: it is not a JSON object. {_REMEDY}.")
     schema = document.get("schema_version")
-    if isinstance(schema, int) and schema > SCHEMA_VERSION:
+    if isinstance(schema, int) and schema > SPREAD_SCHEMA_VERSION:
         raise CheckpointError(
-            f"{path} has schema version {schema}, but this version reads up to {SCHEMA_VERSION}. Upgrade "
-            "checkpoint-core."
+            f"{path} has schema version {schema}, but this version reads up to "
+            f"{SPREAD_SCHEMA_VERSION}. Upgrade checkpoint-core."
         )
     checksum = document.pop("checksum", None)
     try:
@@ -230,18 +237,19 @@ def parse_manifest(path: Path, document: object) -> Manifest:
         raise CheckpointError(f"{path} is malformed ({reason}). {_REMEDY}.") from error
 
 
-def verify_checkpoint(checkpoint: Path, *, checksums: bool) -> Manifest:
+def verify_checkpoint(checkpoint: Path, *, checksums: bool, one_node: bool = False) -> Manifest:
     """Check that the files of a checkpoint are what was committed. Deleted files are left out.
 
     Args:
         checkpoint: The checkpoint's directory.
         checksums: Compare digests too, not only sizes.
+        one_node: Whether files that other nodes keep are left out as well.
 
     Returns:
         Its manifest.
 
     Raises:
-        CheckpointError: A file is damaged; names it.
+        CheckpointError: A file is damaged, or kept by another node; names it.
     """
     if not checkpoint.is_dir():
         raise CheckpointError(f"there is no checkpoint directory {checkpoint}.")
@@ -250,6 +258,12 @@ def verify_checkpoint(checkpoint: Path, *, checksums: bool) -> Manifest:
     if manifest.files and not sizes and isinstance(checkpoint, StorePath):
         # A commit that came late, of a process that was taken for dead: what it had uploaded was cleaned up.
         raise CheckpointError(f"{checkpoint} is damaged: none of its files is there. {_REMEDY}.")
+    if manifest.nodes > 1 and not one_node and (absent := sorted(set(manifest.files) - set(sizes))):
+        raise CheckpointError(
+            f"{checkpoint} is not whole: {absent[0]} is not in it. {manifest.nodes} nodes saved it, each "
+            "its own files. Load it on those nodes, with save_on_each_node=True and remote_dir; or copy the "
+            "files of all nodes into one directory."
+        )
     for name, size in sizes.items():
         path, record = checkpoint / name, manifest.files[name]
         if size != record.size:
@@ -271,7 +285,7 @@ def _parse(document: dict[str, Any]) -> Manifest:
         raise ValueError(f"checksum_algorithm is {algorithm!r}, not {ALGORITHM!r}")
     if unknown := sorted(set(document) - set(Manifest.__dataclass_fields__)):
         raise ValueError(f"it has the unknown entry {unknown[0]!r}")
-    manifest: Manifest = _typed(document, Manifest, "")
+    manifest: Manifest = _typed({"nodes": 1, **document}, Manifest, "")
     if len({component.key for component in manifest.components}) < len(manifest.components):
         raise ValueError("two components have the same key")
     for name in manifest.files:
@@ -314,7 +328,7 @@ def _typed(value: object, kind: Any, where: str) -> Any:
         return [_typed(item, get_args(kind)[0], f"{where}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, dict):
         return {key: _typed(item, get_args(kind)[1], f"{where}[{key!r}]") for key, item in value.items()}
-    least = 1 if where in ("world_size", "schema_version") else 0
+    least = 1 if where in ("world_size", "schema_version", "nodes") else 0
     if isinstance(value, int) and not least <= value < _BEYOND_FILES:
         raise ValueError(f"{where} is {_show(value)}, which is not from {least} to 2**63 - 1")
     return value

@@ -78,7 +78,13 @@ class ModelExport:
                 ranks, phase, self.output_dir, setting, self.local_world_size
             )
             files = divide_into_files(
-                ranks, phase, self._model_plan(), captured, self.config, one_writer=one_writer
+                ranks,
+                phase,
+                self._model_plan(),
+                captured,
+                self.config,
+                one_writer=one_writer,
+                owners=ranks.nodes()[0] if ranks.is_spread else None,
             )
             staging = self.output_dir / ranks.run_on_leaders(phase, lambda: self._begin([*files.values()]))
 
@@ -89,7 +95,7 @@ class ModelExport:
             ranks.run(phase, write)
             for key in self._model_plan().sharded:
                 files[key].exchange(ranks, phase, staging)
-            ranks.run_on_leaders(phase, lambda: place_files(staging, self.output_dir))
+            ranks.run_on_leaders(phase, lambda: self._place(staging))
         finally:
             if self._staging is not None:
                 discard(self._staging)
@@ -98,11 +104,18 @@ class ModelExport:
 
     def _claim(self) -> None:
         target, setting = self.output_dir, "overwrite_output_dir=True"
+        if not self._writes:
+            return
         check_export_target(target, overwrite=self.overwrite, setting=setting)
         if self._lease is not None:
             self._lease.acquire()
             # Again, for what another export has left meanwhile.
             check_export_target(target, overwrite=self.overwrite, setting=setting)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether the leader of this node writes: the first one, where nodes keep one copy together."""
+        return self.ranks.site.start == self.ranks.leader
 
     def _model_plan(self) -> Plan:
         """The plan of the model alone, which the leader of every node writes under its usual name."""
@@ -115,12 +128,18 @@ class ModelExport:
                 "save_model() needs a component with key 'model' whose stateful is a ModelState, but "
                 f"declared are {sorted(self.plan.assignments)}."
             )
-        mine = replace(assignment, writer=self.ranks.leader, stem=MODEL_STEM)
+        mine = replace(assignment, writer=self.ranks.site.start, stem=MODEL_STEM)
         return Plan({MODEL_STEM: pattern}, {MODEL_STEM: mine})
 
+    def _place(self, staging: Path) -> None:
+        if self._writes:
+            place_files(staging, self.output_dir)
+
     def _begin(self, files: Sequence[ComponentFiles]) -> str:
+        if not self._writes:
+            return ""
         clean_leftovers(self.output_dir)
-        check_space(self.output_dir, sum(each.size for each in files))
+        check_space(self.output_dir, sum(each.size() for each in files))
         self._staging = create_staging(self.output_dir, 0)
         if self.preprocessor is not None:
             save_preprocessor(self.preprocessor, self._staging)

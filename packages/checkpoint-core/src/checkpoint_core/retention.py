@@ -262,13 +262,15 @@ def rotate(
 def _manifest_of_run(path: Path, step: int, run_id: str) -> Manifest | None:
     """The manifest of a checkpoint, if it is whole and this run wrote it under this name; None if it is not.
 
+    Whole is also what lacks files that other nodes keep.
+
     Raises:
         OSError: The storage failed, so that nothing can be told.
     """
     if path.name != f"checkpoint-{step}":
         return None  # "checkpoint-007" is somebody's copy.
     try:
-        manifest = verify_checkpoint(path, checksums=False)
+        manifest = verify_checkpoint(path, checksums=False, one_node=True)
     except (CheckpointError, FileNotFoundError, PermissionError):
         return None
     return manifest if (manifest.run_id, manifest.step) == (run_id, step) else None

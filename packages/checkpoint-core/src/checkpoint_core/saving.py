@@ -2,7 +2,8 @@
 
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypedDict
@@ -136,11 +137,18 @@ class ComponentFiles:
         """Names of the files that reading needs."""
         return [*self.documents, *self.layouts]
 
-    @property
-    def size(self) -> int:
-        """Bytes on disk."""
+    def size(self, owners: Collection[int] | None = None) -> int:
+        """Bytes on disk.
+
+        Args:
+            owners: Count tensor files of these owners only; None counts all.
+        """
         texts = (*self.documents.values(), *self.companions.values())
-        return sum(len(text) for text in texts) + sum(layout.size for layout in self.layouts.values())
+        sizes = [layout.size for layout in self.layouts.values()]
+        if self.whole is not None and owners is not None:
+            pairs = zip(sizes, self.whole.owners, strict=False)
+            sizes = [size for size, owner in pairs if owner in owners]
+        return sum(map(len, texts)) + sum(sizes)
 
     def create(self, directory: Path) -> Shares:
         """Make the files, complete but for the tensors. Called by one rank.
@@ -259,17 +267,18 @@ def divide_into_files(
     config: CheckpointConfig,
     *,
     one_writer: bool = False,
+    owners: Collection[int] | None = None,
 ) -> dict[str, ComponentFiles]:
     """The files that this rank makes, or writes a part of, by component. Collective.
 
-    With ``one_writer`` each file is written by one rank.
+    With ``one_writer`` each file is written by one rank, of ``owners`` where they are given.
 
     Raises:
         CheckpointError: On every rank, when any failed.
     """
     sharded = {key: captured[key] for key in plan.sharded}
     joined = join_states(ranks, phase, sharded, config.on_replica_mismatch)
-    owned = assign_owners(ranks, phase, joined, config.max_shard_size) if one_writer else {}
+    owned = assign_owners(ranks, phase, joined, config.max_shard_size, owners) if one_writer else {}
     files: dict[str, ComponentFiles] = {}
 
     def divide() -> None:
@@ -368,7 +377,7 @@ class CheckpointSave:
         try:
             sizes = ranks.run(phase, lambda: (self._size(), uuid.uuid4().hex))
             self._save_id = sizes[0][1]
-            self._write_all(sum(sizes[rank][0] for rank in ranks.site))
+            self._write_all(sum(sizes[rank][0] for rank in ranks.node))
         except BaseException:
             self._discard()
             raise
@@ -402,7 +411,7 @@ class CheckpointSave:
     def _discard(self) -> None:
         # Only a leader has made it, and by now no rank writes into it any more. When a rank was lost, another
         # node may have published, and the next load needs this one's files to do the same.
-        if self._staging is not None and not (self.ranks.broken and len(self.ranks.sites()) > 1):
+        if self._staging is not None and not (self.ranks.broken and len(self.ranks.nodes()) > 1):
             discard(self._staging)
 
     def _check_replicas(self, captured: Mapping[str, EncodedState]) -> None:
@@ -433,7 +442,14 @@ class CheckpointSave:
         return self.plan.assignments[key].writer == self.ranks.rank
 
     def _size(self) -> int:
-        return sum(files.size for key, files in self._files.items() if self._makes(key))
+        """Bytes that go to the disk of this node, of the files that this rank makes or, as its leader, whose
+        owners it leads."""
+        leads = self.ranks.is_leader
+        return sum(
+            files.size(self.ranks.node)
+            for key, files in self._files.items()
+            if self._makes(key) or (leads and files.whole is not None)
+        )
 
     def _publish(self, staging: Path) -> None:
         # Once more: writing may have taken long, and another run may have taken the directory over meanwhile.
@@ -454,6 +470,8 @@ class CheckpointSave:
         clean_leftovers(self.final.parent)
         check_space(self.final.parent, needed)
         self._staging = create_staging(self.final.parent, self.step)
+        if self.ranks.rank != self.ranks.site.start:
+            return self._staging.name  # What follows is kept once, by the first node.
         # First, so that a file of the preprocessor never replaces one of ours: ours are made with O_EXCL.
         if self.preprocessor is not None:
             self._made |= save_preprocessor(self.preprocessor, self._staging)
@@ -480,6 +498,8 @@ class CheckpointSave:
         return report
 
     def _write_manifest(self, staging: Path, reports: Sequence[RankReport]) -> None:
+        if self.ranks.is_spread:
+            check_one_writer(reports)
         write_bytes(staging / MANIFEST_NAME, self._manifest(reports).to_bytes())
         # Once another node has published, this one must be able to, even after a power cut.
         sync_directories(staging)
@@ -512,7 +532,30 @@ class CheckpointSave:
             tied_weights=tied,
             metrics=self.metrics,
             versions=current_versions(),
+            nodes=len(self.ranks.nodes()) if self.ranks.is_spread else 1,
         )
+
+
+def check_one_writer(reports: Sequence[RankReport]) -> None:
+    """Refuse a checkpoint of which two ranks have written one file, each somewhere else.
+
+    Args:
+        reports: What each rank wrote.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    writers = Counter(name for report in reports for name in report["files"])
+    if twice := sorted(name for name, count in writers.items() if count > 1):
+        raise written_twice(twice[0])
+
+
+def written_twice(name: str) -> CheckpointError:
+    """The error for a file that two parts of a checkpoint want to write."""
+    return CheckpointError(
+        f"two parts of the checkpoint want to write {name}. Rename the component key that clashes with "
+        "another component or with a file of the preprocessor."
+    )
 
 
 def save_preprocessor(preprocessor: Preprocessor, directory: Path) -> Shares:

@@ -2,11 +2,11 @@
 
 import errno
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from checkpoint_core.agreement import RankAgreement
 from checkpoint_core.directory import (
@@ -18,8 +18,15 @@ from checkpoint_core.directory import (
     restore_replaced,
 )
 from checkpoint_core.errors import CheckpointError, describe_error
-from checkpoint_core.files import combine, in_threads, range_share
-from checkpoint_core.manifest import MANIFEST_NAME, Manifest, read_manifest, verify_checkpoint, wrong_content
+from checkpoint_core.files import combine, in_threads, parse_json, range_share
+from checkpoint_core.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    parse_manifest,
+    read_manifest,
+    verify_checkpoint,
+    wrong_content,
+)
 from checkpoint_core.store_path import StorePath, file_sizes, locate, reading_threads
 from dist_env import StoreError
 
@@ -33,7 +40,11 @@ _Range = tuple[str, int, int]
 
 
 def find_latest_checkpoint(
-    output_dir: str | Path, *, remote_dir: str | Path | None = None, verify_checksums: bool = False
+    output_dir: str | Path,
+    *,
+    remote_dir: str | Path | None = None,
+    verify_checksums: bool = False,
+    one_node: bool = False,
 ) -> Path | None:
     """The committed checkpoint with the highest step.
 
@@ -46,6 +57,8 @@ def find_latest_checkpoint(
             taken from ``output_dir``.
         verify_checksums: Read every file and compare its digest. Without it sizes are compared, which finds
             truncated files at the cost of a directory listing.
+        one_node: Whether a checkpoint counts of which ``output_dir`` holds the files of one node, and other
+            nodes keep the others.
 
     Returns:
         The checkpoint's directory, or None when there is none.
@@ -55,18 +68,24 @@ def find_latest_checkpoint(
     """
     best: tuple[int, Path] | None = None
     for tier in [output_dir] if remote_dir is None else [output_dir, remote_dir]:
-        found = next(_good_checkpoints(locate(tier), checksums=verify_checksums), None)
+        good = _good_checkpoints(locate(tier), checksums=verify_checksums, one_node=one_node)
+        found = next(good, None)
         if found is not None and (best is None or found[1].step > best[0]):
             best = found[1].step, found[0]
     return None if best is None else best[1]
 
 
-def _good_checkpoints(output_dir: Path, *, checksums: bool) -> Iterator[tuple[Path, Manifest]]:
-    """Committed checkpoints that pass verification, highest step first; the others are named in warnings."""
+def _good_checkpoints(
+    output_dir: Path, *, checksums: bool, one_node: bool = False
+) -> Iterator[tuple[Path, Manifest]]:
+    """Committed checkpoints that pass verification, highest step first; the others are named in warnings.
+
+    With ``one_node`` those too whose other files are kept by other nodes.
+    """
     restore_replaced(output_dir)
     for step, path in checkpoint_directories(output_dir):
         try:
-            manifest = verify_checkpoint(path, checksums=checksums)
+            manifest = verify_checkpoint(path, checksums=checksums, one_node=one_node)
             if manifest.step != step:
                 raise CheckpointError(
                     f"{path} holds step {manifest.step}, not {step}, so it was renamed. Give it its name "
@@ -84,9 +103,25 @@ def _warn_passing_over(path: Path, error: Exception) -> None:
     _logger.warning("passing over %s: %s", path.name, error)
 
 
+class Chosen(NamedTuple):
+    """A checkpoint that is good."""
+
+    path: Path
+    """Its directory."""
+    manifest: Manifest
+    keepers: Mapping[str, int] | None = None
+    """Where nodes keep it together: the leader of a node that has it, by file. None where this rank sees all
+    files."""
+
+
 def select_checkpoint(
-    ranks: RankAgreement, output_dir: Path, path: Path | None, remote_dir: Path | None = None
-) -> tuple[Path, Manifest] | None:
+    ranks: RankAgreement,
+    output_dir: Path,
+    path: Path | None,
+    remote_dir: Path | None = None,
+    *,
+    continues: bool = True,
+) -> Chosen | None:
     """Choose a checkpoint and verify it together. Collective.
 
     Args:
@@ -94,20 +129,29 @@ def select_checkpoint(
         output_dir: The directory of the checkpoints.
         path: The checkpoint; None for the newest that is good on every node.
         remote_dir: A second tier, in a store; a step that both hold is taken from ``output_dir``.
+        continues: Whether the run continues from it; then a warning names later ones beside ``path``.
 
     Returns:
-        Directory and manifest, or None when ``path`` is None and there is no checkpoint.
+        The checkpoint, or None when ``path`` is None and there is none.
 
     Raises:
         CheckpointError: On every rank: the named checkpoint is missing or damaged, or the nodes have no
             checkpoint in common.
     """
     output_dir = output_dir.absolute()
-    if len(ranks.sites()) > 1:
+    if len(ranks.nodes()) > 1:
         _finish_publishing(ranks, output_dir)
     if path is None:
         return _newest(ranks, output_dir, remote_dir)
-    return _named(ranks, output_dir, path.absolute(), remote_dir)
+    chosen = _named(ranks, path.absolute())
+    tiers = [output_dir] if remote_dir is None else [output_dir, remote_dir]
+    if continues and ranks.is_leader and chosen.path.parent.resolve() in [tier.resolve() for tier in tiers]:
+        _warn_about_later(output_dir, chosen.manifest.step)
+        if remote_dir is not None:
+            # Only here, on one rank: a store that cannot be asked must not leave the others waiting.
+            with suppress(StoreError):
+                _warn_about_later(remote_dir, chosen.manifest.step)
+    return chosen
 
 
 def _finish_publishing(ranks: RankAgreement, output_dir: Path) -> None:
@@ -118,7 +162,9 @@ def _finish_publishing(ranks: RankAgreement, output_dir: Path) -> None:
     """
 
     def look() -> tuple[list[_Save], dict[str, _Save]]:
-        return (_saves(output_dir), _unpublished(output_dir)) if ranks.is_leader else ([], {})
+        if not ranks.is_leader:
+            return [], {}
+        return _saves(output_dir, one_node=ranks.is_spread), _unpublished(output_dir)
 
     found = ranks.run(_PHASE, look)
     published = {_save(entry) for saves, _ in found for entry in saves}
@@ -139,59 +185,142 @@ def _unpublished(output_dir: Path) -> dict[str, _Save]:
     for leftover in find_leftovers(output_dir):
         if leftover.kind == STAGING and leftover.is_abandoned():
             try:
-                manifest = verify_checkpoint(leftover.path, checksums=False)
+                manifest = verify_checkpoint(leftover.path, checksums=False, one_node=True)
             except (CheckpointError, OSError):
                 continue  # Killed while it was being written.
             found[leftover.path.name] = (manifest.step, manifest.save_id)
     return found
 
 
-def _named(
-    ranks: RankAgreement, output_dir: Path, path: Path, remote_dir: Path | None
-) -> tuple[Path, Manifest]:
-    def check() -> None:
+def _named(ranks: RankAgreement, path: Path) -> Chosen:
+    keeps_parts = ranks.is_spread and not isinstance(path, StorePath)
+
+    def check() -> list[_Kept]:
         if not (path / MANIFEST_NAME).is_file() and checkpoint_directories(path):
             newest = checkpoint_directories(path)[0][1]
             raise CheckpointError(
                 f"{path} contains checkpoints but is not one itself. Pass one of them, such as {newest}."
             )
-        verify_checkpoint(path, checksums=False)
+        if keeps_parts and not (path / MANIFEST_NAME).is_file():
+            return []  # Other nodes may have all of it.
+        manifest = verify_checkpoint(path, checksums=False, one_node=keeps_parts)
+        return [_kept(path, manifest)] if keeps_parts else []
 
-    ranks.run_on_leaders(_PHASE, check)
-    manifest = _read_everywhere(ranks, path)
-    _compare(ranks, path, manifest, _read_shares(ranks, path, manifest))
-    tiers = [output_dir] if remote_dir is None else [output_dir, remote_dir]
-    if path.parent.resolve() in [tier.resolve() for tier in tiers] and ranks.is_leader:
-        _warn_about_later(output_dir, manifest.step)
-        if remote_dir is not None:
-            # Only here, on one rank: a store that cannot be asked must not leave the others waiting.
-            with suppress(StoreError):
-                _warn_about_later(remote_dir, manifest.step)
-    return path, manifest
+    found = ranks.run(_PHASE, lambda: check() if ranks.is_leader else [])
+    if keeps_parts:
+        chosen = _together(ranks, path, {rank: kept[0] for rank, kept in enumerate(found) if kept})
+    else:
+        chosen = Chosen(path, _read_everywhere(ranks, path))
+    _compare(ranks, chosen, _read_shares(ranks, chosen))
+    return chosen
 
 
-def _newest(ranks: RankAgreement, output_dir: Path, remote_dir: Path | None) -> tuple[Path, Manifest] | None:
+class _Kept(TypedDict):
+    """What one node has of a checkpoint."""
+
+    step: int
+    save_id: str
+    files: list[str]
+    """Names of the files that it has."""
+    missing: list[str]
+    """Names of the others."""
+
+
+def _kept(path: Path, manifest: Manifest) -> _Kept:
+    there = file_sizes(path, list(manifest.files))
+    missing = sorted(set(manifest.files) - set(there))
+    return _Kept(step=manifest.step, save_id=manifest.save_id, files=sorted(there), missing=missing)
+
+
+def _together(ranks: RankAgreement, path: Path, kept: Mapping[int, _Kept]) -> Chosen:
+    """A checkpoint of which each node may keep a part. Collective.
+
+    Args:
+        ranks: The ranks.
+        path: Its directory, which need not be on every node.
+        kept: What nodes have of it, by their leader; equal on all ranks.
+
+    Raises:
+        CheckpointError: On every rank: no node has it, the nodes have different saves, or not all of one.
+    """
+    if not kept:
+        raise CheckpointError(f"{_PHASE}: no node has a committed checkpoint at {path}.")
+    first = min(kept)
+    if other := [rank for rank in kept if kept[rank]["save_id"] != kept[first]["save_id"]]:
+        raise CheckpointError(
+            f"{_PHASE}: {path.name} is not the same save on all nodes (rank {first} has save "
+            f"{kept[first]['save_id'][:8]}, rank {other[0]} has save {kept[other[0]]['save_id'][:8]}). Move "
+            "the directory of one of them away."
+        )
+    keepers: dict[str, int] = {}
+    for rank in sorted(kept, reverse=True):
+        keepers |= dict.fromkeys(kept[rank]["files"], rank)
+    if lost := [name for name in kept[first]["missing"] if name not in keepers]:
+        raise CheckpointError(
+            f"{path} is not whole: none of the nodes of this job has {lost[0]}"
+            + (f", nor {len(lost) - 1} other files" if len(lost) > 1 else "")
+            + ". Start the job on all nodes that saved it, or load another checkpoint."
+        )
+    text = ranks.run_on_main(_PHASE, lambda: (path / MANIFEST_NAME).read_bytes().decode(), first)
+    return Chosen(path, parse_manifest(path / MANIFEST_NAME, parse_json(text.encode())), keepers)
+
+
+def _whole_saves(ranks: RankAgreement, output_dir: Path) -> list[Chosen]:
+    """The checkpoints that the nodes of this job have together, highest step first. Collective."""
+
+    def look() -> list[_Kept]:
+        found = _good_checkpoints(output_dir, checksums=False, one_node=True) if ranks.is_leader else ()
+        return [_kept(path, manifest) for path, manifest in found]
+
+    by_save: dict[_Save, dict[int, _Kept]] = {}
+    for rank, some in enumerate(ranks.run(_PHASE, look)):
+        for kept in some:
+            # A node that was away may hold an older save of the same step.
+            by_save.setdefault((kept["step"], kept["save_id"]), {})[rank] = kept
+    whole = []
+    for save in sorted(by_save, key=lambda save: (-save[0], -len(by_save[save]))):
+        path = checkpoint_path(output_dir, save[0])
+        try:
+            whole.append(_together(ranks, path, by_save[save]))
+        except CheckpointError as error:
+            if ranks.broken:
+                raise
+            if ranks.rank == 0:
+                _warn_passing_over(path, error)
+    return whole
+
+
+def _local_choices(ranks: RankAgreement, output_dir: Path) -> list[tuple[int, Path, Chosen | None]]:
+    """Step, directory and what is known of the checkpoints of all nodes, highest step first. Collective."""
+    if ranks.is_spread:
+        return [(each.manifest.step, output_dir, each) for each in _whole_saves(ranks, output_dir)]
     found = ranks.run(_PHASE, lambda: _saves(output_dir) if ranks.is_leader else [])
     saves = ranks.run_on_main(_PHASE, lambda: _common(ranks, output_dir, found))
-    choices = [(step, output_dir) for step, _ in map(_save, saves)]
+    return [(step, output_dir, None) for step, _ in map(_save, saves)]
+
+
+def _newest(ranks: RankAgreement, output_dir: Path, remote_dir: Path | None) -> Chosen | None:
+    choices = _local_choices(ranks, output_dir)
     if remote_dir is not None:
         more = ranks.run_on_main(_PHASE, lambda: _remote_saves(remote_dir, output_dir))
         # Stable: of one step the local checkpoint comes first.
         choices = sorted(
-            [*choices, *((step, remote_dir) for step, _ in map(_save, more))], key=lambda item: -item[0]
+            [*choices, *((step, remote_dir, None) for step, _ in map(_save, more))],
+            key=lambda item: -item[0],
         )
-    for step, directory in choices:
+    for step, directory, known in choices:
         path = checkpoint_path(directory, step)
-        manifest = _read_everywhere(ranks, path)
-        error = _damage(ranks, path, manifest)
+        chosen = known or Chosen(path, _read_everywhere(ranks, path))
+        error = _damage(ranks, chosen)
         if error is None:
             if directory is remote_dir and ranks.rank == 0:
                 _logger.info("%s is taken: %s does not have it, whole", path, output_dir)
-            return path, manifest
+            return chosen
         if ranks.is_leader:
             _warn_passing_over(path, error)
     for tier in [output_dir] if remote_dir is None else [output_dir, remote_dir]:
-        ranks.run_on_main(_PHASE, lambda tier=tier: _check_no_ruins(tier))  # type: ignore[misc]
+        run = ranks.run_on_leaders if tier is output_dir else ranks.run_on_main
+        run(_PHASE, lambda tier=tier: _check_no_ruins(tier))  # type: ignore[misc]
     return None
 
 
@@ -215,8 +344,9 @@ def _check_no_ruins(output_dir: Path) -> None:
         )
 
 
-def _saves(output_dir: Path) -> list[_Save]:
-    return [(each.step, each.save_id) for _, each in _good_checkpoints(output_dir, checksums=False)]
+def _saves(output_dir: Path, *, one_node: bool = False) -> list[_Save]:
+    found = _good_checkpoints(output_dir, checksums=False, one_node=one_node)
+    return [(each.step, each.save_id) for _, each in found]
 
 
 def _save(entry: Sequence[int | str]) -> _Save:
@@ -289,29 +419,29 @@ class _Read(TypedDict):
     """Why a file cannot be read."""
 
 
-def _compare(ranks: RankAgreement, directory: Path, manifest: Manifest, reads: Sequence[_Read]) -> None:
+def _compare(ranks: RankAgreement, chosen: Chosen, reads: Sequence[_Read]) -> None:
     """Raise on every rank, with the file's name, where a checksum differs. Collective."""
-    mine = [reads[rank]["shares"] for rank in ranks.site]
+    mine = [reads[rank]["shares"] for rank in ranks.node]
 
     def compare() -> None:
         if (problem := reads[ranks.rank]["problem"]) is not None:
             raise CheckpointError(problem)
         if not ranks.is_leader:
             return
-        for name, record in manifest.files.items():
+        for name, record in chosen.manifest.files.items():
             found = [share[name] for share in mine if name in share]
             if found and combine(found) != record.checksum:
-                raise wrong_content(directory / name)
+                raise wrong_content(chosen.path / name)
 
     ranks.run(_PHASE, compare)
 
 
-def _damage(ranks: RankAgreement, directory: Path, manifest: Manifest) -> CheckpointError | None:
+def _damage(ranks: RankAgreement, chosen: Chosen) -> CheckpointError | None:
     """Like :func:`_compare`, with the error as the result. Collective."""
     # Outside: too many open files, say, are not damage, and no reason to go back to an older checkpoint.
-    reads = _read_shares(ranks, directory, manifest)
+    reads = _read_shares(ranks, chosen)
     try:
-        _compare(ranks, directory, manifest, reads)
+        _compare(ranks, chosen, reads)
     except CheckpointError as error:
         if ranks.broken:
             raise
@@ -319,12 +449,12 @@ def _damage(ranks: RankAgreement, directory: Path, manifest: Manifest) -> Checkp
     return None
 
 
-def _read_shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> list[_Read]:
-    """Read all files, of which each rank of a site reads its share of the bytes once. Collective."""
+def _read_shares(ranks: RankAgreement, chosen: Chosen) -> list[_Read]:
+    """Read all files that a node keeps, of which each of its ranks reads its share once. Collective."""
 
     def read() -> _Read:
         try:
-            return _Read(shares=_shares(ranks, directory, manifest), problem=None)
+            return _Read(shares=_shares(ranks, chosen), problem=None)
         except OSError as error:
             if error.errno in _EXHAUSTED or isinstance(error, StoreError):
                 raise
@@ -333,8 +463,10 @@ def _read_shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> l
     return ranks.run(_PHASE, read)
 
 
-def _shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> dict[str, int]:
-    there = file_sizes(directory, list(manifest.files))
+def _shares(ranks: RankAgreement, chosen: Chosen) -> dict[str, int]:
+    directory, manifest, keepers = chosen
+    names = [name for name in manifest.files if keepers is None or keepers[name] == ranks.leader]
+    there = file_sizes(directory, names)
     in_store = isinstance(directory, StorePath)
     present = {
         name: record
@@ -343,7 +475,7 @@ def _shares(ranks: RankAgreement, directory: Path, manifest: Manifest) -> dict[s
     }
     total = sum(record.size for record in present.values())
     place = ranks.rank - ranks.leader
-    begin, end = total * place // ranks.site_size, total * (place + 1) // ranks.site_size
+    begin, end = total * place // len(ranks.node), total * (place + 1) // len(ranks.node)
     threads = reading_threads(directory, ranks.threads)
     bounds = [begin + (end - begin) * number // threads for number in range(threads + 1)]
     sizes = {name: record.size for name, record in present.items()}

@@ -96,7 +96,8 @@ def _table(key: str, captured: EncodedState, ranks: RankAgreement) -> _Table:
                 raise CheckpointError(
                     f"component {key!r}: save_on_each_node=True needs every node to hold all of {name}, but "
                     f"this node holds {held} of its {needed} parts. Shard within the nodes and replicate "
-                    "across them, or save to storage that all nodes share."
+                    "across them, save to storage that all nodes share, or set remote_dir, with which each "
+                    "node keeps a part."
                 )
             if ranks.rank != _speaker(tensor, ranks):
                 continue

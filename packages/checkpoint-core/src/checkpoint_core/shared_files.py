@@ -66,8 +66,9 @@ def needs_one_writer(
         The setting; or without one whether the ranks are on several hosts, and the file system that they see
         is not known to be coherent.
     """
-    if len(ranks.sites()) > 1:
-        return False  # Only ranks of one node write to a directory.
+    if len(ranks.nodes()) > 1:
+        # Only ranks of one node write to a directory, in which a file is either whole or not at all.
+        return ranks.is_spread
     if setting is not None or ranks.world_size == 1:
         return bool(setting)
     # All of it is exchanged, so that ranks whose environments contradict one another decide alike.

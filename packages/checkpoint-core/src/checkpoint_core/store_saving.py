@@ -6,7 +6,6 @@ See ``store_directory.py`` for what lies where, and ``tensor_owners.py`` for who
 import logging
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +42,10 @@ from checkpoint_core.saving import (
     ComponentFiles,
     RankReport,
     Shares,
+    check_one_writer,
     divide_into_files,
     save_preprocessor,
+    written_twice,
 )
 from checkpoint_core.store_directory import OtherRuns, claim, delete_directory, put_marker
 from checkpoint_core.store_path import STORE_THREADS, StorePath, locate
@@ -112,10 +113,15 @@ class StoreSave(CheckpointSave):
             return  # It is not known whether a commit without an answer has happened; the marker stays, too.
         try:
             delete_directory(self._directory)
-            if not self.ranks.broken:
+            if not self._others_write:
                 self._marker.store.delete([self._marker.key])
         except OSError as error:
             self._warn_left(self._marker, error)
+
+    @property
+    def _others_write(self) -> bool:
+        """Whether others may still upload to the place of this save after it has failed."""
+        return self.ranks.broken
 
     def _warn_left(self, marker: StorePath, error: OSError) -> None:
         _logger.warning(
@@ -193,7 +199,7 @@ class StoreSave(CheckpointSave):
 
     def _check_free(self, name: str) -> None:
         if name in self._made:
-            raise _written_twice(name)
+            raise written_twice(name)
 
     def _upload_own(self) -> RankReport:
         report = RankReport(components={}, files=dict(self._made))
@@ -264,7 +270,7 @@ class StoreSave(CheckpointSave):
         return [{name: (size, share) for name, (size, share) in each.items()} for each in found]
 
     def _commit(self, reports: Sequence[RankReport]) -> None:
-        _check_one_writer(reports)
+        check_one_writer(reports)
         manifest = self._manifest(reports).moved(self._directory.name)
         self._check_complete(manifest)
         if self.path is None:
@@ -331,19 +337,6 @@ def check_supported(place: Path, config: CheckpointConfig, lease: DirectoryLease
             f"lease: that of {lease.directory} is of a directory, and {place} is in a store, where the "
             "conditional put of the manifest keeps runs apart. Leave lease out."
         )
-
-
-def _check_one_writer(reports: Sequence[RankReport]) -> None:
-    writers = Counter(name for report in reports for name in report["files"])
-    if twice := sorted(name for name, count in writers.items() if count > 1):
-        raise _written_twice(twice[0])
-
-
-def _written_twice(name: str) -> CheckpointError:
-    return CheckpointError(
-        f"two parts of the checkpoint want to write {name}. Rename the component key that clashes with "
-        "another component or with a file of the preprocessor."
-    )
 
 
 class _Upload:

@@ -9,7 +9,7 @@ write so far. What others hold of a file is sent to its owner in windows of at m
 no rank ever holds more of another one than that.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -106,7 +106,11 @@ class WholeFiles:
 
 
 def assign_owners(
-    ranks: RankAgreement, phase: str, states: Mapping[str, WholeState], max_shard_size: int
+    ranks: RankAgreement,
+    phase: str,
+    states: Mapping[str, WholeState],
+    max_shard_size: int,
+    owners: Collection[int] | None = None,
 ) -> dict[str, WholeFiles]:
     """Decide which rank writes which tensors of SHARDED states, as evenly as their parts allow. Collective.
 
@@ -115,6 +119,7 @@ def assign_owners(
         phase: What is being done, for messages.
         states: The states by component key.
         max_shard_size: Bytes of tensor data per file.
+        owners: The ranks that may write; None lets all.
 
     Returns:
         The files of each, equal on all ranks.
@@ -135,19 +140,24 @@ def assign_owners(
             for name, (offsets, sizes) in table[key].items():
                 if prod(sizes):
                     boxes[name].append(Box(rank, offsets, sizes))
-        result[key] = _divide(state.specs, boxes, ranks.world_size, max_shard_size)
+        result[key] = _divide(state.specs, boxes, owners or range(ranks.world_size), max_shard_size)
     return result
 
 
 def _divide(
-    specs: Mapping[str, TensorSpec], boxes: Mapping[str, Sequence[Box]], world_size: int, max_shard_size: int
+    specs: Mapping[str, TensorSpec],
+    boxes: Mapping[str, Sequence[Box]],
+    owners: Collection[int],
+    max_shard_size: int,
 ) -> WholeFiles:
-    load = [0] * world_size
-    owned: list[dict[str, TensorSpec]] = [{} for _ in range(world_size)]
+    load = dict.fromkeys(owners, 0)
+    owned: dict[int, dict[str, TensorSpec]] = {rank: {} for rank in owners}
     for name, spec in specs.items():
-        held = dict.fromkeys(range(world_size), 0) if not boxes[name] else {}
+        held: dict[int, int] = {}
         for box in boxes[name]:
-            held[box.rank] = held.get(box.rank, 0) + box.count
+            if box.rank in owned:
+                held[box.rank] = held.get(box.rank, 0) + box.count
+        held = held or dict.fromkeys(owners, 0)
         most = max(held.values())
         equals = [rank for rank, count in held.items() if count >= _NEARLY_AS_MUCH * most]
         owner = min(equals, key=lambda rank: (load[rank], rank))
@@ -155,12 +165,12 @@ def _divide(
         owned[owner][name] = spec
     pairs = [
         (shard, rank)
-        for rank, mine in enumerate(owned)
+        for rank, mine in owned.items()
         for shard in divide_tensors(mine, max_shard_size)
         if shard
     ]
-    shards, owners = [shard for shard, _ in pairs], [rank for _, rank in pairs]
-    return WholeFiles(shards or [{}], owners or [0], boxes)
+    shards, writers = [shard for shard, _ in pairs], [rank for _, rank in pairs]
+    return WholeFiles(shards or [{}], writers or [min(load)], boxes)
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from checkpoint_core.agreement import RankAgreement
 from checkpoint_core.components import Plan
 from checkpoint_core.config import CheckpointConfig, lower_is_better
 from checkpoint_core.directory import check_other_runs, check_target, checkpoint_directories, checkpoint_path
 from checkpoint_core.errors import CheckpointError, describe_error
-from checkpoint_core.files import PartialDigest, combine, in_threads
+from checkpoint_core.files import FileRecord, PartialDigest, combine, in_threads
 from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.manifest import Manifest, read_manifest, wrong_content
+from checkpoint_core.peers import Peer, PeerError, Peers, PeerTask
 from checkpoint_core.retention import BestCheckpoint, Retention, manifests_of_run, rank_by_metric
 from checkpoint_core.saving import RankReport
 from checkpoint_core.store_directory import OtherRuns
@@ -41,7 +42,12 @@ _logger = logging.getLogger(__name__)
 _PIECE_BYTES = 8 * 1024 * 1024
 _FILES_AT_ONCE = 2
 """Each with five pieces in flight at most, whatever its size."""
+_GIVEN_UP = "the upload was given up, because the process ends."
 _POLL_SECONDS = 0.05
+_ASK_SECONDS = 0.5
+_ANSWER_SECONDS = 120.0
+"""For a request between nodes, but for uploads, which take as long as they take."""
+_KEPT, _UPLOAD, _BUSY = "kept", "upload", "busy"
 _GRACE_SECONDS = 5.0
 """For an upload that was given up to remove what it has uploaded."""
 
@@ -62,33 +68,91 @@ class TierUpload(StoreSave):
     """The checkpoint on the disk."""
     manifest: Manifest
     """What it holds, under plain names."""
+    given: Sequence[tuple[Peer, Sequence[str]]]
+    """What other nodes upload of it, because they keep it."""
+    check_stop: Callable[[], None]
+    """Raises when the upload is to end. Called often."""
+    _left_working: bool = False
+
+    def _write_all(self, needed: int) -> None:
+        self._claim()
+        of_others = {name for _, names in self.given for name in names}
+        own = [name for name in self.manifest.files if name not in of_others]
+        tasks: list[PeerTask] = []
+        try:
+            for peer, names in self.given:
+                tasks.append(peer.begin(_UPLOAD, self._request(names)))
+            _FileUpload(self.source, self.manifest.files, self._directory, self.check_stop).run(own)
+            for task in tasks:
+                self._wait(task)
+        except BaseException:
+            until = time.monotonic() + _GRACE_SECONDS
+            # A list: each is told to stop, whatever comes of the one before.
+            ended = [task.stop(max(until - time.monotonic(), 0.0)) for task in tasks]
+            self._left_working = not all(ended)
+            raise
+        self.check_stop()
+        self._commit([])
+
+    def _request(self, names: Sequence[str]) -> dict[str, object]:
+        directory = f"{self._place.name}/{self._directory.name}"
+        save = {"step": self.manifest.step, "save": self.manifest.save_id}
+        return {**save, "files": list(names), "directory": directory}
+
+    def _wait(self, task: PeerTask) -> None:
+        while (answer := task.poll()) is None:
+            self.check_stop()
+        if "damaged" in answer:
+            raise _DamagedSourceError(answer["damaged"])
+
+    @property
+    def _others_write(self) -> bool:
+        """Whether a node did not say that it has stopped, so that something may still come of it."""
+        return self._left_working
+
+    def _manifest(self, reports: Sequence[RankReport]) -> Manifest:
+        # An id of its own: no other upload, of this checkpoint or another one, writes to the same place.
+        return replace(self.manifest, save_id=self._save_id, nodes=1)
+
+
+@dataclass
+class _FileUpload:
+    """Brings files of a checkpoint from this disk to the directory of a save in the store."""
+
+    source: Path
+    """The checkpoint on the disk."""
+    files: Mapping[str, FileRecord]
+    """Its files, by plain name."""
+    directory: StorePath
+    """Where they go: each to where a save to the store would have put it."""
     check_stop: Callable[[], None]
     """Raises when the upload is to end. Called often."""
     _failed: bool = False
 
-    def _write_all(self, needed: int) -> None:
-        self._claim()
-        # Wherever it lies, each file goes to where a save to the store would have put it.
-        in_threads(_FILES_AT_ONCE, list(self.manifest.files), self._upload_files)
-        self.check_stop()
-        self._commit([])
+    def run(self, names: Sequence[str]) -> None:
+        """Upload files.
 
-    def _manifest(self, reports: Sequence[RankReport]) -> Manifest:
-        # An id of its own: no other upload, of this checkpoint or another one, writes to the same place.
-        return replace(self.manifest, save_id=self._save_id)
+        Args:
+            names: Their plain names.
 
-    def _upload_files(self, names: Sequence[str]) -> None:
+        Raises:
+            _DamagedSourceError: The disk does not hold what was committed.
+            OSError: The disk or the store failed.
+        """
+        in_threads(_FILES_AT_ONCE, names, self._upload)
+
+    def _upload(self, names: Sequence[str]) -> None:
         try:
             for name in names:
-                place = self._directory / name
-                place.store.put_stream(place.key, self._content(name), self.manifest.files[name].size)
+                place = self.directory / name
+                place.store.put_stream(place.key, self._content(name), self.files[name].size)
         except BaseException:
             self._failed = True
             raise
 
     def _content(self, name: str) -> Iterator[bytes]:
         """The bytes of a file. Raises at the end if they are not those committed: then no object appears."""
-        digest, position, record = PartialDigest(), 0, self.manifest.files[name]
+        digest, position, record = PartialDigest(), 0, self.files[name]
         path = _find_file(self.source, name)
         with closing(RangeReader(path)) as file:
             while piece := file.read(position, _PIECE_BYTES):
@@ -124,7 +188,11 @@ class RemoteTier:
         _ = self.place.store
         self._local = locate(config.output_dir)
         self._config = replace(
-            config, output_dir=self.place, save_total_limit=config.remote_save_total_limit, remote_dir=None
+            config,
+            output_dir=self.place,
+            save_total_limit=config.remote_save_total_limit,
+            remote_dir=None,
+            save_on_each_node=False,
         )
         self._lease = lease
         self._limit_seconds = config.timeout_seconds
@@ -142,8 +210,75 @@ class RemoteTier:
         self._stop_at: float | None = None
         self._pid = os.getpid()
         self._closed = False
+        self._ended = False
+        self._nodes: Peers | None = None
         self._passed_over: set[str] = set()
         self._uploaded: set[str] = set()
+
+    def connect(self, ranks: RankAgreement, phase: str) -> Peers:
+        """Let the nodes that keep checkpoints together upload them together. Collective.
+
+        Args:
+            ranks: The ranks, of which rank 0 commits what all nodes upload.
+            phase: What is being done, for messages.
+
+        Returns:
+            The nodes, to be closed after the tier.
+        """
+        tasks = {_KEPT: self._tell_kept, _UPLOAD: self._upload_for_main, _BUSY: self._tell_busy}
+        limit = min(self._limit_seconds, _ANSWER_SECONDS)
+        self._nodes = Peers(ranks, phase, limit, tasks)
+        return self._nodes
+
+    def _tell_kept(self, request: dict[str, Any], check_waited_for: Callable[[], None]) -> dict[str, object]:
+        """Which files of a save this node has."""
+        source = checkpoint_path(self._local, request["step"])
+        try:
+            manifest = read_manifest(source)
+        except CheckpointError:
+            return {"files": []}
+        kept = file_sizes(source, list(manifest.files)) if manifest.save_id == request["save"] else {}
+        return {"files": [manifest.plain_name(name) for name in kept]}
+
+    def _upload_for_main(
+        self, request: dict[str, Any], check_waited_for: Callable[[], None]
+    ) -> dict[str, object]:
+        """Upload files of this node to the directory of a save that rank 0 commits."""
+        source, names = checkpoint_path(self._local, request["step"]), request["files"]
+        directory = self.place / request["directory"]
+        manifest = _plain(read_manifest(source))
+        if manifest.save_id != request["save"]:
+            raise CheckpointError(f"{source} was saved again meanwhile.")
+
+        def check_stop() -> None:
+            self._check_stop()
+            check_waited_for()
+
+        try:
+            _FileUpload(source, manifest.files, directory, check_stop).run(names)
+        except BaseException as error:
+            # Whoever asked may be gone, and with it the marker by which a later save would find them.
+            directory.store.delete([(directory / name).key for name in names])
+            if isinstance(error, _DamagedSourceError):
+                return {"damaged": str(error)}
+            raise
+        return {}
+
+    def _tell_busy(self, request: dict[str, Any], check_waited_for: Callable[[], None]) -> dict[str, object]:
+        """Whether this rank may still ask others to upload."""
+        again = self._failure is not None and not self._ended
+        return {"busy": not self._is_stopped() and (self._running or self._wanted or again)}
+
+    def wait_for_main(self) -> None:
+        """Wait until rank 0 asks nothing more of this node, for ``timeout_seconds`` at most."""
+        if self._nodes is None or self._stop_at is not None:
+            return
+        until = time.monotonic() + self._limit_seconds
+        try:
+            while time.monotonic() < until and self._nodes.main.run(_BUSY, {})["busy"]:
+                time.sleep(_ASK_SECONDS)
+        except PeerError:
+            return  # It has closed its manager, or is gone.
 
     def check_first_save(self, step: int) -> None:
         """Refuse a store in which another run saves, before the first save to the disk.
@@ -223,6 +358,8 @@ class RemoteTier:
         failure = self._failure
         if self._running or self._wanted:
             failure = TimeoutError(f"the upload did not end within {limit_seconds:g} s")
+            if self._is_stopped():
+                failure = _UploadStoppedError(_GIVEN_UP)
         if failure is not None:
             raise CheckpointError(self._told(failure)) from failure
 
@@ -247,6 +384,7 @@ class RemoteTier:
             self.wait(self._limit_seconds)
         finally:
             self._stop_at = 0.0
+            self._ended = True
             until = time.monotonic() + _GRACE_SECONDS
             while self._running and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
@@ -330,7 +468,7 @@ class RemoteTier:
 
     def _check_stop(self) -> None:
         if self._is_stopped():
-            raise _UploadStoppedError("the upload was given up, because the process ends.")
+            raise _UploadStoppedError(_GIVEN_UP)
 
     def _bring_all(self) -> None:
         while True:
@@ -373,11 +511,29 @@ class RemoteTier:
 
     def _is_complete(self, manifest: Manifest) -> bool:
         source = checkpoint_path(self._local, manifest.step)
-        deleted = sorted(set(manifest.files) - set(file_sizes(source, list(manifest.files))))
+        here = {manifest.plain_name(name) for name in file_sizes(source, list(manifest.files))}
+        given = {name for _, names in self._given(manifest, here) for name in names}
+        deleted = sorted({manifest.plain_name(name) for name in manifest.files} - here - given)
         if deleted:
             self._passed_over.add(manifest.save_id)
             _logger.warning("%s is not uploaded: %s was deleted from it", source, deleted[0])
         return not deleted
+
+    def _given(self, manifest: Manifest, here: Collection[str]) -> list[tuple[Peer, list[str]]]:
+        """What other nodes have of a checkpoint, by plain name, each file once and none that is here.
+
+        Raises:
+            PeerError: A node does not answer.
+        """
+        found: list[tuple[Peer, list[str]]] = []
+        known = set(here)
+        request = {"step": manifest.step, "save": manifest.save_id}
+        for peer in [] if self._nodes is None else self._nodes.others():
+            names = sorted(set(peer.run(_KEPT, request)["files"]) - known)
+            known.update(names)
+            if names:
+                found.append((peer, names))
+        return found
 
     def _bring(self, manifest: Manifest) -> None:
         source = checkpoint_path(self._local, manifest.step)
@@ -397,6 +553,7 @@ class RemoteTier:
 
     def _upload(self, source: Path, manifest: Manifest) -> None:
         _logger.info("uploading %s to %s", source, self.place)
+        here = {manifest.plain_name(name) for name in file_sizes(source, list(manifest.files))}
         TierUpload(
             config=self._config,
             ranks=RankAgreement(StaticDistributedEnvironment(), self._limit_seconds),
@@ -410,6 +567,7 @@ class RemoteTier:
             others=self._others,
             source=source,
             manifest=_plain(manifest),
+            given=self._given(manifest, here),
             check_stop=self._check_stop,
         ).commit()
 

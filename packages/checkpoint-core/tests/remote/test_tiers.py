@@ -409,7 +409,6 @@ SETTINGS = [
     ({"remote_dir": "file:///tmp/run"}, "one holds the other"),
     ({"remote_dir": "file:///tmp/run/remote"}, "one holds the other"),
     ({"remote_dir": "s3://b/run", "output_dir": "s3://b/run"}, "must be a directory"),
-    ({"remote_dir": "s3://b/run", "save_on_each_node": True}, "does not go with save_on_each_node=True"),
     ({"remote_dir": "s3://b/run", "remote_save_total_limit": 0}, "remote_save_total_limit=0 must be"),
     ({"remote_dir": "s3://b/run", "save_total_limit": 0}, "save_total_limit=0 must be"),
 ]

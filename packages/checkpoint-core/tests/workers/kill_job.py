@@ -47,6 +47,8 @@ class Mode:
     ranks: int = 1
     nodes: bool = False
     """Each rank is a node with a directory of its own."""
+    divided: bool = False
+    """Whether those nodes keep one checkpoint together, each a part."""
     one_writer: bool | None = None
     """Whether each file is written by one rank; None as the manager decides."""
 
@@ -57,6 +59,7 @@ MODES = {
     "two-ranks": Mode(ranks=2),
     "one-writer": Mode(ranks=2, one_writer=True),
     "nodes": Mode(ranks=2, nodes=True),
+    "parts": Mode(ranks=2, nodes=True, divided=True),
 }
 
 
@@ -125,7 +128,7 @@ class Job:
 
     def __init__(self, life: Life, rank: int) -> None:
         # On shared storage the ranks hold different stages; a node that saves for itself needs all of them.
-        divided = life.mode.ranks > 1 and not life.mode.nodes
+        divided = life.mode.ranks > 1 and (life.mode.divided or not life.mode.nodes)
         stages = [rank] if divided else [0, 1]
         self.model = nn.ModuleDict({f"stage{stage}": nn.Linear(32, 32) for stage in stages})
         self.shared, self.main, self.own = Marked(50_000), Marked(10), Marked(1000)

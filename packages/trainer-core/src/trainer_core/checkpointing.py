@@ -177,7 +177,9 @@ def has_checkpoint_to_resume(args: TrainingArguments) -> bool:
 
 
 def _newest(args: TrainingArguments) -> Path | None:
-    return find_latest_checkpoint(args.output_dir, remote_dir=args.remote_dir)
+    # Of what nodes keep together each has a part; whether all are there is seen when it is loaded.
+    parts = args.save_on_each_node and args.remote_dir is not None
+    return find_latest_checkpoint(args.output_dir, remote_dir=args.remote_dir, one_node=parts)
 
 
 def load_best(run: Run) -> bool:
@@ -190,7 +192,9 @@ def load_best(run: Run) -> bool:
     if path is None:
         logger.warning("no checkpoint has a value of %s: the model stays as it is", run.args.best_metric)
         return False
-    run.built.load_weights(path)
+    # By the manager, because where nodes keep checkpoints together each has a part of the weights.
+    run.manager.load_model(path)
+    run.built.weights_replaced()
     logger.info("weights of the best checkpoint are in the model: %s", path)
     return True
 

@@ -28,7 +28,7 @@ from checkpoint_core.directory import (
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.files import FileRecord, checksum_file, read_json
 from checkpoint_core.lease import DirectoryLease
-from checkpoint_core.manifest import MANIFEST_NAME, SCHEMA_VERSION, Manifest, read_manifest
+from checkpoint_core.manifest import MANIFEST_NAME, SPREAD_SCHEMA_VERSION, Manifest, read_manifest
 from checkpoint_core.store_directory import marked_directory
 from checkpoint_core.store_path import StorePath, file_sizes
 from dist_env import printable, size_text
@@ -254,7 +254,7 @@ def _is_newer(path: Path) -> bool:
     except CheckpointError:
         return False
     schema = document.get("schema_version") if isinstance(document, dict) else None
-    return isinstance(schema, int) and schema > SCHEMA_VERSION
+    return isinstance(schema, int) and schema > SPREAD_SCHEMA_VERSION
 
 
 def list_checkpoints(directory: Path) -> int:

@@ -1,15 +1,17 @@
 """Kills a job that saves to two tiers without end, again and again, and checks both tiers after each kill.
 
-Usage: tier_kills.py DIRECTORY ENVIRONMENT ADDRESS MODE KILLS SEED, the mode being one, async or two-ranks.
+Usage: tier_kills.py DIRECTORY ENVIRONMENT ADDRESS MODE KILLS SEED, the mode being one, async, two-ranks or
+parts, where each of two ranks has a disk of its own.
 
 Prints one JSON object: where the kills hit, and every failure. Jobs are those of `kill_job.py`. Every so many
-kills the local directory is removed, as on a host that was replaced.
+kills a local directory is removed, as on a host that was replaced.
 """
 
 import functools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -30,10 +32,10 @@ from kill_job import MODES, REFUSED_EXIT, SAVE_TOTAL_LIMIT, Life, values_in
 from kill_run import GRACE_SECONDS, ONE_ONLY_EVERY, START_SECONDS, Running
 from store_kills import TIMEOUT_SECONDS, in_child
 
-from checkpoint_core import CheckpointConfig, find_latest_checkpoint
+from checkpoint_core import CheckpointConfig, CheckpointError, find_latest_checkpoint
 from checkpoint_core.directory import checkpoint_directories, find_leftovers
 from checkpoint_core.loading import StoredState, decode, read_all
-from checkpoint_core.manifest import MANIFEST_NAME, verify_checkpoint
+from checkpoint_core.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
 from checkpoint_core.store_path import locate
 
 WIPE_EVERY = 7
@@ -59,9 +61,43 @@ def values_of(where: Any) -> dict[int, list[float]]:
     return found
 
 
-def look(run: str, address: str, pids: list[int]) -> dict[str, Any]:
+def put_together(disks: list[Path], directory: Path) -> Path:
+    """The checkpoints of which all disks together have all files, in one directory.
+
+    A save is committed when one node has published it; another may have been killed before its own turn.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    found: dict[tuple[int, str], list[Path]] = {}
+    published = set()
+    for disk in disks:
+        for path in [*disk.glob("checkpoint-*"), *disk.glob(".tmp-checkpoint-*")]:
+            try:
+                manifest = verify_checkpoint(path, checksums=False, one_node=True)
+            except (CheckpointError, FileNotFoundError):
+                continue
+            found.setdefault((manifest.step, manifest.save_id), []).append(path)
+            if path.name[0] != ".":
+                published.add((manifest.step, manifest.save_id))
+    for (step, save), paths in found.items():
+        files = {
+            name: path / name
+            for path in paths
+            for name in read_manifest(path).files
+            if (path / name).is_file()
+        }
+        if (step, save) in published and set(files) == set(read_manifest(paths[0]).files):
+            target = directory / f"checkpoint-{step}"
+            target.mkdir(parents=True)
+            for name, file in {**files, MANIFEST_NAME: paths[0] / MANIFEST_NAME}.items():
+                os.link(file, target / name)
+    return directory
+
+
+def look(disks: list[str], address: str, pids: list[int]) -> dict[str, Any]:
     """What lies in both tiers."""
-    local, remote = Path(run), locate(address)
+    local, remote = Path(disks[0]), locate(address)
+    if len(disks) > 1:
+        local = put_together(list(map(Path, disks)), local.parent / "together")
     referenced = set()
     for _, path in checkpoint_directories(remote):
         if (path / MANIFEST_NAME).is_file():
@@ -104,8 +140,14 @@ class Campaign:
     next_value: int = 1
 
     @property
+    def disks(self) -> list[Path]:
+        """Where the nodes save."""
+        return Life(MODES[self.mode], self.directory, False, 0, TIMEOUT_SECONDS).output_dirs()
+
+    @property
     def run(self) -> Path:
-        return self.directory / "run"
+        """Where the checkpoints of all disks are to be found."""
+        return self.disks[0] if len(self.disks) == 1 else self.directory / "together"
 
     def life(self, *, endless: bool = True) -> Running:
         mode = MODES[self.mode]
@@ -159,7 +201,7 @@ class Campaign:
 
     def wipe(self) -> None:
         """A new host: nothing is on its disk."""
-        for path in sorted(self.run.rglob("*"), reverse=True):
+        for path in sorted(self.chance.choice(self.disks).rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         self.tiers["local"] = {}
         self.wipes += 1
@@ -182,7 +224,7 @@ class Campaign:
             self.examine(running)
         finally:
             running.close()
-        found = in_child(lambda: look(str(self.run), self.address, []))
+        found = in_child(lambda: look(list(map(str, self.disks)), self.address, []))
         if found["markers"] or found["torn"]:
             self.fail(f"left at the end: {found}")
         local, remote = self.tiers["local"], self.tiers["remote"]
@@ -206,7 +248,7 @@ class Campaign:
                 self.fail(f"the first save of a life left {event}")
         self.check_resumed(running, outcome)
         pids = list(running.pids)
-        found = in_child(lambda: look(str(self.run), self.address, pids))
+        found = in_child(lambda: look(list(map(str, self.disks)), self.address, pids))
         self.cleaned += max(0, self.markers - found["markers"] + len(found["uploading"]))
         self.markers = found["markers"]
         kinds = found["uploading"]

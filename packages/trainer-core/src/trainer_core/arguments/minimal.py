@@ -113,13 +113,15 @@ class MinimalTrainingArguments:
     """Checkpoints to keep, oldest removed first; none: keep all."""
     remote_dir: str | None = None
     """Address such as s3://bucket/run, to which checkpoints are uploaded in the background from output_dir, a
-    directory that all ranks share; a resume takes the newest of both."""
+    directory that all ranks share, or with save_on_each_node one of each node, which then keeps the files of
+    its ranks; a resume takes the newest of both."""
     remote_save_total_limit: int | None = 2
     """Checkpoints to keep in remote_dir, oldest removed first; none: keep all."""
     save_safetensors: bool = True
     """Weights are safetensors, always; false is refused."""
     save_on_each_node: bool = False
-    """Write checkpoints on every node, for storage that nodes do not share."""
+    """Write checkpoints on every node, for storage that nodes do not share: a copy of all of it on each, or
+    with remote_dir a part."""
     resume_from_checkpoint: bool | str = True
     """True: continue from the newest checkpoint in the output directory, if any; a path: from that one;
     false: start anew, which needs a directory without checkpoints or overwrite_output_dir."""
@@ -453,9 +455,6 @@ def _check_tiers(args: MinimalTrainingArguments) -> None:
         rule = "is an address, from which nothing is uploaded to remote_dir"
         fix = "name a directory on a fast disk, or leave remote_dir out"
         raise ConfigurationError("output_dir", args.output_dir, rule, fix)
-    if args.save_on_each_node:
-        rule = "does not go with remote_dir: parts that nodes keep to themselves are not brought together"
-        raise ConfigurationError("save_on_each_node", True, rule, "leave one of them out")
 
 
 def _unused(args: MinimalTrainingArguments) -> Iterator[Dependent]:

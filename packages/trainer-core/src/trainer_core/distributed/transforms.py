@@ -291,6 +291,10 @@ class BuiltModel:
         """
         elsewhere = set() if self.meta_model is self.model else set(self.meta_model.state_dict())
         load_model_weights(self.model, directory, elsewhere=elsewhere)
+        self.weights_replaced()
+
+    def weights_replaced(self) -> None:
+        """The weights are others than those of the step before."""
         if self.average is not None:
             self.average.forget()
 

@@ -1,0 +1,131 @@
+"""Nodes without shared storage keep a checkpoint together; a lost node leaves the second tier."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint_core import CheckpointError, find_latest_checkpoint
+from checkpoint_core.manifest import read_manifest, verify_checkpoint
+
+WORKER = Path(__file__).parent / "workers" / "node_parts.py"
+Worked = subprocess.CompletedProcess[str]
+Run = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture
+def play(run_worker: Callable[..., Worked], weed, s3: str, tmp_path: Path) -> Run:
+    """Runs one scenario of the worker."""
+
+    def run(scenario: str) -> dict[str, Any]:
+        done = run_worker(WORKER, tmp_path, json.dumps(weed.environment()), s3, scenario)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+def loaded(ranks: list[dict[str, Any]]) -> set[str]:
+    """What all ranks have loaded, every value of it right."""
+    assert all("error" not in seen and seen["wrong"] == [] for seen in ranks), ranks
+    assert all(seen["compared"] for seen in ranks)
+    return {seen["loaded"] for seen in ranks}
+
+
+def notes(ranks: list[dict[str, Any]]) -> str:
+    return "\n".join(note for seen in ranks for note in seen["notes"])
+
+
+def check_disks(seen: dict[str, Any], tmp_path: Path) -> None:
+    first, second = (set(seen["held"][disk]) for disk in "ab")
+    assert first | second == set(seen["manifest"])
+    assert not first & second
+    for kept in (first, second):
+        assert any(name.startswith("model-") for name in kept)
+        assert any(name.startswith("optimizer-") for name in kept)
+    assert {"rng.rank0.json", "rng.rank1.json"} <= first
+    assert {"rng.rank2.json", "rng.rank3.json"} <= second
+    assert seen["same manifest"] == 1
+    assert read_manifest(tmp_path / "a/run/checkpoint-2").nodes == 2
+
+
+def test_a_checkpoint_in_two_parts(play: Run, s3: str, tmp_path: Path) -> None:
+    seen = play("roundtrip")
+    check_disks(seen, tmp_path)
+    assert seen["store"] == {"committed": ["checkpoint-1", "checkpoint-2"], "left": []}
+    here = {f"{tmp_path}/{disk}/run/checkpoint-2" for disk in "ab"}
+    assert loaded(seen["load"]) == here
+    assert "of rank 0 has 17 of 28 files; it reads the others from rank 2 on" in notes(seen["load"])
+    # Each rank has read its part of the tensors, headers, and its own states, wherever they lie.
+    assert all(rank["read"] < 1.6 * rank["own"] for rank in seen["load"])
+    assert loaded(seen["swapped"]) == here
+    assert loaded(seen["lost"]) == {f"{s3}/run/checkpoint-2"}
+    assert "checkpoint-2 is not whole: none of the nodes of this job has model-0000" in notes(seen["lost"])
+    assert f"{s3}/run/checkpoint-2 is taken" in notes(seen["lost"])
+    for rank in seen["model alone"]:
+        # The optimizer, and nothing of the model, is as it was.
+        assert rank["compared"]
+        assert all(name == "lr" or "exp_avg" in name or name.endswith(".step") for name in rank["wrong"])
+    assert "holds later checkpoints" not in notes(seen["model alone"])
+    # All of the model is where the first node exports it, and nothing anywhere else.
+    assert seen["exported"]["a"] == [
+        name for name in seen["manifest"] if name.startswith("model") and name != "manifest.json"
+    ]
+    assert not seen["exported too"]
+    assert loaded(seen["merged"]) == {f"{tmp_path}/m/run/checkpoint-2"}
+
+
+def test_one_part_alone_is_refused(play: Run, tmp_path: Path) -> None:
+    play("saved")
+    part = tmp_path / "a/run/checkpoint-1"
+    with pytest.raises(CheckpointError, match=r"is not whole: .*is not in it. 2 nodes saved it"):
+        verify_checkpoint(part, checksums=False)
+    assert verify_checkpoint(part, checksums=True, one_node=True).step == 1
+    assert find_latest_checkpoint(part.parent) is None
+    assert find_latest_checkpoint(part.parent, one_node=True) == part
+
+
+@pytest.mark.full
+def test_other_numbers_of_nodes(play: Run, s3: str, tmp_path: Path) -> None:
+    seen = play("other_nodes")
+    assert loaded(seen["more nodes"]) == {f"{tmp_path}/{disk}/run/checkpoint-2" for disk in "abcd"}
+    assert loaded(seen["named"]) == {f"{tmp_path}/{disk}/run/checkpoint-1" for disk in "ab"}
+    assert loaded(seen["other layout"]) == {f"{tmp_path}/{disk}/run/checkpoint-2" for disk in "ab"}
+    assert loaded(seen["one node"]) == {f"{s3}/run/checkpoint-2"}
+
+
+@pytest.mark.full
+def test_what_never_got_to_the_store(play: Run, s3: str, tmp_path: Path) -> None:
+    seen = play("not_uploaded")
+    assert all("does not have all that it should keep" in each["waiting"] for each in seen["away"])
+    assert seen["store"] == {"committed": ["checkpoint-1", "checkpoint-2"], "left": []}
+    assert loaded(seen["damaged"]) == {f"{tmp_path}/{disk}/run/checkpoint-2" for disk in "aB"}
+    assert "checkpoint-3" in notes(seen["damaged"])
+    assert "is damaged: its content does not match its checksum" in notes(seen["damaged"])
+    assert loaded(seen["lost"]) == {f"{s3}/run/checkpoint-2"}
+    assert all(
+        "is not whole: none of the nodes of this job has" in each["error"] for each in seen["newest named"]
+    )
+    assert all("none can be used" in each["error"] for each in seen["copies"])
+    assert loaded(seen["back"]) == {f"{tmp_path}/{disk}/run/checkpoint-3" for disk in "ab"}
+    assert seen["store then"] == {"committed": [f"checkpoint-{step}" for step in (1, 2, 3)], "left": []}
+
+
+def test_a_node_that_does_not_answer(play: Run, tmp_path: Path) -> None:
+    seen = play("leaves")
+    for rank in seen["leaves"]:
+        assert "rank 0" in rank["error"]
+        assert "rank 2 on" in rank["error"]
+        assert "does not answer" in rank["error"]
+    assert seen["store"] == {"committed": ["checkpoint-1"], "left": []}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["2 copies of 2 shards", "2 stages", "copies on 2"])
+def test_other_layouts(play: Run, s3: str, tmp_path: Path, layout: str) -> None:
+    seen = play(layout)
+    run = layout.replace(" ", "-")
+    assert loaded(seen["load"]) == {f"{tmp_path}/{disk}/{run}/checkpoint-1" for disk in "ab"}
+    assert loaded(seen["lost"]) == {f"{s3}/{run}/checkpoint-1"}
