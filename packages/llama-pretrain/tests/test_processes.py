@@ -17,6 +17,7 @@ from perf_metrics import read_goodput
 
 Start = Callable[..., list[Any]]
 RANK_OF_TRAIN = str(Path(__file__).with_name("rank_of_train.py"))
+NODE_OF_TRAIN = str(Path(__file__).with_name("node_of_train.py"))
 STEPS = 30
 # As `train` does with the settings of `_words`.
 GENERATE_AS_AT_THE_END = ["generate", "--max-new-tokens", "12", "--temperature", "0.8", "--seed", "1"]
@@ -172,6 +173,21 @@ def test_one_curve_from_one_process_over_two_and_back(
     for key in ("loss", "grad_norm", "learning_rate", "total_tokens", "eval_loss", "eval_tokens"):
         expected = _curve(work / "whole", key)
         assert _curve(work / "relay", key) == pytest.approx(expected, rel=1e-5), key
+
+
+def test_a_run_continues_where_each_node_has_a_disk_of_its_own(work: Path, start: Start) -> None:
+    disks = work / "disks"
+    for steps in ("6", "12"):
+        words = _ddp(work, "unused", "--output-dir", "run", "--save-on-each-node", "--max-steps", steps)
+        codes, shown = _told(start([NODE_OF_TRAIN, str(disks), *words], 2))
+        assert codes == [0, 0], shown
+    assert "resumed at step 6" in shown
+    for rank in "01":
+        assert (disks / rank / "run" / "checkpoint-12" / "model.safetensors").is_file()
+        assert (disks / rank / "run" / "run.json").is_file()
+    assert _curve(disks / "0" / "run", "loss") == pytest.approx(
+        {step: loss for step, loss in _curve(work / "whole", "loss").items() if step <= 12}, rel=1e-5
+    )
 
 
 def test_every_rank_ends_where_ranks_were_told_different_things(work: Path, start: Start) -> None:

@@ -95,6 +95,9 @@ def _train_on(
     with main_process_first(env) as goes_first:
         if goes_first:
             directory.begin(args, experiment.subject, describe_session(args, env))
+        elif args.save_on_each_node and env.local_rank == 0:
+            # A directory of its own, which a later start on this node finds to be of this run.
+            directory.begin(args, experiment.subject)
     trainer.add_callback(begun)
     try:
         output = trainer.train()
@@ -219,7 +222,7 @@ def _told_processes(args: PretrainArguments, processes: int) -> str:
 
 def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:
     """Say where an interrupted run stands and how it continues."""
-    newest = find_latest_checkpoint(args.output_dir)
+    newest = find_latest_checkpoint(args.output_dir, one_node=args.save_on_each_node)
     print(f"\nstopped by {cause} after step {step}.")
     if newest is None:
         print("No checkpoint was saved; the same command begins again.", flush=True)
@@ -252,7 +255,7 @@ def show_result(
     print(f"\ndone in {minutes} min {rest} s")
     if losses:
         print(f"  held-out loss   {losses[max(losses)]:.4f} nats per {unit_of(tokenizer)}")
-    newest = find_latest_checkpoint(args.output_dir)
+    newest = find_latest_checkpoint(args.output_dir, one_node=args.save_on_each_node)
     if newest is not None:
         print(f"  checkpoint      {newest}")
     curve = directory.draw_curve(args)
