@@ -180,6 +180,27 @@ def test_a_store_that_throttles_truncates_and_reorders_loses_nothing(
         proxy.close()
 
 
+@pytest.mark.full
+def test_an_outage_longer_than_the_library_is_patient(
+    weed: Server, bucket_on: Callable[[Server], Bucket]
+) -> None:
+    ends = [0.0]
+
+    def fault(method: str, path: str, number: int) -> Fault | None:
+        return "close" if time.monotonic() < ends[0] else None
+
+    proxy = Proxy(weed.endpoint, fault)
+    try:
+        bucket = bucket_on(Server(proxy.address))
+        source = open_documents(bucket.put("a.jsonl", LINES))
+        bucket.clear_cache()
+        ends[0] = time.monotonic() + 25  # more than a tenth of the two minutes that others wait for a rank
+        assert source[1] == "document 1"
+        assert len(proxy.faults) > 1
+    finally:
+        proxy.close()
+
+
 _JOB = """
 import os, sys, time
 os.environ["DATALOADER_DISPATCH_CACHE_DIR"] = "/dev/null/none"  # so that each process has to ask

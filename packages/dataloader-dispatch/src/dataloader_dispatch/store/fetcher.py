@@ -15,13 +15,12 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from dataloader_dispatch.store.block_cache import WHOLE, BlockCache, write_at
 from dataloader_dispatch.store.messages import EndedError, Message, receive, send
@@ -36,11 +35,8 @@ from dist_env import (
 
 REQUESTS_AT_ONCE = 24
 """Requests that wait for answers of the store at a time; each wants one block."""
-_FIRST_PAUSE_SECONDS = 0.25
-_LONGEST_PAUSE_SECONDS = 4.0
 _MOST_ANNOUNCED = 8192
 """Blocks; of more that are announced, those announced first are forgotten."""
-_T = TypeVar("_T")
 
 GONE, CHANGED, STORE, SETTINGS, CACHE = "gone", "changed", "store", "settings", "cache"
 """What kind of error an answer tells of."""
@@ -132,13 +128,12 @@ class Fetcher:
     def _look(self, message: Message) -> None:
         """Answer what objects there are."""
 
-        def look(store: ObjectStore) -> list[ObjectInfo]:
-            if message["do"] == "head":
-                return [store.head(message["key"])]
-            return store.objects(message["key"]) if message["key"] else _all_objects(store)
-
         try:
-            found = self._patiently(message["root"], look)
+            store, key = open_object_store(message["root"], self._timeout), message["key"]
+            if message["do"] == "head":
+                found = [store.head(key)]
+            else:
+                found = store.objects(key) if key else _all_objects(store)
         except Exception as error:  # noqa: BLE001  (the other process waits for an answer)
             self._answer(message["number"], failure=_failure(error))
         else:
@@ -247,35 +242,16 @@ class Fetcher:
     def _get(self, content: Content, block: int) -> Any:
         """The bytes of a block, from the store."""
         start, length = block * content.block_bytes, content.length(block)
-
-        def read(store: ObjectStore) -> Any:
-            data = store.get_range(content.key, start, start + length, content.version)
-            if data is None:
-                raise ReplacedError
-            if len(data) != length:
-                raise StoreError(
-                    f"{store.url(content.key)} cannot be read: {len(data)} bytes came of {length} from byte "
-                    f"{start} on, and it has {content.size}. Look at the network and the store"
-                )
-            return data
-
-        return self._patiently(content.root, read)
-
-    def _patiently(self, root: str, action: Callable[[ObjectStore], _T]) -> _T:
-        """Do something again while its failure may pass, for half of the time limit.
-
-        The library tries a few times by itself, which takes seconds: less than a server that is restarted.
-        """
-        store = open_object_store(root, self._timeout)
-        until, pause = time.monotonic() + self._timeout / 2, _FIRST_PAUSE_SECONDS
-        while True:
-            try:
-                return action(store)
-            except StoreError as error:
-                if not error.may_pass or time.monotonic() + pause > until:
-                    raise
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        store = open_object_store(content.root, self._timeout)
+        data = store.get_range(content.key, start, start + length, content.version)
+        if data is None:
+            raise ReplacedError
+        if len(data) != length:
+            raise StoreError(
+                f"{store.url(content.key)} cannot be read: {len(data)} bytes came of {length} from byte "
+                f"{start} on, and it has {content.size}. Look at the network and the store"
+            )
+        return data
 
     def _keep(self, task: _Task, data: Any) -> str:
         """Write a block into the cache; why not, if it cannot be written."""

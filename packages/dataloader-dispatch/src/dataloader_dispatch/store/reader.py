@@ -38,8 +38,8 @@ DIRECTORY_VARIABLE = "DATALOADER_DISPATCH_CACHE_DIR"
 LIMIT_VARIABLE = "DATALOADER_DISPATCH_CACHE_BYTES"
 DEFAULT_LIMIT = 16 << 30
 SMALLEST_LIMIT = 8 * BLOCK_BYTES
-TIMEOUT_SECONDS = 120.0
-"""As for `ObjectStore`: requests are repeated for half of it."""
+TIMEOUT_SECONDS = 600.0
+"""As for `ObjectStore`, which repeats a request for a tenth of it while its failure may pass: a minute."""
 _BLOCKS_AT_ONCE = 32
 """Of a large document, what one request asks for."""
 _MOST_AHEAD_BYTES = 8 << 20
