@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -47,6 +48,15 @@ def test_workers_change_neither_the_rows_nor_their_order(workers: int) -> None:
             [row for batch in loader for row in zip(*batch.values(), strict=True)], reference, strict=True
         ):
             assert all(one.equal(other) for one, other in zip(ours, row.values(), strict=True))
+
+
+def test_rows_travel_through_a_pipe_and_not_as_file_descriptors() -> None:
+    # torch would open a connection for each tensor.
+    chunks = list(chunks_of_workers(stream_of(boundaries=True), 2, None))
+    kinds = {type(values) for chunk in chunks for values in (chunk.keys, *chunk.examples.values())}
+    assert kinds == {list, numpy.ndarray}
+    batch = next(iter(StreamLoader(stream_of(), 4, num_workers=2)))
+    batch["input_ids"] += 1  # its memory is the caller's
 
 
 def test_a_worker_position_knows_what_was_received_and_not_what_was_prepared() -> None:
