@@ -85,6 +85,49 @@ def test_large_texts_are_encoded_in_pieces_with_the_same_result(
     assert max(encoded) < 400
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux")
+def test_workers_begin_with_what_the_command_has_loaded(
+    tokenize: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tokenize(out=tmp_path / "alone") == 0
+    encode, told = ByteEncoder.encode, tmp_path / "processes"
+
+    def tell(self: ByteEncoder, texts: Sequence[str]) -> list[numpy.ndarray[Any, Any]]:
+        with told.open("a") as stream:
+            stream.write(f"{os.getpid()}\n")
+        return encode(self, texts)
+
+    monkeypatch.setattr(ByteEncoder, "encode", tell)
+    assert tokenize(workers=2) == 0
+    assert len(set(told.read_text().split()) - {str(os.getpid())}) in (1, 2)
+    assert content(tmp_path / "out") == content(tmp_path / "alone")
+
+
+def test_the_size_of_parts_follows_from_the_input_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "some words"}\n' * 10_000)
+    words = ["tokenize", str(tmp_path / "in.jsonl"), str(tmp_path / "out"), "--tokenizer", "bytes"]
+    words += ["--workers", "0"]
+    for smallest, parts in ((100_000, 3), (100, 32)):
+        monkeypatch.setattr("dataloader_dispatch.cli.tokenize._SMALLEST_PART", smallest)
+        assert main([*words, "--overwrite"]) == 0
+        assert abs(len(TokenBinary(tmp_path / "out").manifest.parts) - parts) <= 1
+    # What was begun with another size, as by an earlier version, is the same work.
+    monkeypatch.setattr("dataloader_dispatch.cli.tokenize._PARTS", 7)
+    before = content(tmp_path / "out")
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "is finished already" in capsys.readouterr().err
+    about = json.loads(before["manifest.json"])["about"]
+    (tmp_path / "out" / ".unfinished").mkdir()
+    plan = {"settings": about["settings"], "sources": about["sources"]}
+    (tmp_path / "out" / ".unfinished" / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "out" / "manifest.json").unlink()
+    assert main(words) == 0
+    assert content(tmp_path / "out") == before
+
+
 def test_bytes_of_every_kind_of_file(
     tokenize: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

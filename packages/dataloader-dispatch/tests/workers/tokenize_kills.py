@@ -72,7 +72,7 @@ def problem(out: Path, before: dict[str, tuple[int, int]], now: dict[str, tuple[
     try:
         open_documents(out)
     except DataError as error:
-        return None if not now or "run the same" in str(error) else str(error)
+        return None if not now or "Run the same" in str(error) else str(error)
     return "an unfinished directory was opened"
 
 

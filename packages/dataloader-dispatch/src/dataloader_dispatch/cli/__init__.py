@@ -119,9 +119,8 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--part-size",
         type=parse_size,
-        default=parse_size("64MB"),
         metavar="SIZE",
-        help="bytes of input files that make a part, about (default: 64MB)",
+        help="bytes of input files that make a part, about (default: a 32nd of the input, from 4MB to 64MB)",
     )
     parser.add_argument(
         "--overwrite",

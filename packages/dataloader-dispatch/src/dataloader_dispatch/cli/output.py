@@ -216,11 +216,17 @@ class Output:
 
     Args:
         path: Where it is or will be.
+
+    Attributes:
+        can_be_forked: Whether it works in a process that is forked from one that has used it.
     """
+
+    can_be_forked = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.scratch = path / UNFINISHED
+        self._lock: int | None = None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -251,7 +257,7 @@ class Output:
             OSError: It cannot be made.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.path, os.O_RDONLY)
+        self._lock = handle = os.open(self.path, os.O_RDONLY)
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -261,7 +267,14 @@ class Output:
                 ) from error
             yield
         finally:
+            self._lock = None
             os.close(handle)
+
+    def leave_lock(self) -> None:
+        """In a forked process: let the lock end with the parent, which alone may give it up."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
     def standing(self, plan: Plan, overwrite: bool) -> Standing:
         """See how far the directory is, and clear it if it is to be begun anew.
@@ -344,13 +357,31 @@ class Output:
         """What was to be done when the directory was begun; None if that is not known."""
         return read_plan(self.scratch / PLAN)
 
+    def part_size(self) -> int | None:
+        """The size of parts with which it was begun; None if it was not, or that is not known."""
+        try:
+            before = self._begun()
+        except (KeyError, DataError):
+            return None
+        size = before.settings.get("part_size") if before else None
+        return size if isinstance(size, int) and size > 0 else None
+
+    def _begun(self) -> Plan | None:
+        """How the directory was begun; None if it was not, or that is not known.
+
+        Raises:
+            KeyError: The manifest lacks an entry.
+            DataError: The file that tells it is damaged.
+        """
+        if self._look() is Standing.FINISHED:
+            about = self.manifest().about
+            return Plan.from_values(about["settings"], about["sources"])
+        return self._plan()
+
     def _differences(self, plan: Plan) -> list[str]:
         """How the directory was begun otherwise than planned now."""
         try:
-            if self._look() is Standing.FINISHED:
-                about = self.manifest().about
-                return Plan.from_values(about["settings"], about["sources"]).differences(plan)
-            before = self._plan()
+            before = self._begun()
         except KeyError as error:
             return [f"{MANIFEST} has no entry {error}"]
         except DataError as error:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -336,6 +337,7 @@ class _Worker:
 
 def make_parts(
     job: Job,
+    encoder: Encoder,
     numbers: Sequence[int],
     workers: int,
     advance: Callable[[int, int], None],
@@ -345,6 +347,7 @@ def make_parts(
 
     Args:
         job: What to do.
+        encoder: The tokenizer of the job.
         numbers: Which parts.
         workers: Number of processes; 0 for none but this.
         advance: Told the documents that are done, and the bytes of their text.
@@ -358,16 +361,18 @@ def make_parts(
         StoppedError: A process died, or a part cannot be written.
     """
     if workers == 0:
-        encoder = job.load_encoder()
         for number in numbers:
             with _no_room_for(number):
                 finished = make_part(job, encoder, number, advance)
             yield finished
         return
+    # The processes are as many as the user wants processors to be busy. Set before they are forked, as the
+    # threads of a tokenizer that has used some are not in them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     pool: list[_Worker] = []
     try:
         for number in range(min(workers, len(numbers))):
-            pool.append(_start(job, number))
+            pool.append(_start(job, encoder, number))
         yield from _share_out(pool, list(reversed(numbers)), advance, warn)
     finally:
         _end(pool)
@@ -412,11 +417,15 @@ def _give(worker: _Worker, waiting: list[int]) -> bool:
     return worker.part is not None
 
 
-def _start(job: Job, number: int) -> _Worker:
+def _start(job: Job, encoder: Encoder, number: int) -> _Worker:
     # A worker whose parent is killed must not write on beside a later run.
-    context = die_with_parent_context("spawn")
+    # Forked, it has the imports, the tokenizer and the index of the documents at once, and shares their
+    # memory. The threads of a store's library do not survive that, nor do those that macOS has begun.
+    forked = job.output.can_be_forked and sys.platform == "linux"
+    context = die_with_parent_context("fork" if forked else "spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, job), name=f"tokenize-{number}", daemon=True)  # type: ignore[attr-defined]
+    what = (theirs, job, encoder if forked else None)
+    process = context.Process(target=_work, args=what, name=f"tokenize-{number}", daemon=True)  # type: ignore[attr-defined]
     # Ctrl-C reaches the processes of a terminal all at once; this one alone is to say so. Workers
     # inherit that they do not hear it, also while they start.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -441,15 +450,16 @@ def _end(pool: Sequence[_Worker]) -> None:
             worker.process.join()
 
 
-def _work(connection: Connection, job: Job) -> None:
-    """What a worker process does."""
-    # The processes are as many as the user wants processors to be busy.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def _work(connection: Connection, job: Job, encoder: Encoder | None) -> None:
+    """What a worker process does; a tokenizer is given to one that was forked."""
     logger = logging.getLogger("dataloader_dispatch")
-    logger.addHandler(_ToConnection(connection))
+    logger.handlers[:] = [_ToConnection(connection)]  # without those of a parent that it was forked from
     logger.propagate = False
     try:
-        encoder = job.load_encoder()
+        if encoder is None:
+            encoder = job.load_encoder()
+        else:
+            job.output.leave_lock()
         while (number := connection.recv()) is not None:
             with _no_room_for(number):
                 finished = make_part(

@@ -44,6 +44,8 @@ class StoreOutput(Output):
         place: Where it is or will be.
     """
 
+    can_be_forked = False
+
     def __init__(self, place: Address) -> None:
         self.place = place
         user = os.getuid() if hasattr(os, "getuid") else 0

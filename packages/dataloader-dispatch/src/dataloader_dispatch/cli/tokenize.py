@@ -37,6 +37,8 @@ from dataloader_dispatch.sources.token_binary import ITEM_BYTES, TokenManifest
 from dataloader_dispatch.store.addresses import Address, parse_place
 from dist_env import printable, size_text
 
+_PARTS = 32
+_SMALLEST_PART, _LARGEST_PART = 4 * 10**6, 64 * 10**6
 _LOG_SECONDS = 30.0
 _SCREEN_SECONDS = 0.2
 _console = Console(stderr=True)
@@ -130,7 +132,8 @@ def tokenize(arguments: argparse.Namespace) -> None:
     source = _open(arguments)
     encoder = _load(arguments.tokenizer)
     ranges = source.ranges()
-    plan = Plan(_settings(arguments, encoder), source_files(ranges))
+    part_size = arguments.part_size or _part_size(source, None if arguments.overwrite else output.part_size())
+    plan = Plan(_settings(arguments, encoder, part_size), source_files(ranges))
     with output.locked():
         standing = output.standing(plan, arguments.overwrite)
         if standing is Standing.FINISHED:
@@ -138,7 +141,7 @@ def tokenize(arguments: argparse.Namespace) -> None:
             say(f"{output} is finished already; --overwrite would begin anew")
         else:
             output.begin(plan)
-            job = _job(source, output, ranges, arguments.part_size, encoder)
+            job = _job(source, output, ranges, part_size, encoder)
             _run(job, plan, encoder, arguments.workers)
         _print_summary(output)
 
@@ -175,7 +178,16 @@ def _load(name: str) -> Encoder:
     return encoder
 
 
-def _settings(arguments: argparse.Namespace, encoder: Encoder) -> dict[str, str | int]:
+def _part_size(source: FileDocuments, before: int | None) -> int:
+    """Bytes of input that make a part, where the user says nothing.
+
+    Enough parts that many workers have something to do to the end, and not so many that the wait of each for
+    the disk is noticed. It depends on the input alone, so that the same input gives the same parts.
+    """
+    return before or min(max(source.size // _PARTS, _SMALLEST_PART), _LARGEST_PART)
+
+
+def _settings(arguments: argparse.Namespace, encoder: Encoder, part_size: int) -> dict[str, str | int]:
     return {
         "tokenizer": encoder.name,
         "tokenizer_fingerprint": encoder.fingerprint,
@@ -183,7 +195,7 @@ def _settings(arguments: argparse.Namespace, encoder: Encoder) -> dict[str, str 
         "undecodable": arguments.undecodable,
         "unreadable": arguments.unreadable,
         "max_document_bytes": arguments.max_document_bytes,
-        "part_size": arguments.part_size,
+        "part_size": part_size,
     }
 
 
@@ -213,7 +225,7 @@ def _run(job: Job, plan: Plan, encoder: Encoder, workers: int) -> None:
     done = sum(_count(job.chunks[number]) for number, name in enumerate(names) if name in parts)
     with Progress(len(job.source), done) as progress:
         for finished in make_parts(
-            job, missing, workers, progress.advance, lambda text: say(f"warning: {one_line(text)}")
+            job, encoder, missing, workers, progress.advance, lambda text: say(f"warning: {one_line(text)}")
         ):
             parts[finished.part.name] = finished
     job.output.finish(_manifest(job, plan, encoder, [parts[name] for name in names]))
