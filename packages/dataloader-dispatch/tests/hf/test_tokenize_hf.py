@@ -71,10 +71,37 @@ def test_ids_are_those_of_the_tokenizer(
     assert found[1] == []
     assert (source.eos_token_id, source.vocabulary_size) == (1, len(theirs))
     assert source.manifest.dtype == "uint16"
-    # Workers load the tokenizer for themselves; the files are the same.
+    # Workers, which have the tokenizer of the command, write the same files.
     assert tokenize(corpus, tmp_path / "two", directory, "--workers", 2) == 0
     for path in (tmp_path / "out").iterdir():
         assert (tmp_path / "two" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_nothing_is_cut_or_padded_as_the_files_of_a_tokenizer_say(tmp_path: Path) -> None:
+    directory = save_tokenizer(tmp_path / "tokenizer")
+    inner = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    inner.enable_truncation(3)
+    inner.enable_padding(length=9)
+    inner.save(str(directory / "tokenizer.json"))
+    encoder = HuggingFaceEncoder(str(directory), offline=True)
+    theirs = PreTrainedTokenizerFast.from_pretrained(directory)
+    expected = [theirs(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    assert max(map(len, expected)) > 9
+    assert [ids.tolist() for ids in encoder.encode(TEXTS)] == expected
+
+
+def test_a_model_that_encodes_by_itself_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reversing(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def _encode_plus(self, text: list[str], **options: object) -> object:
+            turned = text[::-1] if isinstance(text, str) else [one[::-1] for one in text]
+            return super()._encode_plus(turned, **options)
+
+    directory = save_tokenizer(tmp_path / "tokenizer")
+    reversing = Reversing.from_pretrained(directory)
+    monkeypatch.setattr("dataloader_dispatch.cli.parts._load", lambda name, offline: reversing)
+    encoder = HuggingFaceEncoder(str(directory), offline=True)
+    expected = PreTrainedTokenizerFast.from_pretrained(directory).encode("dlrow", add_special_tokens=False)
+    assert encoder.encode(["world"])[0].tolist() == expected
 
 
 @pytest.mark.parametrize(("adds", "said"), [("$A </s>", "</s>"), ("<s> $A </s>", "<s>, </s>")])

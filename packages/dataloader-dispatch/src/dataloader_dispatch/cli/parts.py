@@ -84,6 +84,7 @@ class HuggingFaceEncoder:
     def __init__(self, name: str, offline: bool) -> None:
         self.name = name
         self._tokenizer = _load(name, offline)
+        self._backend = _plain_backend(self._tokenizer)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         ids = [*self._tokenizer.get_vocab().values(), len(self._tokenizer) - 1]
         self.vocabulary_size = max(ids) + 1
@@ -102,6 +103,10 @@ class HuggingFaceEncoder:
             )
 
     def encode(self, texts: Sequence[str]) -> list[Integers]:
+        if self._backend is not None:
+            # Without the places of tokens in the text, which take a fifth of the time.
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [np.asarray(one.ids, dtype=np.int64) for one in found]
         encoded = self._tokenizer(
             list(texts),
             add_special_tokens=False,
@@ -120,6 +125,26 @@ class HuggingFaceEncoder:
         else:
             content = [self._tokenizer.get_vocab(), self.encode([_PROBE])[0].tolist()]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _plain_backend(tokenizer: Any) -> Any | None:
+    """What encodes for a tokenizer of transformers that adds nothing of its own to it; None for another."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    # The second is private, in transformers 5: what a call comes to. A model that overrides one of them
+    # answers by itself; in a version without it, all do.
+    usual = all(
+        getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name, type)
+        for name in ("__call__", "_encode_plus")
+    )
+    if not usual or not hasattr(backend, "encode_batch_fast"):
+        return None
+    # As a call without these arguments leaves them; the files may say otherwise.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
 
 
 def is_remote(name: str) -> bool:
