@@ -78,7 +78,8 @@ def _write(corpus: Path, size: int) -> int:
     """Write the sources of the standard library as JSON lines, again and again; the bytes of the text."""
     corpus.mkdir()
     sources = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
-    texts = (path.read_text(encoding="utf-8", errors="replace") for path in cycle(sources))
+    found = (path.read_text(encoding="utf-8", errors="replace") for path in cycle(sources))
+    texts = filter(None, found)  # from a batch of empty ones `datasets` infers a type that no other has
     written = 0
     for number in range(FILES):
         with (corpus / f"{number}.jsonl").open("w") as stream:

@@ -54,6 +54,8 @@ def test_a_store_holds_what_a_disk_would(bucket: Bucket, tmp_path: Path, workers
     local, remote = [*OPTIONS, "--workers", "0"], [*OPTIONS, "--workers", str(workers)]
     assert main(["tokenize", str(corpus), str(tmp_path / "disk"), *local]) == 0
     assert main(["tokenize", address, f"{bucket.address}/tokens", *remote]) == 0
+    assert main(["tokenize", address, str(tmp_path / "again"), *remote]) == 0  # with workers that are forked
+    assert content(tmp_path / "again") == content(tmp_path / "disk")
     assert len(content(tmp_path / "disk")) > 5
     assert stored(bucket, "tokens") == content(tmp_path / "disk")
     assert not list((tmp_path / "temporary").glob("dataloader-dispatch-*-tokenize-*"))

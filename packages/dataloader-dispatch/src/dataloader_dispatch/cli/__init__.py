@@ -120,7 +120,7 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--part-size",
         type=parse_size,
         metavar="SIZE",
-        help="bytes of input files that make a part, about (default: a 32nd of the input, from 4MB to 64MB)",
+        help="bytes of input files that make a part, about (default: a 32nd of the input, from 1MB to 64MB)",
     )
     parser.add_argument(
         "--overwrite",

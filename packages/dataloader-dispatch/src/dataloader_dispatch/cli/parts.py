@@ -478,7 +478,9 @@ def _end(pool: Sequence[_Worker]) -> None:
 def _work(connection: Connection, job: Job, encoder: Encoder | None) -> None:
     """What a worker process does; a tokenizer is given to one that was forked."""
     logger = logging.getLogger("dataloader_dispatch")
-    logger.handlers[:] = [_ToConnection(connection)]  # without those of a parent that it was forked from
+    # Without what a parent that it was forked from has set, such as a filter by the number of the process.
+    logger.filters.clear()
+    logger.handlers[:] = [_ToConnection(connection)]
     logger.propagate = False
     try:
         if encoder is None:

@@ -38,7 +38,7 @@ from dataloader_dispatch.store.addresses import Address, parse_place
 from dist_env import printable, size_text
 
 _PARTS = 32
-_SMALLEST_PART, _LARGEST_PART = 4 * 10**6, 64 * 10**6
+_SMALLEST_PART, _LARGEST_PART = 10**6, 64 * 10**6
 _LOG_SECONDS = 30.0
 _SCREEN_SECONDS = 0.2
 _console = Console(stderr=True)
