@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from checkpoint_core import CheckpointError, find_latest_checkpoint
+from checkpoint_core import CheckpointError, find_latest_checkpoint, load_model_weights
+from checkpoint_core.cli import main
 from checkpoint_core.manifest import read_manifest, verify_checkpoint
 
 WORKER = Path(__file__).parent / "workers" / "node_parts.py"
@@ -77,7 +79,7 @@ def test_a_checkpoint_in_two_parts(play: Run, s3: str, tmp_path: Path) -> None:
     assert loaded(seen["merged"]) == {f"{tmp_path}/m/run/checkpoint-2"}
 
 
-def test_one_part_alone_is_refused(play: Run, tmp_path: Path) -> None:
+def test_one_part_alone_is_refused(play: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     play("saved")
     part = tmp_path / "a/run/checkpoint-1"
     with pytest.raises(CheckpointError, match=r"is not whole: .*is not in it. 2 nodes saved it"):
@@ -85,6 +87,18 @@ def test_one_part_alone_is_refused(play: Run, tmp_path: Path) -> None:
     assert verify_checkpoint(part, checksums=True, one_node=True).step == 1
     assert find_latest_checkpoint(part.parent) is None
     assert find_latest_checkpoint(part.parent, one_node=True) == part
+    assert main(["verify", str(part)]) == 1
+    assert "a part, step 1, 17 of 28 files; 2 nodes saved it together" in capsys.readouterr().out
+    assert main(["ls", str(part.parent)]) == 0
+    assert "a part (17 of 28 files; 2 nodes saved it together)" in capsys.readouterr().out
+    assert main(["export", str(part), str(tmp_path / "exported")]) == 2
+    assert "another node keeps it" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="model-0000"):
+        load_model_weights(torch.nn.Linear(1, 1), part)
+    first = next(part.glob("model-*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-1] + b"\x99")
+    assert main(["verify", str(part)]) == 1
+    assert f"damaged: {first.name} does not match its checksum" in capsys.readouterr().out
 
 
 @pytest.mark.full

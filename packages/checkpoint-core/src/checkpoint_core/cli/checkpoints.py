@@ -84,6 +84,7 @@ class State(Enum):
     """What a checkpoint's directory turned out to be."""
 
     COMMITTED = "committed"
+    PART = "a part"
     TORN = "torn"
     DAMAGED = "damaged"
     NEWER = "unreadable"
@@ -100,18 +101,27 @@ class Survey:
     problems: tuple[str, ...] = ()
     """What is wrong, each with the file's name."""
     deleted: tuple[str, ...] = ()
-    """Files of the manifest that are not there."""
+    """Files of the manifest that are not there, unless other nodes keep them."""
     manifest: Manifest | None = None
     """The manifest, unless it cannot be read."""
 
     @property
     def good(self) -> bool:
-        """Whether the checkpoint can be loaded."""
-        return self.state is State.COMMITTED
+        """Whether the checkpoint can be loaded, a part of one with those of the other nodes."""
+        return self.state in (State.COMMITTED, State.PART)
+
+    @property
+    def kept(self) -> str:
+        """How much of the checkpoint is in the directory, and who keeps the others."""
+        if self.manifest is None or self.state is not State.PART:
+            return ""
+        here = len(file_sizes(self.path, list(self.manifest.files)))
+        return f"{here} of {len(self.manifest.files)} files; {self.manifest.nodes} nodes saved it together"
 
     def describe(self) -> str:
         """State and reasons on one line."""
         notes = list(self.problems) or [f"{name} was deleted" for name in self.deleted]
+        notes += [self.kept] if self.kept else []
         return f"{self.state.value} ({'; '.join(notes)})" if notes else self.state.value
 
 
@@ -144,6 +154,8 @@ def survey(path: Path, *, checksums: bool) -> Survey:
     name = _NAME.fullmatch(path.name)
     if name and int(name[1]) != manifest.step:
         problems.insert(0, f"it holds step {manifest.step} but is named {path.name}; give it its name back")
+    if deleted and manifest.nodes > 1:
+        return Survey(path, State.DAMAGED if problems else State.PART, tuple(problems), (), manifest)
     state = State.DAMAGED if problems else State.COMMITTED
     return Survey(path, state, tuple(problems), tuple(deleted), manifest)
 
@@ -347,7 +359,7 @@ def verify(path: Path) -> int:
         if found.state is State.NEWER:
             raise CheckpointError(f"{found.path}: {found.problems[0]}")
         _report(found)
-        whole = whole and found.good
+        whole = whole and found.state is State.COMMITTED
     for leftover in [] if single else find_leftovers(path):
         print(f"{leftover.path.name}: not a checkpoint: {describe_leftover(leftover)}")
     return 0 if whole else 1
@@ -365,6 +377,8 @@ def _report(found: Survey) -> None:
     manifest = found.manifest
     if manifest is None or not found.good:
         print(f"{name}: {found.state.value}")
+    elif found.kept:
+        print(f"{name}: a part, step {manifest.step}, {found.kept}. The files that are here are whole.")
     else:
         size = sum(record.size for record in manifest.files.values())
         count = len(manifest.files) - len(found.deleted)

@@ -317,7 +317,7 @@ def diff(a: Path, b: Path) -> int:
         print(f"{letter}: {path}, step {manifest.step}")
         for name in manifest.files:
             if not (path / name).is_file():
-                print(f"   {printable(name)} was deleted in {letter}")
+                print(f"   {printable(name)} is not in {letter}")
     findings = _Findings()
     _compare_sections(sections(a, manifests[0]), sections(b, manifests[1]), findings)
     tied_a, tied_b = (dict(each.tied_weights) for each in manifests)
@@ -545,8 +545,8 @@ def _verify(checkpoint: Path, manifest: Manifest, key: str, companions: list[str
                 )
         elif name in weights:
             raise CheckpointError(
-                f"{checkpoint / name} was deleted, so there are no whole weights to export. Restore the "
-                "file or export another checkpoint."
+                f"{checkpoint / name} was deleted, or another node keeps it, so there are no whole weights "
+                "to export. Restore the file or export another checkpoint."
             )
 
 

@@ -166,7 +166,8 @@ class NodeJob(layouts.Job):
         """The checkpoints in the store that are whole to the last bit, and what belongs to none."""
         place = locate(f"{ADDRESS}/{run}")
         whole, known = [], set()
-        for path in sorted(place.glob("checkpoint-*")):
+        # Some servers show the folder of what was deleted.
+        for path in sorted(each for each in place.glob("checkpoint-*") if (each / "manifest.json").is_file()):
             manifest = verify_checkpoint(path, checksums=True)
             whole.append(path.name)
             known |= {str(path / name) for name in [*manifest.files, "manifest.json"]}
