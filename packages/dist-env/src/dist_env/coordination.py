@@ -320,15 +320,19 @@ def no_process_group(env: DistributedEnvInterface) -> DistributedEnvironmentErro
     )
 
 
-# The coordinator of the default group, kept as long as that group is the default one.
-_current: tuple[dist.ProcessGroup, Coordinator] | None = None
+class _Shared:
+    """The coordinator of the default group, kept as long as that group is the default one."""
+
+    current: tuple[dist.ProcessGroup, Coordinator] | None = None
+
+
+_shared = _Shared()
 
 
 def use_coordinator(coordinator: Coordinator) -> None:
     """Let all of this process share the coordinator of those who formed the default group."""
-    global _current
     if dist.group.WORLD is not None:
-        _current = (dist.group.WORLD, coordinator)
+        _shared.current = (dist.group.WORLD, coordinator)
 
 
 def current_coordinator() -> Coordinator:
@@ -337,25 +341,24 @@ def current_coordinator() -> Coordinator:
     Raises:
         RuntimeError: No default group exists.
     """
-    global _current
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("there is no default process group.")
-    if _current is None or _current[0] is not group:
+    current = _shared.current
+    if current is None or current[0] is not group:
         store = prefix_store("dist_env/shared", group.get_group_store())
         rank, size = dist.get_rank(), dist.get_world_size()
         place = StaticDistributedEnvironment(
             rank=rank, local_rank=rank, world_size=size, local_world_size=size, backend=dist.get_backend()
         )
-        _current = (group, Coordinator(store, RankRecord.of(place)))
-        _current[1].publish()
-    return _current[1]
+        current = _shared.current = (group, Coordinator(store, RankRecord.of(place)))
+        current[1].publish()
+    return current[1]
 
 
 def forget_coordinator() -> Coordinator | None:
     """Let go of the default group, which is about to be destroyed; returns its coordinator, if any."""
-    global _current
-    current, _current = _current, None
+    current, _shared.current = _shared.current, None
     return None if current is None else current[1]
 
 

@@ -157,10 +157,7 @@ class Link:
         Raises:
             torch.distributed.DistNetworkError: The connection is broken.
         """
-        try:
-            self._socket.sendall(_HEADER.pack(number, len(values)) + struct.pack(f"<{len(values)}d", *values))
-        except OSError as error:
-            raise self._broken(error) from error
+        self._write(_HEADER.pack(number, len(values)) + struct.pack(f"<{len(values)}d", *values))
 
     def receive(self, number: int, count: int) -> tuple[float, ...]:
         """Receive the values of an exchange.
@@ -181,6 +178,12 @@ class Link:
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise self._broken(error) from error
 
     def _read(self, size: int) -> bytes:
         try:
