@@ -197,12 +197,12 @@ class Peer:
         """
         with closing(connection := self._connect()), self.failing(connection):
             self._send(connection, task, request)
-            return cast(dict[str, Any], parse_json(self.receive(connection)))
+            return cast(dict[str, Any], parse_json(self.answer_of(connection)))
 
     def _ask(self, connection: HTTPConnection, task: str, request: Mapping[str, object]) -> bytes:
         with self.failing(connection):
             self._send(connection, task, request)
-            body = self.receive(connection)
+            body = self.answer_of(connection)
         self._idle.put(connection)
         return body
 
@@ -212,7 +212,7 @@ class Peer:
     def _send(self, connection: HTTPConnection, task: str, request: Mapping[str, object]) -> None:
         connection.request("POST", f"/{task}", json.dumps(request), {"Authorization": self._token})
 
-    def receive(self, connection: HTTPConnection) -> bytes:
+    def answer_of(self, connection: HTTPConnection) -> bytes:
         """The answer of the rank.
 
         Raises:
@@ -256,7 +256,7 @@ class PeerTask:
             return None
         try:
             with closing(self._connection), self._peer.failing(self._connection):
-                answer = cast(dict[str, Any], parse_json(self._peer.receive(self._connection)))
+                answer = cast(dict[str, Any], parse_json(self._peer.answer_of(self._connection)))
         except PeerError as error:
             self._is_over = error.said_so
             raise
