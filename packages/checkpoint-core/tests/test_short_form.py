@@ -107,3 +107,20 @@ def test_two_ranks_share_each_object_as_its_type_says(run_worker: Callable[..., 
         assert "does not tell how 2 ranks share it" in seen["count"]
     manifest = json.loads((tmp_path / "shards" / "checkpoint-4" / "manifest.json").read_text())
     assert '"sharded"' in json.dumps(manifest)
+
+
+def test_a_model_alone(tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    with CheckpointManager(
+        tmp_path, {"model": model, "more": torch.optim.SGD(model.parameters(), 0.1)}
+    ) as saving:
+        saved = saving.save(1)
+    with CheckpointManager(tmp_path / "elsewhere", {"model": other}) as loading:
+        loading.load_model(saved)
+        (saved / "model.safetensors").unlink()
+        with pytest.raises(CheckpointError, match="its files of component 'model' are not there"):
+            loading.load_model(saved)
+    assert torch.equal(other.weight, model.weight)
+    refused = pytest.raises(CheckpointError, match="no component 'model' is declared")
+    with CheckpointManager(tmp_path, {"rng": RNGState()}) as without, refused:
+        without.load_model(saved)

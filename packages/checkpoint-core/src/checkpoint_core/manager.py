@@ -317,7 +317,7 @@ class CheckpointManager:
         phase = f"load of the model of {wanted.name}"
         plan = make_plan("loading a checkpoint", self._ranks, self._provider, lambda: phase)
         if MODEL_STEM not in plan.patterns:
-            raise CheckpointError(f"{phase}: there is no component 'model'. Declare one.")
+            raise CheckpointError(f"{phase}: no component 'model' is declared. Declare one.")
         parts = {key: plan.assignments[key] for key in [MODEL_STEM] if key in plan.assignments}
         only = Plan({MODEL_STEM: plan.patterns[MODEL_STEM]}, parts)
         remote = None if tier is None else tier.place
