@@ -27,6 +27,7 @@ from checkpoint_core.directory import checkpoint_path
 from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.loading import LoadedCheckpoint, load
+from checkpoint_core.manifest import Manifest
 from checkpoint_core.model_directory import ModelExport
 from checkpoint_core.peers import Peers
 from checkpoint_core.retention import BestCheckpoint, Retention, best_summary
@@ -142,11 +143,15 @@ class CheckpointManager:
                 self._ranks.close()
                 if self._tier is not None:
                     # Not as a collective: other ranks may have gone.
-                    if self._ranks.is_leader and self._ranks.rank and not self._leaves_early:
-                        self._tier.wait_for_main()
-                    self._tier.close()
-                if self._peers is not None:
-                    self._peers.close()
+                    try:
+                        if self._ranks.is_leader and self._ranks.rank and not self._leaves_early:
+                            self._tier.wait_for_main()
+                    finally:
+                        try:
+                            self._tier.close()
+                        finally:
+                            if self._peers is not None:
+                                self._peers.close()
 
     def owns(self, checkpoint: Path) -> bool:
         """Whether a checkpoint lies where this manager saves.
@@ -293,9 +298,11 @@ class CheckpointManager:
                 self._retention.resumed_from = checkpoint_path(self._output_dir, loaded.step)
                 tier.retention.resumed_from = checkpoint_path(tier.place, loaded.step)
                 tier.retention.run_id = manifest.run_id
-                if wanted is None and self._ranks.rank == 0:
-                    # The process that saved it may have ended before it was uploaded.
-                    tier.request(loaded.step, saved=False)
+                if wanted is None:
+                    # The process that saved it may have ended before it was uploaded; and where nodes keep it
+                    # together, rank 0 may be on one that has nothing of it.
+                    known = manifest if manifest.nodes > 1 else None
+                    self._request_upload(what, tier, loaded.step, saved=False, manifest=known)
         return loaded
 
     load = load_checkpoint
@@ -432,8 +439,22 @@ class CheckpointManager:
             names = ranks.run_on_main(phase, lambda: [path.name for path in in_use])
             kept = [self._output_dir / name for name in names]
             ranks.run_on_leaders(phase, lambda: self._retention.apply(save.final, save.metrics, kept))
-        if ranks.rank == 0:
-            tier.request(save.step, saved=True)
+        self._request_upload(phase, tier, save.step, saved=True)
+
+    def _request_upload(
+        self, phase: str, tier: RemoteTier, step: int, *, saved: bool, manifest: Manifest | None = None
+    ) -> None:
+        def request() -> None:
+            if self._ranks.rank == 0:
+                tier.request(step, saved=saved, manifest=manifest)
+            else:
+                tier.take_part()
+
+        if self._ranks.is_spread:
+            # Together: no node may find rank 0 without work, and close, before it has been asked for more.
+            self._ranks.run(phase, request)
+        elif self._ranks.rank == 0:
+            request()
 
     def _open_tier(self, config: CheckpointConfig, lease: DirectoryLease | None) -> None:
         self._tier = RemoteTier(config, lease)

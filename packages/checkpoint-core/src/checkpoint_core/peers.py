@@ -12,8 +12,9 @@ nothing is between the ranks of a job.
 import hmac
 import json
 import logging
+import os
 import secrets
-import select
+import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,14 @@ class PeerError(OSError):
 
     said_so = False
     """Whether the rank said what it could not do: then it does nothing any more for this one."""
+
+
+def _can_read(connection: socket.socket, seconds: float) -> bool:
+    """Whether something comes from a connection, or its end, within some seconds."""
+    # Not select.select, which refuses descriptors above 1,023.
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        return bool(selector.select(seconds))
 
 
 class _Service(ThreadingHTTPServer):
@@ -117,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_waited_for(self) -> None:
         # The client sends nothing more before the answer: what can be read is the end of the connection.
-        if select.select([self.connection], [], [], 0)[0]:
+        if _can_read(self.connection, 0.0):
             raise PeerError("the rank that asked waits no more")
 
     def _answer(self, status: HTTPStatus, body: bytes) -> None:
@@ -252,7 +261,7 @@ class PeerTask:
         Raises:
             PeerError: The task failed, or the rank is gone.
         """
-        if not select.select([self._connection.sock], [], [], seconds)[0]:
+        if not _can_read(self._connection.sock, seconds):
             return None
         try:
             with closing(self._connection), self._peer.failing(self._connection):
@@ -297,6 +306,7 @@ class Peers:
         self, ranks: RankAgreement, phase: str, timeout_seconds: float, tasks: Mapping[str, Task]
     ) -> None:
         self._ranks = ranks
+        self._pid = os.getpid()
         services: list[_Service] = []
 
         def serve() -> tuple[str, str, int, str]:
@@ -319,6 +329,10 @@ class Peers:
 
     def close(self) -> None:
         """Answer no more."""
+        if os.getpid() != self._pid:
+            # A forked child has a copy of the port, and not the thread that shutdown() would wait for.
+            self._service.server_close()
+            return
         for peer in self._peers:
             peer.close()
         self._service.shutdown()

@@ -16,9 +16,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,143 +27,29 @@ from checkpoint_core.components import Plan
 from checkpoint_core.config import CheckpointConfig, lower_is_better
 from checkpoint_core.directory import check_other_runs, check_target, checkpoint_directories, checkpoint_path
 from checkpoint_core.errors import CheckpointError, describe_error
-from checkpoint_core.files import FileRecord, PartialDigest, combine, in_threads
 from checkpoint_core.lease import DirectoryLease
-from checkpoint_core.manifest import Manifest, read_manifest, wrong_content
-from checkpoint_core.peers import Peer, PeerError, Peers, PeerTask
+from checkpoint_core.manifest import Manifest, read_manifest
+from checkpoint_core.peers import Peer, PeerError, Peers
 from checkpoint_core.retention import BestCheckpoint, Retention, manifests_of_run, rank_by_metric
-from checkpoint_core.saving import RankReport
 from checkpoint_core.store_directory import OtherRuns
-from checkpoint_core.store_path import RangeReader, StorePath, file_sizes, locate
-from checkpoint_core.store_saving import StoreSave
+from checkpoint_core.store_path import StorePath, file_sizes, locate
+from checkpoint_core.tier_upload import (
+    GRACE_SECONDS,
+    UPLOAD,
+    DamagedSourceError,
+    FileUpload,
+    TierUpload,
+    UploadStoppedError,
+)
 from dist_env import StaticDistributedEnvironment
 
 _logger = logging.getLogger(__name__)
-_PIECE_BYTES = 8 * 1024 * 1024
-_FILES_AT_ONCE = 2
-"""Each with five pieces in flight at most, whatever its size."""
 _GIVEN_UP = "the upload was given up, because the process ends."
 _POLL_SECONDS = 0.05
 _ASK_SECONDS = 0.5
 _ANSWER_SECONDS = 120.0
 """For a request between nodes, but for uploads, which take as long as they take."""
-_KEPT, _UPLOAD, _BUSY = "kept", "upload", "busy"
-_GRACE_SECONDS = 5.0
-"""For an upload that was given up to remove what it has uploaded."""
-
-
-class _UploadStoppedError(CheckpointError):
-    """The time limit at exit was reached, Ctrl-C was pressed, or another file could not be uploaded."""
-
-
-class _DamagedSourceError(CheckpointError):
-    """The disk does not hold what was committed there."""
-
-
-@dataclass(kw_only=True)
-class TierUpload(StoreSave):
-    """Brings one committed checkpoint from the disk to the store."""
-
-    source: Path
-    """The checkpoint on the disk."""
-    manifest: Manifest
-    """What it holds, under plain names."""
-    given: Sequence[tuple[Peer, Sequence[str]]]
-    """What other nodes upload of it, because they keep it."""
-    check_stop: Callable[[], None]
-    """Raises when the upload is to end. Called often."""
-    _left_working: bool = False
-
-    def _write_all(self, needed: int) -> None:
-        self._claim()
-        of_others = {name for _, names in self.given for name in names}
-        own = [name for name in self.manifest.files if name not in of_others]
-        tasks: list[PeerTask] = []
-        try:
-            for peer, names in self.given:
-                tasks.append(peer.begin(_UPLOAD, self._request(names)))
-            _FileUpload(self.source, self.manifest.files, self._directory, self.check_stop).run(own)
-            for task in tasks:
-                self._wait(task)
-        except BaseException:
-            until = time.monotonic() + _GRACE_SECONDS
-            # A list: each is told to stop, whatever comes of the one before.
-            ended = [task.stop(max(until - time.monotonic(), 0.0)) for task in tasks]
-            self._left_working = not all(ended)
-            raise
-        self.check_stop()
-        self._commit([])
-
-    def _request(self, names: Sequence[str]) -> dict[str, object]:
-        directory = f"{self._place.name}/{self._directory.name}"
-        save = {"step": self.manifest.step, "save": self.manifest.save_id}
-        return {**save, "files": list(names), "directory": directory}
-
-    def _wait(self, task: PeerTask) -> None:
-        while (answer := task.poll()) is None:
-            self.check_stop()
-        if "damaged" in answer:
-            raise _DamagedSourceError(answer["damaged"])
-
-    @property
-    def _others_write(self) -> bool:
-        """Whether a node did not say that it has stopped, so that something may still come of it."""
-        return self._left_working
-
-    def _manifest(self, reports: Sequence[RankReport]) -> Manifest:
-        # An id of its own: no other upload, of this checkpoint or another one, writes to the same place.
-        return replace(self.manifest, save_id=self._save_id, nodes=1)
-
-
-@dataclass
-class _FileUpload:
-    """Brings files of a checkpoint from this disk to the directory of a save in the store."""
-
-    source: Path
-    """The checkpoint on the disk."""
-    files: Mapping[str, FileRecord]
-    """Its files, by plain name."""
-    directory: StorePath
-    """Where they go: each to where a save to the store would have put it."""
-    check_stop: Callable[[], None]
-    """Raises when the upload is to end. Called often."""
-    _failed: bool = False
-
-    def run(self, names: Sequence[str]) -> None:
-        """Upload files.
-
-        Args:
-            names: Their plain names.
-
-        Raises:
-            _DamagedSourceError: The disk does not hold what was committed.
-            OSError: The disk or the store failed.
-        """
-        in_threads(_FILES_AT_ONCE, names, self._upload)
-
-    def _upload(self, names: Sequence[str]) -> None:
-        try:
-            for name in names:
-                place = self.directory / name
-                place.store.put_stream(place.key, self._content(name), self.files[name].size)
-        except BaseException:
-            self._failed = True
-            raise
-
-    def _content(self, name: str) -> Iterator[bytes]:
-        """The bytes of a file. Raises at the end if they are not those committed: then no object appears."""
-        digest, position, record = PartialDigest(), 0, self.files[name]
-        path = _find_file(self.source, name)
-        with closing(RangeReader(path)) as file:
-            while piece := file.read(position, _PIECE_BYTES):
-                self.check_stop()
-                if self._failed:
-                    raise _UploadStoppedError("another file could not be uploaded.")
-                digest.update(position, piece)
-                position += len(piece)
-                yield piece
-        if position != record.size or combine([digest.share(position)]) != record.checksum:
-            raise _DamagedSourceError(str(wrong_content(path)))
+_KEPT, _BUSY = "kept", "busy"
 
 
 class RemoteTier:
@@ -212,7 +98,10 @@ class RemoteTier:
         self._closed = False
         self._ended = False
         self._nodes: Peers | None = None
+        self._without: list[str] = []
+        """Nodes that had nothing of the checkpoint that they were last asked for."""
         self._passed_over: set[str] = set()
+        self._elsewhere: Mapping[int, Manifest] = {}
         self._uploaded: set[str] = set()
 
     def connect(self, ranks: RankAgreement, phase: str) -> Peers:
@@ -225,7 +114,7 @@ class RemoteTier:
         Returns:
             The nodes, to be closed after the tier.
         """
-        tasks = {_KEPT: self._tell_kept, _UPLOAD: self._upload_for_main, _BUSY: self._tell_busy}
+        tasks = {_KEPT: self._tell_kept, UPLOAD: self._upload_for_main, _BUSY: self._tell_busy}
         limit = min(self._limit_seconds, _ANSWER_SECONDS)
         self._nodes = Peers(ranks, phase, limit, tasks)
         return self._nodes
@@ -236,9 +125,11 @@ class RemoteTier:
         try:
             manifest = read_manifest(source)
         except CheckpointError:
-            return {"files": []}
-        kept = file_sizes(source, list(manifest.files)) if manifest.save_id == request["save"] else {}
-        return {"files": [manifest.plain_name(name) for name in kept]}
+            return {"here": False, "files": []}
+        if manifest.save_id != request["save"]:
+            return {"here": False, "files": []}
+        kept = file_sizes(source, list(manifest.files))
+        return {"here": True, "files": [manifest.plain_name(name) for name in kept]}
 
     def _upload_for_main(
         self, request: dict[str, Any], check_waited_for: Callable[[], None]
@@ -255,11 +146,11 @@ class RemoteTier:
             check_waited_for()
 
         try:
-            _FileUpload(source, manifest.files, directory, check_stop).run(names)
+            FileUpload(source, manifest.files, directory, check_stop).run(names)
         except BaseException as error:
             # Whoever asked may be gone, and with it the marker by which a later save would find them.
             directory.store.delete([(directory / name).key for name in names])
-            if isinstance(error, _DamagedSourceError):
+            if isinstance(error, DamagedSourceError):
                 return {"damaged": str(error)}
             raise
         return {}
@@ -307,18 +198,24 @@ class RemoteTier:
                 self._local,
             )
 
-    def request(self, step: int, *, saved: bool) -> None:
+    def take_part(self) -> None:
+        """Upload again what rank 0 asks for: whoever gave an upload up continues after all."""
+        if not self._closed:
+            self._stop_at = None
+
+    def request(self, step: int, *, saved: bool, manifest: Manifest | None = None) -> None:
         """Bring a checkpoint to the store, and what else it lacks, in the background.
 
         Args:
             step: The step of the newest checkpoint.
             saved: Whether this process has saved it, so that older ones in the store rotate.
+            manifest: What it holds, where nodes keep it together and this one may have nothing of it.
         """
         with self._lock:
             self._latest = step, saved
             self._wanted = True
-            if not self._closed:
-                self._stop_at = None  # whoever gave an upload up continues after all
+            self._elsewhere = {} if manifest is None else {step: manifest}
+            self.take_part()
             self._start()
 
     @contextmanager
@@ -359,7 +256,7 @@ class RemoteTier:
         if self._running or self._wanted:
             failure = TimeoutError(f"the upload did not end within {limit_seconds:g} s")
             if self._is_stopped():
-                failure = _UploadStoppedError(_GIVEN_UP)
+                failure = UploadStoppedError(_GIVEN_UP)
         if failure is not None:
             raise CheckpointError(self._told(failure)) from failure
 
@@ -385,7 +282,7 @@ class RemoteTier:
         finally:
             self._stop_at = 0.0
             self._ended = True
-            until = time.monotonic() + _GRACE_SECONDS
+            until = time.monotonic() + GRACE_SECONDS
             while self._running and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
         self.check()
@@ -400,7 +297,7 @@ class RemoteTier:
             return
         if self._stop_at is None:
             self._stop_at = time.monotonic() + self._limit_seconds
-        until = max(self._stop_at, time.monotonic()) + _GRACE_SECONDS
+        until = max(self._stop_at, time.monotonic()) + GRACE_SECONDS
         while self._running and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
 
@@ -448,7 +345,7 @@ class RemoteTier:
                 self._failure = error
                 if isinstance(error, CheckpointError):
                     error = self._failure = _of_remote(error)
-                if not isinstance(error, (OSError, _UploadStoppedError)):
+                if not isinstance(error, (OSError, UploadStoppedError)):
                     self._refusal = error
                 _logger.error("%s", self._told(error))
             else:
@@ -468,7 +365,7 @@ class RemoteTier:
 
     def _check_stop(self) -> None:
         if self._is_stopped():
-            raise _UploadStoppedError(_GIVEN_UP)
+            raise UploadStoppedError(_GIVEN_UP)
 
     def _bring_all(self) -> None:
         while True:
@@ -483,7 +380,7 @@ class RemoteTier:
 
     def _next(self, newest: int) -> Manifest | None:
         """The checkpoint on the disk that the store lacks most; None when it has all that it should keep."""
-        local = manifests_of_run(self._local, self.retention.run_id)
+        local = {**self._elsewhere, **manifests_of_run(self._local, self.retention.run_id)}
         remote = manifests_of_run(self.place, self.retention.run_id)
         missing = {
             step: manifest
@@ -492,7 +389,7 @@ class RemoteTier:
             and not (step in remote and _plain(remote[step]).files == _plain(manifest).files)
         }
         for step in self._order(newest, local | remote):
-            if step in missing and self._is_complete(missing[step]):
+            if step in missing and self._is_complete(missing[step], must_be=step == newest):
                 return missing[step]
         return None
 
@@ -509,11 +406,23 @@ class RemoteTier:
             best = [each.step for each in ranked[: config.preserve_n_best]]
         return [newest, *best, *(others if limit is None else others[: limit - 1])]
 
-    def _is_complete(self, manifest: Manifest) -> bool:
+    def _is_complete(self, manifest: Manifest, *, must_be: bool) -> bool:
+        """Whether all files of a checkpoint are there, on this node or others.
+
+        Args:
+            manifest: What it holds.
+            must_be: Whether it is an error when a node has nothing of it. Of older ones a node may
+                not have published its part yet, or have rotated it away.
+        """
         source = checkpoint_path(self._local, manifest.step)
         here = {manifest.plain_name(name) for name in file_sizes(source, list(manifest.files))}
         given = {name for _, names in self._given(manifest, here) for name in names}
         deleted = sorted({manifest.plain_name(name) for name in manifest.files} - here - given)
+        if deleted and self._without:
+            if must_be:
+                others = ", ".join(self._without)
+                raise PeerError(f"{source}: no node has {deleted[0]}, and {others} nothing of it")
+            return False
         if deleted:
             self._passed_over.add(manifest.save_id)
             _logger.warning("%s is not uploaded: %s was deleted from it", source, deleted[0])
@@ -527,9 +436,13 @@ class RemoteTier:
         """
         found: list[tuple[Peer, list[str]]] = []
         known = set(here)
+        self._without = []
         request = {"step": manifest.step, "save": manifest.save_id}
         for peer in [] if self._nodes is None else self._nodes.others():
-            names = sorted(set(peer.run(_KEPT, request)["files"]) - known)
+            answer = peer.run(_KEPT, request)
+            if not answer["here"]:
+                self._without.append(peer.name)
+            names = sorted(set(answer["files"]) - known)
             known.update(names)
             if names:
                 found.append((peer, names))
@@ -542,9 +455,9 @@ class RemoteTier:
         try:
             self._upload(source, manifest)
         except (OSError, CheckpointError) as error:
-            if _is_replaced(source, manifest):
+            if manifest.step not in self._elsewhere and _is_replaced(source, manifest):
                 return  # By a later save of the step, or somebody deleted it: the next comparison tells.
-            if isinstance(error, _DamagedSourceError):
+            if isinstance(error, DamagedSourceError):
                 self._passed_over.add(manifest.save_id)
             raise
         finally:
@@ -577,12 +490,6 @@ def _of_remote(error: CheckpointError) -> CheckpointError:
     if type(error) is not CheckpointError:
         return error
     return CheckpointError(str(error).replace("output_dir", "remote_dir"))
-
-
-def _find_file(checkpoint: Path, name: str) -> Path:
-    """A file of a checkpoint by its plain name: a copy of a save to a store has a directory more."""
-    path = checkpoint / name
-    return path if path.exists() else checkpoint / read_manifest(checkpoint).save_directory / name
 
 
 def _plain(manifest: Manifest) -> Manifest:

@@ -143,3 +143,24 @@ def test_other_layouts(play: Run, s3: str, tmp_path: Path, layout: str) -> None:
     run = layout.replace(" ", "-")
     assert loaded(seen["load"]) == {f"{tmp_path}/{disk}/{run}/checkpoint-1" for disk in "ab"}
     assert loaded(seen["lost"]) == {f"{s3}/{run}/checkpoint-1"}
+
+
+def test_no_save_is_lost_between_nodes_that_are_late(play: Run) -> None:
+    seen = play("races")
+    assert seen["store"] == {"committed": ["checkpoint-1", "checkpoint-2"], "left": []}
+    assert "was deleted" not in notes(seen["late publisher"])
+    assert seen["store of late request"] == {"committed": ["checkpoint-1"], "left": []}
+
+
+def test_an_upload_is_continued_after_all(play: Run) -> None:
+    seen = play("continued")
+    assert seen["store"] == {"committed": ["checkpoint-1", "checkpoint-2"], "left": []}
+    assert [rank["child"] for rank in seen["ranks"]] == [7] * 4
+    assert not any("answering" in name for rank in seen["ranks"] for name in rank["threads"])
+
+
+def test_rank_0_has_nothing_of_what_it_uploads(play: Run) -> None:
+    seen = play("new_main")
+    assert seen["before"]["committed"] == ["checkpoint-1", "checkpoint-2"]
+    assert {path.rpartition("/")[2] for path in loaded(seen["load"])} == {"checkpoint-3"}
+    assert seen["store"] == {"committed": ["checkpoint-1", "checkpoint-2", "checkpoint-3"], "left": []}

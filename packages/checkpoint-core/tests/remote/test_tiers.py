@@ -248,7 +248,7 @@ def test_what_was_not_uploaded_is_told_at_the_end_and_brought_by_the_next_run(
 
 
 def test_an_upload_that_does_not_end(gateway: Proxy, run: Path, s3: str, monkeypatch) -> None:
-    monkeypatch.setattr("checkpoint_core.tiers._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("checkpoint_core.tiers.GRACE_SECONDS", 0.1)
     held = Held(gateway)
     saving = manager(run, s3)
     saving.save(1)

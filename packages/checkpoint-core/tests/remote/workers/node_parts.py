@@ -6,8 +6,12 @@ Usage: node_parts.py DIRECTORY ENVIRONMENT ADDRESS SCENARIO. Prints what the ran
 import json
 import logging
 import os
+import resource
 import shutil
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ import torch
 import torch.distributed as dist
 from layouts import Held, counts
 
+from checkpoint_core import saving, tier_upload, tiers  # isort: skip
 from checkpoint_core import CheckpointConfig, CheckpointError, CheckpointManager, StaticStatefulProvider
 from checkpoint_core.manifest import read_manifest, verify_checkpoint
 from checkpoint_core.store_path import locate
@@ -162,6 +167,63 @@ class NodeJob(layouts.Job):
             seen["closing"] = str(error)
         return seen
 
+    def late_publisher(self) -> dict[str, object]:
+        """The second node publishes late, while the upload before ends and rank 0 looks what is next."""
+        publish, upload = saving.publish, tier_upload.FileUpload.run
+
+        def late(staging: Path, final: Path, step: int) -> None:
+            if step == 2 and self.rank == 2:
+                time.sleep(3)
+            publish(staging, final, step)
+
+        def long(files: tier_upload.FileUpload, names: Sequence[str]) -> None:
+            upload(files, names)
+            if self.rank == 0 and files.source.name == "checkpoint-1":
+                time.sleep(1.5)
+
+        saving.publish, tier_upload.FileUpload.run = late, long  # type: ignore[method-assign]
+        return self.save_steps("run", 1, 2)
+
+    def late_request(self) -> dict[str, object]:
+        """Rank 0 is slow to ask for the upload, while the others close."""
+        request = tiers.RemoteTier.request
+
+        def late(tier: tiers.RemoteTier, *arguments: Any, **options: Any) -> None:
+            time.sleep(1)
+            request(tier, *arguments, **options)
+
+        tiers.RemoteTier.request = late  # type: ignore[method-assign]
+        held = Held(self.layout, self.rank, seed=1, train=True)
+        with self.manager(held) as manager:
+            manager.save_checkpoint(1)
+        return {}
+
+    def continues_after_all(self) -> dict[str, object]:
+        """More open files than select() takes, an upload that was given up, and a child that unwinds."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        held = Held(self.layout, self.rank, seed=1, train=True)
+        many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        manager = self.manager(held)
+        manager.save_checkpoint(1)
+        manager.wait_for_upload()
+        manager.give_up_upload()
+        child = os.fork()
+        if child == 0:
+            manager._peers.close()  # type: ignore[union-attr]
+            os._exit(7)
+        until = time.monotonic() + 20
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
+            time.sleep(0.05)
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+        manager.save_checkpoint(2)
+        manager.wait_for_upload()
+        manager.close()
+        for each in many:
+            os.close(each)
+        names = [thread.name for thread in threading.enumerate()]
+        return {"child": os.waitstatus_to_exitcode(ended[1]) if ended[0] else None, "threads": names}
+
     def look(self, run: str) -> dict[str, list[str]]:
         """The checkpoints in the store that are whole to the last bit, and what belongs to none."""
         place = locate(f"{ADDRESS}/{run}")
@@ -273,6 +335,28 @@ def leaves() -> dict[str, object]:
     return {"leaves": go("one_node_leaves"), "store": in_store("leaves")}
 
 
+def races() -> dict[str, object]:
+    seen: dict[str, object] = {"late publisher": go("late_publisher"), "store": in_store()}
+    for disk in "ab":
+        shutil.rmtree(DIRECTORY / disk)
+    global ADDRESS
+    ADDRESS = f"{ADDRESS}2"
+    go("late_request")
+    return {**seen, "store of late request": in_store()}
+
+
+def continued() -> dict[str, object]:
+    return {"ranks": go("continues_after_all"), "store": in_store()}
+
+
+def new_main() -> dict[str, object]:
+    """Rank 0 is on a node that has nothing of what only the disks of others have."""
+    go("save_steps", "run", 1, 2)
+    go("store_away")
+    seen: dict[str, object] = {"before": in_store(), "load": go("load_newest", "run", disks="cabd")}
+    return {**seen, "store": in_store()}
+
+
 def layout(name: str) -> dict[str, object]:
     run = name.replace(" ", "-")
     go("save_steps", run, 1, layout=name, async_save=True)
@@ -282,7 +366,10 @@ def layout(name: str) -> dict[str, object]:
     }
 
 
-SCENARIOS = {each.__name__: each for each in (saved, roundtrip, other_nodes, not_uploaded, leaves)}
+SCENARIOS = {
+    each.__name__: each
+    for each in (saved, roundtrip, other_nodes, not_uploaded, leaves, races, continued, new_main)
+}
 
 
 def main() -> None:
