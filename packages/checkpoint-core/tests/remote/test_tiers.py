@@ -600,7 +600,8 @@ def test_two_ranks(run_worker: Callable[..., Worked], gateway: Proxy, weed, s3: 
     assert first["local"] == [str(tmp_path / "fast" / "run" / "checkpoint-3"), 3.0]
     assert "was written by another run" in first["refused"]
     assert first["refused"].startswith("saving a checkpoint: rank 0")
-    assert "cannot be" in first["down"]
+    # Why depends on whether the last try has ended within the time limit.
+    assert "does not have all that it should keep" in first["down"]
     assert first["saved while down"] == 4.0
 
 
