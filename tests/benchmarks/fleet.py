@@ -27,6 +27,7 @@ from typing import Any
 
 # A safe path leaves out the folder of the script.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1] / "tools"))
 
 from _fleet_found import Found, found_in
 from _fleet_large import measure_large, print_large

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import fakecuda
 import pytest
 import torch
+from ports import free_port
 from torch.nn.attention.flex_attention import flex_attention
 
 from checkpoint_core import (
@@ -322,9 +322,7 @@ def test_generation_says_what_it_says_on_the_cpu() -> None:
 
 
 def test_doctor(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     processes = []
     for rank in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from .case import curve as curve_of
 from .case import experts, llama, losses, make, rows
@@ -21,12 +21,6 @@ from .case import experts, llama, losses, make, rows
 ROOT = Path(__file__).parents[2]
 Seen = list[dict[str, Any]]
 TRAINERS = ("ddp", "fsdp2", "pipeline")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from warm_start import WarmStart
 
 # Modules of this folder import one another.
@@ -36,8 +36,7 @@ def _environ(**job: str) -> dict[str, str]:
 def _runner(warm: WarmStart, factory: pytest.TempPathFactory) -> Run:
     def run(*words: str, ranks: int = 0) -> list[subprocess.CompletedProcess[str]]:
         folder = factory.mktemp("told")
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = str(server.getsockname()[1])
+        port = str(free_port())
         size = str(ranks)
         job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         jobs = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]

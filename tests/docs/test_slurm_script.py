@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from perf_metrics import load_logs
 
@@ -76,14 +76,6 @@ case $1 in
     requeue) echo "$2" >> "$REQUEUED" ;;
 esac
 """
-
-
-def free_port() -> int:
-    for port in range(10_000 + os.getpid() % 10_000, 30_000):
-        with socket.socket() as probe:
-            if probe.connect_ex(("localhost", port)) != 0:
-                return port
-    raise RuntimeError("no port is free")
 
 
 class Job:

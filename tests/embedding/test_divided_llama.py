@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 from warm_start import WarmStart
 
 SCRIPT = Path(__file__).with_name("divided_llama.py")
@@ -58,8 +58,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[s
 
 
 def run(warm: WarmStart, told: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    with socket.create_server(("localhost", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     words = [str(SCRIPT), json.dumps(list(cases.values()))]
     started = []
     for rank in range(ranks):

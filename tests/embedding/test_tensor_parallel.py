@@ -8,13 +8,13 @@ import os
 import re
 import runpy
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from warm_start import WarmStart
@@ -43,8 +43,7 @@ def warm() -> Iterator[WarmStart]:
 
 def run(warm: WarmStart, folder: Path, words: list[str], mesh: str | None, *more: str) -> Any:
     """What each rank of a mesh prints alike behind "points", as JSON."""
-    with socket.create_server(("localhost", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     told = folder.with_name(f"{folder.name}-told-{mesh}")
     told.mkdir(exist_ok=True)
     size = str(ParallelLayout.parse(mesh).world_size) if mesh else "1"

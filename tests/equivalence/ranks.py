@@ -10,13 +10,14 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from ports import free_port
 
 from .case import Case
 from .rank import Failure, Job, Part, serve, train_alone
@@ -60,7 +61,7 @@ def train_on_ranks(
     """
     if world_size == 1:
         return train_alone(case, directory, part)
-    port = _free_port()
+    port = free_port()
     jobs = [
         Job(case, directory, part, rank, world_size, port, environ(rank), home and home(rank))
         for rank in range(world_size)
@@ -173,11 +174,6 @@ def _report(rank: int, worker: _Worker, answer: object) -> str:
     else:
         what = f"ended with exit code {worker.ended()}"
     return f"--- rank {rank}: {what}\n{worker.output()}"
-
-
-def _free_port() -> int:
-    with socket.create_server(("localhost", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 _POOL = Pool()

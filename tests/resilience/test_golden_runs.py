@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from resilience.curve import EXACT, curve
 from resilience.golden_runs import GOLDEN, KINDS, SAVED, STEPS, prepared, words
 from warm_start import WarmStart
@@ -53,8 +53,7 @@ def test_their_ranks_go_on(
     run: Path, tmp_path: Path, warm: WarmStart, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, ranks = prepared(run.parent, tmp_path, run.name), KINDS[run.name][0]
-    with socket.create_server(("localhost", 0)) as probe:
-        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     job = environ | meeting | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     errors = [tmp_path / f"err-{rank}" for rank in range(ranks)]
     monkeypatch.chdir(folder)

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ports import free_port
+
 from dist_env import ObjectStore
 
 KEY, SECRET = "AKIAWRITER", "secret-of-the-writer"
@@ -34,15 +36,6 @@ class Server:
             "AWS_SECRET_ACCESS_KEY": secret,
             "AWS_REGION": "us-east-1",
         }
-
-
-def free_ports(count: int) -> list[int]:
-    """Numbers of ports that nothing listens on."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
-    return ports
 
 
 def program(name: str) -> str:
@@ -137,7 +130,7 @@ def _ports_of_weed(count: int) -> list[int]:
 def start_rclone(folder: Path) -> tuple[Server, subprocess.Popen[bytes]]:
     """Start rclone, with one user."""
     (folder / "data" / "tests").mkdir(parents=True)
-    (port,) = free_ports(1)
+    port = free_port()
     words = [program("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}"]
     endpoint = f"http://127.0.0.1:{port}"
     return Server(endpoint), start([*words, str(folder / "data")], folder, endpoint)

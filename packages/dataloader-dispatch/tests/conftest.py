@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis.configuration import set_hypothesis_home_dir
+from ports import free_port
 from warm_start import WarmStart
 
 from dist_env import forget_warnings
@@ -62,8 +62,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Callabl
 
     def run(worker: str, ranks: int, *arguments: object, timeout: float = 120) -> list[Rank]:
         folder = tmp_path_factory.mktemp("job")
-        with socket.create_server(("localhost", 0)) as probe:
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         start = time.monotonic()
         words = [str(WORKERS / worker), *map(str, arguments)]
         running = [

@@ -4,7 +4,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
+from ports import free_port
 from warm_start import WarmProcess, WarmStart
 
 RANKS = 4
@@ -108,8 +108,7 @@ class Job:
         self.answered = [folder / f"answers-{rank}" for rank in range(RANKS)]
         for pipe in (*self.orders, *self.answered):
             os.mkfifo(pipe)
-        with socket.create_server(("localhost", 0)) as probe:
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         self.ranks = [self._start(warm, rank, port) for rank in range(RANKS)]
         self.answers: list[queue.Queue[str]] = [queue.Queue() for _ in self.ranks]
         for pipe in zip(self.answered, self.answers, strict=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from warm_start import WarmStart
 
 WORKERS = Path(__file__).parent / "workers"
@@ -61,11 +62,6 @@ def run_to_end(command: Sequence[str], timeout: float, environ: Mapping[str, str
         command, env=clean_environ(**environ), capture_output=True, text=True, timeout=timeout, check=False
     )
     return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(autouse=True)

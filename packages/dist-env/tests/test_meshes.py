@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ports import free_port
 from torch.distributed.device_mesh import DeviceMesh
 
 from dist_env import DistributedEnvironmentError, Meshes, ParallelLayout, fake_job
-
-from .conftest import free_port
 
 LAYOUTS = {
     2: ["dp=2", "shard=2", "cp=2", "tp=2", "pp=2", "shard=2,ep=2"],

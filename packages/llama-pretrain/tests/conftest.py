@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ports import free_port
 from warm_start import WarmProcess, WarmStart
 
 from dist_env import forget_warnings
@@ -122,8 +122,7 @@ def start(_warm: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     def run(words: Sequence[str], ranks: int = 0) -> list[Started]:
         folder = tmp_path_factory.mktemp("told")
-        with socket.create_server(("localhost", 0)) as probe:
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         jobs = [(str(rank), str(rank), str(ranks), str(ranks), "localhost", port) for rank in range(ranks)]
         started = []
         for number, job in enumerate(jobs or [()]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 from warm_start import WarmStart
 
 Done = subprocess.CompletedProcess[str]
@@ -61,8 +61,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Callabl
     """`launch("train.py", 2, case)` gives each rank a JSON value, and returns what each of them noted."""
 
     def run(worker: str | Path, ranks: int, *cases: object, timeout: float = 240.0) -> list[Any]:
-        with socket.create_server(("localhost", 0)) as probe:
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         folder = tmp_path_factory.mktemp("job")
         path = WORKERS / worker
         started = []

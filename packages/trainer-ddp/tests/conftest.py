@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,12 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import ports
 import pytest
 from warm_start import WarmStart
 
 from dist_env import forget_warnings
 
 WORKERS = Path(__file__).parent / "workers"
+PATHS = os.pathsep.join((str(WORKERS), str(Path(ports.__file__).parent)))
+"""Where the workers and the tools of all tests are."""
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -51,12 +53,7 @@ def clean_environ(**extra: str) -> dict[str, str]:
         if name not in LAUNCHER_VARIABLES and not name.startswith(("TORCHELASTIC_", "NCCL_", "DIST_ENV_"))
     }
     # A safe path does not hold the folder of a script, where workers share a module.
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKERS)} | extra
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as probe:
-        return int(probe.getsockname()[1])
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS} | extra
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +87,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm: WarmStart) -> Callabl
     """`launch("worker.py", 4, "argument")`: bare processes; a worker may write notes."""
 
     def run(worker: str, ranks: int, *arguments: str, timeout: float) -> Job:
-        port, folder, start = str(free_port()), tmp_path_factory.mktemp("job"), time.monotonic()
+        port, folder, start = str(ports.free_port()), tmp_path_factory.mktemp("job"), time.monotonic()
         processes = []
         for rank in range(ranks):
             place = (str(rank), str(rank), str(ranks), str(ranks), "localhost", port)

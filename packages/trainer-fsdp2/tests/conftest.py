@@ -11,9 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ports
 import pytest
 
 WORKERS = Path(__file__).parent / "workers"
+PATHS = os.pathsep.join((str(WORKERS), str(Path(ports.__file__).parent)))
+"""Where the workers and the tools of all tests are."""
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LIMIT = 300
 """Seconds that a launch may take."""
@@ -46,7 +49,7 @@ def _launch(name: str, directory: Path) -> None:
         if key not in LAUNCHER_VARIABLES and not key.startswith(("TORCHELASTIC_", "NCCL_", "DIST_ENV_"))
     }
     # A safe path does not hold the folder of a script, where the workers share modules.
-    environ = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKERS)}
+    environ = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
     command = [sys.executable, str(WORKERS / "main.py"), name, str(directory)]
     with (directory / "told").open("wb") as told:
         subprocess.run(command, env=environ, stdout=told, stderr=told, timeout=LIMIT, check=False)

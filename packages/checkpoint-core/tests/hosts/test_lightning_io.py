@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from ports import free_port
 from torch.utils.data import DataLoader, TensorDataset
 from warm_start import WarmStart
 
@@ -290,8 +290,7 @@ def test_two_ranks_with_ddp_resume_to_the_same_curve(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         words = [str(script), str(folder), str(steps), how]
-        with socket.create_server(("localhost", 0)) as probe:
-            job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
+        job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
         said = [folder / f"said{rank}" for rank in range(2)]
         ranks = [

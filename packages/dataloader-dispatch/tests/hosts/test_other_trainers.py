@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from torch.utils.data import DataLoader
 from warm_start import WarmStart
 
@@ -49,8 +49,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., s
 
     def run(ranks: int, worker: str, *words: object) -> str:
         folder = tmp_path_factory.mktemp("job")
-        with socket.create_server(("localhost", 0)) as probe:
-            job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
+        job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         # What torchrun tells them, too, as some trainers look for it.
         job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}
         told = [(folder / f"out-{rank}", folder / f"err-{rank}") for rank in range(ranks)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -13,6 +12,8 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from ports import free_port
 
 BINARIES = ("prometheus", "promtool")
 BLOCK_HOURS = 54
@@ -58,7 +59,7 @@ class PrometheusServer:
     ) -> None:
         self.folder = folder
         self.data_folder = folder / "data"
-        self.port = _free_port() if port is None else port
+        self.port = free_port() if port is None else port
         self._options = options
         self._config = Path("/dev/null") if config is None else folder / "prometheus.yml"
         self._process: subprocess.Popen[bytes] | None = None
@@ -156,9 +157,3 @@ class PrometheusServer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,10 +2,10 @@
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from warm_start import WarmStart
 
 WORKER = Path(__file__).parent / "workers" / "two_ranks.py"
@@ -19,8 +19,7 @@ MODULES = (
 
 
 def test_two_ranks_under_both_trainers(tmp_path: Path) -> None:
-    with socket.create_server(("localhost", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     environ = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     warm = WarmStart(MODULES, environ)

@@ -6,10 +6,10 @@ Each rank also scores the same batches alone, by `Trainer`, and writes down both
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Sequence
 
 import torch
+from ports import free_port
 from tiny import LENGTH, VOCABULARY, RaggedLoader, TinyModel, settings, write_notes
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -222,8 +222,7 @@ def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     with DistributedEnvironment(no_accelerator=True, training_timeout=60) as env:
         notes[str(ranks)] = score(env)
-        with socket.create_server(("localhost", 0)) as probe:
-            port = broadcast_object(probe.getsockname()[1], env)
+        port = broadcast_object(free_port(), env)
     half = str(ranks // 2)
     os.environ.update(WORLD_SIZE=half, LOCAL_WORLD_SIZE=half, MASTER_PORT=str(port))
     if int(os.environ["RANK"]) < ranks // 2:

@@ -8,12 +8,12 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from ports import free_port
 
 from dist_env import DistributedEnvInterface, DistributedEnvironment
 
@@ -42,15 +42,10 @@ def run_world(world_size: int, directory: Path, scenarios: Mapping[str, Scenario
         importlib.import_module(name)
     gc.freeze()  # Collecting garbage then leaves out what was imported.
     directory.mkdir()
-    port = _free_port()
+    port = free_port()
     ranks = [_fork(rank, world_size, port, directory, scenarios) for rank in range(world_size)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
     (directory / "codes.json").write_text(json.dumps(codes))
-
-
-def _free_port() -> int:
-    with socket.create_server(("localhost", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _fork(rank: int, world_size: int, port: int, directory: Path, scenarios: Mapping[str, Scenario]) -> int:

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from ports import free_port
 from torch.distributed import TCPStore
 
 from dist_env import DistributedEnvInterface, DistributedEnvironment
@@ -45,7 +45,7 @@ def run_world(world_size: int, directory: Path, scenarios: Mapping[str, Scenario
         importlib.import_module(name)
     gc.freeze()  # Collecting garbage then leaves out what was imported.
     directory.mkdir()
-    port = _free_port()
+    port = free_port()
     # As torchrun does: the store of the job outlives its ranks, and so what they tell one another.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     ranks = [_fork(rank, world_size, port, directory, scenarios) for rank in range(world_size)]
@@ -53,11 +53,6 @@ def run_world(world_size: int, directory: Path, scenarios: Mapping[str, Scenario
     codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
     del store
     (directory / "codes.json").write_text(json.dumps({"codes": codes, "ended": time.time()}))
-
-
-def _free_port() -> int:
-    with socket.create_server(("localhost", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _fork(rank: int, world_size: int, port: int, directory: Path, scenarios: Mapping[str, Scenario]) -> int:
