@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.multi_threaded_pg import WorldData
 
 from dataloader_dispatch.dispatch import receiver
-from dist_env import coordination, handshake, tree_sums
+from dist_env import control_group, coordination, handshake, tree_sums
 from dist_env.coordination import RankRecord
 from dist_env.interface import StaticDistributedEnvironment
 
@@ -388,6 +388,8 @@ class CountedGroup:
 
     def recv(self, tensors: Any, index: int, tag: int) -> Any:
         # Counted where it was sent: receives are posted ahead, and some are never answered.
+        if tag == control_group._GATHER_TAG:
+            self._slot.counts.rounds += 1  # the first rank has the longest way, and as many ranks below it
         return self.inner.recv(tensors, index, tag)
 
 

@@ -33,30 +33,36 @@ def test_wrong_arguments_are_refused() -> None:
         ControlGroup([0, 1], 1.0)
 
 
-def test_three_ranks_exchange_values_and_name_a_killed_one(launch: Callable[..., Any]) -> None:
-    job = launch("controlling.py", 3, "trio")
-    assert job.codes == [0, -9, 0], job.err
+def test_six_ranks_exchange_values_and_name_a_killed_one(launch: Callable[..., Any]) -> None:
+    job = launch("controlling.py", 6, "six")
+    assert job.codes == [0, 0, 0, -9, 0, 0], job.err
     for rank, seen in enumerate(job.notes):
-        assert seen["names"] == [f"rank {each} ({HOST})" for each in range(3)]
-        assert seen["short"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-        assert seen["long"] == [1000, 1_001_000, 2_001_000]
-        if rank == 1:
-            continue
-        assert seen["pair"] == [0, 2]
-        assert seen["closed"][:2] == ["RuntimeError", "the control group was closed. Make a new one."]
-        kind, text, named, when = seen["killed"]
-        assert (kind, named) == ("RankFailedError", 1)
-        assert text.startswith("saving: a connection broke, and within 5 s no answer came from rank 1 (")
-        assert when - job.notes[1]["killed"] < WITHIN
+        assert seen["names"] == [f"rank {each} ({HOST})" for each in range(6)]
+        assert seen["short"] == [{"rank": each} for each in range(6)]
+        assert seen["equal"] == ["same"] * 6
+        assert seen["some"] == ["even", None] * 3
+        assert seen["long"] == [1000 + 1_000_000 * each for each in range(6)]
+        if rank in (0, 2):
+            assert seen["pair"] == [0, 2]
+            assert seen["closed"][:2] == ["RuntimeError", "the control group was closed. Make a new one."]
+        if rank != 3:
+            kind, text, named, when = seen["killed"]
+            assert (kind, named) == ("RankFailedError", 3)
+            assert text.startswith("saving: a connection broke, and within 5 s no answer came from rank 3 (")
+            assert when - job.notes[3]["killed"] < WITHIN
+    # The last one reports to another than the first, who tells all.
     for name, told in (
         ("a huge size", f"it is said to have {2**62} bytes"),
         ("no value", "sent a message that cannot be read"),
-        ("a longer value", f"it is said to have {1 << 25} bytes"),
+        ("a longer value", "it is said to have 72057594037927"),
+        ("of another rank", "it holds no values of ranks"),
+        ("of nobody", "it holds no values of ranks"),
+        ("another type", "it holds a int"),
     ):
-        for seen in job.notes[:2]:
+        for seen in job.notes:
             kind, text, named, _ = seen[name]
-            assert (kind, named) == ("RankFailedError", 2)
-            assert text.startswith(f"{name}: rank 2 ({HOST}) sent a message that cannot be read: ")
+            assert (kind, named) == ("RankFailedError", 5)
+            assert text.startswith(f"{name}: rank 5 ({HOST}) sent a message that cannot be read: ")
             assert told in text
 
 

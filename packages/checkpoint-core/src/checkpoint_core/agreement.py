@@ -152,7 +152,8 @@ class RankAgreement:
             result=result,
             error=None if failure is None else describe_error(failure),
             lost_lease=isinstance(failure, LeaseLostError),
-            host=socket.gethostname(),
+            # Reports that say the same travel as one, whoever they are of.
+            host="" if failure is None else socket.gethostname(),
         )
         reports = self._exchange(phase, report, failure) if self.world_size > 1 else [report]
         if failure is not None and not isinstance(failure, Exception):

@@ -97,7 +97,7 @@ class CheckpointManager:
 
         def settings() -> tuple[str, dict[str, object]]:
             check_supported(self._output_dir, config, lease)
-            return uuid.uuid4().hex, _shared_settings(config)
+            return "" if env.rank else uuid.uuid4().hex, _shared_settings(config)
 
         opened = self._ranks.run(_OPENING, settings)
         _check_settings([settings for _, settings in opened])

@@ -375,7 +375,7 @@ class CheckpointSave:
         """
         ranks, phase = self.ranks, self._phase
         try:
-            sizes = ranks.run(phase, lambda: (self._size(), uuid.uuid4().hex))
+            sizes = ranks.run(phase, lambda: (self._size(), "" if ranks.rank else uuid.uuid4().hex))
             self._save_id = sizes[0][1]
             self._write_all(sum(sizes[rank][0] for rank in ranks.node))
         except BaseException:

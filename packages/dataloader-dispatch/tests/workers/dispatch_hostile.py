@@ -121,7 +121,7 @@ def hostile_gather(data: bytes, size: int) -> str:
     group = ControlGroup([0, 1], 20, doing="opening the data loader")
     said = size.to_bytes(8, "big") + data
     own = torch.frombuffer(bytearray(said.ljust(1024, b"\0")), dtype=torch.uint8)
-    group.all_gather([torch.empty_like(own) for _ in range(2)], own).wait()
+    group.broadcast(own, 0).wait()
     torch.distributed.barrier()
     group.close()
     return ""

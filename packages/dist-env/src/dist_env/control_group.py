@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dist_env.coordination import current_coordinator
+from dist_env.coordination import UNKNOWN_HOST, current_coordinator
 from dist_env.encoding import decode_value, encode_value
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line
 
@@ -27,6 +27,8 @@ T = TypeVar("T")
 _SHORT = 1024
 """Bytes of a message that travels in one exchange with its size."""
 _HEAD = 8
+_PER_VALUE = 64
+"""More bytes than a table of a gather has for a value beside its message and its ranks."""
 _LIVENESS_SECONDS = 5.0
 """How long the ranks are asked who is still there, after a connection between them broke."""
 _LOOK_SECONDS = 0.2
@@ -35,6 +37,8 @@ _LONGEST_PAUSE = 1e-3
 
 _MOMENT = timedelta(milliseconds=1)
 _END_TAG = 7
+_PROBE_TAG = 8
+_GATHER_TAG = 9
 
 _open: weakref.WeakSet[ControlGroup] = weakref.WeakSet()
 
@@ -94,11 +98,12 @@ class ControlGroup:
         if not self.ranks:
             raise DistributedEnvironmentError("ranks is empty. Name the global ranks that take part.")
         self._is_torn = False
+        self._unanswered = torch.zeros(1, dtype=torch.uint8)
         self.timeout_seconds = timeout_seconds
         self.process_group: dist.ProcessGroup | None = None
         self.index = 0
         self.scope = ""
-        self._hosts = [socket.gethostname()]
+        self._hosts: dict[int, str] = {}
         if len(self.ranks) > 1:
             self._connect(doing)
 
@@ -107,14 +112,20 @@ class ControlGroup:
         """Number of ranks."""
         return len(self.ranks)
 
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Host of each of the ranks."""
-        return tuple(self._hosts)
+    def host(self, index: int) -> str:
+        """Host of one of the ranks; `"unknown host"` once the store of the job is gone."""
+        if self.size == 1:
+            return socket.gethostname()
+        if index not in self._hosts:
+            try:
+                self._hosts[index] = self._coordinator.host_of(self.ranks[index])
+            except dist.DistNetworkError:
+                return UNKNOWN_HOST
+        return self._hosts[index]
 
     def name(self, index: int) -> str:
         """Rank and host of one of the ranks, for messages."""
-        return f"rank {self.ranks[index]} ({self._hosts[index]})"
+        return f"rank {self.ranks[index]} ({self.host(index)})"
 
     def store(self, name: str) -> Store:
         """The job's store, under keys that no other group and no other name shares."""
@@ -132,12 +143,11 @@ class ControlGroup:
         options.rootRank = source
         return self._connected().broadcast([tensor], options)
 
-    def all_gather(self, received: list[torch.Tensor], tensor: torch.Tensor) -> dist.Work:
-        """Start to put the CPU tensors of all ranks, equally large, into ``received``."""
-        return self._connected().allgather([received], [tensor])
-
     def gather(self, doing: str, value: T, *, most_bytes: int = 1 << 24) -> list[T]:
         """The values of all ranks, in their order. Collective.
+
+        The ranks form a binomial tree, in which values go up and all of them come down. Of equal values one
+        travels, with the ranks that have it: what all ranks agree on costs no more among many of them.
 
         Args:
             doing: What the ranks are doing, for the message.
@@ -145,22 +155,35 @@ class ControlGroup:
                 None.
             most_bytes: Longer messages of other ranks are refused.
 
+        Returns:
+            The values; equal ones may be one object.
+
         Raises:
             RankFailedError: A rank is lost, or its message cannot be read.
         """
         if self.size == 1:
             return [value]
-        message = encode_value(value)
-        heads = self._gather_bytes(doing, len(message).to_bytes(_HEAD, "big") + message, _SHORT)
-        sizes = [int.from_bytes(head[:_HEAD], "big") for head in heads]
-        for index, size in enumerate(sizes):
-            if size > most_bytes:
-                raise self.unreadable(doing, index, f"it is said to have {size} bytes")
-        messages = [head[_HEAD:] for head in heads]
-        if max(sizes) > _SHORT - _HEAD:
-            messages = self._gather_bytes(doing, message, max(sizes))
-        own = [message[:size] for message, size in zip(messages, sizes, strict=True)]
-        return [self._decoded(doing, index, message, value) for index, message in enumerate(own)]
+        own = encode_value(value)
+        table: _Table | _Unread = {own: [self.index, self.index + 1]}
+        arrivals = [(child, end, self._receive(doing, child, _SHORT)) for child, end in self._below()]
+        for child, end, arrival in arrivals:
+            below = self._received(doing, child, end, arrival, most_bytes)
+            if isinstance(table, dict) and isinstance(below, dict):
+                _merge(table, below)
+            elif isinstance(table, dict):
+                table = below  # the first that is found; the others are received, so that none is left over
+        message = encode_value(table)
+        sends = [] if self.index == 0 else self._send(doing, self.index & (self.index - 1), message)
+        table = _read_table(self._from_first(doing, message, most_bytes), range(self.size), most_bytes)
+        del sends  # whoever got them has answered
+        if isinstance(table, tuple):
+            raise self.unreadable(doing, *table)
+        values: list[T] = [value] * self.size
+        for each, ends in table.items():
+            theirs = self._decoded(doing, ends[0], each, value)
+            for begin, end in zip(ends[::2], ends[1::2], strict=True):
+                values[begin:end] = [theirs] * (end - begin)
+        return values
 
     def wait(self, doing: str, work: dist.Work) -> None:
         """Wait for an exchange of the group to end.
@@ -192,6 +215,15 @@ class ControlGroup:
             work.wait()
         except RuntimeError as error:
             raise self.broken(doing, error) from error
+
+    def fault(self, index: int) -> RuntimeError | None:
+        """What is wrong with the connection to a rank."""
+        try:
+            # A broken connection refuses to post. What is received here is never sent.
+            self._connected().recv([self._unanswered], index, _PROBE_TAG)
+        except RuntimeError as error:
+            return error
+        return None
 
     def lost(self, doing: str, index: int, reason: object) -> RankFailedError:
         """The error for one rank that is known to be lost."""
@@ -261,7 +293,6 @@ class ControlGroup:
                 f"rank {dist.get_rank()} is not one of the ranks that take part: {self.ranks}."
             )
         self.index = self.ranks.index(dist.get_rank())
-        self._hosts = ["unknown host"] * self.size
         try:
             self._meet(doing)
         except RankTimeoutError as error:
@@ -284,7 +315,7 @@ class ControlGroup:
             raise self.broken(doing, error) from error
         self.process_group = cast(dist.ProcessGroup, gloo)  # a backend has the same methods
         _open.add(self)
-        self._hosts = self.gather(doing, socket.gethostname())
+        self.host(0)  # known also where rank 0, which may hold the store, is lost
 
     def _meet(self, doing: str) -> None:
         """Wait for the other ranks, and name the group.
@@ -306,18 +337,75 @@ class ControlGroup:
             raise RuntimeError("the control group was closed. Make a new one.")
         return self.process_group
 
-    def _gather_bytes(self, doing: str, message: bytes, size: int) -> list[bytes]:
-        own = torch.frombuffer(bytearray(message[:size].ljust(size, b"\0")), dtype=torch.uint8)
-        buffers = [bytearray(size) for _ in self.ranks]
-        received = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
+    def _below(self) -> list[tuple[int, int]]:
+        """Positions of the ranks that report to this one, and where those that report to each end."""
+        step, found = 1, []
+        while self.index + step < self.size and not self.index & step:
+            found.append((self.index + step, min(self.index + 2 * step, self.size)))
+            step *= 2
+        return found
+
+    def _send(self, doing: str, index: int, message: bytes) -> list[tuple[dist.Work, torch.Tensor]]:
+        """Start to send a message; what is returned has to be kept until it was received."""
+        head = len(message).to_bytes(_HEAD, "big") + message[: _SHORT - _HEAD]
+        pieces = [head.ljust(_SHORT, b"\0"), message[_SHORT - _HEAD :]]
+        tensors = [torch.frombuffer(bytearray(piece), dtype=torch.uint8) for piece in pieces if piece]
         try:
-            work = self.all_gather(received, own)
+            return [(self._connected().send([each], index, _GATHER_TAG), each) for each in tensors]
         except RuntimeError as error:
-            if self.process_group is None:
-                raise
-            raise self.broken(doing, error) from error
+            raise self._refused(doing, error) from error
+
+    def _receive(self, doing: str, index: int, size: int) -> _Arrival:
+        """Begin to receive so many bytes from a rank."""
+        memory = bytearray(size)
+        try:
+            work = self._connected().recv([torch.frombuffer(memory, dtype=torch.uint8)], index, _GATHER_TAG)
+        except RuntimeError as error:
+            raise self._refused(doing, error) from error
+        return _Arrival(self, index, work, memory)
+
+    def _received(
+        self, doing: str, child: int, end: int, arrival: _Arrival, most_bytes: int
+    ) -> _Table | _Unread:
+        """What the ranks from a child to before ``end`` have."""
+        self.wait(doing, cast(dist.Work, arrival))
+        head = bytes(arrival.memory)
+        size, most = int.from_bytes(head[:_HEAD], "big"), (end - child) * (most_bytes + _PER_VALUE)
+        if size > max(most, _SHORT):
+            return child, f"it is said to have {size} bytes"
+        message = head[_HEAD : _HEAD + size]
+        if size > len(message):
+            arrival = self._receive(doing, child, size - len(message))
+            arrival.has_begun = True  # it follows at once
+            self.wait(doing, cast(dist.Work, arrival))
+            message += arrival.memory
+        return _read_table(message, range(child, end), most_bytes)
+
+    def _refused(self, doing: str, error: RuntimeError) -> RuntimeError:
+        """The error for a transfer that could not even begin."""
+        return error if self.process_group is None else self.broken(doing, error)
+
+    def _from_first(self, doing: str, message: bytes, most_bytes: int) -> bytes:
+        """The message of the first rank, on every rank."""
+        head = len(message).to_bytes(_HEAD, "big") + message[: _SHORT - _HEAD]
+        memory = bytearray(head.ljust(_SHORT, b"\0"))
+        self._broadcast(doing, memory)
+        size = int.from_bytes(memory[:_HEAD], "big")
+        if size > max(self.size * (most_bytes + _PER_VALUE), _SHORT):
+            raise self.unreadable(doing, 0, f"it is said to have {size} bytes")
+        short = bytes(memory[_HEAD : _HEAD + size])
+        if size == len(short):
+            return short
+        rest = bytearray(message[len(short) :]) if self.index == 0 else bytearray(size - len(short))
+        self._broadcast(doing, rest)
+        return short + rest
+
+    def _broadcast(self, doing: str, memory: bytearray) -> None:
+        try:
+            work = self.broadcast(torch.frombuffer(memory, dtype=torch.uint8), 0)
+        except RuntimeError as error:
+            raise self._refused(doing, error) from error
         self.wait(doing, work)
-        return [bytes(buffer) for buffer in buffers]
 
     def _decoded(self, doing: str, index: int, message: bytes, own: T) -> T:
         try:
@@ -347,3 +435,98 @@ class ControlGroup:
             return bool(self.store("liveness").check(["asked"]))
         except dist.DistNetworkError:
             return True
+
+
+_Table = dict[bytes, list[int]]
+"""What ranks have, each message with the positions where a row of such ranks begins, ends, begins, ..."""
+_Unread = tuple[int, str]
+"""Position of the rank whose message cannot be read, and why."""
+
+
+class _Arrival:
+    """A receive that can be waited for like a collective: one of gloo completes only in its wait.
+
+    That cannot be interrupted by Ctrl-C, and closes every connection of the group when it times out.
+
+    Args:
+        group: Where it comes in.
+        index: Position of the rank that sends it.
+        work: What the start of the receive returned.
+        memory: Where it goes; not all zero in front.
+    """
+
+    def __init__(self, group: ControlGroup, index: int, work: dist.Work, memory: bytearray) -> None:
+        self.memory = memory
+        self.has_begun = False
+        self._group = group
+        self._index = index
+        self._work: dist.Work | None = work
+        self._end = time.monotonic() + group.timeout_seconds
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._fault: RuntimeError | None = None
+
+    def is_completed(self) -> bool:
+        """Whether it has begun to arrive, or will not."""
+        if self.has_begun or any(self.memory[:_HEAD]):
+            return True
+        if (now := time.monotonic()) < self._next_look:
+            return False
+        self._next_look = now + _LOOK_SECONDS
+        fault = self._group.fault(self._index)
+        if fault is None and now >= self._end:
+            fault = RuntimeError(f"nothing came from {self._group.name(self._index)}")
+        # It may have come before the connection broke.
+        self._fault = None if any(self.memory[:_HEAD]) else fault
+        return self._fault is not None
+
+    def wait(self) -> None:
+        """Wait for the rest."""
+        if self._fault is not None:
+            raise self._fault
+        work = self._work
+        try:
+            if work is not None:
+                work.wait(timedelta(seconds=self._group.timeout_seconds))
+        finally:
+            self._work = None  # a second wait of gloo would never end
+
+
+def _merge(table: _Table, more: _Table) -> None:
+    """Add the table of ranks that come behind."""
+    for message, ends in more.items():
+        known = table.setdefault(message, [])
+        if known and known[-1] == ends[0]:
+            known.pop()
+            ends = ends[1:]
+        known += ends
+
+
+def _read_table(message: bytes, ranks: range, most_bytes: int) -> _Table | _Unread:
+    """The table of these ranks, or who of them sent none that can be read."""
+    try:
+        read = decode_value(message)
+    except ValueError as error:
+        return ranks.start, str(error)
+    match read:
+        case (int(index), str(reason)) if index in ranks:
+            return index, reason
+        case dict() if _covers(read, ranks):
+            for each, ends in read.items():
+                if len(each) > most_bytes:
+                    return ends[0], f"it is said to have {len(each)} bytes"
+            return read
+    return ranks.start, "it holds no values of ranks"
+
+
+def _covers(table: dict[object, object], ranks: range) -> bool:
+    """Whether a table says of each of the ranks, and of no other, what it has."""
+    rows: list[tuple[int, int]] = []
+    for message, ends in table.items():
+        if not isinstance(message, bytes) or not isinstance(ends, list) or len(ends) % 2:
+            return False
+        if not all(type(end) is int for end in ends):
+            return False
+        rows += zip(ends[::2], ends[1::2], strict=True)
+    rows.sort()
+    met = [begin for begin, _ in rows] + [ranks.stop] == [ranks.start, *(end for _, end in rows)]
+    return met and all(begin < end for begin, end in rows)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_env import ControlGroup, DistributedEnvironment, RankFailedError, barrier
+from dist_env import ControlGroup, DistributedEnvironment, RankFailedError, barrier, encode_value
 
 notes: dict[str, Any] = {}
 
@@ -27,24 +27,36 @@ def note(key: str, error: BaseException) -> None:
 
 
 def unreadable(key: str, group: ControlGroup, sent: bytes) -> None:
-    """The last rank sends something else than a value; the others say what they are told."""
-    if group.index == group.size - 1:
+    """The last rank sends something else than values; all say what they are told."""
+    usual = group._send
+
+    def send(doing: str, index: int, message: bytes) -> Any:
         own = torch.frombuffer(bytearray(sent.ljust(1024, b"\0")), dtype=torch.uint8)
-        group.all_gather([torch.empty_like(own) for _ in group.ranks], own).wait()
-        return
+        return [(group.process_group.send([own], index, 9), own)]
+
+    if group.index == group.size - 1:
+        group._send = send
     try:
         group.gather(key, "own")
     except RankFailedError as error:
         note(key, error)
+    group._send = usual
 
 
-def trio(env: DistributedEnvironment) -> None:
-    group = ControlGroup(range(3), 600.0, doing="starting")
-    notes["names"] = [group.name(index) for index in range(3)]
+def sized(value: object) -> bytes:
+    message = encode_value(value)
+    return len(message).to_bytes(8, "big") + message
+
+
+def six(env: DistributedEnvironment) -> None:
+    group = ControlGroup(range(6), 600.0, doing="starting")
+    notes["names"] = [group.name(index) for index in range(6)]
     notes["short"] = group.gather("saying hello", {"rank": env.rank})
+    notes["equal"] = group.gather("saying the same", "same")
+    notes["some"] = group.gather("saying something", "even" if env.rank % 2 == 0 else None)
     notes["long"] = [len(text) for text in group.gather("sending", "x" * (1000 + 1_000_000 * env.rank))]
     barrier(env, process_group=group, timeout=60, tag="between")
-    if env.rank != 1:
+    if env.rank in (0, 2):
         pair = ControlGroup([0, 2], 600.0, doing="starting")
         notes["pair"] = pair.gather("pairing", env.rank)
         pair.close()
@@ -54,9 +66,11 @@ def trio(env: DistributedEnvironment) -> None:
             note("closed", error)
     unreadable("a huge size", group, (2**62).to_bytes(8, "big"))
     unreadable("no value", group, (3).to_bytes(8, "big") + b"???")
-    number = b"i1;"
-    unreadable("a longer value", group, (1 << 25).to_bytes(8, "big") + number)
-    if env.rank == 1:
+    unreadable("a longer value", group, sized({}).replace(b"\0", b"\1", 1))
+    unreadable("of another rank", group, sized({encode_value("own"): [1, 2]}))
+    unreadable("of nobody", group, sized({encode_value("own"): [5, 6, 6, 6]}))
+    unreadable("another type", group, sized({encode_value(7): [5, 6]}))
+    if env.rank == 3:
         notes["killed"] = time.time()
         write()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -160,7 +174,7 @@ def write() -> None:
 
 PARENT = os.getpid()
 SCENES = {
-    "trio": trio,
+    "six": six,
     "failing": failing,
     "forked": forked,
     "interrupted": interrupted,

@@ -170,7 +170,7 @@ class Inbox:
         return RankTimeoutError(
             f"{_DOING}: {self._group.name(_ROOT)} sent none for {self._timeout_seconds:g} s, though its "
             "connection is open. Look at what that rank does. If it is only slow, raise timeout_seconds.",
-            {self._group.ranks[_ROOT]: self._group.hosts[_ROOT]},
+            {self._group.ranks[_ROOT]: self._group.host(_ROOT)},
         )
 
     def _post(self, capacity: int) -> None:

@@ -222,7 +222,7 @@ class Source:
             what = f"{self._group.name(index)} took no batch for {self._timeout_seconds:g} s"
         return RankTimeoutError(
             f"{_DOING}: {what}. Look at what that rank does. If it is only slow, raise timeout_seconds.",
-            {self._group.ranks[index or 0]: self._group.hosts[index or 0]},
+            {self._group.ranks[index or 0]: self._group.host(index or 0)},
         )
 
     def _run(self) -> None:
