@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +29,8 @@ from dist_env.interface import StaticDistributedEnvironment
 
 _MOMENT_SECONDS = 0.05
 _STACK_BYTES = 512 * 1024
+_ADDRESS_BYTES = 152
+"""What gloo of torch 2.13 tells the others of a rank, beside the name of its host."""
 
 
 @dataclass
@@ -274,8 +276,10 @@ class MemoryGroup:
         size: Number of ranks.
     """
 
-    def __init__(self, store: Any, index: int, size: int, _: timedelta) -> None:
+    def __init__(self, store: Any, index: int, size: int, *, connects_to_all: bool) -> None:
         self._index = index
+        self._store = store
+        self._met = set(range(size)) if connects_to_all else {index}
         self._number = 0
         slot = own_slot()
         slot.is_paused = True
@@ -283,7 +287,17 @@ class MemoryGroup:
         slot.is_paused = False
         with _switches_lock:
             self._switch = _switches.setdefault(name, _Switch(size))
-        tell_addresses(store, index, size)
+        if connects_to_all:
+            tell_addresses(store, index, size)
+        else:
+            store.set(f"0/{index}", bytes(_ADDRESS_BYTES + len(socket.gethostname())))
+
+    def connect(self, others: Iterable[int]) -> None:
+        """Ask for the addresses of those that were not met before, as gloo of torch 2.13 does."""
+        for other in set(others) - self._met:
+            self._met.add(other)
+            self._store.wait([f"0/{other}"])
+            self._store.get(f"0/{other}")
 
     def _meet(self, value: Any, end: Callable[[list[Any]], Any], take: Any = None) -> _Work:
         number, self._number = self._number, self._number + 1
@@ -301,10 +315,15 @@ class MemoryGroup:
 
     def allreduce(self, tensors: Any, options: Any) -> _Work:
         tensor = tensors[0]
+        self.connect(((self._index + 1) % self._switch.size, (self._index - 1) % self._switch.size))
         return self._meet(tensor.clone(), lambda given: torch.stack(given).amax(0), tensor.copy_)
 
     def broadcast(self, tensors: Any, options: Any) -> _Work:
         tensor, root = tensors[0], options.rootRank
+        size, position = self._switch.size, (self._index - options.rootRank) % self._switch.size
+        above = [position - (1 << position.bit_length() >> 1)] if position else []
+        below = [position + (1 << bit) for bit in range(position.bit_length(), size.bit_length())]
+        self.connect((each + root) % size for each in (*above, *below) if each < size)
         return self._meet(tensor.clone(), lambda given: given[root], tensor.copy_)
 
     def send(self, tensors: Any, index: int, tag: int) -> _Work:
@@ -315,6 +334,7 @@ class MemoryGroup:
 
     def _pair(self, key: tuple[int, int, int], buffer: torch.Tensor, *, is_send: bool) -> _Work:
         switch, done = self._switch, threading.Event()
+        self.connect({key[0], key[1]})
         own, others = (switch.sends, switch.receives) if is_send else (switch.receives, switch.sends)
         with switch.lock:
             if others[key]:
@@ -337,7 +357,7 @@ def tell_addresses(store: Any, index: int, size: int) -> None:
     Each rank tells one address for each of the others, and reads what all ranks, itself too, have told.
     """
     slot = own_slot()
-    told = 152 + len(socket.gethostname()) + 8 * size
+    told = _ADDRESS_BYTES + len(socket.gethostname()) + 8 * size
     before = slot.counts.request_bytes
     store.set(f"0/{index}", bytes(told))
     prefix = slot.counts.request_bytes - before - told - len(str(index))
@@ -443,9 +463,6 @@ class WorldGroup(dist.ProcessGroup):  # type: ignore[misc]
         return "world"
 
 
-_real_gloo = dist.ProcessGroupGloo
-
-
 class Job:
     """Some ranks in this process.
 
@@ -512,9 +529,8 @@ class Job:
         )
         coordinator = handshake.join(store, RankRecord.of(env), 3600.0)
         group_store = coordination.prefix_store("group", coordinator.store)
-        counted = dist.ProcessGroupGloo(
-            coordination.prefix_store("gloo", group_store), rank, self.size, timedelta(seconds=3600)
-        )
+        gloo_store = coordination.prefix_store("gloo", group_store)
+        counted = self.open_group(gloo_store, rank, timedelta(seconds=3600))
         group = WorldGroup(counted, rank, self.size, group_store)
         world = own_slot().world
         world.default_pg = group
@@ -524,6 +540,12 @@ class Job:
         world.pg_backend_config[group] = "cpu:gloo"
         coordination.use_coordinator(coordinator)
         return env
+
+    def open_group(self, store: Any, rank: int, timeout: timedelta) -> CountedGroup:
+        """A group of all ranks, in which each connects to all."""
+        if self.is_real:
+            return CountedGroup(dist.ProcessGroupGloo(store, rank, self.size, timeout), rank, self.size)
+        return CountedGroup(MemoryGroup(store, rank, self.size, connects_to_all=True), rank, self.size)
 
     def _client(self) -> Any:
         if not self.is_real:
@@ -545,9 +567,10 @@ class Job:
 def _one_process_for_all(job: Job) -> Any:
     """Let each thread be a rank: what is one for each process is then one for each thread of a rank."""
 
-    def make_group(store: Any, index: int, size: int, timeout: timedelta) -> CountedGroup:
-        kind = _real_gloo if job.is_real else MemoryGroup
-        return CountedGroup(kind(store, index, size, timeout), index, size)
+    def make_control_group(store: Any, index: int, size: int, timeout: timedelta) -> CountedGroup:
+        if job.is_real:
+            return CountedGroup(usual_open(store, index, size, timeout), index, size)
+        return CountedGroup(MemoryGroup(store, index, size, connects_to_all=False), index, size)
 
     def start(thread: threading.Thread) -> None:
         slot = getattr(_here, "slot", None)
@@ -578,12 +601,15 @@ def _one_process_for_all(job: Job) -> Any:
     usual_write, usual_read = tree_sums.Link._write, tree_sums.Link._read
     usual_receive = tree_sums.Link.receive
     usual_poll = handshake._POLL_SECONDS
+    usual_open, usual_most = control_group._open_gloo, control_group._MOST_CONNECTED
     usual_look, usual_pause = receiver._LOOK_SECONDS, receiver._LONGEST_PAUSE
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threading.Thread.start = start  # type: ignore[method-assign]
     c10d._world = _World()
     coordination._shared = _SharedOfRank()  # type: ignore[assignment]
-    dist.ProcessGroupGloo = make_group  # type: ignore[misc, assignment]
+    # All connect as among many ranks, so that one law holds for all numbers of them.
+    control_group._MOST_CONNECTED = 1
+    control_group._open_gloo = make_control_group  # type: ignore[assignment]
     tree_sums.Link._write, tree_sums.Link._read = counted_write, counted_read  # type: ignore[method-assign]
     tree_sums.Link.receive = counted_receive  # type: ignore[method-assign]
     # So that a thousand threads leave the first rank a processor; polls are not among what is compared.
@@ -597,7 +623,7 @@ def _one_process_for_all(job: Job) -> Any:
         receiver._LOOK_SECONDS, receiver._LONGEST_PAUSE = usual_look, usual_pause
         tree_sums.Link._write, tree_sums.Link._read = usual_write, usual_read  # type: ignore[method-assign]
         tree_sums.Link.receive = usual_receive  # type: ignore[method-assign]
-        dist.ProcessGroupGloo = _real_gloo  # type: ignore[misc]
+        control_group._open_gloo, control_group._MOST_CONNECTED = usual_open, usual_most
         coordination._shared, c10d._world = usual_shared, usual_world
         threading.Thread.start = usual_start  # type: ignore[method-assign]
         torch._C._distributed_c10d._set_thread_isolation_mode(False)

@@ -13,6 +13,8 @@ from dist_env import ControlGroup, DistributedEnvironmentError
 HOST = socket.gethostname()
 # A liveness check takes 5 s, the timeout of the groups 600 s; the rest is for a machine that is busy.
 WITHIN = 60.0
+CONNECTED = pytest.mark.parametrize("connected", ["all", "few"])
+"""Whether each rank connects to all others, or as among many ranks to few."""
 
 
 def test_one_rank_needs_no_connection() -> None:
@@ -33,8 +35,9 @@ def test_wrong_arguments_are_refused() -> None:
         ControlGroup([0, 1], 1.0)
 
 
-def test_six_ranks_exchange_values_and_name_a_killed_one(launch: Callable[..., Any]) -> None:
-    job = launch("controlling.py", 6, "six")
+@CONNECTED
+def test_six_ranks_exchange_values_and_name_a_killed_one(launch: Callable[..., Any], connected: str) -> None:
+    job = launch("controlling.py", 6, "six", connected)
     assert job.codes == [0, 0, 0, -9, 0, 0], job.err
     for rank, seen in enumerate(job.notes):
         assert seen["names"] == [f"rank {each} ({HOST})" for each in range(6)]
@@ -66,28 +69,46 @@ def test_six_ranks_exchange_values_and_name_a_killed_one(launch: Callable[..., A
             assert told in text
 
 
-def test_why_a_rank_failed_is_told_also_where_its_connections_close_first(launch: Callable[..., Any]) -> None:
-    job = launch("controlling.py", 2, "failing")
+def test_among_many_ranks_each_connects_to_few(launch: Callable[..., Any]) -> None:
+    job = launch("controlling.py", 16, "sixteen", "few")
+    assert job.codes == [0] * 16, job.err
+    for rank, seen in enumerate(job.notes):
+        assert seen["equal"] == ["same"] * 16
+        assert {distance: seen[str(distance)] for distance in (3, 5, 6)} == {
+            distance: (rank - distance) % 16 for distance in (3, 5, 6)
+        }
+    # Of the 15 others; beside these the group listens.
+    assert max(seen["sockets"] for seen in job.notes) < 12, [seen["sockets"] for seen in job.notes]
+
+
+@CONNECTED
+def test_why_a_rank_failed_is_told_also_where_its_connections_close_first(
+    launch: Callable[..., Any], connected: str
+) -> None:
+    job = launch("controlling.py", 2, "failing", connected)
     assert job.codes == [0, 1], job.err
     kind, text, named, _ = job.notes[0]["failed"]
     assert (kind, named) == ("RankFailedError", 1)
     assert text == f"saving: a connection broke, and rank 1 on {HOST} failed: OSError: no such disk."
 
 
-def test_a_forked_child_ends(launch: Callable[..., Any]) -> None:
-    job = launch("controlling.py", 2, "forked")
+@CONNECTED
+def test_a_forked_child_ends(launch: Callable[..., Any], connected: str) -> None:
+    job = launch("controlling.py", 2, "forked", connected)
     assert job.codes == [0, 0], job.err
     assert job.notes == [{"drop": 0, "exit": 0, "after": [0, 1]}] * 2
 
 
-def test_ctrl_c_and_closing_do_not_wait_for_the_timeout(launch: Callable[..., Any]) -> None:
-    job = launch("controlling.py", 2, "interrupted")
+@CONNECTED
+def test_ctrl_c_and_closing_do_not_wait_for_the_timeout(launch: Callable[..., Any], connected: str) -> None:
+    job = launch("controlling.py", 2, "interrupted", connected)
     assert job.codes == [0, 0], job.err
     assert job.notes[0]["interrupted"] <= job.notes[0]["closed"] < WITHIN  # the timeout is 120 s
 
 
-def test_opening_leaves_the_store_to_other_threads(launch: Callable[..., Any]) -> None:
-    job = launch("controlling.py", 2, "opened")
+@CONNECTED
+def test_opening_leaves_the_store_to_other_threads(launch: Callable[..., Any], connected: str) -> None:
+    job = launch("controlling.py", 2, "opened", connected)
     assert job.codes == [0, 0], job.err
     assert all(seen["opened"] < 30 for seen in job.notes)  # it stood still for 40 s
 

@@ -294,6 +294,7 @@ class RankAgreement:
         try:
             if connections is None:
                 raise group.broken(phase, "the connections are closed")
+            group.connect(phase, {*sends, *receives})
             try:
                 works = [connections.recv([data], rank, 0) for rank, data in sorted(receives.items())]
                 works += [connections.send([data], rank, 0) for rank, data in sorted(sends.items())]

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -35,6 +35,8 @@ _LOOK_SECONDS = 0.2
 _SHORTEST_PAUSE = 2e-5
 _LONGEST_PAUSE = 1e-3
 
+_MOST_CONNECTED = 128
+"""Ranks of a group in which each connects to all."""
 _MOMENT = timedelta(milliseconds=1)
 _END_TAG = 7
 _PROBE_TAG = 8
@@ -68,7 +70,9 @@ class ControlGroup:
     A rank whose connections break while others wait for it is named within seconds, however long the timeout
     is: then all ranks that wait answer a liveness check in the job's store. `torch.distributed` does not know
     the group. Making it is collective among its ranks, which first meet in the store: until then a rank that
-    is lost without a word is missed only after the timeout. With one rank nothing is opened.
+    is lost without a word is missed only after the timeout. Among more than 128 ranks each connects to a
+    few others, and to further ones when the two have something to say to one another. With one rank nothing
+    is opened.
 
     Args:
         ranks: Global ranks that take part, this one among them, the same on each of them.
@@ -173,7 +177,7 @@ class ControlGroup:
             elif isinstance(table, dict):
                 table = below  # the first that is found; the others are received, so that none is left over
         message = encode_value(table)
-        sends = [] if self.index == 0 else self._send(doing, self.index & (self.index - 1), message)
+        sends = [] if self.index == 0 else self._send(doing, self._above(), message)
         table = _read_table(self._from_first(doing, message, most_bytes), range(self.size), most_bytes)
         del sends  # whoever got them has answered
         if isinstance(table, tuple):
@@ -215,6 +219,26 @@ class ControlGroup:
             work.wait()
         except RuntimeError as error:
             raise self.broken(doing, error) from error
+
+    def connect(self, doing: str, indices: Iterable[int]) -> None:
+        """Connect to some ranks, each of which connects to this one at the same time.
+
+        Only then may one of two ranks wait for the other: among more than 128 ranks the first receive holds a
+        rank up until the other one sends or receives, too.
+
+        Args:
+            doing: What the ranks are doing, for the message.
+            indices: Positions of the others.
+
+        Raises:
+            RankFailedError: A rank is lost.
+        """
+        if self.size <= _MOST_CONNECTED:
+            return
+        # In one order of all pairs, so that no ranks wait for one another in a circle.
+        for index in sorted(set(indices) - {self.index}, key=lambda other: sorted((self.index, other))):
+            if (fault := self.fault(index)) is not None:
+                raise self.broken(doing, fault)
 
     def fault(self, index: int) -> RuntimeError | None:
         """What is wrong with the connection to a rank."""
@@ -278,9 +302,8 @@ class ControlGroup:
         if group is not None and self._is_torn:
             # An exchange that nobody waits for any more would hold the group until its timeout. gloo closes
             # all connections of a group where a receive times out. It has no other way.
-            other = (self.index + 1) % self.size
             with suppress(RuntimeError):
-                group.recv([torch.zeros(1, dtype=torch.uint8)], other, _END_TAG).wait(_MOMENT)
+                group.recv([torch.zeros(1, dtype=torch.uint8)], self._above() or 1, _END_TAG).wait(_MOMENT)
 
     def _connect(self, doing: str) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -310,11 +333,12 @@ class ControlGroup:
             ) from error
         timeout = timedelta(seconds=self.timeout_seconds)
         try:
-            gloo = dist.ProcessGroupGloo(self.store("gloo"), self.index, self.size, timeout)
+            gloo = _open_gloo(self.store("gloo"), self.index, self.size, timeout)
         except RuntimeError as error:
             raise self.broken(doing, error) from error
         self.process_group = cast(dist.ProcessGroup, gloo)  # a backend has the same methods
         _open.add(self)
+        self.connect(doing, self._beside())
         self.host(0)  # known also where rank 0, which may hold the store, is lost
 
     def _meet(self, doing: str) -> None:
@@ -336,6 +360,27 @@ class ControlGroup:
         if self.process_group is None:
             raise RuntimeError("the control group was closed. Make a new one.")
         return self.process_group
+
+    def _above(self) -> int:
+        """Position of the rank that this one reports to."""
+        return self.index & (self.index - 1) if self.index else 0
+
+    def _beside(self) -> set[int]:
+        """Positions of the ranks that gathers, broadcasts and reductions connect with this one.
+
+        They are connected from the start, so that those beside a rank notice its loss.
+        """
+        ring = {(self.index + 1) % self.size, (self.index - 1) % self.size}
+        report = {self._above(), *(child for child, _ in self._below())}
+        # gloo's broadcast from the first rank: the highest bit of a position leads to who sends to it.
+        length = self.index.bit_length()
+        doubles = [self.index + (1 << bit) for bit in range(length, self.size.bit_length())]
+        return (
+            ring
+            | report
+            | {double for double in doubles if double < self.size}
+            | {self.index - (1 << length >> 1)}
+        )
 
     def _below(self) -> list[tuple[int, int]]:
         """Positions of the ranks that report to this one, and where those that report to each end."""
@@ -530,3 +575,19 @@ def _covers(table: dict[object, object], ranks: range) -> bool:
     rows.sort()
     met = [begin for begin, _ in rows] + [ranks.stop] == [ranks.start, *(end for _, end in rows)]
     return met and all(begin < end for begin, end in rows)
+
+
+def _open_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """A group of gloo, in which two of many ranks connect when they first meet.
+
+    Otherwise each rank connects to every other one while the group is made, and reads 8 bytes for each pair
+    of ranks from the store: 2 GB a rank among 16,384.
+    """
+    if size <= _MOST_CONNECTED:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    # Private in torch 2.11 to 2.13: `_Options` and its fields. TORCH_GLOO_LAZY_INIT would do that for all
+    # groups of the process. test_control_group.py counts the connections.
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    return dist.ProcessGroupGloo(store, rank, size, options)

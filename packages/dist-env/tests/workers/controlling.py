@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_env import ControlGroup, DistributedEnvironment, RankFailedError, barrier, encode_value
+from dist_env import (
+    ControlGroup,
+    DistributedEnvironment,
+    RankFailedError,
+    barrier,
+    control_group,
+    encode_value,
+)
 
 notes: dict[str, Any] = {}
 
@@ -78,6 +86,37 @@ def six(env: DistributedEnvironment) -> None:
         group.gather("saving", env.rank)
     except RankFailedError as error:
         note("killed", error)
+    write()
+    env.coordinator.store.add("noted", 1)
+    while env.rank == 0 and env.coordinator.store.add("noted", 0) < 5:
+        time.sleep(0.05)
+    os._exit(0)  # leaving the environment waits for the rank that is lost
+
+
+def sixteen(env: DistributedEnvironment) -> None:
+    """How many connections each rank has, and whether any two can be connected in any order."""
+    before = sockets()
+    group = ControlGroup(range(16), 600.0, doing="starting")
+    notes["equal"] = group.gather("saying the same", "same")
+    notes["sockets"] = sockets() - before
+    for distance in (3, 5, 6):
+        others = ((env.rank + distance) % 16, (env.rank - distance) % 16)
+        group.connect("passing on", others)
+        received = torch.zeros(1)
+        work = group.process_group.recv([received], others[1], 0)
+        group.process_group.send([torch.tensor([float(env.rank)])], others[0], 0).wait()
+        work.wait()
+        notes[str(distance)] = int(received)
+    barrier(env, process_group=group, timeout=60, tag="end")
+    group.close()
+
+
+def sockets() -> int:
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # what this looks with
+            found += str(each.readlink()).startswith("socket:")
+    return found
 
 
 def failing(env: DistributedEnvironment) -> None:
@@ -175,12 +214,15 @@ def write() -> None:
 PARENT = os.getpid()
 SCENES = {
     "six": six,
+    "sixteen": sixteen,
     "failing": failing,
     "forked": forked,
     "interrupted": interrupted,
     "opened": opened_while_another_waits,
     "late": late,
 }
+if "few" in sys.argv:  # as among many ranks
+    control_group._MOST_CONNECTED = 1
 try:
     if sys.argv[1] == "remade":
         remade()

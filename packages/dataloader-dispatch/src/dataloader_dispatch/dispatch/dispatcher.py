@@ -28,6 +28,7 @@ Batch = TypeVar("Batch")
 Role = Source | Receiver | Single
 """One rank's part. Passes are numbered from 1; only the last one gives batches."""
 
+_OPENING = "opening the data loader"
 _GRACE_SECONDS = 5.0
 """How much longer the others wait than the first rank, which knows better who is late."""
 
@@ -108,7 +109,8 @@ class DataloaderDispatcher(Generic[Batch]):
         place = Placement.of(mesh, dp_mesh_dim)
         self._width = place.width
         with data_errors():
-            group = ControlGroup(place.ranks, timeout_seconds, doing="opening the data loader")
+            group = ControlGroup(place.ranks, timeout_seconds, doing=_OPENING)
+            group.connect(_OPENING, [0] if group.index else range(group.size))
         self._group = group
         settings = {
             "mesh": place.ranks,
@@ -372,7 +374,7 @@ def check_same_on_all_ranks(
     """
     text = None if problem is None else str(problem)
     shown = {name: repr(value) for name, value in settings.items()}
-    told = group.gather("opening the data loader", (shown, facts, text, isinstance(problem, TypeError)))
+    told = group.gather(_OPENING, (shown, facts, text, isinstance(problem, TypeError)))
     for index, (_, _, text, is_type) in enumerate(told):
         if text is not None:
             if problem is not None and index == group.index:
