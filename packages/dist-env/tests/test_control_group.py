@@ -60,6 +60,7 @@ def test_six_ranks_exchange_values_and_name_a_killed_one(launch: Callable[..., A
         ("a longer value", "it is said to have 72057594037927"),
         ("of another rank", "it holds no values of ranks"),
         ("of nobody", "it holds no values of ranks"),
+        ("of no ranks", "it holds no values of ranks"),
         ("another type", "it holds a int"),
     ):
         for seen in job.notes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import hashlib
 import math
 import os
 import socket
@@ -21,14 +22,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from dist_env.coordination import UNKNOWN_HOST, current_coordinator
 from dist_env.encoding import decode_value, encode_value
 from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line
+from dist_env.gather_tree import BYTES_PER_VALUE, Table, Unread, above, below, beside, merge, read_table
 
 T = TypeVar("T")
 
 _SHORT = 1024
 """Bytes of a message that travels in one exchange with its size."""
 _HEAD = 8
-_PER_VALUE = 64
-"""More bytes than a table of a gather has for a value beside its message and its ranks."""
 _LIVENESS_SECONDS = 5.0
 """How long the ranks are asked who is still there, after a connection between them broke."""
 _LOOK_SECONDS = 0.2
@@ -168,25 +168,27 @@ class ControlGroup:
         if self.size == 1:
             return [value]
         own = encode_value(value)
-        table: _Table | _Unread = {own: [self.index, self.index + 1]}
-        arrivals = [(child, end, self._receive(doing, child, _SHORT)) for child, end in self._below()]
+        table: Table | Unread = {own: [self.index, self.index + 1]}
+        arrivals = [
+            (child, end, self._receive(doing, child, _SHORT)) for child, end in below(self.index, self.size)
+        ]
         for child, end, arrival in arrivals:
-            below = self._received(doing, child, end, arrival, most_bytes)
-            if isinstance(table, dict) and isinstance(below, dict):
-                _merge(table, below)
+            theirs = self._received(doing, child, end, arrival, most_bytes)
+            if isinstance(table, dict) and isinstance(theirs, dict):
+                merge(table, theirs)
             elif isinstance(table, dict):
-                table = below  # the first that is found; the others are received, so that none is left over
+                table = theirs  # the first that is found; the others are received, so that none is left over
         message = encode_value(table)
-        sends = [] if self.index == 0 else self._send(doing, self._above(), message)
-        table = _read_table(self._from_first(doing, message, most_bytes), range(self.size), most_bytes)
+        sends = [] if self.index == 0 else self._send(doing, above(self.index), message)
+        table = read_table(self._from_first(doing, message, most_bytes), range(self.size), most_bytes)
         del sends  # whoever got them has answered
         if isinstance(table, tuple):
             raise self.unreadable(doing, *table)
         values: list[T] = [value] * self.size
         for each, ends in table.items():
-            theirs = self._decoded(doing, ends[0], each, value)
+            given = self._decoded(doing, ends[0], each, value)
             for begin, end in zip(ends[::2], ends[1::2], strict=True):
-                values[begin:end] = [theirs] * (end - begin)
+                values[begin:end] = [given] * (end - begin)
         return values
 
     def wait(self, doing: str, work: dist.Work) -> None:
@@ -303,7 +305,9 @@ class ControlGroup:
             # An exchange that nobody waits for any more would hold the group until its timeout. gloo closes
             # all connections of a group where a receive times out. It has no other way.
             with suppress(RuntimeError):
-                group.recv([torch.zeros(1, dtype=torch.uint8)], self._above() or 1, _END_TAG).wait(_MOMENT)
+                group.recv([torch.zeros(1, dtype=torch.uint8)], above(self.index) or 1, _END_TAG).wait(
+                    _MOMENT
+                )
 
     def _connect(self, doing: str) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -338,7 +342,7 @@ class ControlGroup:
             raise self.broken(doing, error) from error
         self.process_group = cast(dist.ProcessGroup, gloo)  # a backend has the same methods
         _open.add(self)
-        self.connect(doing, self._beside())
+        self.connect(doing, beside(self.index, self.size))
         self.host(0)  # known also where rank 0, which may hold the store, is lost
 
     def _meet(self, doing: str) -> None:
@@ -349,7 +353,7 @@ class ControlGroup:
         """
         self._coordinator = current_coordinator()
         store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        named = f"{doing}/{'-'.join(map(str, self.ranks))}"
+        named = f"{doing}/{_named(self.ranks)}"
         # The store counts, for each place: a process may have been another rank of an earlier default group.
         number = store.add(f"dist_env/control groups/{named}/{self.index}", 1)
         self.scope = f"{named}/{number}"
@@ -360,35 +364,6 @@ class ControlGroup:
         if self.process_group is None:
             raise RuntimeError("the control group was closed. Make a new one.")
         return self.process_group
-
-    def _above(self) -> int:
-        """Position of the rank that this one reports to."""
-        return self.index & (self.index - 1) if self.index else 0
-
-    def _beside(self) -> set[int]:
-        """Positions of the ranks that gathers, broadcasts and reductions connect with this one.
-
-        They are connected from the start, so that those beside a rank notice its loss.
-        """
-        ring = {(self.index + 1) % self.size, (self.index - 1) % self.size}
-        report = {self._above(), *(child for child, _ in self._below())}
-        # gloo's broadcast from the first rank: the highest bit of a position leads to who sends to it.
-        length = self.index.bit_length()
-        doubles = [self.index + (1 << bit) for bit in range(length, self.size.bit_length())]
-        return (
-            ring
-            | report
-            | {double for double in doubles if double < self.size}
-            | {self.index - (1 << length >> 1)}
-        )
-
-    def _below(self) -> list[tuple[int, int]]:
-        """Positions of the ranks that report to this one, and where those that report to each end."""
-        step, found = 1, []
-        while self.index + step < self.size and not self.index & step:
-            found.append((self.index + step, min(self.index + 2 * step, self.size)))
-            step *= 2
-        return found
 
     def _send(self, doing: str, index: int, message: bytes) -> list[tuple[dist.Work, torch.Tensor]]:
         """Start to send a message; what is returned has to be kept until it was received."""
@@ -411,11 +386,11 @@ class ControlGroup:
 
     def _received(
         self, doing: str, child: int, end: int, arrival: _Arrival, most_bytes: int
-    ) -> _Table | _Unread:
+    ) -> Table | Unread:
         """What the ranks from a child to before ``end`` have."""
         self.wait(doing, cast(dist.Work, arrival))
         head = bytes(arrival.memory)
-        size, most = int.from_bytes(head[:_HEAD], "big"), (end - child) * (most_bytes + _PER_VALUE)
+        size, most = int.from_bytes(head[:_HEAD], "big"), (end - child) * (most_bytes + BYTES_PER_VALUE)
         if size > max(most, _SHORT):
             return child, f"it is said to have {size} bytes"
         message = head[_HEAD : _HEAD + size]
@@ -424,7 +399,7 @@ class ControlGroup:
             arrival.has_begun = True  # it follows at once
             self.wait(doing, cast(dist.Work, arrival))
             message += arrival.memory
-        return _read_table(message, range(child, end), most_bytes)
+        return read_table(message, range(child, end), most_bytes)
 
     def _refused(self, doing: str, error: RuntimeError) -> RuntimeError:
         """The error for a transfer that could not even begin."""
@@ -436,7 +411,7 @@ class ControlGroup:
         memory = bytearray(head.ljust(_SHORT, b"\0"))
         self._broadcast(doing, memory)
         size = int.from_bytes(memory[:_HEAD], "big")
-        if size > max(self.size * (most_bytes + _PER_VALUE), _SHORT):
+        if size > max(self.size * (most_bytes + BYTES_PER_VALUE), _SHORT):
             raise self.unreadable(doing, 0, f"it is said to have {size} bytes")
         short = bytes(memory[_HEAD : _HEAD + size])
         if size == len(short):
@@ -482,10 +457,11 @@ class ControlGroup:
             return True
 
 
-_Table = dict[bytes, list[int]]
-"""What ranks have, each message with the positions where a row of such ranks begins, ends, begins, ..."""
-_Unread = tuple[int, str]
-"""Position of the rank whose message cannot be read, and why."""
+def _named(ranks: Sequence[int]) -> str:
+    """A short name for these ranks, in this order: it is part of every key in the store."""
+    if len(ranks) <= 8:
+        return "-".join(map(str, ranks))
+    return f"{len(ranks)} ranks {hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:32]}"
 
 
 class _Arrival:
@@ -534,47 +510,6 @@ class _Arrival:
                 work.wait(timedelta(seconds=self._group.timeout_seconds))
         finally:
             self._work = None  # a second wait of gloo would never end
-
-
-def _merge(table: _Table, more: _Table) -> None:
-    """Add the table of ranks that come behind."""
-    for message, ends in more.items():
-        known = table.setdefault(message, [])
-        if known and known[-1] == ends[0]:
-            known.pop()
-            ends = ends[1:]
-        known += ends
-
-
-def _read_table(message: bytes, ranks: range, most_bytes: int) -> _Table | _Unread:
-    """The table of these ranks, or who of them sent none that can be read."""
-    try:
-        read = decode_value(message)
-    except ValueError as error:
-        return ranks.start, str(error)
-    match read:
-        case (int(index), str(reason)) if index in ranks:
-            return index, reason
-        case dict() if _covers(read, ranks):
-            for each, ends in read.items():
-                if len(each) > most_bytes:
-                    return ends[0], f"it is said to have {len(each)} bytes"
-            return read
-    return ranks.start, "it holds no values of ranks"
-
-
-def _covers(table: dict[object, object], ranks: range) -> bool:
-    """Whether a table says of each of the ranks, and of no other, what it has."""
-    rows: list[tuple[int, int]] = []
-    for message, ends in table.items():
-        if not isinstance(message, bytes) or not isinstance(ends, list) or len(ends) % 2:
-            return False
-        if not all(type(end) is int for end in ends):
-            return False
-        rows += zip(ends[::2], ends[1::2], strict=True)
-    rows.sort()
-    met = [begin for begin, _ in rows] + [ranks.stop] == [ranks.start, *(end for _, end in rows)]
-    return met and all(begin < end for begin, end in rows)
 
 
 def _open_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:

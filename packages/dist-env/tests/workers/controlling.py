@@ -77,6 +77,7 @@ def six(env: DistributedEnvironment) -> None:
     unreadable("a longer value", group, sized({}).replace(b"\0", b"\1", 1))
     unreadable("of another rank", group, sized({encode_value("own"): [1, 2]}))
     unreadable("of nobody", group, sized({encode_value("own"): [5, 6, 6, 6]}))
+    unreadable("of no ranks", group, sized({encode_value("own"): [5, 6], encode_value("other"): []}))
     unreadable("another type", group, sized({encode_value(7): [5, 6]}))
     if env.rank == 3:
         notes["killed"] = time.time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import weakref
@@ -29,6 +30,8 @@ Role = Source | Receiver | Single
 """One rank's part. Passes are numbered from 1; only the last one gives batches."""
 
 _OPENING = "opening the data loader"
+_MOST_SHOWN = 400
+"""Characters of a setting that ranks send one another, to compare them and for messages."""
 _GRACE_SECONDS = 5.0
 """How much longer the others wait than the first rank, which knows better who is late."""
 
@@ -353,6 +356,14 @@ class Facts(NamedTuple):
     epoch: int
 
 
+def _shown(value: object) -> str:
+    """A value as text; of a long one its beginning, and what tells it from others."""
+    text = repr(value)
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{text[:_MOST_SHOWN]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
+
+
 def check_same_on_all_ranks(
     group: ControlGroup, settings: Mapping[str, object], facts: Facts | None, problem: Exception | None
 ) -> Facts:
@@ -373,7 +384,7 @@ def check_same_on_all_ranks(
         RankFailedError: A rank is lost.
     """
     text = None if problem is None else str(problem)
-    shown = {name: repr(value) for name, value in settings.items()}
+    shown = {name: _shown(value) for name, value in settings.items()}
     told = group.gather(_OPENING, (shown, facts, text, isinstance(problem, TypeError)))
     for index, (_, _, text, is_type) in enumerate(told):
         if text is not None:
