@@ -51,7 +51,7 @@ from checkpoint_core.manifest import (
 from checkpoint_core.model_state import ModelState, OptimizerState, config_bytes
 from checkpoint_core.replication import Replica, find_mismatches
 from checkpoint_core.sharded import WholeState, join_states
-from checkpoint_core.shared_files import needs_one_writer, write_exchanged_files, write_own_files
+from checkpoint_core.shared_files import begin_save, needs_one_writer, write_exchanged_files, write_own_files
 from checkpoint_core.store_path import locate
 from checkpoint_core.tensor_files import (
     MODEL_STEM,
@@ -397,7 +397,7 @@ class CheckpointSave:
 
     def _write_all(self, needed: int) -> None:
         ranks, phase = self.ranks, self._phase
-        staging = self.final.parent / ranks.run_on_leaders(phase, lambda: self._begin(needed))
+        staging = begin_save(ranks, phase, self.final.parent, lambda: self._begin(needed))
         reports = ranks.run(phase, lambda: self._write(staging))
         # In the order that all ranks know: each may declare its components in another one.
         for key in self.plan.sharded:

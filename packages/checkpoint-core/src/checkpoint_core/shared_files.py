@@ -10,12 +10,13 @@ Where ranks may not, each file of a SHARDED state is written by its owner; see `
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from checkpoint_core.agreement import RankAgreement
 from checkpoint_core.directory import machine_token
 from checkpoint_core.encoding import LocalPart
+from checkpoint_core.errors import CheckpointError
 from checkpoint_core.files import PartialDigest, create_file, sync_descriptor, write_at
 from checkpoint_core.tensor_files import FileLayout, create_tensor_file, write_parts
 from checkpoint_core.tensor_owners import WholeFiles, send_to_owners
@@ -78,6 +79,38 @@ def needs_one_writer(
     )
     several = len({machine for machine, _, _ in seen}) > 1 or any(others for _, others, _ in seen)
     return several and not all(coherent for _, _, coherent in seen)
+
+
+def begin_save(ranks: RankAgreement, phase: str, directory: Path, begin: Callable[[], str]) -> Path:
+    """Let the leader of every node make the directory in which its node writes. Collective.
+
+    Args:
+        ranks: The ranks.
+        phase: What is being done, for messages.
+        directory: Where it is made.
+        begin: Makes it, and returns its name.
+
+    Returns:
+        The directory of this rank's node.
+
+    Raises:
+        CheckpointError: On every rank, when any failed; or where nodes that keep a checkpoint together see
+            one directory, in which one would replace the files of the other.
+    """
+    names = ranks.run(phase, lambda: begin() if ranks.is_leader else "")
+
+    def check() -> None:
+        for rank, name in enumerate(names) if ranks.is_leader else ():
+            if name and rank != ranks.leader and (directory / name).exists():
+                raise CheckpointError(
+                    f"{directory} is also the directory of the node of rank {rank}, but with "
+                    "save_on_each_node=True and remote_dir each node needs one of its own. Name a directory "
+                    "on the disk of each node, or leave save_on_each_node out."
+                )
+
+    if ranks.is_spread:
+        ranks.run(phase, check)
+    return directory / names[ranks.leader]
 
 
 def write_own_files(

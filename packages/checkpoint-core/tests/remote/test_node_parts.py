@@ -164,3 +164,10 @@ def test_rank_0_has_nothing_of_what_it_uploads(play: Run) -> None:
     assert seen["before"]["committed"] == ["checkpoint-1", "checkpoint-2"]
     assert {path.rpartition("/")[2] for path in loaded(seen["load"])} == {"checkpoint-3"}
     assert seen["store"] == {"committed": ["checkpoint-1", "checkpoint-2", "checkpoint-3"], "left": []}
+
+
+def test_nodes_that_see_one_directory_are_refused(play: Run, tmp_path: Path) -> None:
+    seen = play("misplaced")
+    for rank in seen["shared"]:
+        assert f"{tmp_path}/a/run is also the directory of the node of rank 2, but with save" in rank["error"]
+    assert seen["left"] == []

@@ -224,6 +224,16 @@ class NodeJob(layouts.Job):
         names = [thread.name for thread in threading.enumerate()]
         return {"child": os.waitstatus_to_exitcode(ended[1]) if ended[0] else None, "threads": names}
 
+    def refused(self, run: str, **options: Any) -> dict[str, object]:
+        """What a save is refused with."""
+        held = Held(self.layout, self.rank, seed=1, train=True)
+        try:
+            with self.manager(held, run, **options) as manager:
+                manager.save_checkpoint(1)
+        except CheckpointError as error:
+            return {"error": str(error)}
+        return {}
+
     def look(self, run: str) -> dict[str, list[str]]:
         """The checkpoints in the store that are whole to the last bit, and what belongs to none."""
         place = locate(f"{ADDRESS}/{run}")
@@ -357,6 +367,12 @@ def new_main() -> dict[str, object]:
     return {**seen, "store": in_store()}
 
 
+def misplaced() -> dict[str, object]:
+    """Nodes save to a directory that they share."""
+    seen: dict[str, object] = {"shared": go("refused", "run", disks="aa")}
+    return {**seen, "left": [path.name for path in (DIRECTORY / "a/run").iterdir()]}
+
+
 def layout(name: str) -> dict[str, object]:
     run = name.replace(" ", "-")
     go("save_steps", run, 1, layout=name, async_save=True)
@@ -368,7 +384,7 @@ def layout(name: str) -> dict[str, object]:
 
 SCENARIOS = {
     each.__name__: each
-    for each in (saved, roundtrip, other_nodes, not_uploaded, leaves, races, continued, new_main)
+    for each in (saved, roundtrip, other_nodes, not_uploaded, leaves, races, continued, new_main, misplaced)
 }
 
 
