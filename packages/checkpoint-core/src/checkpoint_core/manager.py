@@ -30,8 +30,9 @@ from checkpoint_core.loading import LoadedCheckpoint, load
 from checkpoint_core.manifest import Manifest
 from checkpoint_core.model_directory import ModelExport
 from checkpoint_core.peers import Peers
-from checkpoint_core.retention import BestCheckpoint, Retention, best_summary
+from checkpoint_core.retention import BestCheckpoint, Retention, best_summary, manifests_of_run
 from checkpoint_core.saving import CheckpointSave, Preprocessor
+from checkpoint_core.selection import whole_saves
 from checkpoint_core.store_directory import OtherRuns
 from checkpoint_core.store_path import StorePath, locate
 from checkpoint_core.store_saving import StoreSave, check_supported
@@ -370,18 +371,27 @@ class CheckpointManager:
     def best_checkpoints(self) -> tuple[BestCheckpoint, ...]:
         """The ``preserve_n_best`` best checkpoints of this run by ``best_metric``, best first. Collective.
 
-        Read from the disk by rank 0, so that a restart knows what there was before. With ``preserve_n_best``
-        0 it is the best one there is, which is not kept from rotation.
+        Read from the disk by rank 0, so that a restart knows what there was before; where nodes keep
+        checkpoints together, those count that they have all of. With ``preserve_n_best`` 0 it is the best one
+        there is, which is not kept from rotation.
 
         Returns:
-            The checkpoints, equal on all ranks; none without ``best_metric``.
+            The checkpoints, equal on all ranks, each of which names its own part where nodes keep them
+            together; none without ``best_metric``.
 
         Raises:
-            CheckpointError: On every rank: rank 0 cannot read the checkpoints.
+            CheckpointError: On every rank: the checkpoints cannot be read.
         """
         self.wait()
-        found = self._ranks.run_on_main("ranking the checkpoints", self._ranking)
-        return tuple(BestCheckpoint(self._locate(path), step, value) for path, step, value in found)
+        known: dict[int, Manifest] | None = None
+        if self._ranks.is_spread and self._config.best_metric is not None:
+            whole = whole_saves(self._ranks, self._output_dir, self._retention.run_id)
+            known = {each.manifest.step: each.manifest for each in reversed(whole)}
+        found = self._ranks.run_on_main("ranking the checkpoints", lambda: self._ranking(known))
+        return tuple(
+            BestCheckpoint(checkpoint_path(self._locate(where or self._output_dir), step), step, value)
+            for where, step, value in found
+        )
 
     def best_summary(self) -> str:
         """:meth:`best_checkpoints` as a table for the end of a run. Collective.
@@ -435,11 +445,20 @@ class CheckpointManager:
             ranks.run_on_leaders(phase, lambda: self._retention.apply(save.final, save.metrics))
             return
         with tier.rotating() as in_use:
-            # No node may delete its part of what rank 0 has begun to upload.
-            names = ranks.run_on_main(phase, lambda: [path.name for path in in_use])
-            kept = [self._output_dir / name for name in names]
+            # No node may delete its part of what rank 0 has begun to upload, or of what is among the best for
+            # another: each ranks what is on its own disk.
+            names = ranks.run(phase, lambda: [path.name for path in [*in_use, *self._best_here()]])
+            kept = [self._output_dir / name for name in set().union(*names)]
             ranks.run_on_leaders(phase, lambda: self._retention.apply(save.final, save.metrics, kept))
         self._request_upload(phase, tier, save.step, saved=True)
+
+    def _best_here(self) -> list[Path]:
+        if not self._ranks.is_leader:
+            return []
+        try:
+            return [best.path for best in self._retention.best(self._config.preserve_n_best)]
+        except OSError:
+            return []  # Rotation says so, and deletes nothing here.
 
     def _request_upload(
         self, phase: str, tier: RemoteTier, step: int, *, saved: bool, manifest: Manifest | None = None
@@ -460,11 +479,18 @@ class CheckpointManager:
         self._tier = RemoteTier(config, lease)
         self._tier.retention.run_id = self._retention.run_id
 
-    def _ranking(self) -> list[tuple[str, int, float]]:
-        count = max(1, self._config.preserve_n_best)
-        tier = self._tier
-        best = self._retention.best(count) if tier is None else tier.best(self._retention)[:count]
-        return [(str(item.path), item.step, item.value) for item in best]
+    def _ranking(self, known: Mapping[int, Manifest] | None) -> list[tuple[str, int, float]]:
+        """Directory, step and value of the best; the directory is empty where each node has its own."""
+        if known is None:
+            known = manifests_of_run(self._output_dir, self._retention.run_id, parts=False)
+        best, tier = self._retention.rank(known), self._tier
+        if tier is not None:
+            best = tier.best(best)
+        own = self._output_dir if self._ranks.is_spread else None
+        return [
+            ("" if item.path.parent == own else str(item.path.parent), item.step, item.value)
+            for item in best[: max(1, self._config.preserve_n_best)]
+        ]
 
 
 def _provider(

@@ -58,12 +58,13 @@ def rank_by_metric(found: Iterable[BestCheckpoint], lower_wins: bool) -> list[Be
     return sorted(found, key=lambda best: (sign * best.value, best.step))
 
 
-def manifests_of_run(output_dir: Path, run_id: str) -> dict[int, Manifest]:
+def manifests_of_run(output_dir: Path, run_id: str, *, parts: bool = True) -> dict[int, Manifest]:
     """The committed checkpoints of a run that are whole, by step.
 
     Args:
         output_dir: The directory of the checkpoints.
         run_id: The id of the run.
+        parts: Whether those count of which other nodes keep files.
 
     Returns:
         Their manifests. A checkpoint under another name than the run gave is left out.
@@ -73,7 +74,7 @@ def manifests_of_run(output_dir: Path, run_id: str) -> dict[int, Manifest]:
     """
     found = {}
     for step, path in checkpoint_directories(output_dir):
-        manifest = _manifest_of_run(path, step, run_id)
+        manifest = _manifest_of_run(path, step, run_id, parts=parts)
         if manifest is not None:
             found[step] = manifest
     return found
@@ -182,6 +183,21 @@ class Retention:
             count=count,
         )
 
+    def rank(self, known: Mapping[int, Manifest]) -> list[BestCheckpoint]:
+        """Some checkpoints of the directory, best first.
+
+        Args:
+            known: What they hold, by step.
+
+        Returns:
+            Those that can be ranked; none without ``best_metric``.
+        """
+        config = self._config
+        if config.best_metric is None:
+            return []
+        found = BestCheckpoint.of(locate(config.output_dir), known, config.best_metric)
+        return rank_by_metric(found, lower_is_better(config.best_metric, config.greater_is_better))
+
     def apply(self, newest: Path, metrics: Mapping[str, float] | None, in_use: Collection[Path] = ()) -> None:
         """Delete what the limit no longer covers.
 
@@ -259,10 +275,10 @@ def rotate(
     return removed
 
 
-def _manifest_of_run(path: Path, step: int, run_id: str) -> Manifest | None:
+def _manifest_of_run(path: Path, step: int, run_id: str, *, parts: bool = True) -> Manifest | None:
     """The manifest of a checkpoint, if it is whole and this run wrote it under this name; None if it is not.
 
-    Whole is also what lacks files that other nodes keep.
+    With ``parts``, whole is also what lacks files that other nodes keep.
 
     Raises:
         OSError: The storage failed, so that nothing can be told.
@@ -270,7 +286,7 @@ def _manifest_of_run(path: Path, step: int, run_id: str) -> Manifest | None:
     if path.name != f"checkpoint-{step}":
         return None  # "checkpoint-007" is somebody's copy.
     try:
-        manifest = verify_checkpoint(path, checksums=False, one_node=True)
+        manifest = verify_checkpoint(path, checksums=False, one_node=parts)
     except (CheckpointError, FileNotFoundError, PermissionError):
         return None
     return manifest if (manifest.run_id, manifest.step) == (run_id, step) else None

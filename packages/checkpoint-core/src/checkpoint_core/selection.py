@@ -27,6 +27,7 @@ from checkpoint_core.manifest import (
     verify_checkpoint,
     wrong_content,
 )
+from checkpoint_core.retention import manifests_of_run
 from checkpoint_core.store_path import StorePath, file_sizes, locate, reading_threads
 from dist_env import StoreError
 
@@ -265,11 +266,27 @@ def _together(ranks: RankAgreement, path: Path, kept: Mapping[int, _Kept]) -> Ch
     return Chosen(path, parse_manifest(path / MANIFEST_NAME, parse_json(text.encode())), keepers)
 
 
-def _whole_saves(ranks: RankAgreement, output_dir: Path) -> list[Chosen]:
-    """The checkpoints that the nodes of this job have together, highest step first. Collective."""
+def whole_saves(ranks: RankAgreement, output_dir: Path, run_id: str | None = None) -> list[Chosen]:
+    """The checkpoints that the nodes of this job have together, highest step first. Collective.
+
+    Args:
+        ranks: The ranks.
+        output_dir: The directory of this node.
+        run_id: The id of the run whose checkpoints count; None for all, those that are not whole being named
+            in warnings.
+
+    Returns:
+        The checkpoints. Where nodes have different saves of
+        one step, the one that more nodes have comes first.
+    """
 
     def look() -> list[_Kept]:
-        found = _good_checkpoints(output_dir, checksums=False, one_node=True) if ranks.is_leader else ()
+        if not ranks.is_leader:
+            return []
+        if run_id is not None:
+            known = manifests_of_run(output_dir, run_id)
+            return [_kept(checkpoint_path(output_dir, step), known[step]) for step in known]
+        found = _good_checkpoints(output_dir, checksums=False, one_node=True)
         return [_kept(path, manifest) for path, manifest in found]
 
     by_save: dict[_Save, dict[int, _Kept]] = {}
@@ -285,7 +302,7 @@ def _whole_saves(ranks: RankAgreement, output_dir: Path) -> list[Chosen]:
         except CheckpointError as error:
             if ranks.broken:
                 raise
-            if ranks.rank == 0:
+            if ranks.rank == 0 and run_id is None:
                 _warn_passing_over(path, error)
     return whole
 
@@ -293,7 +310,7 @@ def _whole_saves(ranks: RankAgreement, output_dir: Path) -> list[Chosen]:
 def _local_choices(ranks: RankAgreement, output_dir: Path) -> list[tuple[int, Path, Chosen | None]]:
     """Step, directory and what is known of the checkpoints of all nodes, highest step first. Collective."""
     if ranks.is_spread:
-        return [(each.manifest.step, output_dir, each) for each in _whole_saves(ranks, output_dir)]
+        return [(each.manifest.step, output_dir, each) for each in whole_saves(ranks, output_dir)]
     found = ranks.run(_PHASE, lambda: _saves(output_dir) if ranks.is_leader else [])
     saves = ranks.run_on_main(_PHASE, lambda: _common(ranks, output_dir, found))
     return [(step, output_dir, None) for step, _ in map(_save, saves)]

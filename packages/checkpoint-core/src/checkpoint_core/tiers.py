@@ -301,16 +301,16 @@ class RemoteTier:
         while self._running and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
 
-    def best(self, local: Retention) -> list[BestCheckpoint]:
+    def best(self, local: Collection[BestCheckpoint]) -> list[BestCheckpoint]:
         """The checkpoints of both tiers that hold the metric, best first; where both hold one, the local one.
 
         Args:
-            local: Ranks the local ones.
+            local: The local ones.
 
         Returns:
             The ranking. While the store cannot be asked, that of the local ones, with a warning.
         """
-        found = {each.step: each for each in local.best(None)}
+        found = {each.step: each for each in local}
         try:
             found = {each.step: each for each in self.retention.best(None)} | found
         except OSError as error:

@@ -166,6 +166,18 @@ def test_rank_0_has_nothing_of_what_it_uploads(play: Run) -> None:
     assert seen["store"] == {"committed": ["checkpoint-1", "checkpoint-2", "checkpoint-3"], "left": []}
 
 
+def test_the_best_is_one_that_can_be_loaded(play: Run, s3: str, tmp_path: Path) -> None:
+    seen = play("best")
+    assert loaded(seen["all"]) == {f"{tmp_path}/{disk}/run/checkpoint-1" for disk in "ab"}
+    # Half of it is still on a disk, which the resume tells, and not each ranking.
+    assert notes(seen["lost"]).count("passing over checkpoint-1") == 1
+    assert loaded(seen["lost"]) == loaded(seen["one node"]) == {f"{s3}/run/checkpoint-1"}
+    assert "checkpoint-1" in seen["a"]
+    # The best that the new node knows; the other one ranks the half above it.
+    assert "checkpoint-3" in seen["a"]
+    assert "checkpoint-3" in seen["c"]
+
+
 def test_nodes_that_see_one_directory_are_refused(play: Run, tmp_path: Path) -> None:
     seen = play("misplaced")
     for rank in seen["shared"]:

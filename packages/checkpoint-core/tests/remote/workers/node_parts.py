@@ -114,6 +114,17 @@ class NodeJob(layouts.Job):
             manager.load_model(self.disk / path)
         return {**self.compare(held), "loaded": path, "notes": self.notes.take()}
 
+    def load_best(self, run: str, *steps: int, **options: Any) -> dict[str, object]:
+        """Resume, save some steps, and take the weights of the best checkpoint there is."""
+        held = Held(self.layout, self.rank, seed=2, train=False)
+        with self.manager(held, run, **options) as manager:
+            manager.load_checkpoint()
+            for step in steps:
+                manager.save_checkpoint(step, metrics={"eval_loss": float(step)})
+            best = [str(each.path) for each in manager.best_checkpoints()]
+            manager.load_model(best[0])
+        return {**self.compare(held), "loaded": best[0], "notes": self.notes.take()}
+
     def export(self, run: str) -> dict[str, object]:
         held = Held(self.layout, self.rank, seed=1, train=True)
         with self.manager(held, run) as manager:
@@ -367,6 +378,17 @@ def new_main() -> dict[str, object]:
     return {**seen, "store": in_store()}
 
 
+def best() -> dict[str, object]:
+    """The best checkpoint on all nodes, without one of them, and by a job of one node."""
+    options = {"best_metric": "eval_loss", "preserve_n_best": 1, "save_total_limit": 1}
+    go("save_steps", "run", 1, 2, **options)
+    seen: dict[str, object] = {"all": go("load_best", "run", **options)}
+    seen["lost"] = go("load_best", "run", 3, 4, 5, disks="ca", **options)
+    for disk in "ac":
+        seen[disk] = sorted(path.name for path in (DIRECTORY / disk / "run").iterdir())
+    return {**seen, "one node": go("load_best", "run", disks="a", layout="whole", **options)}
+
+
 def misplaced() -> dict[str, object]:
     """Nodes save to a directory that they share."""
     seen: dict[str, object] = {"shared": go("refused", "run", disks="aa")}
@@ -384,7 +406,18 @@ def layout(name: str) -> dict[str, object]:
 
 SCENARIOS = {
     each.__name__: each
-    for each in (saved, roundtrip, other_nodes, not_uploaded, leaves, races, continued, new_main, misplaced)
+    for each in (
+        saved,
+        roundtrip,
+        other_nodes,
+        not_uploaded,
+        leaves,
+        races,
+        continued,
+        new_main,
+        best,
+        misplaced,
+    )
 }
 
 
