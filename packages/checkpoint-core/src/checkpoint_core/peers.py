@@ -447,8 +447,8 @@ def file_finder(
         )
 
     def find(name: str) -> Path:
-        if keepers[name] == ranks.leader:
-            return directory / name
+        if keepers.get(name, ranks.leader) == ranks.leader:
+            return directory / name  # Also what was deleted, which is not there.
         return PeerPath.on(peers.beside(keepers[name]), directory, name, manifest.files[name].size)
 
     return find

@@ -111,8 +111,8 @@ class Chosen(NamedTuple):
     """Its directory."""
     manifest: Manifest
     keepers: Mapping[str, int] | None = None
-    """Where nodes keep it together: the leader of a node that has it, by file. None where this rank sees all
-    files."""
+    """Where nodes keep it together: the leader of a node that has it, by file, without what was deleted. None
+    where this rank sees all files."""
 
 
 def select_checkpoint(
@@ -221,6 +221,8 @@ class _Kept(TypedDict):
 
     step: int
     save_id: str
+    nodes: int
+    """Number of nodes that keep it together."""
     files: list[str]
     """Names of the files that it has."""
     missing: list[str]
@@ -230,7 +232,8 @@ class _Kept(TypedDict):
 def _kept(path: Path, manifest: Manifest) -> _Kept:
     there = file_sizes(path, list(manifest.files))
     missing = sorted(set(manifest.files) - set(there))
-    return _Kept(step=manifest.step, save_id=manifest.save_id, files=sorted(there), missing=missing)
+    save = (manifest.step, manifest.save_id, manifest.nodes)
+    return _Kept(step=save[0], save_id=save[1], nodes=save[2], files=sorted(there), missing=missing)
 
 
 def _together(ranks: RankAgreement, path: Path, kept: Mapping[int, _Kept]) -> Chosen:
@@ -256,7 +259,10 @@ def _together(ranks: RankAgreement, path: Path, kept: Mapping[int, _Kept]) -> Ch
     keepers: dict[str, int] = {}
     for rank in sorted(kept, reverse=True):
         keepers |= dict.fromkeys(kept[rank]["files"], rank)
-    if lost := [name for name in kept[first]["missing"] if name not in keepers]:
+    # Where all parts are there, what none has was deleted, as from a checkpoint in one place.
+    counts = [len(each["files"]) for each in kept.values()]
+    all_parts = len(counts) >= kept[first]["nodes"] and all(counts) and sum(counts) == len(keepers)
+    if not all_parts and (lost := [name for name in kept[first]["missing"] if name not in keepers]):
         raise CheckpointError(
             f"{path} is not whole: none of the nodes of this job has {lost[0]}"
             + (f", nor {len(lost) - 1} other files" if len(lost) > 1 else "")
@@ -482,7 +488,7 @@ def _read_shares(ranks: RankAgreement, chosen: Chosen) -> list[_Read]:
 
 def _shares(ranks: RankAgreement, chosen: Chosen) -> dict[str, int]:
     directory, manifest, keepers = chosen
-    names = [name for name in manifest.files if keepers is None or keepers[name] == ranks.leader]
+    names = [name for name in manifest.files if keepers is None or keepers.get(name) == ranks.leader]
     there = file_sizes(directory, names)
     in_store = isinstance(directory, StorePath)
     present = {

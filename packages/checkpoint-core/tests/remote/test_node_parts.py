@@ -178,6 +178,16 @@ def test_the_best_is_one_that_can_be_loaded(play: Run, s3: str, tmp_path: Path) 
     assert "checkpoint-3" in seen["c"]
 
 
+def test_a_component_that_was_deleted_begins_afresh(play: Run, s3: str, tmp_path: Path) -> None:
+    seen = play("deleted")
+    assert loaded(seen["load"]) == {f"{tmp_path}/{disk}/run/checkpoint-1" for disk in "ab"}
+    assert [rank["missing"] for rank in seen["load"]] == [["rng"]] * 4
+    assert "rng.rank3.json, rng.rank3.safetensors was deleted; component 'rng' keeps its fresh state" in (
+        notes(seen["load"])
+    )
+    assert loaded(seen["copy"]) == {f"{s3}/run/checkpoint-1"}
+
+
 def test_nodes_that_see_one_directory_are_refused(play: Run, tmp_path: Path) -> None:
     seen = play("misplaced")
     for rank in seen["shared"]:

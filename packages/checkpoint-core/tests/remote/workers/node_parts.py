@@ -389,6 +389,16 @@ def best() -> dict[str, object]:
     return {**seen, "one node": go("load_best", "run", disks="a", layout="whole", **options)}
 
 
+def deleted() -> dict[str, object]:
+    """A component is deleted by hand; then the files of a node are copied over those of the other."""
+    go("save_steps", "run", 1)
+    for file in (DIRECTORY / "b/run/checkpoint-1").glob("rng.rank3*"):
+        file.unlink()
+    seen: dict[str, object] = {"load": go("load_newest", "run")}
+    shutil.copytree(DIRECTORY / "a", DIRECTORY / "c")
+    return {**seen, "copy": go("load_newest", "run", disks="ac")}
+
+
 def misplaced() -> dict[str, object]:
     """Nodes save to a directory that they share."""
     seen: dict[str, object] = {"shared": go("refused", "run", disks="aa")}
@@ -404,19 +414,11 @@ def layout(name: str) -> dict[str, object]:
     }
 
 
-SCENARIOS = {
+SCENARIOS: dict[str, Any] = {
     each.__name__: each
     for each in (
-        saved,
-        roundtrip,
-        other_nodes,
-        not_uploaded,
-        leaves,
-        races,
-        continued,
-        new_main,
-        best,
-        misplaced,
+        *(saved, roundtrip, other_nodes, not_uploaded, leaves, races, continued, new_main),
+        *(best, deleted, misplaced),
     )
 }
 
