@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -113,11 +114,35 @@ class RemoteTier:
 
         Returns:
             The nodes, to be closed after the tier.
+
+        Raises:
+            CheckpointError: On every rank: ``remote_dir`` is not one place for all nodes.
         """
+        if self.place.root.startswith(("file://", "memory://")):
+            self._check_shared(ranks, phase)
         tasks = {_KEPT: self._tell_kept, UPLOAD: self._upload_for_main, _BUSY: self._tell_busy}
         limit = min(self._limit_seconds, _ANSWER_SECONDS)
         self._nodes = Peers(ranks, phase, limit, tasks)
         return self._nodes
+
+    def _check_shared(self, ranks: RankAgreement, phase: str) -> None:
+        """Let each node look for what rank 0 has written. Collective."""
+        probe = self.place / ranks.run_on_main(phase, lambda: f".probe-{uuid.uuid4().hex}")
+
+        def look() -> None:
+            if not probe.is_file():
+                raise CheckpointError(
+                    f"remote_dir={str(self.place)!r} is not one place for all nodes: this one does not see "
+                    "there what rank 0 wrote. Give the address of a store that all nodes reach, such as "
+                    "'s3://bucket/run'."
+                )
+
+        ranks.run_on_main(phase, lambda: probe.store.put(probe.key, b""))
+        try:
+            ranks.run_on_leaders(phase, look)
+        finally:
+            if ranks.rank == 0:
+                probe.store.delete([probe.key])
 
     def _tell_kept(self, request: dict[str, Any], check_waited_for: Callable[[], None]) -> dict[str, object]:
         """Which files of a save this node has."""

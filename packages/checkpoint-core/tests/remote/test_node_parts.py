@@ -188,8 +188,14 @@ def test_a_component_that_was_deleted_begins_afresh(play: Run, s3: str, tmp_path
     assert loaded(seen["copy"]) == {f"{s3}/run/checkpoint-1"}
 
 
-def test_nodes_that_see_one_directory_are_refused(play: Run, tmp_path: Path) -> None:
+def test_nodes_that_share_the_wrong_place_are_refused(play: Run, tmp_path: Path) -> None:
     seen = play("misplaced")
     for rank in seen["shared"]:
         assert f"{tmp_path}/a/run is also the directory of the node of rank 2, but with save" in rank["error"]
     assert seen["left"] == []
+    for rank in seen["memory"]:
+        assert "remote_dir='memory://name/run' is not one place for all nodes" in rank["error"]
+        assert "rank 2 (" in rank["error"]
+    # A directory that all see is one place, in which nothing is left of what tells it.
+    assert seen["file"] == [{}] * 4
+    assert seen["stored"] == ["checkpoint-1"]

@@ -400,9 +400,12 @@ def deleted() -> dict[str, object]:
 
 
 def misplaced() -> dict[str, object]:
-    """Nodes save to a directory that they share."""
+    """Nodes save to a directory that they share, or upload to a place that each has for itself."""
     seen: dict[str, object] = {"shared": go("refused", "run", disks="aa")}
-    return {**seen, "left": [path.name for path in (DIRECTORY / "a/run").iterdir()]}
+    seen["left"] = [path.name for path in (DIRECTORY / "a/run").iterdir()]
+    seen["memory"] = go("refused", "memory", remote_dir="memory://name/run")
+    seen["file"] = go("refused", "file", remote_dir=f"file://{DIRECTORY}/stored/run")
+    return {**seen, "stored": sorted(path.name for path in (DIRECTORY / "stored/run").iterdir())}
 
 
 def layout(name: str) -> dict[str, object]:
