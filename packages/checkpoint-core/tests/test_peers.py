@@ -1,5 +1,6 @@
 """The service by which nodes ask one another, in one process: it gives nothing to those who may not ask."""
 
+import json
 import socket
 import threading
 import time
@@ -127,6 +128,35 @@ def test_a_task_whose_asker_is_gone(peers: Peers, tasks: Tasks) -> None:
     assert tasks.begun.wait(10)
     task._connection.close()
     assert tasks.given_up.wait(10)
+
+
+def test_a_host_that_falls_silent_is_noticed(peers: Peers) -> None:
+    task = peers.main.begin("last", {})
+    connection = task._connection.sock
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 20
+    assert task.stop(10.0)
+
+
+def test_a_large_file_over_a_slow_network(
+    peers: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("checkpoint_core.peers._Handler.timeout", 1.0)
+    size = 24 * 1024 * 1024
+    (tmp_path / "a.bin").write_bytes(bytes(size))
+    peers.share(tmp_path, ["a.bin"])
+    connection = HTTPConnection(*address(peers), timeout=10)
+    headers = {"Authorization": peers.main._token}
+    connection.request(
+        "POST", "/read", json.dumps({"file": "a.bin", "starts": [0], "lengths": [size]}), headers
+    )
+    # Longer than the time limit of one write, which is not that of the whole answer.
+    answer, received = connection.getresponse(), 0
+    for _ in range(30):
+        received += len(answer.read(256 * 1024))
+        time.sleep(0.05)
+    received += len(answer.read())
+    assert received == size
 
 
 def test_a_rank_that_is_gone(tasks: Tasks) -> None:

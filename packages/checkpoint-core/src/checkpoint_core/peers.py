@@ -40,6 +40,9 @@ _CONNECTIONS = 4
 _LOOK_SECONDS = 0.2
 _SHUTDOWN_SECONDS = 0.1
 _IDLE_SECONDS = 60.0
+_PIECE_BYTES = 256 * 1024
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+"""A host that loses its power says nothing; the system of whoever waits for it finds out within a minute."""
 Task = Callable[[dict[str, Any], Callable[[], None]], dict[str, object]]
 """What a rank does when another asks: gets the request, and a function that raises once nobody waits."""
 
@@ -133,7 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        for begin in range(0, len(body), _PIECE_BYTES):
+            # The time limit is that of one write, all of it: on a slow network a large file takes longer.
+            self.wfile.write(body[begin : begin + _PIECE_BYTES])
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: what fails is told by the rank that asked."""
@@ -196,6 +201,9 @@ class Peer:
         connection = self._connect()
         with self.failing(connection):
             self._send(connection, task, request)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in _KEEP_ALIVE.keys() & vars(socket).keys():
+                connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), _KEEP_ALIVE[option])
         return PeerTask(self, connection)
 
     def run(self, task: str, request: Mapping[str, object]) -> dict[str, Any]:
@@ -251,6 +259,7 @@ class PeerTask:
     """What another rank does for this one."""
 
     def __init__(self, peer: Peer, connection: HTTPConnection) -> None:
+        self.name = peer.name
         self._peer = peer
         self._connection = connection
         self._is_over = False

@@ -43,6 +43,8 @@ class TierUpload(StoreSave):
     """What other nodes upload of it, because they keep it."""
     check_stop: Callable[[], None]
     """Raises when the upload is to end. Called often."""
+    waits_for: str | None = None
+    """The node whose upload is waited for, for messages."""
     _left_working: bool = False
 
     def _write_all(self, needed: int) -> None:
@@ -71,8 +73,10 @@ class TierUpload(StoreSave):
         return {**save, "files": list(names), "directory": directory}
 
     def _wait(self, task: PeerTask) -> None:
+        self.waits_for = task.name
         while (answer := task.poll()) is None:
             self.check_stop()
+        self.waits_for = None
         if "damaged" in answer:
             raise DamagedSourceError(answer["damaged"])
 

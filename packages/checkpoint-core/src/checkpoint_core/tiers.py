@@ -89,6 +89,7 @@ class RemoteTier:
         # Guards what follows. Never held while the store is asked.
         self._lock = threading.Lock()
         self._uploading: Path | None = None
+        self._upload_of: TierUpload | None = None
         self._latest: tuple[int, bool] | None = None
         self._wanted = False
         self._running = False
@@ -280,6 +281,9 @@ class RemoteTier:
         failure = self._failure
         if self._running or self._wanted:
             failure = TimeoutError(f"the upload did not end within {limit_seconds:g} s")
+            upload = self._upload_of
+            if upload is not None and (node := upload.waits_for) is not None:
+                failure = TimeoutError(f"{failure}, because {node} has not ended its part")
             if self._is_stopped():
                 failure = UploadStoppedError(_GIVEN_UP)
         if failure is not None:
@@ -492,7 +496,7 @@ class RemoteTier:
     def _upload(self, source: Path, manifest: Manifest) -> None:
         _logger.info("uploading %s to %s", source, self.place)
         here = {manifest.plain_name(name) for name in file_sizes(source, list(manifest.files))}
-        TierUpload(
+        self._upload_of = TierUpload(
             config=self._config,
             ranks=RankAgreement(StaticDistributedEnvironment(), self._limit_seconds),
             plan=Plan({}, {}),
@@ -507,7 +511,8 @@ class RemoteTier:
             manifest=_plain(manifest),
             given=self._given(manifest, here),
             check_stop=self._check_stop,
-        ).commit()
+        )
+        self._upload_of.commit()
 
 
 def _of_remote(error: CheckpointError) -> CheckpointError:

@@ -152,6 +152,12 @@ def test_no_save_is_lost_between_nodes_that_are_late(play: Run) -> None:
     assert seen["store of late request"] == {"committed": ["checkpoint-1"], "left": []}
 
 
+def test_a_node_that_stands_still_is_named(play: Run) -> None:
+    seen = play("frozen")
+    assert "did not end within 0.5 s, because rank 2 on " in seen["ranks"][0]["told"][0]
+    assert seen["store"] == {"committed": ["checkpoint-1"], "left": []}
+
+
 def test_an_upload_is_continued_after_all(play: Run) -> None:
     seen = play("continued")
     assert seen["store"] == {"committed": ["checkpoint-1", "checkpoint-2"], "left": []}

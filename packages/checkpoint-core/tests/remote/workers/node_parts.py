@@ -209,6 +209,34 @@ class NodeJob(layouts.Job):
             manager.save_checkpoint(1)
         return {}
 
+    def frozen(self) -> dict[str, object]:
+        """The second node stands still while it uploads, until rank 0 has said whom it waits for."""
+        content, mark = tier_upload.FileUpload._content, DIRECTORY / "frozen"
+        # Two threads upload: whichever comes first.
+        first = threading.Lock()
+
+        def stop_once(files: tier_upload.FileUpload, name: str) -> Any:
+            if self.rank == 2 and first.acquire(blocking=False):
+                mark.with_suffix(".new").write_text(str(os.getpid()))
+                mark.with_suffix(".new").rename(mark)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return content(files, name)
+
+        tier_upload.FileUpload._content = stop_once  # type: ignore[method-assign]
+        held = Held(self.layout, self.rank, seed=1, train=True)
+        told: list[str] = []
+        with self.manager(held) as manager:
+            manager.save_checkpoint(1)
+            while self.rank == 0 and not any("because" in each for each in told) and len(told) < 40:
+                try:
+                    manager._tier.wait(0.5)  # type: ignore[union-attr]
+                except CheckpointError as error:
+                    told.append(str(error))
+            if self.rank == 0:
+                os.kill(int(mark.read_text()), signal.SIGCONT)
+            manager.wait_for_upload()
+        return {"told": told[-1:]}
+
     def continues_after_all(self) -> dict[str, object]:
         """More open files than select() takes, an upload that was given up, and a child that unwinds."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -366,6 +394,10 @@ def races() -> dict[str, object]:
     return {**seen, "store of late request": in_store()}
 
 
+def frozen() -> dict[str, object]:
+    return {"ranks": go("frozen"), "store": in_store()}
+
+
 def continued() -> dict[str, object]:
     return {"ranks": go("continues_after_all"), "store": in_store()}
 
@@ -421,7 +453,7 @@ SCENARIOS: dict[str, Any] = {
     each.__name__: each
     for each in (
         *(saved, roundtrip, other_nodes, not_uploaded, leaves, races, continued, new_main),
-        *(best, deleted, misplaced),
+        *(best, deleted, misplaced, frozen),
     )
 }
 
