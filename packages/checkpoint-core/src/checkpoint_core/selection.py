@@ -14,6 +14,7 @@ from checkpoint_core.directory import (
     checkpoint_directories,
     checkpoint_path,
     find_leftovers,
+    machine_token,
     publish,
     restore_replaced,
 )
@@ -184,7 +185,9 @@ def _unpublished(output_dir: Path) -> dict[str, _Save]:
     """Saves of killed processes that lack nothing but the publishing, by directory."""
     found = {}
     for leftover in find_leftovers(output_dir):
-        if leftover.kind == STAGING and leftover.is_abandoned():
+        # Of another machine is also what was there before this one lost its power. The directory is that of
+        # one node, so none of those processes lives on elsewhere.
+        if leftover.kind == STAGING and (leftover.machine != machine_token() or leftover.is_abandoned()):
             try:
                 manifest = verify_checkpoint(leftover.path, checksums=False, one_node=True)
             except (CheckpointError, OSError):

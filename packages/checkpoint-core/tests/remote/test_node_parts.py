@@ -194,6 +194,11 @@ def test_a_component_that_was_deleted_begins_afresh(play: Run, s3: str, tmp_path
     assert loaded(seen["copy"]) == {f"{s3}/run/checkpoint-1"}
 
 
+def test_all_nodes_lose_their_power_while_they_publish(play: Run, tmp_path: Path) -> None:
+    seen = play("power_cut")
+    assert loaded(seen["load"]) == {f"{tmp_path}/{disk}/run/checkpoint-1" for disk in "ab"}
+
+
 def test_nodes_that_share_the_wrong_place_are_refused(play: Run, tmp_path: Path) -> None:
     seen = play("misplaced")
     for rank in seen["shared"]:

@@ -431,6 +431,14 @@ def deleted() -> dict[str, object]:
     return {**seen, "copy": go("load_newest", "run", disks="ac")}
 
 
+def power_cut() -> dict[str, object]:
+    """The machines lose their power before the second node has published; the store has nothing."""
+    go("save_steps", "run", 1)
+    made = DIRECTORY / "b/run/checkpoint-1"
+    made.rename(made.with_name(".tmp-checkpoint-1-0123abcd-4711-1-89abcdef"))
+    return {"load": go("load_newest", "run", remote_dir=f"{ADDRESS}/other")}
+
+
 def misplaced() -> dict[str, object]:
     """Nodes save to a directory that they share, or upload to a place that each has for itself."""
     seen: dict[str, object] = {"shared": go("refused", "run", disks="aa")}
@@ -453,7 +461,7 @@ SCENARIOS: dict[str, Any] = {
     each.__name__: each
     for each in (
         *(saved, roundtrip, other_nodes, not_uploaded, leaves, races, continued, new_main),
-        *(best, deleted, misplaced, frozen),
+        *(best, deleted, misplaced, frozen, power_cut),
     )
 }
 
