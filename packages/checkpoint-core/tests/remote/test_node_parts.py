@@ -53,7 +53,9 @@ def check_disks(seen: dict[str, Any], tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "a/run/checkpoint-2").nodes == 2
 
 
-def test_a_checkpoint_in_two_parts(play: Run, s3: str, tmp_path: Path) -> None:
+def test_a_checkpoint_in_two_parts(
+    play: Run, s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen = play("roundtrip")
     check_disks(seen, tmp_path)
     assert seen["store"] == {"committed": ["checkpoint-1", "checkpoint-2"], "left": []}
@@ -77,6 +79,17 @@ def test_a_checkpoint_in_two_parts(play: Run, s3: str, tmp_path: Path) -> None:
     ]
     assert not seen["exported too"]
     assert loaded(seen["merged"]) == {f"{tmp_path}/m/run/checkpoint-2"}
+    check_prune(tmp_path / "a/run", capsys)
+
+
+def check_prune(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether other nodes can use a part is not seen here, so it goes only where that is asked for."""
+    assert main(["prune", str(directory), "--keep", "1", "--yes"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("2 nodes saved it together); --parts lets it go, too") == 2
+    assert "nothing to delete" in told
+    assert main(["prune", str(directory), "--keep", "1", "--parts", "--yes"]) == 0
+    assert [path.name for path in directory.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_one_part_alone_is_refused(play: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

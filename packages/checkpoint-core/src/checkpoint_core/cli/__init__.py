@@ -159,9 +159,9 @@ def make_parser() -> argparse.ArgumentParser:
         "prune",
         "Delete old checkpoints.\n\n"
         "Without --yes nothing is deleted: what would go is printed, and why the others stay. Kept are the\n"
-        "newest N, the best K, what is torn or damaged, and checkpoints of other runs than the newest\n"
-        "one's. What counts as newest or best is verified with checksums first. A directory with a save in\n"
-        "progress is refused.",
+        "newest N, the best K, what is torn or damaged, parts of what other nodes keep, and checkpoints\n"
+        "of other runs than the newest one's. What counts as newest or best is verified with checksums\n"
+        "first. A directory with a save in progress is refused.",
         "prune runs/small --keep 3 --keep-best 1 --metric eval_loss",
     )
     prune.add_argument("directory", type=_place, metavar="DIR", help="directory that holds checkpoint-<step>")
@@ -185,6 +185,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="the best has the lowest metric (default when its name contains 'loss' or 'perplexity')",
     )
     prune.add_argument("--all-runs", action="store_true", help="treat checkpoints of all runs alike")
+    prune.add_argument(
+        "--parts",
+        action="store_true",
+        help="treat parts, of which other nodes keep the other files, as whole; do the same on all nodes",
+    )
     prune.add_argument("--yes", action="store_true", help="delete; without it this is a dry run")
     return parser
 

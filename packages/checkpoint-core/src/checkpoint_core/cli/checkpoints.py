@@ -485,6 +485,7 @@ def prune(
     metric: str | None,
     greater_is_better: bool | None,
     all_runs: bool,
+    parts: bool,
     yes: bool,
 ) -> int:
     """Print which checkpoints go and why the others stay; delete them when told to.
@@ -496,6 +497,8 @@ def prune(
         metric: What tells which are the best.
         greater_is_better: Its direction; None goes by the name.
         all_runs: Treat checkpoints of all runs alike. Otherwise only those of the newest one's run may go.
+        parts: Treat parts, of which other nodes keep the other files, as whole checkpoints. Otherwise they
+            stay: which of them the other nodes can still use is not seen here.
         yes: Delete. Otherwise nothing is changed.
 
     Returns:
@@ -516,6 +519,8 @@ def prune(
             verdicts.keep(found.path, found.describe())
         elif found.path.is_symlink() or found.path.name != f"checkpoint-{found.manifest.step}":
             verdicts.keep(found.path, "a link or a copy, which no run made")
+        elif found.state is State.PART and not parts:
+            verdicts.keep(found.path, f"{found.describe()}; --parts lets it go, too")
         else:
             candidates.append((found.path, found.manifest))
     _choose(candidates, keep, best, all_runs, verdicts)
