@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from checkpoint_core import LeaseLostError
+from checkpoint_core.manifest import read_manifest
 from llama_pretrain import LlamaConfig, PretrainArguments, load_pretrained
 from llama_pretrain.cli import COMMANDS, main
 
@@ -409,6 +410,18 @@ def test_mistakes_of_the_other_commands(
     assert message in shown
     assert shown.count("\n") == 1
     assert not (work / "out").exists()
+
+
+def test_a_part_of_a_checkpoint_is_named(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = work / "part" / "checkpoint-60"
+    shutil.copytree(work / "whole" / part.name, part)
+    (part / "manifest.json").write_bytes(replace(read_manifest(part), nodes=2).to_bytes())
+    (part / "model.safetensors").unlink()
+    for command in ("eval", "generate", "export out"):
+        assert main([*command.split(), "--output-dir", str(part.parent)]) == 2
+        shown = capsys.readouterr().err
+        assert "holds only a part of checkpoint-60, of which other nodes have the other files." in shown
+        assert "`checkpoint-core export REMOTE_DIR/checkpoint-60 model`" in shown
 
 
 def test_no_help_needs_torch_and_threads_are_set_before_it_is_loaded() -> None:

@@ -62,6 +62,8 @@ def locate(args: ResultArguments) -> Path:
             f"fetch the newest with `checkpoint-core export {newest} model`, and give --checkpoint model",
         )
     if newest is None:
+        if Path(place).is_dir() and (part := find_latest_checkpoint(place, one_node=True)) is not None:
+            raise _is_a_part("output_dir", args.output_dir, part)
         raise ConfigurationError(
             "output_dir",
             args.output_dir,
@@ -69,6 +71,16 @@ def locate(args: ResultArguments) -> Path:
             "train first, or name one with --checkpoint",
         )
     return newest
+
+
+def _is_a_part(setting: str, value: str, part: Path) -> ConfigurationError:
+    return ConfigurationError(
+        setting,
+        value,
+        f"holds only a part of {part.name}, of which other nodes have the other files",
+        f"fetch it from the remote_dir of the run with `checkpoint-core export REMOTE_DIR/{part.name} "
+        "model`, or copy the files of all nodes into one directory, and give that to --checkpoint",
+    )
 
 
 def evaluate(args: EvalArguments) -> dict[str, float]:
