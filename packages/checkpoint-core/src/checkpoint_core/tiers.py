@@ -164,8 +164,9 @@ class RemoteTier:
         source, names = checkpoint_path(self._local, request["step"]), request["files"]
         directory = self.place / request["directory"]
         manifest = _plain(read_manifest(source))
+        saved_again = CheckpointError(f"{source} was saved again meanwhile.")
         if manifest.save_id != request["save"]:
-            raise CheckpointError(f"{source} was saved again meanwhile.")
+            raise saved_again
 
         def check_stop() -> None:
             self._check_stop()
@@ -176,6 +177,8 @@ class RemoteTier:
         except BaseException as error:
             # Whoever asked may be gone, and with it the marker by which a later save would find them.
             directory.store.delete([(directory / name).key for name in names])
+            if isinstance(error, CheckpointError) and read_manifest(source).save_id != request["save"]:
+                raise saved_again from error
             if isinstance(error, DamagedSourceError):
                 return {"damaged": str(error)}
             raise
@@ -481,10 +484,11 @@ class RemoteTier:
         source = checkpoint_path(self._local, manifest.step)
         with self._lock:
             self._uploading = source
+        was_here = manifest.step not in self._elsewhere or not _is_replaced(source, manifest)
         try:
             self._upload(source, manifest)
         except (OSError, CheckpointError) as error:
-            if manifest.step not in self._elsewhere and _is_replaced(source, manifest):
+            if was_here and _is_replaced(source, manifest):
                 return  # By a later save of the step, or somebody deleted it: the next comparison tells.
             if isinstance(error, DamagedSourceError):
                 self._passed_over.add(manifest.save_id)

@@ -165,6 +165,13 @@ def test_no_save_is_lost_between_nodes_that_are_late(play: Run) -> None:
     assert seen["store of late request"] == {"committed": ["checkpoint-1"], "left": []}
 
 
+def test_a_save_is_replaced_while_it_is_uploaded(play: Run) -> None:
+    seen = play("saved_again")
+    for reader in "02":
+        assert seen[f"store {reader}"] == {"committed": ["checkpoint-1", "checkpoint-2"], "left": []}
+    assert "is damaged" not in notes(seen["here"] + seen["there"])
+
+
 def test_a_node_that_stands_still_is_named(play: Run) -> None:
     seen = play("frozen")
     assert "did not end within 0.5 s, because rank 2 on " in seen["ranks"][0]["told"][0]

@@ -209,6 +209,42 @@ class NodeJob(layouts.Job):
             manager.save_checkpoint(1)
         return {}
 
+    def saved_again(self, reader: int) -> dict[str, object]:
+        """What was resumed from is saved again with other values while its upload reads it on one node."""
+        content, publish, place = (
+            tier_upload.FileUpload._content,
+            saving.publish,
+            self.disk / "run/checkpoint-1",
+        )
+        old = read_manifest(place).save_id
+
+        def after_publishing(files: tier_upload.FileUpload, name: str) -> Any:
+            until = time.monotonic() + 60
+            while self.rank == reader and time.monotonic() < until:
+                try:
+                    if read_manifest(place).save_id != old:
+                        break
+                except CheckpointError:
+                    pass  # Between two renames.
+                time.sleep(0.01)
+            return content(files, name)
+
+        def late(staging: Path, final: Path, step: int) -> None:
+            if self.rank != reader:
+                time.sleep(1)
+            publish(staging, final, step)
+
+        tier_upload.FileUpload._content, saving.publish = after_publishing, late  # type: ignore[method-assign]
+        held = Held(self.layout, self.rank, seed=2, train=False)
+        with self.manager(held, remote_dir=f"{ADDRESS}/{reader}") as manager:
+            manager.load_checkpoint()
+            for parameter in held.parameters:
+                parameter.data.add_(1.0)
+            manager.save_checkpoint(1)
+            manager.save_checkpoint(2)
+            manager.wait_for_upload()
+        return {"notes": self.notes.take()}
+
     def frozen(self) -> dict[str, object]:
         """The second node stands still while it uploads, until rank 0 has said whom it waits for."""
         content, mark = tier_upload.FileUpload._content, DIRECTORY / "frozen"
@@ -431,6 +467,14 @@ def deleted() -> dict[str, object]:
     return {**seen, "copy": go("load_newest", "run", disks="ac")}
 
 
+def saved_again() -> dict[str, object]:
+    go("save_steps", "run", 1)
+    for disk in "ab":
+        shutil.copytree(DIRECTORY / disk, DIRECTORY / disk.upper())
+    seen: dict[str, object] = {"here": go("saved_again", 0), "store 0": in_store("0")}
+    return {**seen, "there": go("saved_again", 2, disks="AB"), "store 2": in_store("2")}
+
+
 def power_cut() -> dict[str, object]:
     """The machines lose their power before the second node has published; the store has nothing."""
     go("save_steps", "run", 1)
@@ -461,7 +505,7 @@ SCENARIOS: dict[str, Any] = {
     each.__name__: each
     for each in (
         *(saved, roundtrip, other_nodes, not_uploaded, leaves, races, continued, new_main),
-        *(best, deleted, misplaced, frozen, power_cut),
+        *(best, deleted, misplaced, frozen, power_cut, saved_again),
     )
 }
 
