@@ -453,8 +453,8 @@ class CheckpointManager:
         self._request_upload(phase, tier, save.step, saved=True)
 
     def _best_here(self) -> list[Path]:
-        if not self._ranks.is_leader:
-            return []
+        if not self._ranks.is_spread or not self._ranks.is_leader:
+            return []  # Ranks that see one directory have one ranking.
         try:
             return [best.path for best in self._retention.best(self._config.preserve_n_best)]
         except OSError:
