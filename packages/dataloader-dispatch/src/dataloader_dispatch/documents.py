@@ -7,20 +7,39 @@ import logging
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
+from functools import partial
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    runtime_checkable,
+)
 
 import numpy as np
-import torch
 
 from dataloader_dispatch.errors import DataError
 
+if TYPE_CHECKING:  # for tokenize, which begins in a third of the time without it
+    import torch
+
 logger = logging.getLogger("dataloader_dispatch.stream")
 
-Document: TypeAlias = str | Sequence[int] | torch.Tensor
+Document: TypeAlias = "str | Sequence[int] | torch.Tensor"
 """A text, or its token ids (a sequence of ints or a 1-D integer tensor)."""
 
-Encode: TypeAlias = Callable[[str], Sequence[int] | torch.Tensor]
+Encode: TypeAlias = "Callable[[str], Sequence[int] | torch.Tensor]"
 """Text to token ids."""
+
+Integers: TypeAlias = np.ndarray[tuple[int], np.dtype[np.integer]]
+
+Ids = TypeVar("Ids", "torch.Tensor", Integers)
+"""Token ids, of shape [n]."""
 
 TextUnit: TypeAlias = Literal["document", "word", "character"]
 """The most text that an encoder looks at as a whole; see `DocumentStream`."""
@@ -151,8 +170,10 @@ def locate(starts: Sequence[int], index: int, what: str = "source") -> tuple[int
     return number, index - starts[number]
 
 
-def token_tensor(tokens: Sequence[int] | torch.Tensor, name: str) -> torch.Tensor:
+def token_tensor(tokens: Sequence[int] | torch.Tensor | Integers, name: str) -> torch.Tensor:
     """Token ids as an int64 tensor of shape [n]; `DataError` names ``name`` when they are not token ids."""
+    import torch
+
     if not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0 or isinstance(tokens, Mapping):
         entries = f" with the entries {sorted(map(str, tokens))}" if isinstance(tokens, Mapping) else ""
         hint = " Return its input_ids." if "input_ids" in entries else ""
@@ -237,7 +258,7 @@ def _splits_words(pre_tokenizer: Any) -> bool:
     )
 
 
-class TextPieces:
+class TextPieces(Generic[Ids]):
     """Encodes texts in pieces.
 
     A declared unit is not taken on trust: a cut is made only where the text around it, encoded whole, has the
@@ -250,9 +271,9 @@ class TextPieces:
         eos_token_id: A token that must not stand at a cut; None for none.
     """
 
-    def __init__(self, encode: Encode, unit: TextUnit, eos_token_id: int | None) -> None:
+    def __init__(self, encode: Callable[[str], Ids], unit: TextUnit, eos_token_id: int | None) -> None:
         self.unit = unit
-        self._encode = encode
+        self._encode: Callable[[str], Ids] = encode
         self._eos = eos_token_id
         self._places = _ANYWHERE if unit == "character" else _BETWEEN_WORDS
         self._around: tuple[list[int], list[int]] = [], []
@@ -269,7 +290,7 @@ class TextPieces:
             self._say(where, "it is not known whether the tokens of its pieces are those of the whole")
         return bool(self._fit)
 
-    def __call__(self, text: str, start: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def __call__(self, text: str, start: int) -> Iterator[tuple[int, Ids]]:
         """Where each piece begins, and its token ids, from the piece that begins at ``start`` on.
 
         The token ids that the encoder puts around a text stand before the first and behind the last piece.
@@ -277,7 +298,7 @@ class TextPieces:
         before, after = self._around
         while start < len(text):
             stop = self._stop(text, start)
-            tokens = token_tensor(self._encode(text[start:stop]), "encode's result")
+            tokens = self._encode(text[start:stop])
             first = len(before) if start else 0
             last = len(tokens) - (len(after) if stop < len(text) else 0)
             yield start, tokens[first:last]
@@ -288,9 +309,9 @@ class TextPieces:
         edge = self._places.search(text, _WINDOW, PIECE)
         around = tokens_around(self._encode, text[: edge.start() if edge else _WINDOW])
         self._around = around or ([], [])
-        head = text[: self._stop(text, 0)]
+        head: str = text[: self._stop(text, 0)]
         places = self._candidates(head, len(head) // 2, len(head))
-        middle = next((place for place in places if self._is_cut(head, place)), None)
+        middle: int | None = next((place for place in places if self._is_cut(head, place)), None)
         if len(head) == len(text) or middle is None:
             self._say(where, "there is no place at which the tokens of two parts are those of the whole")
             return None
@@ -351,7 +372,9 @@ class TextPieces:
             )
 
 
-def tokens_around(encode: Encode, text: str) -> tuple[list[int], list[int]] | None:
+def tokens_around(
+    encode: Encode | Callable[[str], Integers], text: str
+) -> tuple[list[int], list[int]] | None:
     """Token ids that an encoder puts before and behind every text; None if it cannot be told.
 
     They are what it makes of an empty text, if a text begins and ends with them.
@@ -370,7 +393,7 @@ def tokens_around(encode: Encode, text: str) -> tuple[list[int], list[int]] | No
     return None
 
 
-def tokens_if_taken(encode: Encode, text: str) -> list[int] | None:
+def tokens_if_taken(encode: Encode | Callable[[str], Integers], text: str) -> list[int] | None:
     """Token ids of a text that an encoder need not take: an empty one, or a part of a document."""
     try:
         encoded = encode(text)
@@ -378,8 +401,20 @@ def tokens_if_taken(encode: Encode, text: str) -> list[int] | None:
         # What is wrong with a document is said, with its name, when that is encoded.
         logger.debug("encode refuses %.40r: %r", text, error)
         return None
-    tokens: list[int] = token_tensor(encoded, "encode's result").tolist()
+    if isinstance(encoded, np.ndarray) and encoded.dtype == np.int64 and encoded.ndim == 1:
+        ids: list[int] = encoded.tolist()  # those of tokenize, which does without torch
+        if min(ids, default=0) >= 0:
+            return ids
+    tokens: list[int] = _result(encoded).tolist()
     return tokens
+
+
+def _result(encoded: Sequence[int] | torch.Tensor | Integers) -> torch.Tensor:
+    return token_tensor(encoded, "encode's result")
+
+
+def _tensor_of(encode: Encode, text: str) -> torch.Tensor:
+    return _result(encode(text))
 
 
 class Piece(NamedTuple):
@@ -424,12 +459,15 @@ class DocumentEncoder:
         self.source = source
         self.encode = encode
         self.eos_token_id = eos_token_id
+        import torch
+
         self._separator = torch.tensor([] if eos_token_id is None else [eos_token_id], dtype=torch.int64)
         self._said = False
         self.left_out = 0
         self.fingerprint: dict[str, str] | None = None
         if encode is not None:
-            self._pieces = TextPieces(encode, text_unit_of(encode, text_unit), eos_token_id)
+            unit = text_unit_of(encode, text_unit)
+            self._pieces = TextPieces(partial(_tensor_of, encode), unit, eos_token_id)
             self.fingerprint = self._sample(encode)
 
     def __call__(self, index: int, start: int = 0, before: int = 0) -> Iterator[Piece]:
@@ -502,6 +540,8 @@ class DocumentEncoder:
         if before == 0:
             self.left_out += 1
         elif last is not None:
+            import torch
+
             yield last._replace(tokens=torch.cat((last.tokens, self._separator)))
 
     def _bare(self, tokens: torch.Tensor, eos: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dataloader_dispatch import DocumentStream, open_documents
 from dataloader_dispatch.cli import main
@@ -75,6 +75,29 @@ def test_ids_are_those_of_the_tokenizer(
     assert tokenize(corpus, tmp_path / "two", directory, "--workers", 2) == 0
     for path in (tmp_path / "out").iterdir():
         assert (tmp_path / "two" / path.name).read_bytes() == path.read_bytes()
+
+
+WITHOUT_TORCH = """
+import sys
+from dataloader_dispatch.cli import main
+code = main(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+def test_a_tokenizer_file_is_read_without_torch(tmp_path: Path) -> None:
+    directory = save_tokenizer(tmp_path / "tokenizer")
+    corpus = tmp_path / "large.jsonl"  # larger than what is encoded at once
+    corpus.write_text(json.dumps({"text": "the quick brown fox " * 30_000}) + "\n")
+    words = ["tokenize", str(corpus), str(tmp_path / "out"), "--tokenizer", str(directory), "--workers", "0"]
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], check=True)
+    auto = AutoTokenizer.from_pretrained(directory)
+    encoder = HuggingFaceEncoder(str(directory), offline=True)
+    assert type(encoder._tokenizer) is type(auto)
+    assert encoder._tokenizer.backend_tokenizer.to_str() == auto.backend_tokenizer.to_str()
+    expected = auto("the quick brown fox " * 30_000, add_special_tokens=False)["input_ids"]
+    assert open_documents(tmp_path / "out")[0].tolist() == expected
 
 
 def test_nothing_is_cut_or_padded_as_the_files_of_a_tokenizer_say(tmp_path: Path) -> None:

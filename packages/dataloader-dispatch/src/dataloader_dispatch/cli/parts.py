@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from dataloader_dispatch import documents
 from dataloader_dispatch.cli.output import Chunk, FinishedPart, Output
-from dataloader_dispatch.documents import TextPieces, TextUnit, text_unit_of
+from dataloader_dispatch.documents import Integers, TextPieces, TextUnit, text_unit_of
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.files import FileDocuments
-from dataloader_dispatch.sources.token_binary import Integers, PartWriter, TokenType
+from dataloader_dispatch.sources.token_binary import PartWriter, TokenType
 from dist_env import StoreError, die_with_parent_context
 
 BYTES = "bytes"
@@ -174,7 +173,7 @@ def smallest_type(vocabulary_size: int) -> TokenType:
 
 def _load(name: str, offline: bool) -> Any:
     try:
-        from transformers import AutoTokenizer
+        from transformers import PreTrainedTokenizerFast
     except ImportError as error:
         raise DataError(
             f"tokenizer {name!r} needs transformers, as all Hugging Face tokenizers do, which is not "
@@ -185,6 +184,10 @@ def _load(name: str, offline: bool) -> Any:
     if local and not Path(place).is_dir():
         raise DataError(f"tokenizer {name!r} is a file. Name the directory that holds the tokenizer's files.")
     try:
+        if local and _is_plain(Path(place)):
+            return PreTrainedTokenizerFast.from_pretrained(place, local_files_only=True)
+        from transformers import AutoTokenizer
+
         # False, not None: with code beside the tokenizer transformers would ask whether to run it.
         return AutoTokenizer.from_pretrained(
             place, local_files_only=local or offline, trust_remote_code=False
@@ -194,6 +197,20 @@ def _load(name: str, offline: bool) -> Any:
         raise DataError(
             f"tokenizer {name!r} cannot be loaded: there is none {where}, or its files are damaged ({error})."
         ) from error
+
+
+def _is_plain(directory: Path) -> bool:
+    """Whether a directory asks for the class of a tokenizer.json that stands for itself.
+
+    AutoTokenizer would choose that class too, and imports torch to do so. Beside a config.json, which names a
+    model, it may choose another one.
+    """
+    config = directory / "tokenizer_config.json"
+    if (directory / "config.json").exists() or not (directory / "tokenizer.json").is_file():
+        return False
+    settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    classes = ("TokenizersBackend", "PreTrainedTokenizerFast")  # its names since transformers 5, and before
+    return settings.get("tokenizer_class") in classes and "auto_map" not in settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +270,8 @@ def make_part(job: Job, encoder: Encoder, number: int, advance: Callable[[int, i
     text_bytes = empty = separators = 0
     output = job.output
 
-    def encode(text: str) -> torch.Tensor:
-        return torch.from_numpy(encoder.encode([text])[0].astype(np.int64))
+    def encode(text: str) -> Integers:
+        return encoder.encode([text])[0].astype(np.int64)
 
     pieces = TextPieces(encode, encoder.text_unit, None)
     with PartWriter(output.path, part_name(number), job.dtype, job.vocabulary_size, output.scratch) as writer:
@@ -282,7 +299,9 @@ def make_part(job: Job, encoder: Encoder, number: int, advance: Callable[[int, i
     return finished
 
 
-def _encoded(texts: list[str], encoder: Encoder, pieces: TextPieces) -> Iterator[tuple[Integers, list[int]]]:
+def _encoded(
+    texts: list[str], encoder: Encoder, pieces: TextPieces[Integers]
+) -> Iterator[tuple[Integers, list[int]]]:
     """Token ids, and the lengths of the documents that end with them; a large text comes in pieces."""
     if len(texts) > 1 or pieces.unit == "document" or not pieces.fit(texts[0], "a document"):
         encoded = encoder.encode(texts)
@@ -291,7 +310,7 @@ def _encoded(texts: list[str], encoder: Encoder, pieces: TextPieces) -> Iterator
     length = 0
     for _, piece in pieces(texts[0], 0):
         length += len(piece)
-        yield piece.numpy(), []
+        yield piece, []
     yield np.empty(0, dtype=np.int64), [length]
 
 

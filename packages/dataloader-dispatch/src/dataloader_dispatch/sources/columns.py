@@ -15,9 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dataloader_dispatch.documents import token_tensor
 from dataloader_dispatch.errors import DataError
@@ -31,6 +29,9 @@ from dataloader_dispatch.sources.files import (
     refuse_large,
 )
 from dist_env import StoreError
+
+if TYPE_CHECKING:
+    import torch
 
 _LISTS = ("is_list", "is_large_list", "is_fixed_size_list")
 _FILE_MAGIC = b"ARROW1"
@@ -287,6 +288,8 @@ class ColumnReader(ABC):
             raise UnreadableError(
                 f"{self.where(index)}: {self._settings.text_column!r} holds a null among the token ids."
             )
+        import torch
+
         wide = tokens.cast("int64").to_numpy(zero_copy_only=False)
         # Copied, as the file is mapped for reading only and tensors can be written to.
         return torch.from_numpy(wide.copy())

@@ -12,14 +12,15 @@ from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import BinaryIO, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, BinaryIO, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from dataloader_dispatch.documents import locate
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.store.reader import StoredFile, announce
 from dist_env import StoreError
+
+if TYPE_CHECKING:
+    import torch
 
 Value = TypeVar("Value")
 

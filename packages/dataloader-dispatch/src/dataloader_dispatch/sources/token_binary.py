@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import numpy as np
-import torch
 
-from dataloader_dispatch.documents import locate
+from dataloader_dispatch.documents import Integers, locate
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.files import RecentlyUsed, UnreadableError, os_failure
 from dataloader_dispatch.sources.stored import StoredIntegers, stored_errors
 from dataloader_dispatch.store.addresses import Address, parse_place
 from dataloader_dispatch.store.reader import StoredFile, announce, cache_settings, list_objects
 
+if TYPE_CHECKING:
+    import torch
+
 TokenType: TypeAlias = Literal["uint16", "uint32", "int64"]
 """Type of the token ids in the files, little-endian."""
 
 ITEM_BYTES: Mapping[str, int] = {"uint16": 2, "uint32": 4, "int64": 8}
-
-Integers: TypeAlias = np.ndarray[tuple[int], np.dtype[np.integer]]
 
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished"
@@ -382,6 +382,8 @@ class TokenBinary:
         number, place = locate(self._starts, index)
         mapped = self._part(number)
         start, stop = mapped.offsets[place : place + 2]
+        import torch
+
         return torch.from_numpy(mapped.tokens[start:stop].astype(np.int64))
 
     @property
