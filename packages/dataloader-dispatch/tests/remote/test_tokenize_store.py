@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from s3_bucket import Bucket
@@ -15,6 +16,7 @@ from s3_servers import READER_KEY, READER_SECRET
 
 from dataloader_dispatch import DataError, TokenBinary, open_documents
 from dataloader_dispatch.cli import main
+from dataloader_dispatch.cli.store_output import StoreOutput
 from dataloader_dispatch.store.reader import end_fetchers
 from dist_env import open_object_store
 
@@ -139,6 +141,53 @@ def test_killed_and_continued(bucket: Bucket, tmp_path: Path, workers: int) -> N
     assert f"going on: {len(kept)} of " in done.stderr.replace("\n", " ")
     assert main(["tokenize", str(corpus), str(tmp_path / "disk"), *OPTIONS, "--workers", "0"]) == 0
     assert stored(bucket, "tokens") == content(tmp_path / "disk")
+
+
+@pytest.mark.parametrize("moment", ["begin", "finished_parts", "record", "recorded", "finish"])
+def test_another_finishes_everything_in_the_middle_of_a_task(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    corpus, out = str(write_corpus(tmp_path / "corpus", 1000)), f"{bucket.address}/tokens"
+    words = ["tokenize", corpus, out, *OPTIONS, "--workers", "0"]
+    method = getattr(StoreOutput, moment)
+
+    def first_another(*values: Any, **named: Any) -> Any:
+        monkeypatch.setattr(StoreOutput, moment, method)
+        assert main([*words, "--task", "0/1"]) == 0
+        return method(*values, **named)
+
+    assert main([*words, "--task", "1/2"]) == 0
+    monkeypatch.setattr(StoreOutput, moment, first_another)
+    assert main([*words, "--task", "0/2"]) == 0
+    assert main(["tokenize", corpus, str(tmp_path / "disk"), *OPTIONS, "--workers", "0"]) == 0
+    assert stored(bucket, "tokens") == content(tmp_path / "disk")
+    assert not list((tmp_path / "temporary").glob("dataloader-dispatch-*-tokenize-*"))
+
+
+def test_tasks_at_once_and_twice_and_one_killed(
+    bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, out = str(write_corpus(tmp_path / "corpus", 4000)), f"{bucket.address}/tokens"
+    words = [sys.executable, "-m", "dataloader_dispatch", "tokenize", corpus, out, *OPTIONS, "--workers", "0"]
+
+    def start(task: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([*words, "--task", task], stderr=subprocess.PIPE, text=True)
+
+    first = start("0/3")
+    until = time.monotonic() + 60
+    while not any(name.startswith("tokens/part-") for name in bucket.names()):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    first.kill()
+    first.communicate()
+    assert main([*words[3:], "--task", "1/3", "--undecodable", "skip"]) == 2
+    assert "undecodable was 'error' and is 'skip'" in capsys.readouterr().err
+    running = [start(task) for task in ("0/3", "1/3", "0/3", "2/3")]
+    said = [process.communicate(timeout=120)[1] for process in running]
+    assert [process.returncode for process in running] == [0] * 4, said
+    assert main(["tokenize", corpus, str(tmp_path / "disk"), *OPTIONS, "--workers", "0"]) == 0
+    assert stored(bucket, "tokens") == content(tmp_path / "disk")
+    assert not list((tmp_path / "temporary").glob("dataloader-dispatch-*-tokenize-*"))
 
 
 def test_without_the_right_to_write_it_says_so(

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from dataloader_dispatch.cli.tasks import parse_task
 from dist_env import HelpFormatter, add_version, leave_broken_pipe, parse_size
 
 FINE = 0
@@ -58,7 +59,8 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         epilog="Examples:\n"
         "  dataloader-dispatch tokenize corpus/ notes.jsonl tokens/ --tokenizer bytes\n"
         "  dataloader-dispatch tokenize 'dump/**/*.parquet' tokens/ --tokenizer ./my-tokenizer --workers 8\n"
-        "  dataloader-dispatch tokenize s3://bucket/corpus s3://bucket/tokens --tokenizer bytes",
+        "  dataloader-dispatch tokenize s3://bucket/corpus s3://bucket/tokens --tokenizer bytes\n"
+        "  dataloader-dispatch tokenize corpus/ tokens/ --tokenizer bytes --task slurm",
         formatter_class=HelpFormatter,
     )
     parser.add_argument(
@@ -121,6 +123,13 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         type=parse_size,
         metavar="SIZE",
         help="bytes of input files that make a part, about (default: a 32nd of the input, from 1MB to 64MB)",
+    )
+    parser.add_argument(
+        "--task",
+        type=parse_task,
+        metavar="INDEX/COUNT|slurm",
+        help="make a share of the parts, such as 0/64 to 63/64 on as many machines; the task that finds all "
+        "parts made finishes OUT, which all of them can write. 'slurm' takes the element of a job array",
     )
     parser.add_argument(
         "--overwrite",

@@ -23,6 +23,7 @@ from dataloader_dispatch.sources.token_binary import (
     Part,
     TokenManifest,
     TokenType,
+    claim_durably,
     is_token_directory,
     read_manifest,
     sync_directory,
@@ -249,8 +250,11 @@ class Output:
             )
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, shared: bool = False) -> Iterator[None]:
         """Make the directory if needed, and keep other runs out of it for a while.
+
+        Args:
+            shared: Let other tasks in. Those on other machines are not seen, and need not be.
 
         Raises:
             DataError: Another run is writing it.
@@ -260,7 +264,7 @@ class Output:
         self._lock = handle = os.open(self.path, os.O_RDONLY)
         try:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise DataError(
                     f"another tokenize command is writing {self}. Wait for its end, or name another OUT."
@@ -269,6 +273,12 @@ class Output:
         finally:
             self._lock = None
             os.close(handle)
+
+    @contextmanager
+    def for_one_part(self, name: str) -> Iterator[Output]:
+        """The output for a process that makes one part of a plan that was begun elsewhere."""
+        self.scratch.mkdir(exist_ok=True)
+        yield self
 
     def leave_lock(self) -> None:
         """In a forked process: let the lock end with the parent, which alone may give it up."""
@@ -296,13 +306,22 @@ class Output:
             )
         return standing
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: Plan, shared: bool = False) -> None:
         """Write down what is to be done, and remove what a killed run left half-written.
 
+        Args:
+            plan: What is to be done.
+            shared: Leave what is half-written, which may be another task's, and agree with all of them.
+
         Raises:
+            DataError: Another task has begun otherwise.
             OSError: The directory cannot be written.
         """
         self.scratch.mkdir(exist_ok=True)
+        if shared:
+            if not claim_durably(self.scratch / PLAN, plan.to_json()):
+                self._refuse_other_plan(plan)
+            return
         for path in self.scratch.iterdir():
             if path.name.startswith("part-") and path.suffix != ".json":
                 path.unlink(missing_ok=True)
@@ -316,8 +335,16 @@ class Output:
         """
         write_durably(self.scratch / f"{finished.part.name}.json", json.dumps(asdict(finished)))
 
-    def finished_part(self, name: str, dtype: TokenType) -> FinishedPart | None:
-        """What is known of a part, None if it is not finished."""
+    def recorded(self) -> set[str]:
+        """Names of the parts that were written down as finished."""
+        return {path.stem for path in self.scratch.glob("part-*.json")}
+
+    def finished_parts(self, names: Sequence[str], dtype: TokenType) -> dict[str, FinishedPart]:
+        """What is known of those parts that are finished, by their names."""
+        found = ((name, self._finished_part(name, dtype)) for name in names)
+        return {name: finished for name, finished in found if finished is not None}
+
+    def _finished_part(self, name: str, dtype: TokenType) -> FinishedPart | None:
         try:
             content: dict[str, Any] = json.loads((self.scratch / f"{name}.json").read_text(encoding="utf-8"))
             finished = FinishedPart(**{**content, "part": Part(**content["part"])})
@@ -373,10 +400,21 @@ class Output:
             KeyError: The manifest lacks an entry.
             DataError: The file that tells it is damaged.
         """
-        if self._look() is Standing.FINISHED:
-            about = self.manifest().about
-            return Plan.from_values(about["settings"], about["sources"])
-        return self._plan()
+        if self._look() is not Standing.FINISHED:
+            plan = self._plan()
+            # Another task may have finished it, and removed the plan, between the two looks.
+            if plan is not None or self._look() is not Standing.FINISHED:
+                return plan
+        about = self.manifest().about
+        return Plan.from_values(about["settings"], about["sources"])
+
+    def _refuse_other_plan(self, plan: Plan) -> None:
+        """Refuse to go along with a run that has begun otherwise in the meantime."""
+        if differences := self._differences(plan):
+            raise DataError(
+                f"another tokenize command is writing {self}, otherwise: {'; '.join(differences)}. "
+                "Wait for its end, or name another OUT."
+            )
 
     def _differences(self, plan: Plan) -> list[str]:
         """How the directory was begun otherwise than planned now."""

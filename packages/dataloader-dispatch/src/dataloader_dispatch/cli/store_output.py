@@ -8,13 +8,15 @@ there is none, keeps out a run with another plan.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +37,7 @@ from dist_env import ObjectStore, StoreSettingsError, open_object_store
 
 _TIMEOUT_SECONDS = 600.0
 _READ_BYTES = 1 << 20
+_READ_AT_ONCE = 16
 
 
 class StoreOutput(Output):
@@ -42,14 +45,17 @@ class StoreOutput(Output):
 
     Args:
         place: Where it is or will be.
+        share: What is made of it by this process, if it is not all: tasks on one machine make their parts
+            in different local directories.
     """
 
     can_be_forked = False
 
-    def __init__(self, place: Address) -> None:
+    def __init__(self, place: Address, share: str = "") -> None:
         self.place = place
         user = os.getuid() if hasattr(os, "getuid") else 0
-        digest = hashlib.sha256(str(place).encode("utf-8", "surrogatepass")).hexdigest()[:24]
+        name = f"{place} {share}" if share else str(place)
+        digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:24]
         super().__init__(Path(tempfile.gettempdir()) / f"dataloader-dispatch-{user}-tokenize-{digest}")
 
     def __str__(self) -> str:
@@ -87,20 +93,60 @@ class StoreOutput(Output):
             )
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        if hasattr(os, "getuid") and self.path.stat().st_uid != os.getuid():
-            raise DataError(f"{self.path} belongs to another user. Set TMPDIR to a directory of your own.")
+    def locked(self, shared: bool = False) -> Iterator[None]:
+        if shared:
+            with self.local_directory():
+                yield
+            return
+        self._make_local_directory()
         with super().locked():
             yield
 
-    def begin(self, plan: Plan) -> None:
-        for path in self.path.iterdir():  # of a run that was killed
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.scratch.mkdir()
+    def _make_local_directory(self) -> None:
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        if hasattr(os, "getuid") and self.path.stat().st_uid != os.getuid():
+            raise DataError(f"{self.path} belongs to another user. Set TMPDIR to a directory of your own.")
+
+    @contextmanager
+    def for_one_part(self, name: str) -> Iterator[Output]:
+        output = StoreOutput(self.place, name)
+        with output.local_directory():
+            output.clear_local_directory()
+            yield output
+
+    @contextmanager
+    def local_directory(self) -> Iterator[None]:
+        """The local directory of a share, for a while; it waits for another process with the same share."""
+        while True:
+            self._make_local_directory()
+            handle = os.open(self.path, os.O_RDONLY)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if self._is_local_directory(handle):
+                break
+            os.close(handle)  # it was removed by the process that had it
+        try:
+            yield
+        finally:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(handle)
+
+    def _is_local_directory(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(handle), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+    def begin(self, plan: Plan, shared: bool = False) -> None:
+        self.clear_local_directory()
         self._check_conditions()
         if not self._store.put_if(self._key(f"{UNFINISHED}/{PLAN}"), plan.to_json().encode(), None):
             self._refuse_other_plan(plan)
+
+    def clear_local_directory(self) -> None:
+        """Remove what a killed process left there."""
+        for path in self.path.iterdir():  # of a run that was killed
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.scratch.mkdir()
 
     def _check_conditions(self) -> None:
         """Refuse a store that takes conditions and ignores them: two runs could write one place."""
@@ -111,15 +157,6 @@ class StoreOutput(Output):
                 "one place. Name a directory as OUT, and copy it."
             )
         self._store.delete([claim])
-
-    def _refuse_other_plan(self, plan: Plan) -> None:
-        found = self._plan()
-        differences = found.differences(plan) if found else ["its plan is gone"]
-        if differences:
-            raise DataError(
-                f"another tokenize command is writing {self.place}, otherwise: {'; '.join(differences)}. "
-                "Wait for its end, or name another OUT."
-            )
 
     def _plan(self) -> Plan | None:
         try:
@@ -143,27 +180,48 @@ class StoreOutput(Output):
         for ending in (".bin", ".idx"):
             (self.path / f"{finished.part.name}{ending}").unlink()
 
-    def finished_part(self, name: str, dtype: TokenType) -> FinishedPart | None:
-        try:
-            content = json.loads(self._get(f"{UNFINISHED}/{name}.json"))
-            finished = FinishedPart(**{**content, "part": Part(**content["part"])})
-            sizes = {file: self._store.head(self._key(file)).size for file in finished.part.sizes(dtype)}
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None
-        return finished if sizes == finished.part.sizes(dtype) else None
+    def recorded(self) -> set[str]:
+        begin = f"{UNFINISHED}/part-"
+        names = (name for name in self._names() if name.startswith(begin) and name.endswith(".json"))
+        return {name.removeprefix(f"{UNFINISHED}/").removesuffix(".json") for name in names}
+
+    def finished_parts(self, names: Sequence[str], dtype: TokenType) -> dict[str, FinishedPart]:
+        stored = self._names()
+
+        def read(name: str) -> FinishedPart | None:
+            try:
+                content = json.loads(self._get(f"{UNFINISHED}/{name}.json"))
+                finished = FinishedPart(**{**content, "part": Part(**content["part"])})
+            except (FileNotFoundError, ValueError, KeyError, TypeError):
+                return None
+            sizes = finished.part.sizes(dtype)
+            return finished if sizes == {file: stored.get(file) for file in sizes} else None
+
+        chosen = [name for name in names if f"{UNFINISHED}/{name}.json" in stored]
+        with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
+            found = zip(chosen, threads.map(read, chosen), strict=True)
+            return {name: finished for name, finished in found if finished is not None}
 
     def finish(self, manifest: TokenManifest) -> None:
-        if self._plan() is None:
+        raw = manifest.to_json().encode()
+        if self._plan() is None and not self._is_finished_as(raw):
             raise DataError(
                 f"another tokenize command has begun {self.place} anew in the meantime. Run this one again, "
                 "alone."
             )
-        if not self._store.put_if(self._key(MANIFEST), manifest.to_json().encode(), None):
+        if not self._store.put_if(self._key(MANIFEST), raw, None):
             raise DataError(
                 f"another tokenize command has finished {self.place} in the meantime, otherwise. Name "
                 "another OUT, or run this one again with --overwrite."
             )
         self.remove_scratch()
+
+    def _is_finished_as(self, raw: bytes) -> bool:
+        """Whether another task has put the same manifest."""
+        try:
+            return self._get(MANIFEST) == raw
+        except FileNotFoundError:
+            return False
 
     def remove_scratch(self) -> None:
         self._store.delete([self._key(name) for name in self._names() if name.startswith(f"{UNFINISHED}/")])

@@ -23,6 +23,7 @@ from dataloader_dispatch.cli.output import (
 from dataloader_dispatch.cli.parts import (
     Encoder,
     Job,
+    StoppedError,
     is_remote,
     load_encoder,
     make_parts,
@@ -30,6 +31,7 @@ from dataloader_dispatch.cli.parts import (
     smallest_type,
 )
 from dataloader_dispatch.cli.store_output import StoreOutput
+from dataloader_dispatch.cli.tasks import Task
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.files import FileDocuments, FileRange
 from dataloader_dispatch.sources.open_documents import open_documents
@@ -126,23 +128,34 @@ def tokenize(arguments: argparse.Namespace) -> None:
         StoppedError: A worker died, or a part cannot be written.
         OSError: The output directory cannot be written.
     """
+    task: Task | None = arguments.task
+    if task is not None and arguments.overwrite:
+        raise DataError(
+            "--overwrite would let each --task remove what the others made. Remove OUT before they start, or "
+            "name another OUT."
+        )
     place = parse_place(arguments.out)
-    output = StoreOutput(place) if isinstance(place, Address) else Output(Path(place).expanduser())
+    share = "" if task is None else f"task {task}"
+    output = StoreOutput(place, share) if isinstance(place, Address) else Output(Path(place).expanduser())
     output.refuse_others()
     source = _open(arguments)
     encoder = _load(arguments.tokenizer)
     ranges = source.ranges()
     part_size = arguments.part_size or _part_size(source, None if arguments.overwrite else output.part_size())
     plan = Plan(_settings(arguments, encoder, part_size), source_files(ranges))
-    with output.locked():
+    with output.locked(shared=task is not None):
         standing = output.standing(plan, arguments.overwrite)
         if standing is Standing.FINISHED:
             output.remove_scratch()
-            say(f"{output} is finished already; --overwrite would begin anew")
+            again = "--overwrite would begin anew" if task is None else "all of its tasks are done"
+            say(f"{output} is finished already; {again}")
         else:
-            output.begin(plan)
             job = _job(source, output, ranges, part_size, encoder)
-            _run(job, plan, encoder, arguments.workers)
+            if task is None:
+                output.begin(plan)
+                _run(job, plan, encoder, arguments.workers)
+            elif not _run_task(job, plan, encoder, arguments.workers, task):
+                return
         _print_summary(output)
 
 
@@ -215,20 +228,58 @@ def _job(
 
 def _run(job: Job, plan: Plan, encoder: Encoder, workers: int) -> None:
     """Make what is missing, and finish the directory."""
-    names = [part_name(number) for number in range(len(job.chunks))]
-    parts = {
-        name: found for name in names if (found := job.output.finished_part(name, job.dtype)) is not None
-    }
-    missing = [number for number, name in enumerate(names) if name not in parts]
+    parts = _make(job, encoder, workers, range(len(job.chunks)))
+    job.output.finish(_manifest(job, plan, encoder, [parts[part_name(n)] for n in range(len(job.chunks))]))
+
+
+def _run_task(job: Job, plan: Plan, encoder: Encoder, workers: int, task: Task) -> bool:
+    """Make what is missing of a share of the parts; the task that finds all of them finishes the directory.
+
+    Returns:
+        Whether the directory is finished.
+    """
+    output = job.output
+    numbers = range(len(job.chunks))
+    names = [part_name(number) for number in numbers]
+    try:
+        output.begin(plan, shared=True)
+        _make(job, encoder, workers, task.share(numbers))
+        # Looked for once, when its own are recorded: so of two tasks that end at once, one sees all parts.
+        made = output.recorded()
+        parts = output.finished_parts(names, job.dtype) if made.issuperset(names) else None
+        if parts is not None and len(parts) == len(names):
+            output.finish(_manifest(job, plan, encoder, [parts[name] for name in names]))
+            return True
+    except (StoppedError, OSError):
+        # The same task, run a second time, finds its files gone when the first one was the last.
+        if output.standing(plan, overwrite=False) is not Standing.FINISHED:
+            raise
+    if output.standing(plan, overwrite=False) is Standing.FINISHED:
+        output.remove_scratch()
+        return True
+    missing = [number for number in numbers if names[number] not in (made if parts is None else parts)]
+    share = "has no part, as the input makes fewer" if task.index >= len(names) else "is done"
+    say(
+        f"task {task} {share}. {len(missing)} of {len(names)} parts are missing, of {task.owners(missing)}. "
+        f"The last task to end finishes {output}; the same command without --task makes all that is missing"
+    )
+    return False
+
+
+def _make(job: Job, encoder: Encoder, workers: int, numbers: Sequence[int]) -> dict[str, FinishedPart]:
+    """Make those of some parts that are not finished; all of these, by name."""
+    parts = job.output.finished_parts([part_name(number) for number in numbers], job.dtype)
+    missing = [number for number in numbers if part_name(number) not in parts]
     if parts:
-        say(f"going on: {len(parts)} of {len(names)} parts are finished")
-    done = sum(_count(job.chunks[number]) for number, name in enumerate(names) if name in parts)
-    with Progress(len(job.source), done) as progress:
+        say(f"going on: {len(parts)} of {len(numbers)} parts are finished")
+    total = sum(_count(job.chunks[number]) for number in numbers)
+    done = total - sum(_count(job.chunks[number]) for number in missing)
+    with Progress(total, done) as progress:
         for finished in make_parts(
             job, encoder, missing, workers, progress.advance, lambda text: say(f"warning: {one_line(text)}")
         ):
             parts[finished.part.name] = finished
-    job.output.finish(_manifest(job, plan, encoder, [parts[name] for name in names]))
+    return parts
 
 
 def _count(chunk: Chunk) -> int:

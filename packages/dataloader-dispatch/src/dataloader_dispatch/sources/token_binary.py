@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import uuid
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -507,7 +508,8 @@ class PartWriter:
     ) -> None:
         self._final = {ending: directory / f"{name}{ending}" for ending in (".bin", ".idx")}
         # Each process has names of its own: one that was believed dead must not write into another's file.
-        self._temporary = {ending: scratch / f"{name}-{os.getpid()}{ending}" for ending in (".bin", ".idx")}
+        own = own_name(name)
+        self._temporary = {ending: scratch / f"{own}{ending}" for ending in (".bin", ".idx")}
         self._name = name
         self._kind = np.dtype(dtype).newbyteorder("<")
         self._vocabulary_size = min(vocabulary_size, int(np.iinfo(dtype).max) + 1)
@@ -581,10 +583,36 @@ def write_durably(path: Path, text: str, *, scratch: Path | None = None) -> None
     Raises:
         OSError: The file cannot be written.
     """
-    temporary = (scratch or path.parent) / f"{path.name}-{os.getpid()}"
+    temporary = (scratch or path.parent) / own_name(path.name)
     _write_synced(temporary.open("wb"), text.encode())
     temporary.replace(path)
     sync_directory(path.parent)
+
+
+def claim_durably(path: Path, text: str) -> bool:
+    """Write a file only if nobody else has, in one step; its content is on the disk then.
+
+    Returns:
+        Whether it was written.
+
+    Raises:
+        OSError: The file cannot be written, or the file system has no hard links.
+    """
+    temporary = path.with_name(own_name(path.name))
+    _write_synced(temporary.open("wb"), text.encode())
+    try:
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+        sync_directory(path.parent)
+    return True
+
+
+def own_name(name: str) -> str:
+    """A name that no other process uses, on this machine or another one with the same file system."""
+    return f"{name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def sync_directory(path: Path) -> None:
