@@ -8,6 +8,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -227,3 +229,11 @@ def test_tasks_that_are_none(run: Callable[..., int], capsys: pytest.CaptureFixt
         with pytest.raises(SystemExit):
             run(text)
         assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_ray_its_extra_is_named(corpus: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.modules['ray'] = None; from dataloader_dispatch.cli import main; sys.exit(main())"
+    words = ["tokenize", str(corpus), str(tmp_path / "out"), *OPTIONS, "--ray", "local"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pip install 'dataloader-dispatch[ray]'" in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -81,9 +80,9 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--workers",
         type=_workers,
-        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         metavar="N",
-        help="worker processes; 0 works in the process itself (default: one a processor, here %(default)s)",
+        help="worker processes; 0 works in the process itself (default: one a processor that it may use). "
+        "With --ray: tasks at a time (default: one a processor of the cluster)",
     )
     parser.add_argument(
         "--text-column",
@@ -130,6 +129,12 @@ def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="INDEX/COUNT|slurm",
         help="make a share of the parts, such as 0/64 to 63/64 on as many machines; the task that finds all "
         "parts made finishes OUT, which all of them can write. 'slurm' takes the element of a job array",
+    )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="make the parts as tasks of a Ray cluster (extra ray), whose machines share IN and OUT: 'auto' "
+        "is the cluster of this machine, 'local' starts one of this machine alone, else the address of one",
     )
     parser.add_argument(
         "--overwrite",

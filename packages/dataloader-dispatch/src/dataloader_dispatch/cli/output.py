@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -276,8 +277,16 @@ class Output:
 
     @contextmanager
     def for_one_part(self, name: str) -> Iterator[Output]:
-        """The output for a process that makes one part of a plan that was begun elsewhere."""
-        self.scratch.mkdir(exist_ok=True)
+        """The output for a process that makes one part of a plan that was begun elsewhere.
+
+        Raises:
+            DataError: It is not there, as on a machine that does not share the directory.
+        """
+        if not self.scratch.is_dir():
+            raise DataError(
+                f"{self} is not there on {socket.gethostname()}. Name a directory that all machines share, "
+                "or an address such as s3://bucket/tokens."
+            )
         yield self
 
     def leave_lock(self) -> None:

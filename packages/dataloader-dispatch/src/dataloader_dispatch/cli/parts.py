@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -235,6 +235,10 @@ class Job:
     vocabulary_size: int
     dtype: TokenType
 
+    def writing_to(self, output: Output) -> Job:
+        """The same job with another output."""
+        return replace(self, output=output)
+
     def load_encoder(self) -> Encoder:
         """The tokenizer, from the disk.
 
@@ -245,6 +249,11 @@ class Job:
         if encoder.fingerprint != self.tokenizer_fingerprint:
             raise DataError(f"the tokenizer {self.tokenizer!r} was changed while it was in use. Run again.")
         return encoder
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def part_name(number: int) -> str:
@@ -406,7 +415,7 @@ def make_parts(
     """
     if workers == 0:
         for number in numbers:
-            with _no_room_for(number):
+            with no_room_for(number):
                 finished = make_part(job, encoder, number, advance)
             yield finished
         return
@@ -496,18 +505,14 @@ def _end(pool: Sequence[_Worker]) -> None:
 
 def _work(connection: Connection, job: Job, encoder: Encoder | None) -> None:
     """What a worker process does; a tokenizer is given to one that was forked."""
-    logger = logging.getLogger("dataloader_dispatch")
-    # Without what a parent that it was forked from has set, such as a filter by the number of the process.
-    logger.filters.clear()
-    logger.handlers[:] = [_ToConnection(connection)]
-    logger.propagate = False
+    _hand_warnings_to(lambda text: connection.send(_Warning(text)))
     try:
         if encoder is None:
             encoder = job.load_encoder()
         else:
             job.output.leave_lock()
         while (number := connection.recv()) is not None:
-            with _no_room_for(number):
+            with no_room_for(number):
                 finished = make_part(
                     job, encoder, number, lambda documents, size: connection.send(_Advance(documents, size))
                 )
@@ -518,17 +523,33 @@ def _work(connection: Connection, job: Job, encoder: Encoder | None) -> None:
         connection.send(_Failure(str(error), isinstance(error, DataError)))
 
 
-class _ToConnection(logging.Handler):
-    def __init__(self, connection: Connection) -> None:
+class _ToFunction(logging.Handler):
+    def __init__(self, function: Callable[[str], object]) -> None:
         super().__init__(logging.WARNING)
-        self._connection = connection
+        self._function = function
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._connection.send(_Warning(record.getMessage()))
+        self._function(record.getMessage())
+
+
+def _hand_warnings_to(function: Callable[[str], object]) -> None:
+    logger = logging.getLogger("dataloader_dispatch")
+    # Without what a parent that it was forked from has set, such as a filter by the number of the process.
+    logger.filters.clear()
+    logger.handlers[:] = [_ToFunction(function)]
+    logger.propagate = False
 
 
 @contextmanager
-def _no_room_for(number: int) -> Iterator[None]:
+def collected_warnings() -> Iterator[list[str]]:
+    """The warnings that this process gives meanwhile, and has given, for a process that makes parts only."""
+    warnings: list[str] = []
+    _hand_warnings_to(warnings.append)
+    yield warnings
+
+
+@contextmanager
+def no_room_for(number: int) -> Iterator[None]:
     """What the system refuses while a part is written is not a fault of the input."""
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,8 +29,10 @@ from dataloader_dispatch.cli.parts import (
     load_encoder,
     make_parts,
     part_name,
+    processors,
     smallest_type,
 )
+from dataloader_dispatch.cli.ray_parts import make_parts_on_ray, ray_cluster
 from dataloader_dispatch.cli.store_output import StoreOutput
 from dataloader_dispatch.cli.tasks import Task
 from dataloader_dispatch.errors import DataError
@@ -129,6 +132,11 @@ def tokenize(arguments: argparse.Namespace) -> None:
         OSError: The output directory cannot be written.
     """
     task: Task | None = arguments.task
+    if arguments.ray is not None:
+        if task is not None:
+            raise DataError("--ray and --task are two ways to divide the work. Choose one of them.")
+        # Tasks of Ray have directories of their own.
+        arguments.inputs, arguments.out = list(map(_absolute, arguments.inputs)), _absolute(arguments.out)
     if task is not None and arguments.overwrite:
         raise DataError(
             "--overwrite would let each --task remove what the others made. Remove OUT before they start, or "
@@ -153,10 +161,15 @@ def tokenize(arguments: argparse.Namespace) -> None:
             job = _job(source, output, ranges, part_size, encoder)
             if task is None:
                 output.begin(plan)
-                _run(job, plan, encoder, arguments.workers)
+                _run(job, plan, encoder, arguments.workers, arguments.ray)
             elif not _run_task(job, plan, encoder, arguments.workers, task):
                 return
         _print_summary(output)
+
+
+def _absolute(text: str) -> str:
+    place = parse_place(text)
+    return text if isinstance(place, Address) else str(Path(place).expanduser().absolute())
 
 
 def _open(arguments: argparse.Namespace) -> FileDocuments:
@@ -226,13 +239,13 @@ def _job(
     )
 
 
-def _run(job: Job, plan: Plan, encoder: Encoder, workers: int) -> None:
-    """Make what is missing, and finish the directory."""
-    parts = _make(job, encoder, workers, range(len(job.chunks)))
+def _run(job: Job, plan: Plan, encoder: Encoder, workers: int | None, ray: str | None) -> None:
+    """Make what is missing, here or on a Ray cluster, and finish the directory."""
+    parts = _make(job, encoder, workers, range(len(job.chunks)), ray)
     job.output.finish(_manifest(job, plan, encoder, [parts[part_name(n)] for n in range(len(job.chunks))]))
 
 
-def _run_task(job: Job, plan: Plan, encoder: Encoder, workers: int, task: Task) -> bool:
+def _run_task(job: Job, plan: Plan, encoder: Encoder, workers: int | None, task: Task) -> bool:
     """Make what is missing of a share of the parts; the task that finds all of them finishes the directory.
 
     Returns:
@@ -266,7 +279,9 @@ def _run_task(job: Job, plan: Plan, encoder: Encoder, workers: int, task: Task) 
     return False
 
 
-def _make(job: Job, encoder: Encoder, workers: int, numbers: Sequence[int]) -> dict[str, FinishedPart]:
+def _make(
+    job: Job, encoder: Encoder, workers: int | None, numbers: Sequence[int], ray: str | None = None
+) -> dict[str, FinishedPart]:
     """Make those of some parts that are not finished; all of these, by name."""
     parts = job.output.finished_parts([part_name(number) for number in numbers], job.dtype)
     missing = [number for number in numbers if part_name(number) not in parts]
@@ -274,10 +289,17 @@ def _make(job: Job, encoder: Encoder, workers: int, numbers: Sequence[int]) -> d
         say(f"going on: {len(parts)} of {len(numbers)} parts are finished")
     total = sum(_count(job.chunks[number]) for number in numbers)
     done = total - sum(_count(job.chunks[number]) for number in missing)
-    with Progress(total, done) as progress:
-        for finished in make_parts(
-            job, encoder, missing, workers, progress.advance, lambda text: say(f"warning: {one_line(text)}")
-        ):
+
+    def warn(text: str) -> None:
+        say(f"warning: {one_line(text)}")
+
+    with ray_cluster(ray) if ray and missing else nullcontext() as cluster, Progress(total, done) as progress:
+        told = progress.advance
+        if cluster is not None:
+            made = make_parts_on_ray(cluster, job, encoder, missing, workers, told, warn)
+        else:
+            made = make_parts(job, encoder, missing, processors() if workers is None else workers, told, warn)
+        for finished in made:
             parts[finished.part.name] = finished
     return parts
 
