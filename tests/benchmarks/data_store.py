@@ -32,7 +32,8 @@ import numpy as np
 from _timing import machine, print_table
 from s3_servers import Server, end, start_weed
 
-from dataloader_dispatch.sources.token_binary import PartWriter, TokenManifest
+from dataloader_dispatch.sources.part_writer import PartWriter
+from dataloader_dispatch.sources.token_binary import TokenManifest
 from dist_env import ObjectStore
 
 WORKER = Path(__file__).with_name("_data_store_worker.py")

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from dataloader_dispatch import DataError, DocumentSource, data_fingerprint, open_documents
+from dataloader_dispatch.sources.part_writer import PartWriter, write_durably
 from dataloader_dispatch.sources.token_binary import (
-    PartWriter,
     TokenBinary,
     TokenManifest,
     TokenType,
-    write_durably,
 )
 
 DOCUMENTS = [[[1, 2, 3], [], [4]], [], [[500, 6]], [[7], [8, 9], []]]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dataloader_dispatch import DataError, DocumentStream, StreamLoader, documents
-from dataloader_dispatch.documents import DocumentEncoder
+from dataloader_dispatch.document_encoder import DocumentEncoder
 
 EOS = 0
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from dataloader_dispatch.documents import DocumentEncoder, DocumentSource, TextUnit, data_fingerprint
+from dataloader_dispatch.document_encoder import DocumentEncoder
+from dataloader_dispatch.documents import DocumentSource, TextUnit, data_fingerprint
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.order import epoch_order
 from dataloader_dispatch.read_ahead import DocumentsAhead, read_ahead_of

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from dataloader_dispatch.documents import Piece
+from dataloader_dispatch.document_encoder import Piece
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.read_ahead import DocumentsAhead
 from dataloader_dispatch.settings import check_epoch, is_count

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import PreTrainedTokenizerFast
 
 from dataloader_dispatch import DocumentStream, documents
-from dataloader_dispatch.documents import DocumentEncoder
+from dataloader_dispatch.document_encoder import DocumentEncoder
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))
 WORDS = [

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.files import DataFile, FileRange
+from dataloader_dispatch.sources.part_writer import claim_durably, sync_directory, write_durably
 from dataloader_dispatch.sources.token_binary import (
     MANIFEST,
     PART,
@@ -24,11 +25,8 @@ from dataloader_dispatch.sources.token_binary import (
     Part,
     TokenManifest,
     TokenType,
-    claim_durably,
     is_token_directory,
     read_manifest,
-    sync_directory,
-    write_durably,
 )
 
 _DOCUMENTS_A_PART = 1_000_000

@@ -23,7 +23,8 @@ from dataloader_dispatch.cli.output import Chunk, FinishedPart, Output
 from dataloader_dispatch.documents import Integers, TextPieces, TextUnit, text_unit_of
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.sources.files import FileDocuments
-from dataloader_dispatch.sources.token_binary import PartWriter, TokenType
+from dataloader_dispatch.sources.part_writer import PartWriter
+from dataloader_dispatch.sources.token_binary import TokenType
 from dist_env import StoreError, die_with_parent_context
 
 BYTES = "bytes"
