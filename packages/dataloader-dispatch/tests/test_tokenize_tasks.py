@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
 import json
 import os
@@ -229,6 +230,17 @@ def test_tasks_that_are_none(run: Callable[..., int], capsys: pytest.CaptureFixt
         with pytest.raises(SystemExit):
             run(text)
         assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_system_without_hard_links_is_said(
+    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def link(path: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "hardlink_to", link)
+    assert run("0/2") == 2
+    assert "has no hard links, by which tasks agree on the plan" in capsys.readouterr().err
 
 
 def test_without_ray_its_extra_is_named(corpus: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -326,7 +327,17 @@ class Output:
         """
         self.scratch.mkdir(exist_ok=True)
         if shared:
-            if not claim_durably(self.scratch / PLAN, plan.to_json()):
+            try:
+                claimed = claim_durably(self.scratch / PLAN, plan.to_json())
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                raise DataError(
+                    f"the file system of {self} has no hard links, by which tasks agree on the plan "
+                    f"({error.strerror}). Name a directory on another one, or an address such as "
+                    "s3://bucket/tokens."
+                ) from error
+            if not claimed:
                 self._refuse_other_plan(plan)
             return
         for path in self.scratch.iterdir():
