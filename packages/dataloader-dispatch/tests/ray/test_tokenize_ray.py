@@ -28,11 +28,12 @@ OPTIONS = ["--tokenizer", "bytes", "--part-size", "20KB"]
 def cluster() -> Iterator[str]:
     """The address of a cluster, of which no process stays."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    others = below(os.getpid())  # such as servers of other tests
     folder = tempfile.mkdtemp(prefix="ray-")  # sockets must have short paths
     context = ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
     started = below(os.getpid())
     yield context.address_info["address"]
-    started |= below(os.getpid())
+    started = (started | below(os.getpid())) - others
     ray.shutdown()
     until = time.monotonic() + 30
     while alive := {process for process in started if is_alive(process)}:
