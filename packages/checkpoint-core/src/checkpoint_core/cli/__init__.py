@@ -155,7 +155,7 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("--overwrite", action="store_true", help="replace weights that are in OUT already")
 
     prune = add(
-        "checkpoints",
+        "prune",
         "prune",
         "Delete old checkpoints.\n\n"
         "Without --yes nothing is deleted: what would go is printed, and why the others stay. Kept are the\n"

@@ -305,8 +305,8 @@ class SynchronizedDataLoader(Generic[Batch]):
         for uneven, problem, *_ in met:
             if problem is not None:
                 raise DataError(f"uneven={uneven!r} {problem}.")
-        told = ", ".join(f"{settings.group.name(i)} has {uneven!r}" for i, (uneven, *_) in enumerate(met))
         if len({uneven for uneven, *_ in met}) > 1:
+            told = ", ".join(f"{settings.group.name(i)} has {uneven!r}" for i, (uneven, *_) in enumerate(met))
             raise DataError(f"uneven must be the same on all ranks: {told}.")
 
 
