@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from _scale_transport import Job, own_slot, settle
+from _scale_counts import own_slot
+from _scale_transport import Job, settle
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint_core import CheckpointConfig, CheckpointManager, SharingPattern, StateComponent

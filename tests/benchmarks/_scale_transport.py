@@ -7,20 +7,17 @@ each request to the store, each exchange of a group, and each message of a TCP c
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.multi_threaded_pg import WorldData
+from _scale_counts import Counts, RankSlot, here, own_slot
+from _scale_memory import MemoryGroup, forget_groups
 
 from dataloader_dispatch.dispatch import receiver
 from dist_env import control_group, coordination, handshake, tree_sums
@@ -29,75 +26,6 @@ from dist_env.interface import StaticDistributedEnvironment
 
 _MOMENT_SECONDS = 0.05
 _STACK_BYTES = 512 * 1024
-_ADDRESS_BYTES = 152
-"""What gloo of torch 2.13 tells the others of a rank, beside the name of its host."""
-
-
-@dataclass
-class Counts:
-    """What one rank has sent and received, since the start of a phase.
-
-    Attributes:
-        messages: Messages between ranks that it sent or received, and its requests to the store.
-        num_bytes: Their bytes, without headers of the transport.
-        sent: Messages that it sent to other ranks; their mean where gloo gives ranks unequal shares.
-        rounds: Messages that had to follow one another, on the longest way through the exchanges of groups.
-        requests: Requests to the store, apart from those that ask again and again.
-        request_bytes: Keys and values of these.
-        polls: Requests whose number depends on how long it waited.
-        poll_bytes: Their keys.
-    """
-
-    messages: float = 0
-    num_bytes: float = 0
-    sent: float = 0
-    rounds: int = 0
-    requests: int = 0
-    request_bytes: int = 0
-    polls: int = 0
-    poll_bytes: int = 0
-
-    def add(self, messages: float, num_bytes: float, sent: float = 0) -> None:
-        """Count messages between ranks."""
-        self.messages += messages
-        self.num_bytes += num_bytes
-        self.sent += sent
-
-    def request(self, num_bytes: int, number: int = 1) -> None:
-        """Count requests to the store."""
-        self.add(number, num_bytes)
-        self.requests += number
-        self.request_bytes += num_bytes
-
-
-@dataclass
-class RankSlot:
-    """What belongs to one rank of those in this process.
-
-    Attributes:
-        rank: Its number.
-        counts: What it has sent in this phase.
-        world: What `torch.distributed` knows of its groups.
-        coordinator: What `dist_env` shares with the default group.
-        is_paused: Whether nothing is counted at the moment.
-        held: What has to live as long as the job.
-    """
-
-    rank: int
-    counts: Counts = field(default_factory=Counts)
-    world: Any = field(default_factory=lambda: WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, []))
-    coordinator: Any = None
-    is_paused: bool = False
-    held: list[object] = field(default_factory=list)
-
-
-_here = threading.local()
-
-
-def own_slot() -> RankSlot:
-    """The rank that the calling thread belongs to."""
-    slot: RankSlot = _here.slot
-    return slot
 
 
 class _World:
@@ -207,162 +135,6 @@ class CountingStore(dist.Store):  # type: ignore[misc]
 
     def clone(self) -> CountingStore:
         return CountingStore(self._inner.clone(), self._slot)
-
-
-class _Work:
-    """An exchange over memory. The last rank that comes ends it for all."""
-
-    def __init__(self, done: threading.Event, take: Callable[[], None] | None = None) -> None:
-        self._done = done
-        self._take = take
-
-    def is_completed(self) -> bool:
-        # Waits a moment: a thousand threads that ask all the time would leave none of them the processor.
-        return self._done.wait(_MOMENT_SECONDS)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("[memory/gloo/pair.cc:1] Timed out waiting for an exchange")
-        if self._take is not None:
-            take, self._take = self._take, None
-            take()
-        return True
-
-
-class _Exchange:
-    """One collective: what each rank gave."""
-
-    def __init__(self, size: int) -> None:
-        self.given: list[Any] = [None] * size
-        self.missing = size
-        self.done = threading.Event()
-        self.result: Any = None
-
-
-class _Switch:
-    """What the ranks of one group share over memory."""
-
-    def __init__(self, size: int) -> None:
-        self.lock = threading.Lock()
-        self.size = size
-        self.exchanges: dict[int, _Exchange] = defaultdict(lambda: _Exchange(size))
-        self.sends: dict[tuple[int, int, int], list[tuple[torch.Tensor, threading.Event]]] = defaultdict(list)
-        self.receives: dict[tuple[int, int, int], list[tuple[torch.Tensor, threading.Event]]] = defaultdict(
-            list
-        )
-
-    def meet(self, number: int, index: int, value: Any, end: Callable[[list[Any]], Any]) -> _Exchange:
-        with self.lock:
-            exchange = self.exchanges[number]
-            exchange.given[index] = value
-            exchange.missing -= 1
-            if not exchange.missing:
-                exchange.result = end(exchange.given)
-                del self.exchanges[number]
-                exchange.done.set()
-        return exchange
-
-
-_switches: dict[str, _Switch] = {}
-_switches_lock = threading.Lock()
-
-
-class MemoryGroup:
-    """The exchanges of a gloo group among threads, over memory.
-
-    Args:
-        store: Where the ranks of the group meet.
-        index: Position of this rank.
-        size: Number of ranks.
-    """
-
-    def __init__(self, store: Any, index: int, size: int, *, connects_to_all: bool) -> None:
-        self._index = index
-        self._store = store
-        self._met = set(range(size)) if connects_to_all else {index}
-        self._number = 0
-        slot = own_slot()
-        slot.is_paused = True
-        name = store.compare_set("switch", "", uuid.uuid4().hex).decode()
-        slot.is_paused = False
-        with _switches_lock:
-            self._switch = _switches.setdefault(name, _Switch(size))
-        if connects_to_all:
-            tell_addresses(store, index, size)
-        else:
-            store.set(f"0/{index}", bytes(_ADDRESS_BYTES + len(socket.gethostname())))
-
-    def connect(self, others: Iterable[int]) -> None:
-        """Ask for the addresses of those that were not met before, as gloo of torch 2.13 does."""
-        for other in set(others) - self._met:
-            self._met.add(other)
-            self._store.wait([f"0/{other}"])
-            self._store.get(f"0/{other}")
-
-    def _meet(self, value: Any, end: Callable[[list[Any]], Any], take: Any = None) -> _Work:
-        number, self._number = self._number, self._number + 1
-        exchange = self._switch.meet(number, self._index, value, end)
-        return _Work(exchange.done, None if take is None else lambda: take(exchange.result))
-
-    def allgather(self, outputs: Any, inputs: Any, *_: Any) -> _Work:
-        received, own = outputs[0], inputs[0]
-
-        def take(values: list[torch.Tensor]) -> None:
-            for target, value in zip(received, values, strict=True):
-                target.copy_(value)
-
-        return self._meet(own.clone(), lambda given: given, take)
-
-    def allreduce(self, tensors: Any, options: Any) -> _Work:
-        tensor = tensors[0]
-        self.connect(((self._index + 1) % self._switch.size, (self._index - 1) % self._switch.size))
-        return self._meet(tensor.clone(), lambda given: torch.stack(given).amax(0), tensor.copy_)
-
-    def broadcast(self, tensors: Any, options: Any) -> _Work:
-        tensor, root = tensors[0], options.rootRank
-        size, position = self._switch.size, (self._index - options.rootRank) % self._switch.size
-        above = [position - (1 << position.bit_length() >> 1)] if position else []
-        below = [position + (1 << bit) for bit in range(position.bit_length(), size.bit_length())]
-        self.connect((each + root) % size for each in (*above, *below) if each < size)
-        return self._meet(tensor.clone(), lambda given: given[root], tensor.copy_)
-
-    def send(self, tensors: Any, index: int, tag: int) -> _Work:
-        return self._pair((self._index, index, tag), tensors[0], is_send=True)
-
-    def recv(self, tensors: Any, index: int, tag: int) -> _Work:
-        return self._pair((index, self._index, tag), tensors[0], is_send=False)
-
-    def _pair(self, key: tuple[int, int, int], buffer: torch.Tensor, *, is_send: bool) -> _Work:
-        switch, done = self._switch, threading.Event()
-        self.connect({key[0], key[1]})
-        own, others = (switch.sends, switch.receives) if is_send else (switch.receives, switch.sends)
-        with switch.lock:
-            if others[key]:
-                other, ended = others[key].pop(0)
-                source, target = (buffer, other) if is_send else (other, buffer)
-                # From behind, so that the number in front, which tells that it is there, comes last.
-                flat = source.reshape(-1)
-                target.reshape(-1)[8 : len(flat)] = flat[8:]
-                target.reshape(-1)[:8] = flat[:8]
-                done.set()
-                ended.set()
-            else:
-                own[key].append((buffer, done))
-        return _Work(done)
-
-
-def tell_addresses(store: Any, index: int, size: int) -> None:
-    """What a gloo group of torch 2.13 asks of the store while it is made.
-
-    Each rank tells one address for each of the others, and reads what all ranks, itself too, have told.
-    """
-    slot = own_slot()
-    told = _ADDRESS_BYTES + len(socket.gethostname()) + 8 * size
-    before = slot.counts.request_bytes
-    store.set(f"0/{index}", bytes(told))
-    prefix = slot.counts.request_bytes - before - told - len(str(index))
-    keys = size * prefix + sum(len(str(rank)) for rank in range(size))
-    slot.counts.request(2 * keys + size * told, 2 * size)  # waits, and then reads
 
 
 class CountedGroup:
@@ -481,6 +253,7 @@ class Job:
         if is_real:
             self._inner = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
         self._barrier = threading.Barrier(size)
+        self._lock = threading.Lock()
         self._failure: BaseException | None = None
 
     def run(self, body: Callable[[Job, int], None]) -> dict[str, list[Counts]]:
@@ -514,7 +287,7 @@ class Job:
         slot.counts = Counts()
         yield
         self._barrier.wait()
-        with _switches_lock:
+        with self._lock:
             self.phases.setdefault(name, [Counts()] * self.size)[slot.rank] = slot.counts
 
     def meet(self) -> None:
@@ -553,7 +326,7 @@ class Job:
         return dist.TCPStore("localhost", self._inner.port, None, False, wait_for_workers=False)
 
     def _run_rank(self, body: Callable[[Job, int], None], rank: int) -> None:
-        _here.slot = self.slots[rank]
+        here.slot = self.slots[rank]
         try:
             body(self, rank)
         except threading.BrokenBarrierError:
@@ -573,11 +346,11 @@ def _one_process_for_all(job: Job) -> Any:
         return CountedGroup(MemoryGroup(store, index, size, connects_to_all=False), index, size)
 
     def start(thread: threading.Thread) -> None:
-        slot = getattr(_here, "slot", None)
+        slot = getattr(here, "slot", None)
         run = thread.run
 
         def run_as_rank() -> None:
-            _here.slot = slot
+            here.slot = slot
             run()
 
         if slot is not None:
@@ -627,14 +400,9 @@ def _one_process_for_all(job: Job) -> Any:
         coordination._shared, c10d._world = usual_shared, usual_world
         threading.Thread.start = usual_start  # type: ignore[method-assign]
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        _switches.clear()
+        forget_groups()
 
 
 def settle(seconds: float = 0.2) -> None:
     """Let threads that answer come to rest."""
     time.sleep(seconds)
-
-
-def total(counts: Sequence[Counts]) -> tuple[int, int]:
-    """Requests to the store of all ranks, and their bytes: what the holder of the store handles."""
-    return sum(each.requests for each in counts), sum(each.request_bytes for each in counts)

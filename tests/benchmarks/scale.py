@@ -12,7 +12,8 @@ counts of bytes on real connections.
 Counted are messages and bytes that a rank handles (sends, receives, and asks of the store), as the mean over
 the ranks, and those of rank 0, which holds the store and so handles the requests of all; and the messages of
 collectives that have to follow one another. Requests that are repeated while a rank waits are left out: their
-number depends on time. Nothing is timed. ``--before other.json`` shows an earlier result beside it.
+number depends on time. Nothing is timed. Control groups connect as they do among more than 128 ranks,
+whatever their size, so that one law holds. ``--before other.json`` shows an earlier result beside it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from typing import Any
 # A safe path leaves out the folder of the script.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from _scale_counts import Counts, total
 from _scale_fit import Fit, fit, human, plot
 from _scale_phases import PHASES, scenario
-from _scale_transport import Counts, Job, total
+from _scale_transport import Job
 from _scale_wire import HEADERS_BYTES, check_wire
 from _timing import machine, print_table
 
@@ -39,7 +41,7 @@ REAL = (2, 4, 8, 16, 32)
 COUNTED = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FAR = 16_384
 _MEASURES = ("messages_per_rank", "bytes_per_rank", "messages_rank_0", "bytes_rank_0", "rounds")
-_DRAWN = ("start", "facts", "flags", "liveness", "save", "dispatch")
+_DRAWN = ("start", "facts", "flags", "manager", "save", "dispatch")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
