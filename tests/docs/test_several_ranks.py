@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -91,3 +92,45 @@ def test_a_rank_that_fails_without_an_environment_ends_the_job_by_name(
     assert (first.returncode, second.returncode) == (1, 1)
     assert "OSError: no such text" in second.stderr
     assert re.search(r"rank 1 on \S+ failed: OSError: no such text", first.stderr), first.stderr
+
+
+ONE_READER_A_HOST = """
+import os, json
+place = int(os.environ["RANK"])
+os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(place % 2))
+from dataloader_dispatch import DataloaderDispatcher, DocumentStream, StreamLoader, SynchronizedDataLoader
+from dist_env import DistributedEnvironment
+documents = [[number] * (number * 7 % 13 + 1) for number in range(1, 300)]
+with DistributedEnvironment(no_accelerator=True) as env:
+    {block}
+    print("rows", json.dumps([batch["input_ids"].tolist() for batch in batches]))
+    of_host.close()
+    stream = DocumentStream(documents, sequence_length=16, eos_token_id=0, seed=3, shards=8)
+    print("one", json.dumps([batch["input_ids"].tolist() for batch in StreamLoader(stream, batch_size=4)]))
+"""
+
+
+def test_one_reader_on_each_host(run: Run, tmp_path: Path) -> None:
+    text = (GUIDES / "data.md").read_text()
+    (block,) = [
+        each
+        for each in re.findall(r"```\{\.python notest\}\n(.*?)```", text, re.DOTALL)
+        if "of_host = " in each
+    ]
+    script = tmp_path / "read.py"
+    script.write_text(ONE_READER_A_HOST.replace("{block}", block.replace("\n", "\n    ")))
+    done = run(str(script), ranks=4)
+    assert all(each.returncode == 0 for each in done), "".join(each.stderr for each in done)
+
+    def printed(name: str, rank: int) -> list[list[list[int]]]:
+        found: list[list[list[int]]] = json.loads(
+            re.findall(f"^{name} (.*)", done[rank].stdout, re.MULTILINE)[0]
+        )
+        return found
+
+    ranks, one = [printed("rows", rank) for rank in range(4)], printed("one", 0)
+    assert len({len(batches) for batches in ranks}) == 1
+    assert len(ranks[0]) >= 8
+    for step, batches in enumerate(zip(*ranks, strict=True)):
+        of_one = [row for batch in one[4 * step : 4 * step + 4] for row in batch]
+        assert sorted(row for batch in batches for row in batch) == sorted(of_one), step
