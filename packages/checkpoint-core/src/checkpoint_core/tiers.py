@@ -90,6 +90,7 @@ class RemoteTier:
         self._lock = threading.Lock()
         self._uploading: Path | None = None
         self._upload_of: TierUpload | None = None
+        self._rotated: tuple[int, bool] | None = None
         self._latest: tuple[int, bool] | None = None
         self._wanted = False
         self._running = False
@@ -402,13 +403,16 @@ class RemoteTier:
     def _bring_all(self) -> None:
         while True:
             assert self._latest is not None
-            step, saved = self._latest
+            latest = step, saved = self._latest
             manifest = self._next(step)
+            if manifest is not None:
+                self._bring(manifest)
+            # Also where a pass that was under way has brought it before it was asked for.
+            if saved and (manifest is not None or self._rotated is not latest):
+                self.retention.apply(checkpoint_path(self.place, step), None)
+                self._rotated = latest
             if manifest is None:
                 return
-            self._bring(manifest)
-            if saved:
-                self.retention.apply(checkpoint_path(self.place, step), None)
 
     def _next(self, newest: int) -> Manifest | None:
         """The checkpoint on the disk that the store lacks most; None when it has all that it should keep."""

@@ -378,6 +378,27 @@ def test_a_step_that_is_saved_again(run: Path, s3: str) -> None:
     assert sorted(path.name for path in locate(s3).rglob("*")) == [MANIFEST_NAME, *STATE_FILES]
 
 
+def test_the_store_rotates_also_where_a_pass_under_way_has_brought_the_save(run: Path, s3: str) -> None:
+    with manager(run, s3, remote_save_total_limit=5) as saving:
+        for step in range(1, 6):
+            saving.save(step)
+            saving.wait_for_upload()
+    with manager(run, s3, remote_save_total_limit=2) as resumed:
+        resumed.load()
+        tier = resumed._tier
+        request = tier.request
+
+        def late(step: int, *, saved: bool, **more: object) -> None:
+            """That of the resume sees what the save has just published."""
+            request(step, saved=False, **more)
+            tier.wait(20.0)
+            request(step, saved=saved, **more)
+
+        tier.request = late
+        resumed.save(5)
+    assert steps(s3) == [5, 4, 3]  # that of the resume, and two
+
+
 def test_what_a_killed_upload_left_is_cleaned(run: Path, s3: str, run_worker: Callable, weed) -> None:
     script = f"""
 import os, sys
