@@ -83,7 +83,7 @@ def test_a_checkpoint_in_two_parts(
 
 
 def check_prune(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whether other nodes can use a part is not seen here, so it goes only where that is asked for."""
+    """One node cannot tell whether others can use a part, so it is deleted only where that is asked for."""
     assert main(["prune", str(directory), "--keep", "1", "--yes"]) == 0
     told = capsys.readouterr().out
     assert told.count("2 nodes saved it together); --parts lets it go, too") == 2
