@@ -21,12 +21,13 @@ from torch.utils.data import DataLoader, Dataset
 from dist_env import StaticDistributedEnvironment
 from trainer_core import ConfigurationError, Trainer, TrainingArguments, suggest
 
-from ..commands.arguments import LOG_EVERY, BenchArguments
+from ..commands.arguments import LOG_EVERY, MOST_STEPS, BenchArguments
 from ..console import PROG
 from ..model.config import LlamaConfig
 from ..model.llama import Llama
 
 LEARNING_RATE = 3e-4
+TO_LOSS_LEARNING_RATE = 2e-3
 CLIP_NORM = 1.0
 Example = dict[str, Tensor]
 
@@ -67,6 +68,11 @@ class Work:
         """Rows of one step."""
         return self.args.per_device_train_batch_size
 
+    @property
+    def learning_rate(self) -> float:
+        """The rate of all steps; to reach a loss, that of the default run."""
+        return LEARNING_RATE if self.args.to_loss is None else TO_LOSS_LEARNING_RATE
+
     def model(self) -> Llama:
         """A new model on the device, with the same weights each time."""
         torch.manual_seed(0)
@@ -90,8 +96,8 @@ class Work:
 
 
 def total_steps(args: BenchArguments) -> int:
-    """Optimizer steps of a trial."""
-    return args.warm_up_steps + args.steps
+    """Optimizer steps of a trial; with `to_loss`, the most there may be."""
+    return args.warm_up_steps + args.steps if args.to_loss is None else MOST_STEPS
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -120,7 +126,7 @@ def trainer_core() -> Train:
             output_dir=str(work.directory),
             max_steps=work.steps,
             per_device_train_batch_size=work.batch_size,
-            learning_rate=LEARNING_RATE,
+            learning_rate=work.learning_rate,
             lr_scheduler_type="constant",
             max_grad_norm=CLIP_NORM,
             mixed_precision=work.args.mixed_precision,
@@ -140,7 +146,7 @@ def torch_loop() -> Train:
     """Train with the loop that everybody writes: loader, clipping, AdamW, and a line every few steps."""
 
     def train(work: Work, model: nn.Module) -> None:
-        optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+        optimizer = AdamW(model.parameters(), lr=work.learning_rate, weight_decay=0.0, fused=True)
         compiled, total = work.compiled(model), torch.zeros((), device=work.device)
         in_bf16 = work.args.mixed_precision == "bf16"
         compiled.train()
@@ -170,7 +176,7 @@ def accelerate() -> Train:
             mixed_precision=work.args.mixed_precision,
             dynamo_backend="inductor" if work.args.torch_compile else None,
         )
-        plain = AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+        plain = AdamW(model.parameters(), lr=work.learning_rate, weight_decay=0.0, fused=True)
         prepared, optimizer, loader = accelerator.prepare(model, plain, work.loader())
         total = torch.zeros((), device=work.device)
         prepared.train()
@@ -198,7 +204,7 @@ def transformers_trainer() -> Train:
             output_dir=str(work.directory),
             max_steps=work.steps,
             per_device_train_batch_size=work.batch_size,
-            learning_rate=LEARNING_RATE,
+            learning_rate=work.learning_rate,
             lr_scheduler_type="constant",
             max_grad_norm=CLIP_NORM,
             bf16=work.args.mixed_precision == "bf16",
@@ -255,7 +261,9 @@ def lightning_trainer() -> Train:
 
             def configure_optimizers(self) -> Any:
                 # Not fused in mixed precision, where Lightning would not clip then.
-                return AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=not in_bf16)
+                return AdamW(
+                    self.model.parameters(), lr=work.learning_rate, weight_decay=0.0, fused=not in_bf16
+                )
 
         class Lines(Logger):
             name = "lines"

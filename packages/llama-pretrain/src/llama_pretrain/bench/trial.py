@@ -1,4 +1,7 @@
-"""A trial of one baseline in a process of its own: `python -m llama_pretrain.bench.trial NAME ARGS FILE`."""
+"""A trial of one baseline in a process of its own.
+
+It is run as `python -m llama_pretrain.bench.trial NAME ARGS FILE BEGAN`.
+"""
 
 from __future__ import annotations
 
@@ -253,11 +256,18 @@ def main(words: Sequence[str]) -> None:
     """Run a trial, and write what it has shown as JSON.
 
     Args:
-        words: The baseline, the settings as JSON, and the file to write, in a folder that nobody else uses.
+        words: The baseline, the settings as JSON, the file to write, in a folder that nobody else uses, and
+            when the process was started, in seconds since the epoch.
     """
-    name, settings, result = words[0], words[1], Path(words[2])
-    trial = run_trial(name, arguments_from_dict(BenchArguments, json.loads(settings)), result.parent)
-    result.write_text(json.dumps(asdict(trial)), encoding="utf-8")
+    name, settings, result, began = words[0], words[1], Path(words[2]), float(words[3])
+    args = arguments_from_dict(BenchArguments, json.loads(settings))
+    if args.to_loss is None:
+        told = asdict(run_trial(name, args, result.parent))
+    else:
+        from .to_loss import run_to_loss  # which uses this module
+
+        told = asdict(run_to_loss(name, args, result.parent, began))
+    result.write_text(json.dumps(told), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -266,6 +266,10 @@ LOG_EVERY = 5
 """Steps between two log entries of a baseline of `bench`; also the length of a window that is timed."""
 LEAST_WARM_UP = LOG_EVERY + 1
 """The first log entry takes longer than the others, and belongs to the warm-up."""
+MOST_STEPS = 3000
+"""Steps after which a trial of `bench` that is to reach a loss gives up."""
+_LOSS_OF_NOTHING = 5.5
+"""Nats per byte, just below those of a model that holds all 256 bytes for equally likely."""
 _LEAST: dict[str, tuple[int, str]] = {
     "sequence_length": (2, "to predict a token from one"),
     "per_device_train_batch_size": (1, "to train on something"),
@@ -299,10 +303,15 @@ class BenchArguments:
     """Of ours, torch, accelerate, hf and lightning; none: all that are installed."""
     use_cpu: bool = False
     """Run on the CPU although there is an accelerator."""
+    to_loss: float | None = None
+    """Train on bytes of the Python standard library until the loss on held-out files is this one (nats per
+    byte), and tell the seconds since each process began."""
     json: str | None = None
     """File for all figures, with machine, versions and command."""
 
     def __post_init__(self) -> None:
+        if self.to_loss is not None:
+            self._check_to_loss(self.to_loss)
         for name, (least, why) in _LEAST.items():
             value = getattr(self, name)
             if value < least:
@@ -316,3 +325,15 @@ class BenchArguments:
             raise ConfigurationError(
                 "mixed_precision", self.mixed_precision, "must be 'no' or 'bf16'", "choose one of these"
             )
+
+    def _check_to_loss(self, loss: float) -> None:
+        if not 0 < loss < _LOSS_OF_NOTHING:
+            rule = (
+                f"must be above 0 and below {_LOSS_OF_NOTHING}, near which a model begins that knows nothing"
+            )
+            raise ConfigurationError("to_loss", loss, rule, "choose what it can learn, such as 1.8")
+        for name in ("steps", "warm_up_steps"):
+            value = getattr(self, name)
+            if value != BenchArguments.__dataclass_fields__[name].default:
+                rule = "has no effect with to_loss, which ends a trial when the loss is reached"
+                raise ConfigurationError(name, value, rule, "leave it out")
