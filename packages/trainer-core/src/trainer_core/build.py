@@ -23,6 +23,7 @@ from .inputs import TrainerInputs
 from .loss import TokenLoss
 from .metrics.log_window import FlopsAccount, MetricAccumulator, RunSpeed
 from .model import RecompileCounter
+from .model.compile_cache import CompileCache
 from .optimization import (
     NamedParameters,
     OptimizerInBackward,
@@ -150,6 +151,7 @@ def assemble(
         update=None if optimizer is None else build_update(args, built, optimizer, scaler),
         garbage=GarbagePolicy(args, ranks.device),
         recompiles=RecompileCounter(args),
+        compile_cache=CompileCache(args, ranks.env),
         eval_metrics=parts.eval_metrics,
     )
 

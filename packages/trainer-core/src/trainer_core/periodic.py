@@ -246,6 +246,7 @@ class Actions:
         """Serve what is due after the optimizer step just done; says whether anything was done."""
         step = self.run.state.global_step
         save = self._save.after_step(step)
+        self.run.compile_cache.save()
         return self._serve(
             log=self._log.after_step(step),
             evaluate=self._evaluate.after_step(step) or (save and self.run.args.eval_on_save),

@@ -24,6 +24,7 @@ from .distributed.transforms import BuiltModel
 from .loss import TokenLoss
 from .metrics.log_window import FlopsAccount, MetricAccumulator, RunSpeed
 from .model import RecompileCounter, run_settings
+from .model.compile_cache import CompileCache
 from .run_state import RunProgress, ScheduleState
 from .state import CallbackHandler, TrainerState
 from .update import Update
@@ -155,6 +156,7 @@ class Run:
     update: Update | None
     garbage: GarbagePolicy
     recompiles: RecompileCounter
+    compile_cache: CompileCache
     eval_metrics: Mapping[str, EvalMetric]
     announced_epoch: int | None = None
     """The epoch that the training data was last told of, if it stands there."""
@@ -194,6 +196,7 @@ def training_switches(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(run_settings(args, device))
         stack.enter_context(run.recompiles)
+        stack.enter_context(run.compile_cache)
         if args.torch_compile:
             stack.enter_context(exclude_compilation(run.meter))
         stack.enter_context(run.garbage)

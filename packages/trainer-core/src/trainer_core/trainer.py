@@ -54,6 +54,7 @@ from .inputs import (
 from .loop import TrainingLoop
 from .loss import FusedLossFactory, OnTargets, RoutedLoss, TokenLoss
 from .model import ModelInit, RecomputeFn, run_settings, verify_initialised
+from .model.compile_cache import check_cache_dir
 from .model.run_settings import inference_mode_guard
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .periodic import EXIT_RESUMABLE, Actions, StopRequests
@@ -141,6 +142,7 @@ class Trainer(InputHints):
         self.processing_class = processing_class
         env = distributed_env or environment_of(self.args)
         check_device(self.args, env)
+        check_cache_dir(self.args, env)
         if not isinstance(parallel, Iterable):
             raise ConfigurationError(
                 "parallel",

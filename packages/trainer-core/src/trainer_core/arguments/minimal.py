@@ -147,6 +147,8 @@ class MinimalTrainingArguments:
     """Compile for changing shapes; not given: torch decides."""
     torch_compile_full_graph: bool = False
     """Fail when the model does not compile as one graph."""
+    torch_compile_cache_dir: str | None = None
+    """Directory in which each rank keeps what it has compiled, for restarts; it holds code that runs execute."""
 
     optim: str = "adamw"
     """Built-in optimizer: adamw, muon (for matrices of hidden layers, AdamW for the rest), or
@@ -375,7 +377,13 @@ def _check_files(args: MinimalTrainingArguments) -> None:
             "name a directory, such as output_dir='runs/first'",
         )
     _check_address(args)
-    for name in ("output_dir", "logging_dir", "resume_from_checkpoint", "remote_dir"):
+    for name in (
+        "output_dir",
+        "logging_dir",
+        "resume_from_checkpoint",
+        "remote_dir",
+        "torch_compile_cache_dir",
+    ):
         value = getattr(args, name)
         if isinstance(value, str) and "\0" in value:
             raise ConfigurationError(
@@ -399,7 +407,7 @@ def _check_address(args: MinimalTrainingArguments) -> None:
     _address(args, "resume_from_checkpoint")
     if args.remote_dir is not None:
         _check_tiers(args)
-    for name in ("logging_dir", "resume_from_checkpoint"):
+    for name in ("logging_dir", "resume_from_checkpoint", "torch_compile_cache_dir"):
         if getattr(args, name) == "":
             raise ConfigurationError(name, "", "is empty", "leave it out, or name a directory")
     if args.logging_dir is not None and "://" in args.logging_dir:
@@ -408,6 +416,13 @@ def _check_address(args: MinimalTrainingArguments) -> None:
             args.logging_dir,
             "is an address, and logs are appended to, which stores cannot do",
             "name a directory",
+        )
+    if args.torch_compile_cache_dir is not None and "://" in args.torch_compile_cache_dir:
+        raise ConfigurationError(
+            "torch_compile_cache_dir",
+            args.torch_compile_cache_dir,
+            "is an address, and who may write to a store cannot be checked",
+            "name a directory that only you can write to",
         )
     if address is None:
         return
@@ -463,8 +478,11 @@ def _unused(args: MinimalTrainingArguments) -> Iterator[Dependent]:
         for name in ("dataloader_persistent_workers", "dataloader_prefetch_factor"):
             yield Dependent(name, condition, "set dataloader_num_workers to 1 or more")
     if not args.torch_compile:
-        for name in ("backend", "mode", "dynamic", "full_graph"):
+        for name in ("backend", "mode", "dynamic", "full_graph", "cache_dir"):
             yield Dependent(f"torch_compile_{name}", "while torch_compile is off", "set torch_compile=True")
+    elif args.torch_compile_backend not in (None, "inductor"):
+        condition = f"with torch_compile_backend={args.torch_compile_backend!r}, which keeps nothing"
+        yield Dependent("torch_compile_cache_dir", condition, "use inductor, or leave it out")
     if args.lr_scheduler_type in ("", *WITHOUT_WARMUP):
         condition = f"with lr_scheduler_type={args.lr_scheduler_type!r}"
         yield Dependent(

@@ -1,0 +1,345 @@
+"""What torch.compile has compiled, kept across restarts: one file for each rank, in a directory of the user.
+
+The file holds what inductor leaves in its cache directory: graphs, as pickles, and kernels, as shared libraries
+or GPU code. It is code that the run executes. So it is read only from a directory that a setting names, never
+because it lies beside a checkpoint, and only if nobody else can have written it.
+
+`torch.compiler.save_cache_artifacts` is not used: its artifacts lack the C++ kernels of the CPU (torch 2.13),
+so that a restart would compile those again, which is most of the time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import platform
+import shutil
+import stat
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, BinaryIO, Self
+
+import torch
+
+from dist_env import DistributedEnvInterface, get_logger
+
+from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ..arguments import TrainingArguments
+
+SETTING = "torch_compile_cache_dir"
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where inductor keeps its cache; torch reads it at each use."""
+MAX_BYTES = 1 << 30
+"""A rank's file keeps at most this much; the oldest entries are left out, and are compiled again if needed."""
+_FORMAT = 1
+_LOCAL = "torch_compile"
+_LOCKS = "locks"
+"""Folder of inductor's lock files."""
+
+logger = get_logger(__name__)
+
+
+def check_cache_dir(args: TrainingArguments, env: DistributedEnvInterface) -> None:
+    """Refuse a directory, or a file of this rank in it, that somebody else can have written.
+
+    Raises:
+        ConfigurationError: If it lies in a checkpoint, is not a directory, belongs to another user, or others
+            may write to it.
+    """
+    if args.torch_compile_cache_dir is None:
+        return
+    directory = Path(args.torch_compile_cache_dir).resolve()
+    for folder in (directory, *directory.parents):
+        if (folder / "manifest.json").is_file():
+            rule = f"lies in the checkpoint {folder}, and checkpoints hold no code"
+            raise ConfigurationError(
+                SETTING, str(directory), rule, "choose a directory beside it, such as runs/a/compiled"
+            )
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise ConfigurationError(SETTING, str(directory), "is not a directory", "choose another path")
+    _refuse_others(directory, os.stat(directory))
+    for path in _candidates(directory, env):
+        with suppress(FileNotFoundError):
+            _refuse_others(path, os.lstat(path))
+
+
+def _refuse_others(path: Path, found: os.stat_result) -> None:
+    fix = f"make it yours alone with chmod go-w {path}, or choose another {SETTING}"
+    if found.st_uid != os.geteuid():
+        rule = (
+            f"belongs to user {found.st_uid}, and this run is of user {os.geteuid()}; it holds code that the run "
+            "would execute"
+        )
+        fix = f"choose a {SETTING} that this user has made"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        rule = f"may be written by others (mode {stat.S_IMODE(found.st_mode):o}), and the run executes what it holds"
+    elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+        rule = "is neither a file nor a directory"
+    else:
+        return
+    raise ConfigurationError(SETTING, str(path), rule, fix)
+
+
+def _candidates(directory: Path, env: DistributedEnvInterface) -> list[Path]:
+    """Where this rank looks: its own file, else that of the same device on the first host, else of rank 0."""
+    return [directory / f"rank-{rank:05}.zip" for rank in dict.fromkeys((env.rank, env.local_rank, 0))]
+
+
+class CompileCache(AbstractContextManager["CompileCache"]):
+    """Starts a run with what an earlier one has compiled, and keeps what this one compiles.
+
+    In its context inductor works in a folder of this process on the local disk, into which the rank's file was
+    unpacked. A folder that ranks share would not do: g++ writes kernels in place, and one rank could pack a
+    kernel that another has written half.
+
+    Args:
+        args: torch_compile and torch_compile_cache_dir; without them it does nothing.
+        env: The rank, and its device.
+    """
+
+    def __init__(self, args: TrainingArguments, env: DistributedEnvInterface) -> None:
+        given = args.torch_compile_cache_dir if args.torch_compile else None
+        self._args = args
+        self._directory = None if given is None else Path(given).resolve()
+        self._env = env
+        self._local: Path | None = None
+        self._before: str | None = None
+        self._kept: frozenset[str] = frozenset()
+        self._has_compiled = False
+
+    def __enter__(self) -> Self:
+        if self._directory is None:
+            return self
+        # Private, as in RecompileCounter: torch has no public notice of a compilation. If it went, the test
+        # of the second start would find that nothing was kept.
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.register_start_callback(self._started)
+        self._before = os.environ.get(VARIABLE)
+        if self._local is None:
+            self._local = _local_folder(self._before)
+            with self._warning_of_failure("could not be made"):
+                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_cache_dir(self._args, self._env)
+            self._load(self._local)
+        os.environ[VARIABLE] = str(self._local)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._directory is None:
+            return
+        from torch._dynamo.callback import callback_handler
+
+        if self._started in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(self._started)
+        if kind is None:
+            self.save()
+        if self._before is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = self._before
+
+    def _started(self, compilation: object) -> None:
+        self._has_compiled = True
+
+    def save(self) -> None:
+        """Write what was compiled since the last call, if anything was; call it between steps.
+
+        A file that cannot be written is named in a warning.
+        """
+        if not self._has_compiled or self._directory is None or self._local is None:
+            return
+        self._has_compiled = False
+        found = dict(_entries(self._local))
+        if found.keys() <= self._kept:
+            return  # all of it came from the file
+        path = _candidates(self._directory, self._env)[0]
+        with self._warning_of_failure("could not be written"):
+            _write(path, self._local, _bounded(found), _facts(self._env.device))
+            self._kept = frozenset(found)
+
+    def _load(self, local: Path) -> None:
+        assert self._directory is not None
+        for path in _candidates(self._directory, self._env):
+            try:
+                file = _open(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._warn(path, f"could not be read ({error})")
+                return
+            with file:
+                self._kept = frozenset(self._unpack(file, path, local))
+            return
+
+    def _unpack(self, file: BinaryIO, path: Path, local: Path) -> list[str]:
+        """Check the whole file, then unpack it; the names of what is in it, or none if it is of no use."""
+        try:
+            with zipfile.ZipFile(file) as packed:
+                facts, wanted = json.loads(packed.comment), _facts(self._env.device)
+                differs = [name for name in wanted if facts.get(name) != wanted[name]]
+                if differs:
+                    name = differs[0]
+                    self._warn(path, f"was made with {name} {facts.get(name)}, and this is {wanted[name]}")
+                    return []
+                names = [info.filename for info in packed.infolist()]
+                if (bad := packed.testzip()) is not None or not all(map(_is_inside, names)):
+                    self._warn(path, f"is damaged at {bad or 'a name in it'}")
+                    return []
+                for info in packed.infolist():
+                    target = local / info.filename
+                    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    target.write_bytes(packed.read(info))
+                    made = time.mktime((*info.date_time, 0, 0, -1))
+                    os.utime(target, (made, made))
+                return names
+        except (OSError, ValueError, AttributeError, zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+            self._warn(path, f"is damaged ({error})")
+            # A part of it would do: torch looks each entry up by what it was made from.
+            return []
+
+    def _warn(self, path: Path, what: str) -> None:
+        logger.warning("%s: %s %s; what it held is compiled anew", SETTING, path, what)
+
+    def _warning_of_failure(self, what: str) -> _WarningOfFailure:
+        return _WarningOfFailure(f"{SETTING}: {self._directory} {what}")
+
+
+class _WarningOfFailure(AbstractContextManager[None]):
+    """Turns an error of the file system into a warning: a run does not end for want of its cache."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, OSError):
+            return False
+        logger.warning("%s (%s); a restart will compile again", self._text, error)
+        return True
+
+
+def _facts(device: torch.device) -> Mapping[str, object]:
+    """What must be the same where compiled code is used again.
+
+    Torch looks entries up by its own version, by the graph, the settings and the GPU. It does not look at the
+    processor beyond the width of its vectors, yet g++ compiles with -march=native: a kernel from a processor
+    with more instructions would end the run by a signal.
+    """
+    accelerator = "none"
+    if device.type != "cpu":
+        accelerator = str(torch.get_device_module(device).get_device_properties(device).name)
+    return {
+        "format": _FORMAT,
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "python": platform.python_version(),
+        "libc": " ".join(platform.libc_ver()),
+        "processor": f"{platform.machine()} {_processor_features()}",
+        "accelerator": accelerator,
+    }
+
+
+def _processor_features() -> str:
+    """A digest of the instructions that the processor has; its name, where Linux does not tell them."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return hashlib.sha256(" ".join(sorted(value.split())).encode()).hexdigest()[:16]
+    return platform.processor()
+
+
+def _local_folder(base: str | None) -> Path:
+    """A new folder of this process, below torch's own if a variable names that; gone when the process ends."""
+    parent = Path(base or tempfile.gettempdir())
+    parent.mkdir(parents=True, exist_ok=True)
+    for left in parent.glob(f"{_LOCAL}-{os.geteuid()}-*-*"):
+        # Of a process that was killed.
+        if left.name.split("-")[2].isdigit() and not _is_alive(int(left.name.split("-")[2])):
+            shutil.rmtree(left, ignore_errors=True)
+    local = Path(tempfile.mkdtemp(prefix=f"{_LOCAL}-{os.geteuid()}-{os.getpid()}-", dir=parent))
+    # Not at the end of the run: compiled functions may still load kernels from it.
+    atexit.register(_remove_if_own, local, os.getpid())
+    return local
+
+
+def _remove_if_own(local: Path, made_by: int) -> None:
+    if os.getpid() == made_by:  # a forked worker ends with the same handlers
+        shutil.rmtree(local, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _entries(local: Path) -> Iterator[tuple[str, os.stat_result]]:
+    for path in sorted(local.rglob("*")):
+        name = path.relative_to(local)
+        # What begins with a dot, or ends so, inductor writes before it renames it.
+        is_whole = not path.name.startswith(".") and path.suffix not in (".tmp", ".lock")
+        if is_whole and name.parts[0] != _LOCKS and path.is_file() and not path.is_symlink():
+            yield name.as_posix(), path.stat()
+
+
+def _bounded(found: Mapping[str, os.stat_result]) -> list[str]:
+    """The newest entries that fit into `MAX_BYTES`, by name."""
+    names, size = [], 0
+    for name in sorted(found, key=lambda name: found[name].st_mtime, reverse=True):
+        size += found[name].st_size
+        if size > MAX_BYTES:
+            logger.warning(
+                "%s: more than %d MiB were compiled; the oldest entries are left out", SETTING, MAX_BYTES >> 20
+            )
+            break
+        names.append(name)
+    return sorted(names)
+
+
+def _write(path: Path, local: Path, names: list[str], facts: Mapping[str, object]) -> None:
+    """Replace a file in one step; only its owner may read or write it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(number, "wb") as file:
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as packed:
+                for name in names:
+                    packed.write(local / name, name)
+                packed.comment = json.dumps(facts).encode()
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a file of this user that nobody else may write: what was checked is what is read."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+    try:
+        _refuse_others(path, os.fstat(file.fileno()))
+    except ConfigurationError:
+        file.close()
+        raise
+    return file
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
