@@ -148,7 +148,7 @@ class MinimalTrainingArguments:
     torch_compile_full_graph: bool = False
     """Fail when the model does not compile as one graph."""
     torch_compile_cache_dir: str | None = None
-    """Directory in which each rank keeps what it has compiled, for restarts; it holds code that runs execute."""
+    """Directory in which each rank keeps what it has compiled, for restarts: code that runs execute."""
 
     optim: str = "adamw"
     """Built-in optimizer: adamw, muon (for matrices of hidden layers, AdamW for the rest), or

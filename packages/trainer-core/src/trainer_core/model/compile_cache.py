@@ -1,8 +1,8 @@
-"""What torch.compile has compiled, kept across restarts: one file for each rank, in a directory of the user.
+"""What torch.compile has compiled, kept across restarts: a file for each rank, in a directory of the user.
 
-The file holds what inductor leaves in its cache directory: graphs, as pickles, and kernels, as shared libraries
-or GPU code. It is code that the run executes. So it is read only from a directory that a setting names, never
-because it lies beside a checkpoint, and only if nobody else can have written it.
+The file holds what inductor leaves in its cache directory: graphs, as pickles, and kernels, as shared
+libraries or GPU code. It is code that the run executes. So it is read only from a directory that a setting
+names, never because it lies beside a checkpoint, and only if nobody else can have written it.
 
 `torch.compiler.save_cache_artifacts` is not used: its artifacts lack the C++ kernels of the CPU (torch 2.13),
 so that a restart would compile those again, which is most of the time.
@@ -38,7 +38,7 @@ SETTING = "torch_compile_cache_dir"
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Where inductor keeps its cache; torch reads it at each use."""
 MAX_BYTES = 1 << 30
-"""A rank's file keeps at most this much; the oldest entries are left out, and are compiled again if needed."""
+"""A rank's file keeps at most this much; the oldest entries are left out, and compiled again if needed."""
 _FORMAT = 1
 _LOCAL = "torch_compile"
 _LOCKS = "locks"
@@ -67,7 +67,7 @@ def check_cache_dir(args: TrainingArguments, env: DistributedEnvInterface) -> No
         return
     if not directory.is_dir():
         raise ConfigurationError(SETTING, str(directory), "is not a directory", "choose another path")
-    _refuse_others(directory, os.stat(directory))
+    _refuse_others(directory, directory.stat())
     for path in _candidates(directory, env):
         with suppress(FileNotFoundError):
             _refuse_others(path, os.lstat(path))
@@ -76,15 +76,13 @@ def check_cache_dir(args: TrainingArguments, env: DistributedEnvInterface) -> No
 def _refuse_others(path: Path, found: os.stat_result) -> None:
     fix = f"make it yours alone with chmod go-w {path}, or choose another {SETTING}"
     if found.st_uid != os.geteuid():
-        rule = (
-            f"belongs to user {found.st_uid}, and this run is of user {os.geteuid()}; it holds code that the run "
-            "would execute"
-        )
+        rule = f"belongs to user {found.st_uid}, and user {os.geteuid()} would execute the code in it"
         fix = f"choose a {SETTING} that this user has made"
-    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        rule = f"may be written by others (mode {stat.S_IMODE(found.st_mode):o}), and the run executes what it holds"
     elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
-        rule = "is neither a file nor a directory"
+        rule, fix = "is neither a file nor a directory", "remove it"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(found.st_mode)
+        rule = f"may be written by others (mode {mode:o}), and the run would execute the code in it"
     else:
         return
     raise ConfigurationError(SETTING, str(path), rule, fix)
@@ -98,9 +96,9 @@ def _candidates(directory: Path, env: DistributedEnvInterface) -> list[Path]:
 class CompileCache(AbstractContextManager["CompileCache"]):
     """Starts a run with what an earlier one has compiled, and keeps what this one compiles.
 
-    In its context inductor works in a folder of this process on the local disk, into which the rank's file was
-    unpacked. A folder that ranks share would not do: g++ writes kernels in place, and one rank could pack a
-    kernel that another has written half.
+    In its context inductor works in a folder of this process on the local disk, into which the rank's file
+    was unpacked. A folder that ranks share would not do: g++ writes kernels in place, and one rank could pack
+    a kernel that another has written half.
 
     Args:
         args: torch_compile and torch_compile_cache_dir; without them it does nothing.
@@ -203,7 +201,14 @@ class CompileCache(AbstractContextManager["CompileCache"]):
                     made = time.mktime((*info.date_time, 0, 0, -1))
                     os.utime(target, (made, made))
                 return names
-        except (OSError, ValueError, AttributeError, zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        except (
+            OSError,
+            ValueError,
+            AttributeError,
+            zipfile.BadZipFile,
+            EOFError,
+            NotImplementedError,
+        ) as error:
             self._warn(path, f"is damaged ({error})")
             # A part of it would do: torch looks each entry up by what it was made from.
             return []
@@ -259,7 +264,7 @@ def _processor_features() -> str:
 
 
 def _local_folder(base: str | None) -> Path:
-    """A new folder of this process, below torch's own if a variable names that; gone when the process ends."""
+    """A new folder of this process, in torch's own if a variable names that; gone when the process ends."""
     parent = Path(base or tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
     for left in parent.glob(f"{_LOCAL}-{os.geteuid()}-*-*"):
@@ -303,7 +308,9 @@ def _bounded(found: Mapping[str, os.stat_result]) -> list[str]:
         size += found[name].st_size
         if size > MAX_BYTES:
             logger.warning(
-                "%s: more than %d MiB were compiled; the oldest entries are left out", SETTING, MAX_BYTES >> 20
+                "%s: more than %d MiB were compiled; the oldest entries are left out",
+                SETTING,
+                MAX_BYTES >> 20,
             )
             break
         names.append(name)

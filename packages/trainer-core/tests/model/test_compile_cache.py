@@ -1,0 +1,338 @@
+"""A restart finds what was compiled: in fresh processes, each with an empty cache of torch's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_env import StaticDistributedEnvironment, forget_warnings
+from trainer_core import TrainingArguments
+from trainer_core.errors import ConfigurationError
+from trainer_core.model import compile_cache
+from trainer_core.model.compile_cache import CompileCache, check_cache_dir
+
+Arguments = Callable[..., TrainingArguments]
+
+PROGRAM = """
+import json, os, sys, torch
+from torch import nn
+from trainer_core import Trainer, TrainingArguments
+
+class Rows:
+    batch_size = 2
+    def __len__(self): return 2
+    def __iter__(self):
+        for seed in (0, 1):
+            ids = torch.randint(0, 16, (2, 8), generator=torch.Generator().manual_seed(seed))
+            yield {"input_ids": ids, "labels": ids}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 16), nn.Linear(16, 16)
+    def forward(self, input_ids): return self.head(torch.tanh(self.embed(input_ids)))
+
+class Seen:
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 2:
+            kept = os.path.exists(args.torch_compile_cache_dir + "/rank-00000.zip")
+            print(json.dumps({"kept_after_step_1": kept}))
+
+cache, output = sys.argv[1:]
+args = TrainingArguments(
+    output_dir=output, seed=7, per_device_train_batch_size=2, logging_steps=1, max_steps=2,
+    save_strategy="no", torch_compile=True, torch_compile_cache_dir=cache, use_cpu=True,
+)
+trainer = Trainer(args, model_init=Model, train_dataset=Rows(), callbacks=[Seen()])
+trainer.train()
+# Private to torch: if it goes, this program fails, and another way to see a hit must be found.
+from torch._dynamo.utils import counters
+print(json.dumps({
+    "loss": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+    "hits": counters["inductor"]["fxgraph_cache_hit"], "misses": counters["inductor"]["fxgraph_cache_miss"],
+    "variable": os.environ["TORCHINDUCTOR_CACHE_DIR"],
+}))
+"""
+
+
+def start(cache: Path, place: Path) -> tuple[dict[str, object], str]:
+    """Run the program where torch has compiled nothing yet; what it told, and what it warned of."""
+    place.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(cache), str(place / "run")],
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(place / "torch"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, object] = {}
+    for line in done.stdout.splitlines():
+        with suppress(ValueError):
+            told |= json.loads(line)
+    assert told["variable"] == str(place / "torch"), "put back after the run"
+    assert not list((place / "torch").iterdir()), "the folder of the process goes with it"
+    return told, done.stderr
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    """The directory after a first start, and what that told."""
+    place = tmp_path_factory.mktemp("cache")
+    told, _ = start(place / "compiled", place / "first")
+    return place / "compiled", told
+
+
+def test_a_restart_finds_what_was_compiled(first: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
+    cache, before = first
+    assert (before["hits"], before["misses"]) == (0, 2)
+    assert before["kept_after_step_1"], "a run that is killed later has kept it"
+    assert [path.name for path in cache.iterdir()] == ["rank-00000.zip"]
+    written = (cache / "rank-00000.zip").stat()
+    assert (cache.stat().st_mode & 0o777, written.st_mode & 0o777) == (0o700, 0o600)
+    told, warned = start(cache, tmp_path / "second")
+    assert (told["hits"], told["misses"]) == (2, 0)
+    assert told["loss"] == before["loss"]
+    after = (cache / "rank-00000.zip").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (written.st_ino, written.st_mtime_ns), (
+        "nothing new, not written"
+    )
+    assert "torch_compile_cache_dir" not in warned
+
+
+@pytest.mark.full
+def test_a_run_whose_file_is_damaged_compiles_and_writes_it_anew(
+    first: tuple[Path, dict[str, object]], tmp_path: Path
+) -> None:
+    whole = (first[0] / "rank-00000.zip").read_bytes()
+    path = keep(tmp_path / "compiled", whole[: len(whole) // 2])
+    told, warned = start(path.parent, tmp_path / "second")
+    assert told["loss"] == first[1]["loss"]
+    assert told["misses"] == 2
+    assert str(path) in warned
+    assert "is damaged" in warned
+    with zipfile.ZipFile(path) as packed:
+        assert packed.testzip() is None
+
+
+def keep(cache: Path, content: bytes, name: str = "rank-00000.zip") -> Path:
+    """Put a file into a cache directory."""
+    cache.mkdir(mode=0o700, exist_ok=True)
+    (cache / name).write_bytes(content)
+    (cache / name).chmod(0o600)
+    return cache / name
+
+
+def env(rank: int = 0, local_rank: int = 0) -> StaticDistributedEnvironment:
+    return StaticDistributedEnvironment(rank=rank, world_size=16, local_rank=local_rank, local_world_size=8)
+
+
+@pytest.fixture
+def cached(tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arguments]:
+    """Arguments with a cache directory; torch's own is in the test's folder, as this process is not fresh."""
+    monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "torch"))
+    cache = str(tmp_path / "compiled")
+    return lambda **settings: arguments(
+        **{"torch_compile": True, "torch_compile_cache_dir": cache, "use_cpu": True} | settings
+    )
+
+
+def compiles(cache: CompileCache, names: dict[str, bytes]) -> set[str]:
+    """A run that compiles: what it found, before it left these files in torch's cache."""
+    with cache:
+        local = Path(os.environ[compile_cache.VARIABLE])
+        found = {path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()}
+        torch.compile(torch.sin, backend="eager")(torch.ones(1))  # torch tells the cache of it
+        for name, content in names.items():
+            (local / name).parent.mkdir(exist_ok=True)
+            (local / name).write_bytes(content)
+    return found
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_ranks_keep_a_file_each_and_a_new_one_reads_that_of_its_device_or_of_rank_0(
+    cached: Arguments,
+) -> None:
+    args = cached()
+    assert (
+        compiles(CompileCache(args, env()), {"a/zero.so": b"0", "locks/a.lock": b"", "a/.1.tmp": b"half"})
+        == set()
+    )
+    torch._dynamo.reset()
+    assert compiles(CompileCache(args, env(1, 1)), {"a/one.so": b"1"}) == {"a/zero.so"}
+    torch._dynamo.reset()
+    assert compiles(CompileCache(args, env(9, 1)), {}) == {"a/zero.so", "a/one.so"}
+    torch._dynamo.reset()
+    assert compiles(CompileCache(args, env(8, 0)), {}) == {"a/zero.so"}
+    names = sorted(path.name for path in Path(str(args.torch_compile_cache_dir)).iterdir())
+    assert names == ["rank-00000.zip", "rank-00001.zip"]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_the_oldest_entries_are_left_out_of_a_file_that_grows_too_large(
+    cached: Arguments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 250)
+    args = cached()
+    compiles(CompileCache(args, env()), {"a/old.so": bytes(100)})
+    stored = Path(str(args.torch_compile_cache_dir)) / "rank-00000.zip"
+    with zipfile.ZipFile(stored, "a") as packed:  # as if it were of last year
+        packed.infolist()[0].date_time = (2025, 1, 1, 0, 0, 0)
+        packed.writestr("a/older.txt", "")
+    torch._dynamo.reset()
+    assert "a/old.so" in compiles(
+        CompileCache(args, env()), {"a/new.so": bytes(100), "a/newer.so": bytes(100)}
+    )
+    with zipfile.ZipFile(stored) as packed:
+        assert {"a/new.so", "a/newer.so"} <= set(packed.namelist())
+        assert "a/old.so" not in packed.namelist()
+    assert "oldest entries are left out" in caplog.text
+
+
+def damaged_files(whole: bytes) -> dict[str, bytes]:
+    at = whole.index(b"0123456789")
+    return {
+        "empty": b"",
+        "cut": whole[:-30],
+        "not a zip": b"\x80\x04text",
+        "a bit": whole[:at] + b"9" + whole[at + 1 :],
+        "a bit of the facts": whole.replace(b'"format": 1', b'"format": ['),
+    }
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_damaged_files_are_named_and_passed_over(cached: Arguments, caplog: pytest.LogCaptureFixture) -> None:
+    args = cached()
+    compiles(CompileCache(args, env()), {"a/one.so": b"0123456789"})
+    path = Path(str(args.torch_compile_cache_dir)) / "rank-00000.zip"
+    for what, content in damaged_files(path.read_bytes()).items():
+        keep(path.parent, content)
+        caplog.clear()
+        forget_warnings()  # each is given once a process
+        with CompileCache(args, env()):
+            local = Path(os.environ[compile_cache.VARIABLE])
+            assert not list(local.iterdir()), what
+        assert f"{path} is damaged" in caplog.text, what
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_name_outside_the_folder_is_damage(cached: Arguments, caplog: pytest.LogCaptureFixture) -> None:
+    args = cached()
+    compiles(CompileCache(args, env()), {"a/one.so": b"1"})
+    path = Path(str(args.torch_compile_cache_dir)) / "rank-00000.zip"
+    with zipfile.ZipFile(path, "a") as packed:
+        packed.writestr("../outside.py", "")
+    with CompileCache(args, env()):
+        local = Path(os.environ[compile_cache.VARIABLE])
+        assert not list(local.iterdir())
+        assert not (local.parent / "outside.py").exists()
+    assert "is damaged" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", ["torch", "python", "libc", "processor", "accelerator"])
+def test_what_was_compiled_elsewhere_is_not_used(
+    name: str, cached: Arguments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    args, facts = cached(), compile_cache._facts(torch.device("cpu"))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(compile_cache, "_facts", lambda device: {**facts, name: "another"})
+        compiles(CompileCache(args, env()), {"a/one.so": b"1"})
+    torch._dynamo.reset()
+    assert compiles(CompileCache(args, env()), {"a/two.so": b"2"}) == set()
+    assert f"was made with {name} another, and this is {facts[name]}" in caplog.text
+    torch._dynamo.reset()
+    assert compiles(CompileCache(args, env()), {}) == {"a/two.so"}, "written anew"
+
+
+def test_others_must_not_be_able_to_write(cached: Arguments, tmp_path: Path) -> None:
+    args, cache = cached(), tmp_path / "compiled"
+    check_cache_dir(args, env())  # which does not exist yet
+    path = keep(cache, b"")
+    check_cache_dir(args, env())
+    for target, mode in ((cache, 0o777), (cache, 0o770), (path, 0o620), (path, 0o602)):
+        before = target.stat().st_mode
+        target.chmod(mode)
+        with pytest.raises(
+            ConfigurationError, match=rf"{target}.*may be written by others \(mode {mode:o}\)"
+        ):
+            check_cache_dir(args, env())
+        with pytest.raises(ConfigurationError, match="chmod go-w"), CompileCache(args, env()):
+            pass
+        target.chmod(before)
+    check_cache_dir(args, env())
+
+
+def test_another_user_must_not_own_it(cached: Arguments, tmp_path: Path) -> None:
+    if os.geteuid() != 0:  # /usr belongs to root everywhere
+        with pytest.raises(ConfigurationError, match="belongs to user 0"):
+            check_cache_dir(cached(torch_compile_cache_dir="/usr"), env())
+        return
+    path = keep(tmp_path / "compiled", b"")
+    for target in (path, path.parent):
+        os.chown(target, 12345, -1)
+        with pytest.raises(
+            ConfigurationError, match=f"{target}.*belongs to user 12345, and user 0 would execute"
+        ):
+            check_cache_dir(cached(), env())
+        os.chown(target, 0, -1)
+
+
+def test_a_link_is_not_followed(cached: Arguments, tmp_path: Path) -> None:
+    path = keep(tmp_path / "elsewhere", b"")
+    keep(tmp_path / "compiled", b"", "rank-00007.zip")
+    (tmp_path / "compiled" / "rank-00000.zip").symlink_to(path)
+    with pytest.raises(ConfigurationError, match="is neither a file nor a directory"):
+        check_cache_dir(cached(), env())
+
+
+def test_a_checkpoint_holds_no_code(cached: Arguments, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "manifest.json").write_text("{}")
+    for place in ("checkpoint-3", "checkpoint-3/compiled"):
+        with pytest.raises(ConfigurationError, match=r"lies in the checkpoint .*checkpoint-3"):
+            check_cache_dir(cached(torch_compile_cache_dir=str(tmp_path / place)), env())
+
+
+def test_a_directory_that_cannot_be_written_is_a_warning(
+    cached: Arguments, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    args = cached(torch_compile_cache_dir=str(tmp_path / "file" / "compiled"))
+    compiles(CompileCache(args, env()), {"a/one.so": b"1"})
+    assert "could not be written" in caplog.text
+
+
+def test_folders_of_killed_processes_are_removed(cached: Arguments, tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = tmp_path / "torch" / f"torch_compile-{os.geteuid()}-{ended.pid}-abc"
+    own = tmp_path / "torch" / f"torch_compile-{os.geteuid()}-{os.getpid()}-abc"
+    for folder in (left, own):
+        folder.mkdir(parents=True)
+    with CompileCache(cached(), env()):
+        assert own.exists()
+        assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"torch_compile": False}, "has no effect while torch_compile is off"),
+        ({"torch_compile_backend": "aot_eager"}, "which keeps nothing"),
+        ({"torch_compile_cache_dir": "s3://bucket/compiled"}, "is an address"),
+        ({"torch_compile_cache_dir": ""}, "is empty"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, object], rule: str, cached: Arguments) -> None:
+    with pytest.raises(ConfigurationError, match=rule):
+        cached(**settings)
