@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -21,12 +20,6 @@ from .draws import Draws
 
 SEQUENCE_DIM = 1
 """Activations are [batch, sequence, features]."""
-
-
-def can_look_at(x: Tensor) -> bool:
-    """Whether values can be read without waiting for a device, or there being none."""
-    # A fake tensor, as of a dry run, has none; it and this class of it are private to torch (2.13).
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
 
 
 def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -45,6 +45,12 @@ _MOST_GRAPHS = 64
 _setting: AttentionKernel = "auto"
 
 
+def can_look_at(x: Tensor) -> bool:
+    """Whether values can be read without waiting for a device, or there being none."""
+    # A fake tensor, as of a dry run, has none; it and this class of it are private to torch (2.13).
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+
+
 @contextmanager
 def attention_kernel(kernel: AttentionKernel) -> Iterator[None]:
     """A context in which one kernel computes attention within documents and of parts of sequences.

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .activations import can_look_at, gathered
-from .attention import attend, positions_of
+from .attention import attend, can_look_at, positions_of
 from .plan import PlanError
 
 Exchange: TypeAlias = Literal["all_gather", "ring"]
@@ -103,6 +102,8 @@ class SequencePart:
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """A tensor with all positions, in their order, from one with those of each rank."""
+        from .activations import gathered  # DTensor takes a second to import, and one rank needs none
+
         ranks = self.mesh.size()
         length = ranks * x.shape[dim]
         whole = gathered(x, self.mesh, dim, length, partial_gradient=True)

@@ -24,7 +24,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .activations import can_look_at
+from .attention import can_look_at
 from .plan import PlanError
 from .structure import local_size
 from .styles import Colwise, check_ties, styles_of

@@ -25,12 +25,12 @@ from .activations import (
     Scope,
     Unaliased,
     as_sharded,
-    can_look_at,
     gathered,
     split,
     summed,
     with_summed_gradient,
 )
+from .attention import can_look_at
 from .draws import Draws
 
 Call = Callable[..., Any]

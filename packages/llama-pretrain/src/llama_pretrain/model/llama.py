@@ -27,7 +27,6 @@ from model_parallel import CausalAttention
 from trainer_core import ConfigurationError, Sampling
 
 from .config import LlamaConfig
-from .moe import MoE
 from .moe_weights import has_separate_experts, with_separate_experts
 from .rope import RotaryEmbedding, apply_rotary
 
@@ -178,6 +177,8 @@ def _feed_forward(config: LlamaConfig, layer: int) -> nn.Module:
     experts = config.experts(layer)
     if experts is None:
         return MLP(config.hidden_size, config.intermediate_size)
+    from .moe import MoE  # loads torch's compiler, which takes more than a second
+
     shared = MLP(config.hidden_size, experts.shared_width) if experts.shared_width else None
     return MoE(config.hidden_size, experts, shared)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from .config import LlamaConfig
-from .moe import MoE
 
 _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _LONGEST_HEADER = 100_000_000
@@ -62,6 +61,8 @@ def with_separate_experts(model: nn.Module) -> nn.Module:
 
 
 def _separated(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    from .moe import MoE  # loads torch's compiler
+
     config = model.config
     mixtral = isinstance(config, LlamaConfig) and config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")

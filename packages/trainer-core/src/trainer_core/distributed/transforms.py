@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from checkpoint_core import StateComponent, load_model_weights
 from dist_env import ParallelLayout
-from model_parallel import SequencePart
 
 from ..arguments import TrainingArguments
 from ..errors import ConfigurationError, DataError
@@ -28,6 +27,8 @@ from .executor import EagerExecutor, Executor, Fire, ForwardOutput, GradSync, cl
 from .ranks import Ranks
 
 if TYPE_CHECKING:
+    from model_parallel import SequencePart
+
     from ..data.loaders import Batch
     from ..loss import TokenLoss
     from ..optimization.averaging import AveragedWeights
