@@ -160,15 +160,10 @@ class _Job:
 
     def start(self, processes: int) -> None:
         """Start the ranks, each in a session of its own: Ctrl-C comes to them from here alone."""
-        import torch.distributed as dist
-
         from dist_env import die_with_parent_command
 
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         port = listener.getsockname()[1]
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
         self._report_pipe, report_fd = os.pipe()
         os.set_blocking(self._report_pipe, False)
         command = die_with_parent_command([sys.executable, "-m", "llama_pretrain", *self._words])
@@ -188,6 +183,13 @@ class _Job:
                 subprocess.Popen(command, env=variables, pass_fds=(report_fd,), start_new_session=True)
             )
         os.close(report_fd)
+        # Behind the ranks, which import torch for as long as this process does. Who connects meanwhile waits
+        # in the backlog of the socket.
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
     def wait(self) -> None:
         """Wait until all have ended, or are to be killed.
