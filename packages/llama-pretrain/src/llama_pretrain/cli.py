@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -84,6 +86,8 @@ def run() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    # The collection at the end of the interpreter would look at them all as well, for most of a second.
+    gc.freeze()
     sys.exit(code)
 
 
@@ -158,9 +162,25 @@ def _train(words: Sequence[str]) -> int:
     if processes > 1 and not is_launched():
         return launch(["train", *words], processes, str(args.run_path))
 
-    from .train import train
+    with _collection_paused():
+        import torch._dynamo  # noqa: F401 - which torch's optimizers import when they are made
+
+        from .train import train
 
     return train(args)
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Import without looking for garbage: modules of torch are half a million objects, and none of it.
+
+    A fifth of the time from the command to the first step went into looking at them again and again.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def parser_of(name: str) -> Parser:
@@ -228,10 +248,10 @@ class _Command:
         if not self.anywhere:
             refuse_several_processes(self.name)
         args: object = arguments_from_dict(self._class(), given)
-        module, _, function = self.function.rpartition(".")
-        code = getattr(import_module(module, __package__), function)(
-            args, *([words] if self.keeps_words else [])
-        )
+        place, _, function = self.function.rpartition(".")
+        with _collection_paused():
+            module = import_module(place, __package__)
+        code = getattr(module, function)(args, *([words] if self.keeps_words else []))
         return code if isinstance(code, int) else 0
 
     def _class(self) -> type:
