@@ -424,6 +424,50 @@ def test_a_part_of_a_checkpoint_is_named(work: Path, capsys: pytest.CaptureFixtu
         assert "`checkpoint-core export REMOTE_DIR/checkpoint-60 model`" in shown
 
 
+def told_by(script: str) -> list[str]:
+    """The lines that a script prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_training_imports_neither_the_compiler_nor_what_only_several_ranks_use() -> None:
+    # Torch's optimizers import the compiler, with DTensor and sympy; what needs none of them saves 2 s.
+    heavy = ("torch._dynamo", "torch.distributed.tensor", "sympy", "matplotlib", "transformers", "obstore")
+    assert told_by(
+        "import sys, llama_pretrain.train\n"
+        "from llama_pretrain import Llama, preset\n"
+        "Llama(preset('tiny'))\n"
+        f"print([name for name in {heavy} if name in sys.modules])\n"
+    ) == ["[]"]
+
+
+def test_commands_are_imported_without_looking_for_garbage() -> None:
+    assert told_by(
+        "import gc\n"
+        "from llama_pretrain.cli import _collection_paused\n"
+        "before = gc.get_stats()\n"
+        "with _collection_paused():\n"
+        "    import llama_pretrain.train\n"
+        "    after = gc.get_stats()\n"
+        "print([now['collections'] - then['collections'] for then, now in zip(before, after)])\n"
+        # The next collection does not begin with all that was imported, and nothing stays frozen.
+        "print(gc.isenabled(), gc.get_count()[0] < 1000, gc.get_freeze_count())\n"
+    ) == ["[0, 0, 0]", "True True 0"]
+
+
+def test_ranks_are_started_before_the_launcher_imports_torch(tmp_path: Path) -> None:
+    assert told_by(
+        "import subprocess, sys\n"
+        "from llama_pretrain.cli import main\n"
+        "def start(*_, **__):\n"
+        "    print('torch' in sys.modules)\n"
+        "    raise SystemExit\n"
+        "subprocess.Popen = start\n"
+        f"main(['train', '--mesh', 'dp=2', '--output-dir', {str(tmp_path / 'run')!r}])\n"
+    ) == ["False"]
+
+
 def test_no_help_needs_torch_and_threads_are_set_before_it_is_loaded() -> None:
     script = (
         "import os, sys\n"

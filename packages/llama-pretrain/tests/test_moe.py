@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from llama_pretrain import Llama, LlamaConfig, load_pretrained, preset, preset_names, save_pretrained
 from llama_pretrain.model import moe
-from llama_pretrain.model.moe import Experts, ExpertWeights, MoE, Router
-from llama_pretrain.model.moe_config import Glm4MoeConfig, MixtralConfig
+from llama_pretrain.model.moe import ExpertWeights, MoE, Router
+from llama_pretrain.model.moe_config import Experts, Glm4MoeConfig, MixtralConfig
 from llama_pretrain.model.moe_weights import has_separate_experts
 from model_parallel import PlanError, check_plan
 from perf_metrics import architecture_of_model, count_flops

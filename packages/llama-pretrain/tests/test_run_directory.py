@@ -12,7 +12,8 @@ import yaml
 
 from checkpoint_core import DirectoryLease
 from llama_pretrain import PretrainArguments
-from llama_pretrain.run_directory import RunDirectory, refuse_if_in_use
+from llama_pretrain.launch import refuse_if_in_use
+from llama_pretrain.run_directory import RunDirectory
 from llama_pretrain.settings import resolve
 from trainer_core import ConfigurationError
 

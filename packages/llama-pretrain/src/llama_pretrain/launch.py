@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,9 +70,6 @@ def launch(words: Sequence[str], processes: int, output_dir: str) -> int:
         ConfigurationError: If another run of this machine owns the output directory; nothing is left then.
         OSError: If the output directory cannot be read.
     """
-    # Imported here: a run of one process needs no launcher.
-    from .run_directory import refuse_if_in_use
-
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     job = _Job(words, output_dir)
     before = {number: signal.signal(number, job.remember) for number in _SIGNALS}
@@ -86,6 +83,31 @@ def launch(words: Sequence[str], processes: int, output_dir: str) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return job.conclude()
+
+
+def refuse_if_in_use(output_dir: str, own: Collection[int] = ()) -> None:
+    """Refuse a directory whose run has certainly not ended, before any work; the lease has the last word.
+
+    Args:
+        output_dir: The directory, which need not exist.
+        own: Processes of this machine that may hold it.
+
+    Raises:
+        ConfigurationError: Naming the process that holds it.
+        OSError: If the directory cannot be read.
+    """
+    # Imported here: the other commands need neither.
+    from checkpoint_core import find_lease_holder
+    from trainer_core import ConfigurationError
+
+    holder = find_lease_holder(output_dir)
+    if holder is not None and holder.is_here() and holder.pid not in own:
+        raise ConfigurationError(
+            "output_dir",
+            output_dir,
+            f"is in use by {holder.describe()}",
+            "wait until that run has ended, stop it, or choose another output_dir",
+        )
 
 
 def has_launched() -> bool:
@@ -265,8 +287,6 @@ class _Job:
     def _look_for_another_run(self) -> None:
         """Refuse the output directory as a rank would, which may import torch for seconds before it looks."""
         from trainer_core import ConfigurationError
-
-        from .run_directory import refuse_if_in_use
 
         now = time.monotonic()
         if self._owns_output_dir() or now - self._looked_at < _LEASE_LOOK_SECONDS:

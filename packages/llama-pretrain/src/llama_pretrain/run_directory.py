@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from checkpoint_core import DirectoryLease, find_latest_checkpoint, find_lease_holder
+from checkpoint_core import DirectoryLease, find_latest_checkpoint
 from dist_env import (
     DistributedEnvInterface,
     ObjectStore,
@@ -341,27 +341,6 @@ class RunDirectory:
             for name, value in now.items()
             if name not in unsaid and before.get(name) != value
         }
-
-
-def refuse_if_in_use(output_dir: str, own: Collection[int] = ()) -> None:
-    """Refuse a directory whose run has certainly not ended, before any work; the lease has the last word.
-
-    Args:
-        output_dir: The directory, which need not exist.
-        own: Processes of this machine that may hold it.
-
-    Raises:
-        ConfigurationError: Naming the process that holds it.
-        OSError: If the directory cannot be read.
-    """
-    holder = find_lease_holder(output_dir)
-    if holder is not None and holder.is_here() and holder.pid not in own:
-        raise ConfigurationError(
-            "output_dir",
-            output_dir,
-            f"is in use by {holder.describe()}",
-            "wait until that run has ended, stop it, or choose another output_dir",
-        )
 
 
 def _identity_place(args: PretrainArguments) -> tuple[ObjectStore, str] | None:

@@ -27,10 +27,10 @@ from trainer_core import ConfigurationError, Trainer, TrainerState
 from .arguments import PretrainArguments, check_processes, launch_command
 from .console import CONFIG_NAME, PROG, BrokenRunError, printable, text_plot, wrapped
 from .experiment import Experiment, build_trainer, prepare
-from .launch import report_ownership
+from .launch import refuse_if_in_use, report_ownership
 from .mesh import parse_mesh, told_trainer
 from .model.llama import Llama, generate
-from .run_directory import RunDirectory, describe_session, now_text, refuse_if_in_use
+from .run_directory import RunDirectory, describe_session, now_text
 from .tokenizer import Tokenizer, unit_of
 
 SAMPLE_TEMPERATURE = 0.8

@@ -14,7 +14,7 @@ from trainer_core import ConfigurationError, suggest
 from .rope import RopeScaling, YarnScaling, take_rope_settings
 
 if TYPE_CHECKING:
-    from .moe import Experts
+    from .moe_config import Experts
 
 CONFIG_FILE = "config.json"
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,27 +13,9 @@ from torch import Tensor, nn
 from dist_env import get_logger
 from trainer_core import is_fake
 
+from .moe_config import Experts
+
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The experts of one layer."""
-
-    count: int
-    """Experts that are chosen from."""
-    used: int
-    """How many of them a token goes to."""
-    width: int
-    """Hidden units of one expert."""
-    shared_width: int = 0
-    """Hidden units of the experts that every token goes to; 0: there are none."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of logits. With sigmoids, a bias takes part in the choice; it is a buffer."""
-    normalized: bool = True
-    """Whether the weights of the chosen experts add up to 1."""
-    scale: float = 1.0
-    """What the weights are multiplied by."""
 
 
 class Router(nn.Module):

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, cast
 
 from trainer_core import ConfigurationError
 
 from .config import LlamaConfig
-from .moe import Experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of one layer."""
+
+    count: int
+    """Experts that are chosen from."""
+    used: int
+    """How many of them a token goes to."""
+    width: int
+    """Hidden units of one expert."""
+    shared_width: int = 0
+    """Hidden units of the experts that every token goes to; 0: there are none."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of logits. With sigmoids, a bias takes part in the choice; it is a buffer."""
+    normalized: bool = True
+    """Whether the weights of the chosen experts add up to 1."""
+    scale: float = 1.0
+    """What the weights are multiplied by."""
 
 
 @dataclass(frozen=True, kw_only=True)
