@@ -13,7 +13,7 @@ def test_attention_of_one_rank_is_imported_quickly(python: Python) -> None:
     done = python(
         "-c",
         "import sys\n"
-        "from model_parallel import CausalAttention, SequencePart, attention_kernel, divide_sequences, undivided\n"
+        "from model_parallel import CausalAttention, SequencePart, attention_kernel, undivided\n"
         f"print([name for name in {SLOW!r} if name in sys.modules])",
     )
     assert done.stdout.strip() == "[]", done.stderr
