@@ -113,6 +113,22 @@ def wait_for_a_step(process: subprocess.Popen[str], log: Path) -> None:
 
 
 @pytest.mark.full
+def test_every_rank_restarts_with_what_it_has_compiled(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = ("--torch-compile", "--torch-compile-cache-dir", str(work / "compiled"))
+    written = []
+    for output in ("first", "second"):
+        # Torch's own cache is empty, as in a fresh container.
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(work / f"torch-{output}"))
+        process = start(work, output, "--mesh", "dp=2", *cached, steps=3)
+        _, warned = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, warned
+        written.append({path.name: path.stat().st_mtime_ns for path in (work / "compiled").iterdir()})
+    assert sorted(written[0]) == ["rank-00000.zip", "rank-00001.zip"]
+    assert written[1] == written[0], "nothing was compiled that the files did not have"
+    assert losses(work, "second") == losses(work, "first")
+
+
+@pytest.mark.full
 def test_one_command_trains_along_each_axis_on_one_curve(work: Path) -> None:
     done = {}
     for mesh, accumulated in (("dp=1", 4), ("dp=2", 2), ("shard=2,pp=2", 2)):

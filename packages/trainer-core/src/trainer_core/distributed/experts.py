@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from dist_env import ParallelLayout
-from model_parallel import PlanError, divide_experts
+from model_parallel import PlanError
 
 from ..arguments import TrainingArguments
 from ..errors import ConfigurationError
@@ -49,6 +49,8 @@ class ExpertParallel(ModelTransform):
         Raises:
             ConfigurationError: If this model has no experts that can be divided among so many ranks.
         """
+        from model_parallel import divide_experts  # loads torch's compiler, which takes two seconds
+
         ranks, meshes = built.ranks, built.ranks.meshes
         if meshes is None or meshes.expert is None:
             raise ConfigurationError(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dist_env import ParallelLayout
-from model_parallel import PlanError, shard_tensors, whole_sequences
+from model_parallel import PlanError
 
 from ..arguments import TrainingArguments
 from ..errors import ConfigurationError
@@ -80,6 +80,8 @@ class TensorParallel(ModelTransform):
                 "has no process group to divide layers over",
                 "open a dist_env.DistributedEnvironment first and pass it as distributed_env",
             )
+        from model_parallel import shard_tensors  # loads DTensor, which takes a second
+
         try:
             shard_tensors(
                 built.model,
@@ -120,4 +122,6 @@ class TensorHooks(StepHooks):
 
     def generating(self) -> AbstractContextManager[None]:
         """A context in which sequences are whole: the next token is one position, which no rank shares."""
+        from model_parallel import whole_sequences
+
         return whole_sequences(self._model)
