@@ -22,8 +22,7 @@ from .distributed.transforms import BuiltModel, ModelTransform
 from .inputs import TrainerInputs
 from .loss import TokenLoss
 from .metrics.log_window import FlopsAccount, MetricAccumulator, RunSpeed
-from .model import RecompileCounter
-from .model.compile_cache import CompileCache
+from .model import CompileCache, RecompileCounter
 from .optimization import (
     NamedParameters,
     OptimizerInBackward,

@@ -23,8 +23,7 @@ from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel
 from .loss import TokenLoss
 from .metrics.log_window import FlopsAccount, MetricAccumulator, RunSpeed
-from .model import RecompileCounter, run_settings
-from .model.compile_cache import CompileCache
+from .model import CompileCache, RecompileCounter, run_settings
 from .run_state import RunProgress, ScheduleState
 from .state import CallbackHandler, TrainerState
 from .update import Update

@@ -53,8 +53,7 @@ from .inputs import (
 )
 from .loop import TrainingLoop
 from .loss import FusedLossFactory, OnTargets, RoutedLoss, TokenLoss
-from .model import ModelInit, RecomputeFn, run_settings, verify_initialised
-from .model.compile_cache import check_cache_dir
+from .model import ModelInit, RecomputeFn, check_cache_dir, run_settings, verify_initialised
 from .model.run_settings import inference_mode_guard
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .periodic import EXIT_RESUMABLE, Actions, StopRequests

@@ -7,6 +7,7 @@ from .activation_checkpointing import (
     checkpoint_activations,
 )
 from .blocks import RecompileCounter, compile_model, find_blocks, fsdp_modules, use_sum_reduction
+from .compile_cache import CompileCache, check_cache_dir
 from .construction import (
     ModelInit,
     ModelSource,
@@ -24,7 +25,9 @@ __all__ = [
     "ModelInit",
     "ModelSource",
     "RecomputeFn",
+    "CompileCache",
     "RecompileCounter",
+    "check_cache_dir",
     "use_sum_reduction",
     "blocks_to_checkpoint",
     "check_recompute_fn",
