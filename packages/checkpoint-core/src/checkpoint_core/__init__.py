@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from checkpoint_core.lightning_io import LightningCheckpointIO
     from checkpoint_core.loading import LoadedCheckpoint
     from checkpoint_core.manager import CheckpointManager
+    from checkpoint_core.memory_directory import MemoryDirectory
     from checkpoint_core.model_directory import load_model_weights
     from checkpoint_core.model_state import ModelState, OptimizerState
     from checkpoint_core.retention import BestCheckpoint
@@ -40,6 +41,7 @@ __all__ = [
     "LightningCheckpointIO",
     "LoadedCheckpoint",
     "LostRankError",
+    "MemoryDirectory",
     "ModelState",
     "OptimizerState",
     "Preprocessor",

@@ -12,7 +12,14 @@ import torch.distributed as dist
 from checkpoint_core.encoding import EncodedState
 from checkpoint_core.errors import CheckpointError, LeaseLostError, LostRankError, describe_error
 from checkpoint_core.tensor_files import JsonSpec, TensorSpec, spec_of
-from dist_env import ControlGroup, DistributedEnvInterface, RankFailedError, RankTimeoutError, barrier
+from dist_env import (
+    ControlGroup,
+    DistributedEnvInterface,
+    RankFailedError,
+    RankTimeoutError,
+    StaticDistributedEnvironment,
+    barrier,
+)
 
 _OPENING = "opening the checkpoint manager"
 _CHUNK_BYTES = 64 * 1024 * 1024
@@ -28,6 +35,19 @@ class _Report(TypedDict):
     error: str | None
     lost_lease: bool
     host: str
+
+
+def default_environment() -> DistributedEnvInterface:
+    """That of the default process group, or a single process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return StaticDistributedEnvironment()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return StaticDistributedEnvironment(
+        rank=rank,
+        world_size=size,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+    )
 
 
 class RankAgreement:

@@ -47,6 +47,10 @@ class CheckpointConfig:
     disk of each node: then a resume takes from there what was saved by nodes that are all back."""
     remote_save_total_limit: int | None = 2
     """``save_total_limit`` of ``remote_dir``, with the ``preserve_n_best`` best of there besides."""
+    memory_dir: str | Path | None = None
+    """A tier in memory: the directory of a `MemoryDirectory` on each node, where ``save_to_memory`` keeps the
+    two newest checkpoints for ranks that a launcher starts again. A resume takes the newest good checkpoint
+    of all tiers. State that is divided between nodes cannot be saved there."""
     one_writer_per_file: bool | None = None
     """Whether each file is written by one rank, to which others send their parts of it. False lets ranks
     write to ranges of one file, of which NFS loses some when they are on several hosts. None decides at each
@@ -80,6 +84,11 @@ class CheckpointConfig:
             )
         if self.remote_dir is not None:
             _check_tiers(self.output_dir, self.remote_dir)
+        if self.memory_dir is not None and isinstance(locate(self.memory_dir), StorePath):
+            raise CheckpointError(
+                f"memory_dir={str(self.memory_dir)!r} is in an object store, but must be a directory in "
+                "memory. Give the path of a MemoryDirectory."
+            )
         if self.on_replica_mismatch not in ("error", "warn"):
             raise CheckpointError(
                 f"on_replica_mismatch={self.on_replica_mismatch!r} must be 'error' or 'warn'."

@@ -17,7 +17,7 @@ from checkpoint_core.files import read_json
 from checkpoint_core.manifest import STATE_FORMAT, WEIGHTS_FORMAT, ComponentPart, ComponentRecord, Manifest
 from checkpoint_core.model_state import ModelState, OptimizerState, check_tie
 from checkpoint_core.peers import Peers, file_finder
-from checkpoint_core.selection import Chosen, select_checkpoint
+from checkpoint_core.selection import Chosen, newest_in_memory, select_checkpoint
 from checkpoint_core.tensor_files import (
     FORMAT_ENTRY,
     FileLayout,
@@ -400,6 +400,7 @@ def load(
     peers: Peers | None = None,
     *,
     continues: bool = True,
+    in_memory_from: int | None = None,
 ) -> tuple[LoadedCheckpoint, Manifest] | None:
     """Choose a checkpoint, verify it and restore its components. Collective.
 
@@ -407,10 +408,11 @@ def load(
         ranks: The ranks that load together.
         plan: Who reads what.
         output_dir: The directory of the checkpoints.
-        path: The checkpoint; None for the newest good one.
-        remote_dir: A second tier, which may hold the newest one.
+        path: The checkpoint; None for the newest good one, also of ``remote_dir``.
+        remote_dir: A second tier.
         peers: The nodes, where they keep checkpoints together.
         continues: Whether the run continues from it, which a warning tells of where later ones are there.
+        in_memory_from: For a directory in memory: the step below which another tier has a newer one.
 
     Returns:
         What was loaded, or None when there is nothing to load.
@@ -418,7 +420,10 @@ def load(
     Raises:
         CheckpointError: On every rank, when any failed.
     """
-    chosen = select_checkpoint(ranks, output_dir, path, remote_dir, continues=continues)
+    if in_memory_from is not None:
+        chosen = newest_in_memory(ranks, output_dir, in_memory_from)
+    else:
+        chosen = select_checkpoint(ranks, output_dir, path, remote_dir, continues=continues)
     if chosen is None:
         return None
     with ExitStack() as files:

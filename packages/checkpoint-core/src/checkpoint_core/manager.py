@@ -1,6 +1,5 @@
 """The checkpoint manager: saves and restores declared state for a group of ranks."""
 
-import os
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-import torch
-
-from checkpoint_core.agreement import RankAgreement
+from checkpoint_core.agreement import RankAgreement, default_environment
 from checkpoint_core.background import BackgroundWorker, StagingBuffer
 from checkpoint_core.components import (
     Plan,
@@ -28,6 +25,7 @@ from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.loading import LoadedCheckpoint, load
 from checkpoint_core.manifest import Manifest
+from checkpoint_core.memory_tier import MemoryTier, newest_step
 from checkpoint_core.model_directory import ModelExport
 from checkpoint_core.peers import Peers
 from checkpoint_core.retention import BestCheckpoint, Retention, best_summary, manifests_of_run
@@ -38,7 +36,7 @@ from checkpoint_core.store_path import StorePath, locate
 from checkpoint_core.store_saving import StoreSave, check_supported
 from checkpoint_core.tensor_files import MODEL_STEM
 from checkpoint_core.tiers import RemoteTier
-from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
+from dist_env import DistributedEnvInterface
 
 _OPENING = "opening the checkpoint manager"
 
@@ -84,7 +82,9 @@ class CheckpointManager:
         config = replace(config, output_dir=self._output_dir)
         self._config = config
         self._closed = self._leaves_early = False
-        env = _environment() if dist is None else dist
+        self.loaded: LoadedCheckpoint | None = None
+        """What was loaded last."""
+        env = default_environment() if dist is None else dist
         self._provider = _provider(state, stateful_provider, env.world_size)
         self._preprocessor = preprocessor
         self._lease = lease
@@ -109,6 +109,9 @@ class CheckpointManager:
             self._ranks.run(_OPENING, lambda: self._open_tier(config, lease))
         if self._tier is not None and self._ranks.is_spread:
             self._peers = self._tier.connect(self._ranks, _OPENING)
+        self._memory: MemoryTier | None = None
+        if config.memory_dir is not None:
+            self._memory = MemoryTier(config, env, self._ranks, opened[0][0])
         self._staging = StagingBuffer() if config.async_save else None
         self._worker = BackgroundWorker()
         self._others = OtherRuns()
@@ -141,6 +144,8 @@ class CheckpointManager:
             # Ctrl-C may end the waiting, not the save, which still needs both.
             if not self._worker.pending:
                 self._staging = None
+                if self._memory is not None:
+                    self._memory.close()
                 self._ranks.close()
                 if self._tier is not None:
                     # Not as a collective: other ranks may have gone.
@@ -161,7 +166,17 @@ class CheckpointManager:
             checkpoint: Its directory, or its place in a store, as `LoadedCheckpoint.path` has it.
         """
         parent = checkpoint.parent.resolve()
-        return parent == self._output_dir.resolve() or (self._tier is not None and parent == self._tier.place)
+        if self.is_in_memory(checkpoint) or parent == self._output_dir.resolve():
+            return True
+        return self._tier is not None and parent == self._tier.place
+
+    def is_in_memory(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint lies in ``memory_dir``, which is gone when the job ends.
+
+        Args:
+            checkpoint: Its directory.
+        """
+        return self._memory is not None and checkpoint.parent == self._memory.directory
 
     def wait(self) -> None:
         """Block until no asynchronous save is under way.
@@ -249,6 +264,28 @@ class CheckpointManager:
     save = save_checkpoint
     """Short for :meth:`save_checkpoint`."""
 
+    def save_to_memory(self, step: int) -> Path:
+        """Save every component as ``<memory_dir>/checkpoint-<step>``, keeping the two newest. Collective.
+
+        It is written as any other is, and appears by one rename, without files of the preprocessor.
+
+        Args:
+            step: The training step, 0 or more, equal on all ranks.
+
+        Returns:
+            The committed checkpoint.
+
+        Raises:
+            CheckpointError: On every rank, when any failed: ``memory_dir`` is not set, or lacks room for two
+                such checkpoints and one in the making. Earlier ones are as they were.
+        """
+        memory, phase = self._memory, "saving a checkpoint to memory"
+        if memory is None or self._closed:
+            raise CheckpointError(f"{phase}: this needs an open CheckpointManager with memory_dir.")
+        self.wait()
+        plan = make_plan(phase, memory.ranks, self._provider, lambda: _describe_save(step, None))
+        return memory.save(step, plan, self._local_world_size)
+
     def trial_save(self, first_step: int = 0) -> None:
         """Deprecated: does nothing but warn. The first checkpoint of a run tells what a trial would."""
         warnings.warn(
@@ -267,8 +304,8 @@ class CheckpointManager:
         was deleted keeps its fresh state, with a warning, unless it is required.
 
         Args:
-            path: The checkpoint. None takes the newest good one in ``output_dir``; damaged ones are passed
-                over with a warning.
+            path: The checkpoint. None takes the newest good one of all tiers, of one step that in memory;
+                damaged ones are passed over with a warning.
 
         Returns:
             What was loaded, or None when ``path`` is None and there is no checkpoint.
@@ -285,26 +322,49 @@ class CheckpointManager:
         what = f"load of {wanted.name if wanted else 'the newest checkpoint'}"
         plan = make_plan("loading a checkpoint", self._ranks, self._provider, lambda: what)
         tier = self._tier
+        if wanted is None and self._load_from_memory(what):
+            return self.loaded
         remote = None if tier is None else tier.place
         result = load(self._ranks, plan, self._output_dir, wanted, remote, self._peers)
         if result is None:
             return None
         loaded, manifest = result
+        self.loaded = loaded
         self._retention.resumed_from = loaded.path
         if self.owns(loaded.path):
-            # Going on from it makes this the same run, so that rotation and replacement include it.
-            self._retention.run_id = manifest.run_id
+            # Going on from it makes this the same run.
+            self._continue_run(manifest.run_id)
             if tier is not None:
                 # Whichever tier it was read from, each keeps its own copy.
                 self._retention.resumed_from = checkpoint_path(self._output_dir, loaded.step)
                 tier.retention.resumed_from = checkpoint_path(tier.place, loaded.step)
-                tier.retention.run_id = manifest.run_id
                 if wanted is None:
                     # The process that saved it may have ended before it was uploaded; and where nodes keep it
                     # together, rank 0 may be on one that has nothing of it.
                     known = manifest if manifest.nodes > 1 else None
                     self._request_upload(what, tier, loaded.step, saved=False, manifest=known)
         return loaded
+
+    def _load_from_memory(self, what: str) -> bool:
+        """Load the newest good checkpoint in memory, unless another tier has a newer one. Collective."""
+        memory, tier, here = self._memory, self._tier, self._output_dir
+        if memory is None:
+            return False
+        remote, spread = None if tier is None else tier.place, self._ranks.is_spread
+        stored = self._ranks.run_on_main(what, lambda: newest_step(here, remote, one_node=spread))
+        plan = make_plan("loading a checkpoint", memory.ranks, self._provider, lambda: what)
+        result = memory.load(plan, stored)
+        if result is not None:
+            self.loaded = result[0]
+            self._continue_run(result[1].run_id)
+        return result is not None
+
+    def _continue_run(self, run_id: str) -> None:
+        """Let rotation and replacement include what this run has saved before, in every tier."""
+        for part in (self._memory, self._tier):
+            if part is not None:
+                part.retention.run_id = run_id
+        self._retention.run_id = run_id
 
     load = load_checkpoint
     """Short for :meth:`load_checkpoint`."""
@@ -511,24 +571,11 @@ def _provider(
     return cast(StatefulProvider, provider)
 
 
-def _environment() -> DistributedEnvInterface:
-    """That of the default process group, or a single process."""
-    group = torch.distributed
-    if not (group.is_available() and group.is_initialized()):
-        return StaticDistributedEnvironment()
-    rank, size = group.get_rank(), group.get_world_size()
-    return StaticDistributedEnvironment(
-        rank=rank,
-        world_size=size,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-    )
-
-
 def _shared_settings(config: CheckpointConfig) -> dict[str, object]:
-    """What must be equal on all ranks: all but the directory, which nodes may name differently."""
+    """What must be equal on all ranks: all but the directories, which nodes may name differently."""
     settings = asdict(config)
     del settings["output_dir"]
+    settings["memory_dir"] = "set" if config.memory_dir is not None else None
     return settings
 
 

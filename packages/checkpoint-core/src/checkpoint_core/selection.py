@@ -156,6 +156,43 @@ def select_checkpoint(
     return chosen
 
 
+def newest_in_memory(ranks: RankAgreement, memory_dir: Path, least_step: int) -> Chosen | None:
+    """Choose and verify the newest checkpoint that every node has in its memory. Collective.
+
+    What cannot be used there is named in warnings: another tier has what a run can be continued from.
+
+    Args:
+        ranks: The ranks.
+        memory_dir: The directory in the memory of this node.
+        least_step: The step below which another tier has a newer one.
+
+    Returns:
+        The checkpoint, or None when there is none of that step or a later one.
+
+    Raises:
+        CheckpointError: On every rank: one of them was lost.
+    """
+    try:
+        choices = _local_choices(ranks, memory_dir)
+    except CheckpointError as error:
+        if ranks.broken:
+            raise
+        if ranks.rank == 0:
+            _logger.warning("passing over the checkpoints in memory: %s", error)
+        return None
+    for step, directory, _ in choices:
+        path = checkpoint_path(directory, step)
+        if step < least_step:
+            break
+        chosen = Chosen(path, _read_everywhere(ranks, path))
+        damage = _damage(ranks, chosen)
+        if damage is None:
+            return chosen
+        if ranks.is_leader:
+            _logger.warning("passing over %s, which is in memory: %s", path, damage)
+    return None
+
+
 def _finish_publishing(ranks: RankAgreement, output_dir: Path) -> None:
     """Publish on every node what another node has published. Collective.
 

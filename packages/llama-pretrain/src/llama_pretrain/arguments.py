@@ -106,6 +106,13 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     divides them, pp divides the layers, tp what each layer computes, cp the sequences. It chooses the
     trainer, and starts that many processes on this machine unless a launcher has."""
 
+    max_restarts: int = 0
+    """How often the processes of this machine are started again after one was lost, at most. They continue
+    from the newest checkpoint, with memory_save_steps from one in memory. With torchrun, give it to that."""
+    hot_spares: bool = True
+    """With max_restarts: keep a process for each rank that has imported torch and waits to replace it, which
+    takes a few hundred MB of memory, and seconds off a restart."""
+
     output_dir: str = "runs/default"
     """Directory of checkpoints, logs, figures and config.yaml."""
     seed: int = 1
@@ -142,6 +149,10 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
             )
         if self.shards is not None and self.shards < 1:
             raise ConfigurationError("shards", self.shards, "must be at least 1", "set it to 1 or more")
+        if self.max_restarts < 0:
+            raise ConfigurationError(
+                "max_restarts", self.max_restarts, "must be 0 or more", "set it to 3, or leave it out"
+            )
         if self.seed < 0:
             raise ConfigurationError(
                 "seed",
@@ -270,6 +281,33 @@ def check_processes(name: str, mesh: str, world_size: int) -> None:
             name,
             f"runs in one process, but {world_size} were started",
             f"use `{PROG} train` for one, or `{launch_command(world_size, 'ddp')}` to share the work",
+        )
+
+
+def check_restarts(args: PretrainArguments, *, launches: bool, is_launcher: bool) -> None:
+    """Refuse restarts of processes that somebody else starts, and checkpoints that no restart would use.
+
+    Args:
+        args: The settings.
+        launches: Whether this process starts the ranks, if there are to be several.
+        is_launcher: Whether this is a rank that our own launcher has started.
+
+    Raises:
+        ConfigurationError: Saying which setting to use instead.
+    """
+    if args.max_restarts and not launches and not is_launcher:
+        raise ConfigurationError(
+            "max_restarts",
+            args.max_restarts,
+            "has no effect on processes that another launcher has started",
+            f"leave it out, and start them with `torchrun --max-restarts {args.max_restarts}`",
+        )
+    if args.memory_save_steps and launches and not args.max_restarts:
+        raise ConfigurationError(
+            "memory_save_steps",
+            args.memory_save_steps,
+            "keeps checkpoints for processes that are started again, and max_restarts is 0",
+            "set max_restarts, such as --max-restarts 3, or leave it out",
         )
 
 

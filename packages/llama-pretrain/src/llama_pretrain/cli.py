@@ -130,22 +130,23 @@ def _run(name: str, words: Sequence[str]) -> int:
         code = exit_code_of(error)
         if code is None:
             raise
-        _complain(error)
+        _complain(error, code)
         return code
 
 
-def _complain(error: Exception) -> None:
+def _complain(error: Exception, code: int) -> None:
     """Print one line; of several processes each says who it is, because each may have another reason."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"[rank {os.environ.get('RANK', '0')}] " if several else ""
     message = " ".join(str(error).split()) or type(error).__name__
     print(f"{PROG}: error: {who}{message}", file=sys.stderr)
     if is_reporting():
-        report_end(message, is_cause=not is_of_another_rank(error))
+        report_end(message, is_cause=not is_of_another_rank(error), code=code)
 
 
 # What a command imports is imported when it runs: torch takes seconds, and help needs none of it.
 def _train(words: Sequence[str]) -> int:
+    from .arguments import check_restarts
     from .mesh import parse_mesh
     from .settings import resolve, train_parser
 
@@ -159,8 +160,15 @@ def _train(words: Sequence[str]) -> int:
         dry_run(args)
         return 0
     processes = parse_mesh(args.mesh).world_size
-    if processes > 1 and not is_launched():
-        return launch(["train", *words], processes, str(args.run_path))
+    check_restarts(args, launches=not is_launched(), is_launcher=is_reporting())
+    if (processes > 1 or args.max_restarts) and not is_launched():
+        return launch(
+            ["train", *words],
+            processes,
+            str(args.run_path),
+            max_restarts=args.max_restarts,
+            hot_spares=args.hot_spares,
+        )
 
     with _collection_paused():
         import torch._dynamo  # noqa: F401 - which torch's optimizers import when they are made

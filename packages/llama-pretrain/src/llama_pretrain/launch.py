@@ -24,6 +24,8 @@ from types import FrameType
 from typing import ClassVar, Literal
 
 from .console import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER_ERROR, PROG
+from .restarts import Restarts
+from .spare import Spares
 
 EXIT_CODES_VARIABLE = "LLAMA_PRETRAIN_EXIT_CODES"
 """Names a folder in which each rank leaves its exit code, for a script whose launcher does not tell it:
@@ -41,6 +43,8 @@ _KILLED_SECONDS = 0.5
 """How long ranks live on after one was killed; it was not asked whether it had something to save."""
 _FAILED_SECONDS = 5.0
 """How long ranks have to find out by themselves that one has failed, before they are asked to end."""
+_FAILED_RESTART_SECONDS = 1.0
+"""The same where all are started again: they have nothing to finish."""
 _END_SECONDS = 60.0
 """How long they then have to finish a save."""
 
@@ -50,17 +54,29 @@ def is_launched() -> bool:
     return any(name in os.environ for name in _LAUNCHER_VARIABLES)
 
 
-def launch(words: Sequence[str], processes: int, output_dir: str) -> int:
+def launch(
+    words: Sequence[str],
+    processes: int,
+    output_dir: str,
+    *,
+    max_restarts: int = 0,
+    hot_spares: bool = False,
+) -> int:
     """Start the same command in so many processes, and wait for them.
 
     A signal is passed on to them: each finishes its step, they save together and end. The same signal again
     kills them. When one fails, the others are ended. While they start up, which takes seconds, it is watched
     whether another run takes their output directory.
 
+    A rank that is lost, by a signal or an error that is not of the input, ends the others as well; then all
+    are started again, and continue from their newest checkpoint.
+
     Args:
         words: The command line, without the program's name.
         processes: How many, all on this machine.
         output_dir: The output directory that the command line names.
+        max_restarts: How often they are started again, at most.
+        hot_spares: Whether to keep processes ready for that, which have imported torch.
 
     Returns:
         The exit code of the job: that of all processes if they agree; 130 if it was stopped at once, or
@@ -71,14 +87,18 @@ def launch(words: Sequence[str], processes: int, output_dir: str) -> int:
         OSError: If the output directory cannot be read.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    job = _Job(words, output_dir)
+    job = _Job(words, output_dir, processes, Restarts(max_restarts), hot_spares=hot_spares)
     before = {number: signal.signal(number, job.remember) for number in _SIGNALS}
     try:
         refuse_if_in_use(output_dir)
-        job.start(processes)
+        job.start()
         job.wait()
+        while job.begins_restart():
+            job.start()
+            job.wait()
     finally:
         job.kill()
+        job.close()
         _Job.has_ended = True
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -128,16 +148,27 @@ def report_ownership() -> None:
     _report("owns")
 
 
-def report_end(text: str, *, is_cause: bool) -> None:
+def report_end(text: str, *, is_cause: bool, code: int = EXIT_ABORTED) -> None:
     """Tell the launcher, if it is ours, what this rank ends of; the end of another is not a cause."""
-    _report("cause" if is_cause else "consequence", text)
+    _report("cause" if is_cause else "consequence", text, code)
 
 
-def _report(kind: _Kind, text: str = "") -> None:
+def report_begin(step: int, checkpoint: str) -> None:
+    """Tell the launcher, if it is ours, at which step training begins, and from which checkpoint."""
+    _report("begins", checkpoint, step)
+
+
+def report_step(step: int) -> None:
+    """Tell the launcher, if it is ours and restarts ranks, that a step is done."""
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        _report("step", value=step)
+
+
+def _report(kind: _Kind, text: str = "", value: int = 0) -> None:
     if is_reporting():
         rank = int(os.environ["RANK"])
         # A longer line could be mixed with that of another rank, or torn where this one is killed.
-        while len(line := json.dumps(asdict(_Report(rank, kind, text))) + "\n") > select.PIPE_BUF:
+        while len(line := json.dumps(asdict(_Report(rank, kind, text, value))) + "\n") > select.PIPE_BUF:
             text = text[: len(text) * 3 // 4]
         os.write(int(os.environ[REPORT_VARIABLE]), line.encode())
 
@@ -147,8 +178,9 @@ def is_reporting() -> bool:
     return REPORT_VARIABLE in os.environ and is_launched()
 
 
-_Kind = Literal["owns", "cause", "consequence"]
-"""What a rank reports: that the output directory is the run's own; or what it ends of, itself or another."""
+_Kind = Literal["owns", "begins", "step", "cause", "consequence"]
+"""What a rank reports: that the output directory is the run's own; where training begins, and each step; or
+what it ends of, itself or another."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +188,8 @@ class _Report:
     rank: int
     kind: _Kind
     text: str
+    value: int
+    """The step; or the exit code."""
 
 
 class _Job:
@@ -163,14 +197,35 @@ class _Job:
 
     has_ended: ClassVar[bool] = False
 
-    def __init__(self, words: Sequence[str], output_dir: str) -> None:
-        self._words = words
+    def __init__(
+        self, words: Sequence[str], output_dir: str, processes: int, restarts: Restarts, *, hot_spares: bool
+    ) -> None:
+        self._words = list(words)
         self._output_dir = output_dir
-        self._looked_at = time.monotonic()
+        self._processes = processes
+        self._restarts = restarts
+        self._report_pipe, self._report_fd = os.pipe()
+        os.set_blocking(self._report_pipe, False)
+        self._variables = {
+            **os.environ,
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            # The store is the launcher's, as under torchrun.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_MAX_RESTARTS": str(restarts.most),
+            REPORT_VARIABLE: str(self._report_fd),
+        }
+        self._spares = Spares(self._variables, self._report_fd) if hot_spares and restarts.most else None
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._received: list[int] = []
         self._received_at: dict[int, float] = {}
         self._stopped_at_once = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what the ranks of the start before have told."""
+        self._looked_at = time.monotonic()
         self._first_failed: int | None = None
         self._failed_at = 0.0
         self._asked_to_end = False
@@ -180,31 +235,31 @@ class _Job:
         """Handle a signal."""
         self._received.append(number)
 
-    def start(self, processes: int) -> None:
+    def start(self) -> None:
         """Start the ranks, each in a session of its own: Ctrl-C comes to them from here alone."""
         from dist_env import die_with_parent_command
 
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         port = listener.getsockname()[1]
-        self._report_pipe, report_fd = os.pipe()
-        os.set_blocking(self._report_pipe, False)
         command = die_with_parent_command([sys.executable, "-m", "llama_pretrain", *self._words])
-        shared = {
-            "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            # The store is the launcher's, as under torchrun.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            REPORT_VARIABLE: str(report_fd),
-        }
-        for rank in range(processes):
-            variables = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._ranks.append(
-                subprocess.Popen(command, env=variables, pass_fds=(report_fd,), start_new_session=True)
-            )
-        os.close(report_fd)
+        self._ranks = []
+        for rank in range(self._processes):
+            own = {
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RESTART_COUNT": str(self._restarts.done),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            }
+            started = None if self._spares is None else self._spares.take(own, self._words)
+            if started is None:
+                started = subprocess.Popen(
+                    command,
+                    env=self._variables | own,
+                    pass_fds=(self._report_fd,),
+                    start_new_session=True,
+                )
+            self._ranks.append(started)
+        self._restarts.note_start()
         # Behind the ranks, which import torch for as long as this process does. Who connects meanwhile waits
         # in the backlog of the socket.
         import torch.distributed as dist
@@ -229,6 +284,31 @@ class _Job:
                 return
             time.sleep(_LOOK_SECONDS)
         self._look_for_failures()
+
+    def begins_restart(self) -> bool:
+        """Whether the ranks are to be started again; says what was lost, and ends those that live."""
+        first = self._first_failed
+        if first is None or self._stopped_at_once or self._received_at:
+            return False
+        self._read_reports()
+        codes = [each.poll() for each in self._ranks]
+        told = [report.value for report in self._reports if report.kind == "cause"]
+        if any(code in (EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_RESUMABLE) for code in [*codes, *told]):
+            return False
+        if not self._restarts.begin(first, self._ranks[first].returncode, self._failed_at):
+            return False
+        self.kill()
+        self._read_reports()
+        if self._restarts.has_begun:
+            # What was there before has moved aside by now; once more, and the run itself would.
+            self._words = [word for word in self._words if word != "--fresh"]
+        self._forget()
+        return True
+
+    def close(self) -> None:
+        """End the processes that wait."""
+        if self._spares is not None:
+            self._spares.close()
 
     def kill(self) -> None:
         """Kill who still lives."""
@@ -277,6 +357,9 @@ class _Job:
         if self._first_failed is None:
             return False
         since = time.monotonic() - self._failed_at
+        if self._restarts.left and not self._received_at:
+            # They cannot save without the lost one; a rank that has failed by itself says why.
+            return since > (0 if self._ranks[self._first_failed].returncode < 0 else _FAILED_RESTART_SECONDS)
         if self._ranks[self._first_failed].returncode < 0:
             return since > _KILLED_SECONDS
         if since > _FAILED_SECONDS and not self._asked_to_end:
@@ -311,11 +394,26 @@ class _Job:
             while part := os.read(self._report_pipe, 65536):
                 received += part
         # Each line was written in one piece, so that the last one is whole too.
-        self._reports += [_Report(**json.loads(line)) for line in received.splitlines()]
+        for line in received.splitlines():
+            report = _Report(**json.loads(line))
+            if report.kind in ("step", "begins", "owns"):
+                self._note_progress(report)
+            if report.kind != "step":
+                self._reports.append(report)
+
+    def _note_progress(self, report: _Report) -> None:
+        if report.kind == "owns":
+            self._restarts.note_connected()
+        elif report.kind == "step":
+            self._restarts.note_step(report.value)
+        else:
+            self._restarts.note_begin(report.value, report.text)
+            if self._spares is not None and self._restarts.left:
+                self._spares.start(self._processes)  # Not before: the ranks need the cores to start.
 
     def _name_the_cause(self, first: int) -> None:
         self._read_reports()
-        reports = [report for report in self._reports if report.kind != "owns"]
+        reports = [report for report in self._reports if report.kind in ("cause", "consequence")]
         causes = [report for report in reports if report.kind == "cause"]
         code = self._ranks[first].returncode
         if code < 0:

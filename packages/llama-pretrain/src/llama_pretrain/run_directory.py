@@ -28,6 +28,7 @@ from trainer_core import (
     ConfigurationError,
     arguments_from_dict,
     checkpoints_in,
+    has_memory_checkpoint,
     load_config_file,
     move_aside,
 )
@@ -277,7 +278,7 @@ class RunDirectory:
         address = args.store_address
         if address is not None and find_latest_checkpoint(address) is not None:
             return True
-        return any(self.path.glob("checkpoint-*"))
+        return any(self.path.glob("checkpoint-*")) or has_memory_checkpoint(args)
 
     def _refuse_foreign_files(self) -> None:
         if self.path.exists() and not self.path.is_dir():

@@ -7,12 +7,19 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import nn
 
-from checkpoint_core import CheckpointError, LeaseLostError, LostRankError, find_latest_checkpoint
+from checkpoint_core import (
+    CheckpointError,
+    CheckpointManager,
+    LeaseLostError,
+    LostRankError,
+    find_latest_checkpoint,
+)
 from dataloader_dispatch import DocumentSource
 from dist_env import (
     DistributedEnvInterface,
@@ -22,12 +29,12 @@ from dist_env import (
     main_process_first,
 )
 from perf_metrics import architecture_of_model
-from trainer_core import ConfigurationError, Trainer, TrainerState
+from trainer_core import ConfigurationError, Trainer, TrainerState, has_memory_checkpoint
 
 from .arguments import PretrainArguments, check_processes, launch_command
 from .console import CONFIG_NAME, PROG, BrokenRunError, printable, text_plot, wrapped
 from .experiment import Experiment, build_trainer, prepare
-from .launch import refuse_if_in_use, report_ownership
+from .launch import refuse_if_in_use, report_begin, report_ownership, report_step
 from .mesh import parse_mesh, told_trainer
 from .model.llama import Llama, generate
 from .run_directory import RunDirectory, describe_session, now_text
@@ -59,6 +66,9 @@ def train(args: PretrainArguments) -> int:
         RankTimeoutError: If another rank did not come.
     """
     started = time.perf_counter()
+    if has_memory_checkpoint(args):
+        # The launcher has started this run before, which has moved aside then what it was told to.
+        args = replace(args, resume_from_checkpoint=True, overwrite_output_dir=False)
     refuse_if_in_use(str(args.run_path))
     env = DistributedEnvironment(always=False, no_accelerator=args.use_cpu or args.device == "cpu")
     check_processes(args.trainer, args.mesh, env.world_size)
@@ -135,10 +145,18 @@ class _Begun:
         self.happened = False
         self._directory = directory
 
-    def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+    def on_train_begin(
+        self, args: object, state: TrainerState, control: object, *, trainer: Trainer, **_: object
+    ) -> None:
         self.happened = True
+        if state.is_world_process_zero:
+            report_begin(state.global_step, _told_origin(trainer.checkpoint_manager))
         if self._directory is not None:
             self._directory.note_session(first_step=state.global_step)
+
+    def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+        if state.is_world_process_zero:
+            report_step(state.global_step)
 
     @contextmanager
     def noting_the_end(self, trainer: Trainer) -> Iterator[None]:
@@ -164,6 +182,15 @@ class _Begun:
             except (OSError, ConfigurationError) as error:
                 # A full disk may be what ends the run, and must not take the place of what ended it.
                 print(f"{PROG}: the end of the run could not be noted: {error}", file=sys.stderr)
+
+
+def _told_origin(manager: CheckpointManager) -> str:
+    """What a run continues from, for the launcher."""
+    loaded = manager.loaded
+    if loaded is None:
+        return "the beginning"
+    where = "in memory" if manager.is_in_memory(loaded.path) else f"in {loaded.path.parent}"
+    return f"{loaded.path.name} {where}"
 
 
 def _lacks_evaluation(

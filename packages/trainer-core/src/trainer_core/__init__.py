@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         predict,
         with_router_loss,
     )
+    from .memory_tier import has_memory_checkpoint
     from .metrics.comm_bytes import Collective, CommBytes
     from .metrics.memory import RankMemory
     from .model import (
@@ -203,6 +204,7 @@ __all__ = [
     "fsdp_modules",
     "generators_of_rank_0",
     "is_fake",
+    "has_memory_checkpoint",
     "ignored_like",
     "is_ignored",
     "labels_of",

@@ -33,6 +33,7 @@ from .arguments.config import Changes
 from .data.loaders import keeps_position
 from .distributed.ranks import Ranks
 from .errors import ConfigurationError
+from .memory_tier import has_memory_checkpoint, memory_directory
 from .optimization.averaging import TRAINING_WEIGHTS
 from .run import Run
 from .run_state import RunComponents
@@ -56,12 +57,14 @@ def build_manager(
             "greater_is_better": args.best_is_greater,
             "preserve_n_best": keep,
         }
+    memory = memory_directory(args)
     config = CheckpointConfig(
         output_dir=args.output_dir,
         save_total_limit=args.save_total_limit,
         save_on_each_node=args.save_on_each_node,
         remote_dir=args.remote_dir,
         remote_save_total_limit=args.remote_save_total_limit,
+        memory_dir=None if memory is None else memory.path,
         **best,  # type: ignore[arg-type]
     )
     return CheckpointManager(
@@ -85,6 +88,8 @@ def resume(run: Run) -> Path | None:
         checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it.
     """
     wanted = run.args.resume_from_checkpoint
+    if run.ranks.any([has_memory_checkpoint(run.args)])[0]:
+        wanted = True  # The launcher has started this run before, with the same settings.
     loaded = None if wanted is False else load(run, None if wanted is True else wanted)
     if loaded is not None:
         say_changes(run.progress.changes)
@@ -149,7 +154,8 @@ def load(run: Run, path: str | None) -> Path | None:
         return None
     run.progress.settle(run.schedule)
     run.loaded, run.went_back = loaded.path, path is not None
-    run.saved_step = run.state.global_step
+    run.in_memory = run.manager.is_in_memory(loaded.path)
+    run.saved_step = -1 if run.in_memory else run.state.global_step
     run.announced_epoch = run.progress.generators_before_epoch = None
     run.update_epoch()
     note_best(run)
@@ -173,7 +179,9 @@ def say_changes(changes: Changes) -> None:
 def has_checkpoint_to_resume(args: TrainingArguments) -> bool:
     """Whether training would continue from a checkpoint; it is verified when it is loaded."""
     wanted = args.resume_from_checkpoint
-    return isinstance(wanted, str) or (wanted and _newest(args) is not None)
+    if isinstance(wanted, str) or has_memory_checkpoint(args):
+        return True
+    return wanted and _newest(args) is not None
 
 
 def _newest(args: TrainingArguments) -> Path | None:
@@ -269,7 +277,8 @@ def _cannot_make_room(run: Run) -> ConfigurationError | None:
 def starts_over(run: Run) -> bool:
     """Whether the run begins anew where another one was, and was told to move that aside."""
     args = run.args
-    return args.resume_from_checkpoint is False and args.overwrite_output_dir and run.saved_step < 0
+    begins = run.saved_step < 0 and not run.in_memory
+    return args.resume_from_checkpoint is False and args.overwrite_output_dir and begins
 
 
 def end_upload(run: Run) -> None:

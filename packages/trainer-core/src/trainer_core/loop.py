@@ -118,6 +118,7 @@ class TrainingLoop:
                 if self.actions.after_step():
                     self._sync_control()
                     self._serve_requests()
+                self.actions.save_to_memory()
             ended = window is None or control.should_epoch_stop
         if ended or (self._epoch_is_complete() and not control.ends_run):
             self._close_epoch()

@@ -342,6 +342,17 @@ class Actions:
         run.events.fire("on_save", checkpoint_path=str(saved))
         return saved
 
+    def save_to_memory(self) -> None:
+        """Save a checkpoint in memory, if one is due after the optimizer step just done."""
+        run, every = self.run, self.run.args.memory_save_steps
+        if not every or run.state.global_step % every or run.events.control.ends_run:
+            return
+        if not self._gradients_were_finite():
+            return
+        with self._saving():
+            saved = run.manager.save_to_memory(run.state.global_step)
+        run.events.fire("on_memory_save", checkpoint_path=str(saved))
+
     @contextmanager
     def _saving(self) -> Iterator[None]:
         """Leave the time of a save out of that of training, and show it in traces of the profiler."""

@@ -22,6 +22,7 @@ from .data.loaders import EvalMetric, EvaluationSets, epoch_of, epoch_progress_o
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel
 from .loss import TokenLoss
+from .memory_tier import kept_in_memory
 from .metrics.log_window import FlopsAccount, MetricAccumulator, RunSpeed
 from .model import CompileCache, RecompileCounter, run_settings
 from .run_state import RunProgress, ScheduleState
@@ -161,6 +162,8 @@ class Run:
     """The epoch that the training data was last told of, if it stands there."""
     loaded: Path | None = None
     """The checkpoint that was loaded last in this process."""
+    in_memory: bool = False
+    """Whether that one lay in the memory of this job."""
     went_back: bool = False
     """Whether that one was named, so that there may be newer ones."""
     has_trained: bool = False
@@ -170,7 +173,7 @@ class Run:
     ranked_step: int = -1
     """Step of the last checkpoint that was saved with the result of an evaluation in this process."""
     saved_step: int = -1
-    """Step of the newest checkpoint of this run."""
+    """Step of the newest checkpoint of this run on storage; unknown after one was loaded from memory."""
 
     @property
     def steps_in_epoch(self) -> int:
@@ -199,5 +202,6 @@ def training_switches(run: Run) -> Iterator[None]:
         if args.torch_compile:
             stack.enter_context(exclude_compilation(run.meter))
         stack.enter_context(run.garbage)
+        stack.enter_context(kept_in_memory(run))
         stack.enter_context(dump_on_oom(args.log_path / "memory"))
         yield

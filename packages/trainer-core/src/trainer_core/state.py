@@ -150,6 +150,7 @@ EVENTS = (
     "on_prediction_step",
     "on_evaluate",
     "on_save",
+    "on_memory_save",
 )
 """Every event. A callback is any object; it has a method for each event it wants."""
 Handler = Callable[..., TrainerControl | None]

@@ -581,7 +581,7 @@ class Trainer(InputHints):
         """Load what a model without weights was built for, at once: there is nothing to use until then."""
         self._resume(run)
         model = run.built.model
-        verify_initialised(model, model.state_dict() if run.saved_step >= 0 else ())
+        verify_initialised(model, model.state_dict() if run.saved_step >= 0 or run.in_memory else ())
 
     def _begin_with(self, run: Run, directory: Path) -> None:
         run.built.load_weights(directory)

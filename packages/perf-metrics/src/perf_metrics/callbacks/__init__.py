@@ -75,4 +75,5 @@ class EventHandlers:
     on_evaluate: Callable[..., None] = _ignored
     on_predict: Callable[..., None] = _ignored
     on_save: Callable[..., None] = _ignored
+    on_memory_save: Callable[..., None] = _ignored
     on_push_begin: Callable[..., None] = _ignored

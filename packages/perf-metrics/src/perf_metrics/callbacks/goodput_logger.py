@@ -96,6 +96,11 @@ class GoodputLogger(EventHandlers):
         if self._file is not None:
             self._file.saved(state.global_step)
 
+    def on_memory_save(self, args: object, state: ProgressState, control: object, **_: object) -> None:
+        """A checkpoint is saved that a restart within the job may continue from."""
+        if self._file is not None:
+            self._file.saved_in_memory(state.global_step)
+
     def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
         """End the session."""
         self._close("end")
@@ -131,6 +136,7 @@ class _SessionFile:
         self._step, self._written = step, now
         self._seconds: dict[Kind, float] = {}
         self._has_data = False
+        self._in_memory: dict[int, Mapping[Kind, float]] = {}
         started, self._ranks = _started(now), _ranks()
         self._before = now - started
         begin = {"event": "begin", "time": now, "started": started, "ranks": self._ranks, "step": step}
@@ -175,6 +181,14 @@ class _SessionFile:
             self._keep({"event": "save", "time": time.time(), "step": step, "seconds": self._seconds})
             self._write_last("alive")
 
+    def saved_in_memory(self, step: int) -> None:
+        """A checkpoint of a step was saved in memory, where the two newest stay."""
+        self.ended("saving")
+        with self._lock:
+            # In the last line, which is replaced: they come too often for a line of their own.
+            self._in_memory = {**dict([*self._in_memory.items()][-1:]), step: self._rounded()}
+            self._write_last("alive")
+
     def close(self, how: str) -> None:
         """The session has ended; what came behind its last step or save is its end."""
         if not self.closed.is_set():
@@ -206,6 +220,9 @@ class _SessionFile:
         if seconds > 0:
             self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
 
+    def _rounded(self) -> Mapping[Kind, float]:
+        return {kind: round(value, 3) for kind, value in self._seconds.items()}
+
     def _keep(self, line: Mapping[str, object]) -> None:
         """Have a line that stays written with the next one."""
         self._kept += _encoded(line)
@@ -213,8 +230,10 @@ class _SessionFile:
     def _write_last(self, event: str) -> None:
         """Write the lines that stay, and the last one in the place of the one before; the lock is held."""
         self._written = time.time()
-        seconds = {kind: round(value, 3) for kind, value in self._seconds.items()}
-        last = {"event": event, "time": self._written, "step": self._step, "seconds": seconds}
+        last: dict[str, object] = {"event": event, "time": self._written, "step": self._step}
+        last["seconds"] = self._rounded()
+        if self._in_memory:
+            last["memory"] = [{"step": step, "seconds": spent} for step, spent in self._in_memory.items()]
         data = self._kept + _encoded(last)
         try:
             if self._file is None:

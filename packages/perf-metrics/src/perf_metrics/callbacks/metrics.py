@@ -128,7 +128,7 @@ class IntervalCounts(EventHandlers):
         """A checkpoint has been written, or is about to be uploaded."""
         self._timer.end("save")
 
-    on_push_begin = on_save
+    on_push_begin = on_memory_save = on_save
 
     def on_log(
         self,

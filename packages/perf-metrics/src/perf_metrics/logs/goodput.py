@@ -225,7 +225,8 @@ def _read(file: Path) -> _Read | None:
             raise ValueError("its first line is not that of a beginning")
         end = others[-1] if others else {**begin, "seconds": {}}
         last = _Last(end["event"], end["time"], end["step"], end["seconds"])
-        return _Read(begin, [line for line in others if line["event"] == "save"], last)
+        saves = [line for line in others if line["event"] == "save"]
+        return _Read(begin, [*saves, *end.get("memory", [])], last)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is not the account of a session: {error}. Remove it.") from error
 

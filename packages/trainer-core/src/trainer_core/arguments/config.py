@@ -154,7 +154,9 @@ WARNED = frozenset(
 
 _STOPPING_POINTS = frozenset({"max_steps", "num_train_epochs", "epoch_train_steps"})
 _WITHOUT_END = ("", *WITHOUT_TOTAL)
-_OF_A_START = frozenset({"allow_changes", "overwrite_output_dir", "resume_from_checkpoint"})
+_OF_A_START = frozenset(
+    {"allow_changes", "memory_save_steps", "overwrite_output_dir", "resume_from_checkpoint"}
+)
 """They say how a start treats what is there, and nothing about the run."""
 
 

@@ -117,6 +117,10 @@ class MinimalTrainingArguments:
     its ranks; a resume takes the newest of both."""
     remote_save_total_limit: int | None = 2
     """Checkpoints to keep in remote_dir, oldest removed first; none: keep all."""
+    memory_save_steps: int = 0
+    """Optimizer steps between checkpoints in the memory of each node, of which the two newest stay until the
+    job ends, for ranks that torchrun --max-restarts or the like starts again; 0: none. They take three times
+    the size of a checkpoint in /dev/shm. State that is divided between nodes cannot be kept so."""
     save_safetensors: bool = True
     """Weights are safetensors, always; false is refused."""
     save_on_each_node: bool = False
@@ -297,6 +301,7 @@ def _check_counts(args: MinimalTrainingArguments) -> None:
         "save_steps",
     ):
         rules.at_least(name, getattr(args, name), 1)
+    rules.at_least("memory_save_steps", args.memory_save_steps, 0)
     for name in ("eval_strategy", "logging_strategy", "save_strategy"):
         rules.one_of(name, getattr(args, name), STRATEGIES)
     rules.at_least_or("max_steps", args.max_steps, 0, off=-1)

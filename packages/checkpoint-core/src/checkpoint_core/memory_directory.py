@@ -1,0 +1,124 @@
+"""A directory in the memory of a machine that lives as long as a job's launcher.
+
+A launcher that starts ranks again, such as torchrun with ``--max-restarts``, ends all of them when one is
+lost. What they keep in shared memory is still there for those that come after them. It belongs to the job and
+not to the run: its name holds the launcher's process, and it is gone soon after that, however it ends.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from checkpoint_core import memory_keeper
+from checkpoint_core.directory import clean_leftovers, has_ended, machine_token, process_start
+from checkpoint_core.errors import CheckpointError, free_bytes
+
+MEMORY_COPIES = 2
+"""Number of checkpoints that are kept in memory: the newest may turn out to be damaged."""
+_ROOT = "/dev/shm"
+_PREFIX = "checkpoint-core"
+_NAME = re.compile(rf"{_PREFIX}-([0-9a-f]{{8}})-(\d+)-(\d+)-[0-9a-f]{{12}}")
+_KINDS = ("tmpfs", "ramfs")
+
+
+class MemoryDirectory:
+    """The directory in memory of one run of one job, the same for all ranks that a launcher starts here.
+
+    Args:
+        run: What tells the run from others that the same launcher may start, such as its output directory.
+        launcher: The process that starts the ranks again, and with which the directory goes; None for the
+            parent of this process.
+        root: A directory of a memory file system.
+    """
+
+    def __init__(self, run: str | Path, *, launcher: int | None = None, root: str | Path = _ROOT) -> None:
+        self.launcher = os.getppid() if launcher is None else launcher
+        self._root = Path(root)
+        began = process_start(self.launcher) or 0
+        digest = hashlib.sha256(str(Path(run).absolute()).encode()).hexdigest()[:12]
+        self.path = self._root / f"{_PREFIX}-{machine_token()}-{self.launcher}-{began}-{digest}"
+        """The directory."""
+
+    def open(self) -> Path:
+        """Make the directory, and start the process that removes it once the launcher has ended.
+
+        To be called by one rank of each node; again after a restart. What jobs that have ended have left,
+        which were killed together with that process, is removed.
+
+        Returns:
+            The directory.
+
+        Raises:
+            CheckpointError: This machine has no file system in memory, or the directory cannot be made.
+        """
+        if not sys.platform.startswith("linux") or _kind_of(self._root) not in _KINDS:
+            raise CheckpointError(
+                f"{self._root} is not a file system in memory (tmpfs) on this machine, so checkpoints cannot "
+                "be kept there. Mount one, or leave the memory tier out."
+            )
+        self._remove_stale()
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be made: {error.strerror}.") from error
+        if self.path.is_symlink() or self.path.stat().st_uid != os.getuid():
+            raise CheckpointError(f"{self.path} is another user's. Remove it.")
+        # In a session of its own: what ends the ranks must leave it alone. Nobody waits for it: it ends when
+        # this process, or one that comes after it, has long ended.
+        program = [sys.executable, "-I", "-S", memory_keeper.__file__, str(self.path), str(self.launcher)]
+        nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
+        os.posix_spawn(sys.executable, program, os.environ, setsid=True, file_actions=nowhere)
+        return self.path
+
+    def remove(self) -> None:
+        """Remove the directory, as a run does that has ended well."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _remove_stale(self) -> None:
+        for path in self._root.glob(f"{_PREFIX}-*"):
+            found = _NAME.fullmatch(path.name)
+            if found is None or found[1] != machine_token() or not has_ended(int(found[2]), int(found[3])):
+                continue
+            if not path.is_symlink() and path.stat().st_uid == os.getuid():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def check_memory(directory: Path, needed: int, copies: int) -> None:
+    """Refuse to begin a save in memory that later ones would not fit beside.
+
+    Args:
+        directory: The directory of the checkpoints.
+        needed: Bytes of this checkpoint.
+        copies: Number of checkpoints that are there.
+
+    Raises:
+        CheckpointError: There is not room for all that are kept and one in the making; names the numbers.
+    """
+    clean_leftovers(directory)
+    free = free_bytes(directory)
+    wanted = max(1, MEMORY_COPIES + 1 - copies) * needed
+    if wanted > free:
+        raise CheckpointError(
+            f"not enough memory for checkpoints: one takes {needed} bytes ({needed / 1e9:.2f} GB), and "
+            f"{MEMORY_COPIES} of them beside one in the making need {(MEMORY_COPIES + 1) * needed} bytes, "
+            f"but {directory.parent} has {free} bytes free beside the {copies} that are there. Make it "
+            "larger (a container has --shm-size), save to memory on more nodes, or leave the memory tier out."
+        )
+
+
+def _kind_of(directory: Path) -> str | None:
+    """The file system that a directory is on, as the kernel names it; None if that cannot be told."""
+    try:
+        device = directory.stat().st_dev
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0]
+    return None
