@@ -63,7 +63,7 @@ def test_events_come_in_order_with_their_keywords(
         "on_log",
         "on_train_end",
     ]
-    assert {*recorder.names(), "on_exception"} == set(EVENTS)
+    assert {*recorder.names(), "on_exception", "on_memory_save"} == set(EVENTS)
     always = {"model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"}
     assert all(always | {"trainer"} <= keywords for _, keywords in recorder.seen)
     extras = {name: keywords - always - {"trainer"} for name, keywords in recorder.seen}

@@ -90,9 +90,9 @@ class Restarts:
             times = [*self._times, time.monotonic()]
             spent = [f"{after - before:.2f} s" for before, after in pairwise(times)]
             _say(
-                f"restart {self.done} of {self.most}: step {step} was done {times[-1] - times[0]:.2f} s after "
-                f"the loss: {spent[0]} to end the ranks, {spent[1]} to start and connect, {spent[2]} to build "
-                f"and load, {spent[3]} for steps."
+                f"restart {self.done} of {self.most}: step {step} was done {times[-1] - times[0]:.2f} s "
+                f"after the loss: {spent[0]} to end the ranks, {spent[1]} to start and connect, "
+                f"{spent[2]} to build and load, {spent[3]} for steps."
             )
         self._lost_at = None
 

@@ -1,0 +1,174 @@
+"""Checkpoints in memory: newest first, damaged ones passed over, and gone when the launcher is."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from checkpoint_core import CheckpointConfig, CheckpointError, CheckpointManager, MemoryDirectory
+from checkpoint_core.memory_directory import check_memory
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses memory of Linux")
+LONG_S = 60
+
+
+@pytest.fixture
+def launcher() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stands for the launcher."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def memory(launcher: subprocess.Popen[bytes], tmp_path: Path) -> Iterator[MemoryDirectory]:
+    directory = MemoryDirectory(tmp_path / "run", launcher=launcher.pid)
+    directory.open()
+    yield directory
+    directory.remove()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Job:
+    """A model whose weight is the step, and its manager."""
+
+    def __init__(self, tmp_path: Path, memory: MemoryDirectory | None, **settings: object) -> None:
+        self.model = nn.Linear(4, 4)
+        place = None if memory is None else memory.path
+        config = CheckpointConfig(tmp_path / "run", memory_dir=place, **settings)  # type: ignore[arg-type]
+        self.manager = CheckpointManager(config, {"model": self.model})
+
+    def save(self, step: int, *, to_memory: bool) -> Path:
+        nn.init.constant_(self.model.weight, step)
+        return self.manager.save_to_memory(step) if to_memory else self.manager.save(step)
+
+    def load(self) -> Path:
+        loaded = self.manager.load()
+        assert loaded is not None
+        assert torch.equal(self.model.weight.detach(), torch.full((4, 4), float(loaded.step)))
+        assert self.manager.loaded == loaded
+        return loaded.path
+
+
+def damage(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_the_newest_good_checkpoint_of_both_places_is_loaded(
+    tmp_path: Path, memory: MemoryDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path, memory)
+    job.save(2, to_memory=False)
+    for step in (1, 2, 3, 4):
+        job.save(step, to_memory=True)
+    assert sorted(path.name for path in memory.path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+    assert Job(tmp_path, memory).load() == memory.path / "checkpoint-4"
+    damage(memory.path / "checkpoint-4")
+    with caplog.at_level(logging.WARNING):
+        assert Job(tmp_path, memory).load() == memory.path / "checkpoint-3"
+    assert f"passing over {memory.path}/checkpoint-4, which is in memory: " in caplog.text
+    damage(memory.path / "checkpoint-3")
+    assert Job(tmp_path, memory).load() == tmp_path / "run" / "checkpoint-2"
+    again = Job(tmp_path, memory)
+    again.load()
+    again.save(5, to_memory=False)
+    assert Job(tmp_path, memory).load() == tmp_path / "run" / "checkpoint-5"
+
+
+def test_what_was_loaded_from_memory_is_the_same_run_on_storage(
+    tmp_path: Path, memory: MemoryDirectory
+) -> None:
+    job = Job(tmp_path, memory)
+    for step in (1, 2):
+        job.save(step, to_memory=False)
+    job.save(3, to_memory=True)
+    after = Job(tmp_path, memory)
+    assert after.manager.owns(after.load())
+    after.save(4, to_memory=False)
+    # Those of the same run rotate away, and none for having been loaded.
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_torn_save_is_passed_over_and_its_room_given_back(tmp_path: Path, memory: MemoryDirectory) -> None:
+    Job(tmp_path, memory).save(3, to_memory=True)
+    program = f"""
+import os, sys, torch
+from checkpoint_core import CheckpointConfig, CheckpointManager
+import checkpoint_core.saving as saving
+manager = CheckpointManager(CheckpointConfig({str(tmp_path / "run")!r}, memory_dir={str(memory.path)!r}),
+                            {{"model": torch.nn.Linear(4, 4)}})
+saving.publish = lambda *_: os.kill(os.getpid(), 9)
+manager.save_to_memory(4)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    assert len(list(memory.path.iterdir())) == 2
+    job = Job(tmp_path, memory)
+    assert job.load() == memory.path / "checkpoint-3"
+    job.save(4, to_memory=True)
+    assert sorted(path.name for path in memory.path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_the_directory_goes_with_the_launcher_however_that_ends(
+    launcher: subprocess.Popen[bytes], memory: MemoryDirectory, tmp_path: Path
+) -> None:
+    Job(tmp_path, memory).save(1, to_memory=True)
+    assert memory.path.stat().st_mode & 0o077 == 0
+    memory.open()  # as after a restart: the second keeper leaves the directory to the first
+    time.sleep(0.3)
+    assert (memory.path / "checkpoint-1").is_dir()
+    launcher.kill()
+    wait_for(lambda: not memory.path.exists())
+
+
+def test_what_a_job_left_that_was_killed_with_its_keeper_goes_with_the_next_start(
+    launcher: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    stale = MemoryDirectory(tmp_path / "run", launcher=ended.pid).path
+    stale.mkdir()
+    ended.communicate()
+    other = MemoryDirectory(tmp_path / "other", launcher=launcher.pid)
+    try:
+        other.open()
+        assert not stale.exists()
+        assert other.path.exists()
+    finally:
+        other.remove()
+
+
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path, launcher: subprocess.Popen[bytes]) -> None:
+    on_disk = Path("/proc")
+    with pytest.raises(CheckpointError, match="/proc is not a file system in memory"):
+        MemoryDirectory("run", launcher=launcher.pid, root=on_disk).open()
+    with pytest.raises(CheckpointError, match="needs an open CheckpointManager with memory_dir"):
+        Job(tmp_path, None).save(1, to_memory=True)
+    with pytest.raises(CheckpointError, match="memory_dir='s3://bucket/run' is in an object store"):
+        CheckpointConfig(tmp_path, memory_dir="s3://bucket/run")
+
+
+def test_room_is_asked_for_all_copies_and_the_one_in_the_making(
+    tmp_path: Path, memory: MemoryDirectory
+) -> None:
+    free = os.statvfs(memory.path).f_bavail * os.statvfs(memory.path).f_frsize
+    some = free * 2 // 5
+    message = f"one takes {some} bytes .*, and 2 of them beside one in the making need {3 * some} bytes"
+    with pytest.raises(CheckpointError, match=message):
+        check_memory(memory.path, some, 0)
+    check_memory(memory.path, some, 2)

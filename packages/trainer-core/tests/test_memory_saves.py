@@ -1,0 +1,104 @@
+"""Checkpoints in memory: a start after a loss continues from there, also one that was told to begin anew."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from trainer_core import ConfigurationError, Trainer, has_memory_checkpoint
+from trainer_core.memory_tier import RESTARTS_VARIABLE, memory_directory
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses memory of Linux")
+
+
+class LostError(Exception):
+    """What stands for the loss of a rank."""
+
+
+class LoseAt:
+    """Fails in a step, and keeps what was said of saves."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.saved: list[str] = []
+
+    def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
+        if state.global_step == self.step:  # type: ignore[attr-defined]
+            raise LostError
+
+    def on_memory_save(
+        self, args: object, state: object, control: object, *, checkpoint_path: str, **_: object
+    ) -> None:
+        self.saved.append(checkpoint_path.rpartition("/")[2])
+
+
+def losses(trainer: Trainer) -> list[tuple[object, object]]:
+    return [(entry["global_step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_start_after_a_loss_continues_from_memory(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
+    monkeypatch.setenv(RESTARTS_VARIABLE, "3")
+    settings: dict[str, object] = {"max_steps": 9, "save_strategy": "steps", "save_steps": 4, "dropout": 0.3}
+    if fresh:
+        make_trainer(**{**settings, "max_steps": 5}).train()  # an earlier run in the same directory
+        settings |= {"resume_from_checkpoint": False, "overwrite_output_dir": True}
+    settings["memory_save_steps"] = 1
+    lost = LoseAt(7)
+    first = make_trainer(**settings, callbacks=[lost])
+    with pytest.raises(LostError):
+        first.train()
+    assert lost.saved == [f"checkpoint-{step}" for step in range(1, 7)]
+    assert has_memory_checkpoint(first.args)
+    second = make_trainer(**settings)
+    second.train()
+    assert second.state.session_start_step == 6
+    assert not has_memory_checkpoint(second.args)
+    directory = memory_directory(second.args)
+    assert directory is not None
+    assert not directory.path.exists()
+    assert second.saved_step == 9
+    assert len(list(second.args.run_path.glob("previous-*"))) == fresh
+    assert sorted(path.name for path in second.args.run_path.glob("checkpoint-*")) == [
+        "checkpoint-8",
+        "checkpoint-9",
+    ]
+    whole = make_trainer(
+        **{**settings, "memory_save_steps": 0, "output_dir": str(second.args.run_path) + "2"}
+    )
+    whole.train()
+    assert losses(second) == losses(whole)
+
+
+def test_a_run_that_is_at_its_end_in_memory_saves_it_on_storage(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RESTARTS_VARIABLE, "3")
+    settings: dict[str, object] = {"max_steps": 4, "save_strategy": "steps", "memory_save_steps": 2}
+
+    class LoseAfter:
+        def on_memory_save(self, args: object, state: object, control: object, **_: object) -> None:
+            if state.global_step == 4:  # type: ignore[attr-defined]
+                raise LostError
+
+    with pytest.raises(LostError):
+        make_trainer(**settings, callbacks=[LoseAfter()]).train()
+    trainer = make_trainer(**settings)
+    trainer.train()
+    assert (trainer.state.session_start_step, trainer.saved_step) == (4, 4)
+    assert [path.name for path in trainer.args.run_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_it_is_refused_where_nothing_starts_the_process_again(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    monkeypatch.delenv(RESTARTS_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(RESTARTS_VARIABLE, value)
+    with pytest.raises(ConfigurationError, match=r"memory_save_steps.*torchrun --max-restarts 3"):
+        make_trainer(memory_save_steps=1, save_strategy="steps").train()
