@@ -10,10 +10,10 @@ memory, the same without spares, without memory, under torchrun, and a start of 
 Timed is from the kill to the first step that had not been done before it, as the log on the disk shows it.
 The phases are those that the launcher tells. Steps that are done again are counted. Each run is compared with
 one that nothing disturbs: losses and gradient norms of every step, and the checksums of weights, optimizer
-and position in the data at its end, by which every document was read once. A difference is an error; nothing is
-asserted about time. The cost of checkpoints in memory is that of a step with one beside a step without, in
-runs that nothing disturbs. A spare is ready some seconds after a restart; ``--gap`` says how many steps are
-done between two kills.
+and position in the data at its end, by which every document was read once. A difference is an error;
+nothing is asserted about time. The cost of checkpoints in memory is that of a step with one beside a step
+without, in runs that nothing disturbs. A spare is ready some seconds after a restart; ``--gap`` says how many
+steps are done between two kills.
 """
 
 from __future__ import annotations

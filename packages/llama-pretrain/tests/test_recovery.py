@@ -230,24 +230,27 @@ def test_torchrun_starts_them_again(work: Path, fresh: tuple[str, ...]) -> None:
 
 
 @pytest.mark.full
-def test_fewer_ranks_continue_from_the_memory_that_is_left(work: Path) -> None:
-    """Two agents of torchrun, one of which is killed: the other continues alone."""
-    launcher = (
-        *TORCHRUN,
-        *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"),
-        *("--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
-        *("--rdzv-conf", "join_timeout=60,last_call_timeout=5"),
-    )
-    options = ("--trainer", "ddp", "--memory-save-steps", "1", "--save-steps", "1000")
-    runs = [Run(work, "run", *options, launcher=launcher, steps=400)]
-    time.sleep(1)
-    runs.append(Run(work, "run", *options, launcher=launcher, steps=400))
+def test_fewer_nodes_continue_from_storage_and_say_why(work: Path) -> None:
+    """Two agents of torchrun, one of which is killed: the state of its rank was in its memory alone."""
+    port = free_port()
+    options = ("--trainer", "ddp", "--memory-save-steps", "1", "--save-steps", "3")
+    runs = []
+    for is_host in (1, 0):
+        launcher = (
+            *TORCHRUN,
+            *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"),
+            *("--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+            *("--rdzv-conf", f"is_host={is_host},join_timeout=120,last_call_timeout=10"),
+        )
+        runs.append(Run(work, "run", *options, launcher=launcher, steps=400))
     runs[0].wait_for_step(5)
     assert [len(run.memory()) for run in runs] == [1, 1]
     runs[1].process.kill()
     runs[1].process.wait()
     assert runs[0].ends() == 0, runs[0].said()
-    assert re.search(r"resumed from /dev/shm/checkpoint-core-\S+/checkpoint-\d+ at step", runs[0].said())
+    said = runs[0].said()
+    assert "it was saved by 2 ranks, 1 continue, and the state of rank" in said
+    assert f"resumed from {work}/run/checkpoint-" in said
     sessions = json.loads((runs[0].path / "sessions.json").read_text())
     assert [each["processes"] for each in sessions] == [2, 1]
     assert runs[0].steps() == list(range(1, 401))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from checkpoint_core.agreement import RankAgreement
+from checkpoint_core.components import SharingPattern
 from checkpoint_core.directory import (
     STAGING,
     checkpoint_directories,
@@ -185,12 +186,27 @@ def newest_in_memory(ranks: RankAgreement, memory_dir: Path, least_step: int) ->
         if step < least_step:
             break
         chosen = Chosen(path, _read_everywhere(ranks, path))
-        damage = _damage(ranks, chosen)
-        if damage is None:
+        lacking = ranks.run(_PHASE, lambda chosen=chosen: _lacks_ranks(ranks, chosen.manifest))  # type: ignore[misc]
+        problem: object = next((each for each in lacking if each), None) or _damage(ranks, chosen)
+        if problem is None:
             return chosen
         if ranks.is_leader:
-            _logger.warning("passing over %s, which is in memory: %s", path, damage)
+            _logger.warning("passing over %s, which is in memory: %s", path, problem)
     return None
+
+
+def _lacks_ranks(ranks: RankAgreement, manifest: Manifest) -> str:
+    """What this node lacks of a checkpoint of several nodes, where each has what its ranks alone have."""
+    before = manifest.world_size
+    needed = set(ranks.node) if before == ranks.world_size else set(range(before))
+    for component in manifest.components:
+        lost = needed - {part.writer for part in component.parts}
+        if component.pattern == SharingPattern.PER_RANK.value and lost:
+            return (
+                f"it was saved by {before} ranks, {ranks.world_size} continue, and the state of rank "
+                f"{min(lost)} ({component.key}) is in the memory of another node."
+            )
+    return ""
 
 
 def _finish_publishing(ranks: RankAgreement, output_dir: Path) -> None:
