@@ -420,10 +420,10 @@ def load(
     Raises:
         CheckpointError: On every rank, when any failed.
     """
-    if in_memory_from is not None:
-        chosen = newest_in_memory(ranks, output_dir, in_memory_from)
-    else:
+    if in_memory_from is None:
         chosen = select_checkpoint(ranks, output_dir, path, remote_dir, continues=continues)
+    else:
+        chosen = newest_in_memory(ranks, output_dir, in_memory_from)
     if chosen is None:
         return None
     with ExitStack() as files:
@@ -434,12 +434,7 @@ class _Restoring:
     """Restores components: first all are matched with their objects, then all are read."""
 
     def __init__(
-        self,
-        ranks: RankAgreement,
-        plan: Plan,
-        chosen: Chosen,
-        peers: Peers | None,
-        files: ExitStack,
+        self, ranks: RankAgreement, plan: Plan, chosen: Chosen, peers: Peers | None, files: ExitStack
     ) -> None:
         self._ranks = ranks
         self._plan = plan

@@ -1,0 +1,61 @@
+"""`bench --to-loss`: all contenders reach the loss in the same steps, and what cannot be reached is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_pretrain.bench import to_loss
+from llama_pretrain.bench.baselines import BASELINES
+from llama_pretrain.bench.to_loss import run_to_loss
+from llama_pretrain.cli import main
+from llama_pretrain.commands.arguments import BenchArguments
+from trainer_core import ConfigurationError
+
+SMALL = ["--sequence-length", "16", "--per-device-train-batch-size", "2", "--rounds", "1", "--use-cpu"]
+
+
+@pytest.mark.parametrize("names", ["ours,torch", pytest.param(",".join(BASELINES), marks=pytest.mark.full)])
+def test_contenders_reach_a_loss_in_the_same_steps(
+    names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "to-loss.json"
+    words = ["bench", "--to-loss", "3.3", "--contenders", names, *SMALL, "--json", str(file)]
+    assert main(words) == 0
+    told: dict[str, Any] = json.loads(file.read_text())
+    trials = [trial for figures in told["contenders"].values() for trial in figures["turns"]]
+    assert len(trials) == len(names.split(","))
+    assert len({trial["steps"] for trial in trials}) == 1
+    assert told["largest_deviation"] < 1e-4
+    for trial in trials:
+        last, steps, loss = trial["evaluations"][-1]
+        assert 0 < trial["start_seconds"] < last == trial["seconds"]
+        assert steps == trial["steps"]
+        assert loss <= 3.3
+        assert all(earlier > 3.3 for _, _, earlier in trial["evaluations"][:-1])
+    assert "the same work" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_reached_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_pretrain.bench.baselines.MOST_STEPS", 50)
+    monkeypatch.setattr(to_loss, "MOST_STEPS", 50)
+    args = BenchArguments(to_loss=0.5, sequence_length=16, per_device_train_batch_size=2, use_cpu=True)
+    with pytest.raises(RuntimeError, match=r"did not reach 0\.5 in 50 steps; the nearest was [3-5]\."):
+        run_to_loss("torch", args, tmp_path, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"to_loss": 0.0}, "to_loss"),
+        ({"to_loss": 6.0}, "to_loss"),
+        ({"to_loss": 2.0, "steps": 50}, "steps"),
+        ({"to_loss": 2.0, "warm_up_steps": 20}, "warm_up_steps"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        BenchArguments(**given)
