@@ -172,3 +172,8 @@ def test_room_is_asked_for_all_copies_and_the_one_in_the_making(
     with pytest.raises(CheckpointError, match=message):
         check_memory(memory.path, some, 0)
     check_memory(memory.path, some, 2)
+
+
+def test_the_package_imports_without_what_only_unix_has() -> None:
+    program = "import checkpoint_core, sys; sys.exit('checkpoint_core.memory_keeper' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -12,7 +12,6 @@ import shutil
 import sys
 from pathlib import Path
 
-from checkpoint_core import memory_keeper
 from checkpoint_core.directory import clean_leftovers, has_ended, machine_token, process_start
 from checkpoint_core.errors import CheckpointError, free_bytes
 
@@ -22,6 +21,8 @@ _ROOT = "/dev/shm"
 _PREFIX = "checkpoint-core"
 _NAME = re.compile(rf"{_PREFIX}-([0-9a-f]{{8}})-(\d+)-(\d+)-[0-9a-f]{{12}}")
 _KINDS = ("tmpfs", "ramfs")
+# Its path, and not an import: it needs modules that only Unix has.
+_KEEPER = Path(__file__).with_name("memory_keeper.py")
 
 
 class MemoryDirectory:
@@ -68,7 +69,7 @@ class MemoryDirectory:
             raise CheckpointError(f"{self.path} is another user's. Remove it.")
         # In a session of its own: what ends the ranks must leave it alone. Nobody waits for it: it ends when
         # this process, or one that comes after it, has long ended.
-        program = [sys.executable, "-I", "-S", memory_keeper.__file__, str(self.path), str(self.launcher)]
+        program = [sys.executable, "-I", "-S", str(_KEEPER), str(self.path), str(self.launcher)]
         nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
         os.posix_spawn(sys.executable, program, os.environ, setsid=True, file_actions=nowhere)
         return self.path
