@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from checkpoint_core.directory import clean_leftovers, has_ended, machine_token, process_start
@@ -71,7 +72,15 @@ class MemoryDirectory:
         # this process, or one that comes after it, has long ended.
         program = [sys.executable, "-I", "-S", str(_KEEPER), str(self.path), str(self.launcher)]
         nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
-        os.posix_spawn(sys.executable, program, os.environ, setsid=True, file_actions=nowhere)
+        try:
+            os.posix_spawn(sys.executable, program, os.environ, setsid=True, file_actions=nowhere)
+        except OSError as error:
+            with suppress(OSError):
+                self.path.rmdir()  # unless an earlier start has left checkpoints, and who removes them
+            raise CheckpointError(
+                f"{self.path} cannot be kept, because the process that would remove it does not start: "
+                f"{error.strerror}."
+            ) from error
         return self.path
 
     def remove(self) -> None:
@@ -83,8 +92,9 @@ class MemoryDirectory:
             found = _NAME.fullmatch(path.name)
             if found is None or found[1] != machine_token() or not has_ended(int(found[2]), int(found[3])):
                 continue
-            if not path.is_symlink() and path.stat().st_uid == os.getuid():
-                shutil.rmtree(path, ignore_errors=True)
+            with suppress(FileNotFoundError):  # Another job may remove it as well.
+                if not path.is_symlink() and path.stat().st_uid == os.getuid():
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def check_memory(directory: Path, needed: int, copies: int) -> None:

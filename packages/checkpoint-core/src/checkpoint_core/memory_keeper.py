@@ -6,10 +6,10 @@ process or with the directory. A second one for a directory ends at once: the fi
 
 import fcntl
 import os
-import select
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 _LOOK_SECONDS = 0.25
@@ -27,20 +27,27 @@ def keep(directory: str, pid: int) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return  # It was removed, or another keeper is at work.
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        process = -1
-    while process >= 0 and os.fstat(lock).st_nlink:
-        # The descriptor of a process is readable once that has ended, also if nobody has waited for it yet.
-        if select.select([process], [], [], _LOOK_SECONDS)[0]:
-            break
+    # Not by a descriptor of the process, which some builds of Python and some sandboxes do not have.
+    began = _began(pid)
+    while began is not None and _began(pid) == began and os.fstat(lock).st_nlink:
+        time.sleep(_LOOK_SECONDS)
     if not os.fstat(lock).st_nlink:
         return  # Another directory may have that name by now.
     for _ in range(20):  # A rank that is dying may still be writing.
         shutil.rmtree(directory, ignore_errors=True)
-        if not Path(directory).exists() or select.select([], [], [], 0.05)[0]:
+        if not Path(directory).exists():
             break
+        time.sleep(0.05)
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, in the kernel's ticks; None if it has ended, also if nobody has waited for it."""
+    try:
+        # Behind the name of the program, which may hold anything: state, and 19 fields later the beginning.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
 
 
 if __name__ == "__main__":

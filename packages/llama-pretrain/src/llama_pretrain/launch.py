@@ -288,7 +288,7 @@ class _Job:
     def begins_restart(self) -> bool:
         """Whether the ranks are to be started again; says what was lost, and ends those that live."""
         first = self._first_failed
-        if first is None or self._stopped_at_once or self._received_at:
+        if first is None or self._stopped_at_once or self._received_at or self._received:
             return False
         self._read_reports()
         codes = [each.poll() for each in self._ranks]

@@ -315,12 +315,16 @@ def test_a_directory_that_cannot_be_written_is_a_warning(
 def test_folders_of_killed_processes_are_removed(cached: Arguments, tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    left = tmp_path / "torch" / f"torch_compile-{os.geteuid()}-{ended.pid}-abc"
-    own = tmp_path / "torch" / f"torch_compile-{os.geteuid()}-{os.getpid()}-abc"
-    for folder in (left, own):
+    here = f"torch_compile-{os.geteuid()}-{compile_cache._process_space()}"
+    left = tmp_path / "torch" / f"{here}-{ended.pid}-abc"
+    own = tmp_path / "torch" / f"{here}-{os.getpid()}-abc"
+    # On storage that hosts share, a number says nothing about a process of another one.
+    elsewhere = tmp_path / "torch" / f"torch_compile-{os.geteuid()}-00000000-{ended.pid}-abc"
+    for folder in (left, own, elsewhere):
         folder.mkdir(parents=True)
     with CompileCache(cached(), env()):
         assert own.exists()
+        assert elsewhere.exists()
         assert not left.exists()
 
 

@@ -267,14 +267,23 @@ def _local_folder(base: str | None) -> Path:
     """A new folder of this process, in torch's own if a variable names that; gone when the process ends."""
     parent = Path(base or tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
-    for left in parent.glob(f"{_LOCAL}-{os.geteuid()}-*-*"):
+    own = f"{_LOCAL}-{os.geteuid()}-{_process_space()}"
+    for left in parent.glob(f"{own}-*-*"):
         # Of a process that was killed.
-        if left.name.split("-")[2].isdigit() and not _is_alive(int(left.name.split("-")[2])):
+        process = left.name.removeprefix(f"{own}-").partition("-")[0]
+        if process.isdigit() and not _is_alive(int(process)):
             shutil.rmtree(left, ignore_errors=True)
-    local = Path(tempfile.mkdtemp(prefix=f"{_LOCAL}-{os.geteuid()}-{os.getpid()}-", dir=parent))
+    local = Path(tempfile.mkdtemp(prefix=f"{own}-{os.getpid()}-", dir=parent))
     # Not at the end of the run: compiled functions may still load kernels from it.
     atexit.register(_remove_if_own, local, os.getpid())
     return local
+
+
+def _process_space() -> str:
+    """Digits of this host and its process namespace: a shared folder has those of other processes, too."""
+    space = Path("/proc/self/ns/pid")
+    where = f"{platform.node()} {space.readlink() if space.is_symlink() else ''}"
+    return hashlib.sha256(where.encode()).hexdigest()[:8]
 
 
 def _remove_if_own(local: Path, made_by: int) -> None:
