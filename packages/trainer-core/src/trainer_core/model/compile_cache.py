@@ -207,7 +207,7 @@ class CompileCache(AbstractContextManager["CompileCache"]):
             AttributeError,
             zipfile.BadZipFile,
             EOFError,
-            NotImplementedError,
+            NotImplementedError,  # zipfile's, of a damaged header that names another compression
         ) as error:
             self._warn(path, f"is damaged ({error})")
             # A part of it would do: torch looks each entry up by what it was made from.
@@ -340,9 +340,8 @@ def _write(path: Path, local: Path, names: list[str], facts: Mapping[str, object
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    finally:
+        partial.unlink(missing_ok=True)  # of a write that did not come to its end
 
 
 def _open(path: Path) -> BinaryIO:
