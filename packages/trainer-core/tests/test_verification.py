@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpoint_core import background
 from trainer_core import ConfigurationError, Verification, VerificationCheck, verify
 
 
@@ -92,7 +95,26 @@ def test_state_that_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
 
 def test_a_save_that_holds_later_weights_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without its copies the buffer keeps the tensors themselves, which the next step changes.
-    monkeypatch.setattr("checkpoint_core.background.StagingBuffer.copy", lambda self, tensors: dict(tensors))
+    shared: list[Tensor] = []
+
+    def keep(self: object, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        shared[:] = tensors.values()
+        return dict(tensors)
+
+    # The thread writes once they have changed: otherwise it could be done before.
+    start = background.BackgroundWorker.start
+
+    def start_late(self: Any, what: str, action: Callable[[], None]) -> None:
+        def late() -> None:
+            until = time.monotonic() + 60
+            while not any((tensor == -1).all() for tensor in shared) and time.monotonic() < until:
+                time.sleep(0.001)
+            action()
+
+        start(self, what, late)
+
+    monkeypatch.setattr(background.StagingBuffer, "copy", keep)
+    monkeypatch.setattr(background.BackgroundWorker, "start", start_late)
     found = named(run(tmp_path, "save"))["save"]
     assert found.passed is False
     assert "the save of weights of 2.0 holds -1.0 to -1.0" in found.found
