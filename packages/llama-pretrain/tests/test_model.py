@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llama_pretrain import KVCache, Llama, LlamaConfig, generate, preset
+from llama_pretrain.model.llama import RMSNorm
 from perf_metrics import architecture_of_model, count_flops
 from trainer_core import ConfigurationError, Sampling
 
@@ -71,6 +72,45 @@ def test_scores_depend_on_distances_alone(small_config: MakeConfig) -> None:
         products.append(apply_rotary(query, cos, sin) @ apply_rotary(key, cos, sin).transpose(-1, -2))
     torch.testing.assert_close(products[0], products[1], rtol=0, atol=1e-4)
     assert not torch.allclose(products[0], query @ key.transpose(-1, -2), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_weight", "tolerance"),
+    [
+        (torch.float32, torch.float32, 1e-5),
+        (torch.bfloat16, torch.bfloat16, 0.02),
+        (torch.bfloat16, torch.float32, 0.02),
+    ],
+)
+def test_the_norm_has_the_gradients_of_its_formula_and_keeps_its_input_alone(
+    dtype: torch.dtype, of_weight: torch.dtype, tolerance: float
+) -> None:
+    """Values, gradients and second derivatives, beside float64; of a float32 weight as under autocast."""
+    generator = torch.Generator().manual_seed(3)
+    norm = RMSNorm(24, eps=1e-3).to(of_weight)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2.0, generator=generator)
+    x = torch.randn(3, 5, 24, generator=generator).to(dtype).requires_grad_()
+    grad = torch.randn(3, 5, 24, generator=generator)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+        out = norm(x)
+    assert out.dtype == torch.promote_types(dtype, of_weight)
+    assert [each.numel() for each in kept if each.numel() > 24] == [x.numel()]
+    assert sum(each.nbytes for each in kept) == x.nbytes + norm.weight.nbytes
+
+    exact_x, exact_weight = (each.detach().double().requires_grad_() for each in (x, norm.weight))
+    exact = exact_weight * exact_x * torch.rsqrt(exact_x.square().mean(-1, keepdim=True) + 1e-3)
+    close = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
+    torch.testing.assert_close(out.double(), exact, **close)
+    first = torch.autograd.grad(out, (x, norm.weight), grad.to(out.dtype), create_graph=True)
+    expected = torch.autograd.grad(exact, (exact_x, exact_weight), grad.double(), create_graph=True)
+    for mine, right in zip(first, expected, strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=tolerance, atol=tolerance * 5)
+    second = torch.autograd.grad(first[0].square().sum(), (x, norm.weight))
+    right_second = torch.autograd.grad(expected[0].square().sum(), (exact_x, exact_weight))
+    for mine, right in zip(second, right_second, strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=tolerance, atol=tolerance * 20)
 
 
 @pytest.mark.parametrize("pieces", [[60], [1] * 60, [7, 1, 30, 1, 21]])

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from checkpoint_core import (
     CheckpointConfig,
@@ -77,9 +78,42 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed `x`, in the shape and dtype of `x` `[..., size]`."""
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        normed: Tensor = _Normed.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return normed
+
+
+class _NormedContext(FunctionCtx):
+    saved_tensors: tuple[Tensor, Tensor]
+    eps: float
+
+
+class _Normed(torch.autograd.Function):
+    """The formula of `RMSNorm`, with a gradient that keeps nothing but `x`.
+
+    Torch's own gradient of these operators keeps three tensors of that size, and takes twice the time.
+    """
+
+    @staticmethod
+    def forward(ctx: _NormedContext, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return weight * (x.float() * _inverse_rms(x, eps)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: _NormedContext, *outer: Tensor) -> tuple[Tensor, Tensor, None]:
+        # With n = x * scale: d scale / d x = -scale^2 * n / size, so d n = scale * (d x - n * mean(n * d x)).
+        # All of it can be differentiated again: a scale from the forward pass would be a constant here.
+        (grad,), (x, weight) = outer, ctx.saved_tensors
+        scale = _inverse_rms(x, ctx.eps)
+        normed = x.float() * scale
+        of_weight = (grad * normed.to(x.dtype)).flatten(0, -2).sum(0).to(weight.dtype)
+        of_normed = (grad * weight).to(x.dtype).float()
+        along = (of_normed * normed).mean(-1, keepdim=True)
+        return ((of_normed - normed * along) * scale).to(x.dtype), of_weight, None
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
 
 
 class Attention(nn.Module):

@@ -343,12 +343,12 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine `[length, head_dim / 2]`, float32, of `length` positions from `start` on."""
-        return self.cos[start : start + length], self.sin[start : start + length]
+        """Return the factors of `apply_rotary` `[length, head_dim]` for `length` positions from `start`."""
+        return _of_both_halves(self.cos[start : start + length], self.sin[start : start + length])
 
     def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine `[batch, 1, positions, head_dim / 2]`, float32, of given positions."""
-        return self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)
+        """Return the factors of `apply_rotary` `[batch, 1, positions, head_dim]` for given positions."""
+        return _of_both_halves(self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1))
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
@@ -368,17 +368,22 @@ class RotaryEmbedding(nn.Module):
         return self
 
 
+def _of_both_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn heads by their positions.
 
     Args:
         x: Queries or keys `[batch, heads, positions, head_dim]`.
-        cos: Cosines `[positions, head_dim / 2]`, or `[batch, 1, positions, head_dim / 2]`, float32.
-        sin: Sines of the same shape.
+        cos: Cosines for both halves of a head, `[positions, head_dim]` or `[batch, 1, positions, head_dim]`,
+            float32, as `RotaryEmbedding` returns them.
+        sin: Sines likewise, negative for the first half.
 
     Returns:
         The turned heads in the shape and dtype of `x`.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    wide = x.float()
+    partner = wide.roll(wide.shape[-1] // 2, dims=-1)
+    return (wide * cos + partner * sin).to(x.dtype)
