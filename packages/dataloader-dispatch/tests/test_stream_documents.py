@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -149,12 +150,36 @@ def test_a_run_goes_on_behind_the_span_that_spoilt_it() -> None:
 
 
 def test_a_span_must_hold_rows() -> None:
-    for epoch, start, stop in ((-1, 0, 1), (0, 3, 3), (0, -1, 1), ("0", 0, 1), (0, 0.5, 1)):
+    for epoch, start, stop in ((-1, 0, 1), (0, 3, 3), (0, -1, 1), ("0", 0, 1), (0, 0.5, 1), (0, -1, None)):
         with pytest.raises(DataError, match="is not a span of rows"):
             RowSpan(epoch=epoch, start=start, stop=stop)  # type: ignore[arg-type]
     for skip in (RowSpan(epoch=0, start=0, stop=1), [(0, 1)], None):
         with pytest.raises(DataError, match="must be a list of RowSpan"):
             stream_of([[1]], skip=skip)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_an_open_span_leaves_the_first_rows_of_an_epoch(world_size: int, workers: int) -> None:
+    """The same rows on any number of ranks and workers; documents behind them are not read."""
+    read: set[int] = set()
+
+    class Watched(list[list[int]]):
+        def __getitem__(self, index: Any) -> Any:
+            read.add(index)
+            return super().__getitem__(index)
+
+    texts = [[number] * (number % 9 + 1) for number in range(1, 600)]
+    plain = sorted(row["labels"].tolist() for row in islice(stream_of(texts, shards=8), 20))
+    found, span = [], RowSpan(epoch=0, start=20, stop=None)
+    for rank in range(world_size):
+        share = stream_of(Watched(texts), shards=8, rank=rank, world_size=world_size, skip=[span])
+        loader = StreamLoader(share, 3, num_workers=workers)
+        read.clear()
+        found += [row for batch in loader for row in batch["labels"].tolist()]
+        assert loader.epoch == 1
+    assert sorted(found) == plain
+    assert workers or max(read) < 300
 
 
 def test_an_epoch_that_is_skipped_whole_is_passed_over() -> None:

@@ -65,6 +65,24 @@ def test_evaluation_rows_are_the_same_each_time(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_as_many_rows_are_evaluated_as_asked_for_whatever_the_ranks(tmp_path: Path) -> None:
+    args = replace(_write(tmp_path, 40), shards=4, trainer="ddp", dispatch_batches=False)
+    everything = _rows_of(
+        evaluation_loader, replace(args, max_eval_samples=None), StaticDistributedEnvironment()
+    )
+    few = replace(args, max_eval_samples=7)
+    first = _rows_of(evaluation_loader, few, StaticDistributedEnvironment())
+    assert first == everything[:7]
+    assert len(everything) > 7
+    shares = [
+        _rows_of(evaluation_loader, few, StaticDistributedEnvironment(rank=rank, world_size=2))
+        for rank in range(2)
+    ]
+    assert sorted(shares[0] + shares[1]) == sorted(first)
+    with pytest.raises(ConfigurationError, match="max_eval_samples=0 must be at least 1, or none"):
+        replace(args, max_eval_samples=0).check()
+
+
 def test_ranks_that_read_by_themselves_share_the_rows(tmp_path: Path) -> None:
     dispatched = replace(_write(tmp_path, 12), shards=4, trainer="ddp")
     own = replace(dispatched, dispatch_batches=False)

@@ -260,8 +260,11 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
         packer = StreamPacker(self.encoder, order, self.shards, self.sequence_length, self.drop_last, ahead)
         for row in rows_in_turn(packer, position.own_streams, cursor.places):
             number = row.row * self.shards + row.shard
-            if not any(span.holds(cursor.epoch, number) for span in self.skip):
+            spans = [span for span in self.skip if span.holds(cursor.epoch, number)]
+            if not spans:
                 yield row
+            elif any(span.stop is None for span in spans):
+                return  # rows come in the order of their numbers
 
     def example(self, row: StreamRow) -> dict[str, torch.Tensor]:
         """What iterating yields for a row."""

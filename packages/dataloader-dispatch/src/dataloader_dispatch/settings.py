@@ -43,7 +43,7 @@ class RowSpan:
     Attributes:
         epoch: Epoch number, from 0.
         start: First row.
-        stop: Row after the last one.
+        stop: Row after the last one. None: to the end of the epoch, of which no more is read.
 
     Raises:
         DataError: A number is negative or no integer, or the span is empty.
@@ -51,19 +51,20 @@ class RowSpan:
 
     epoch: int
     start: int
-    stop: int
+    stop: int | None
 
     def __post_init__(self) -> None:
-        counts = all(is_count(value) for value in (self.epoch, self.start, self.stop))
-        if not counts or not self.start < self.stop:
+        stop = self.start + 1 if self.stop is None and is_count(self.start) else self.stop
+        counts = all(is_count(value) for value in (self.epoch, self.start, stop))
+        if not counts or stop is None or not self.start < stop:
             raise DataError(
                 f"{self} is not a span of rows. All three must be integers, epoch and start count from 0, "
-                "and stop is greater than start."
+                "and stop is greater than start, or None for the end of the epoch."
             )
 
     def holds(self, epoch: int, number: int) -> bool:
         """Whether a row lies in the span."""
-        return epoch == self.epoch and self.start <= number < self.stop
+        return epoch == self.epoch and self.start <= number and (self.stop is None or number < self.stop)
 
 
 def checked_spans(skip: Sequence[RowSpan]) -> tuple[RowSpan, ...]:

@@ -93,6 +93,8 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     that it has as many; none: such a model is refused."""
     held_out: float = 0.02
     """Share of the documents kept for evaluation; 0: none, and no evaluation."""
+    max_eval_samples: int | None = 512
+    """Rows of the documents kept for evaluation that are evaluated at most, by all processes; none: all."""
     prompt: str = "def "
     """Text that the sample at the end of the run continues."""
     sample_tokens: int = 120
@@ -177,6 +179,13 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
         if not 0 <= self.held_out < 1:
             raise ConfigurationError(
                 "held_out", self.held_out, "must be at least 0 and below 1", "use a share such as 0.05"
+            )
+        if self.max_eval_samples is not None and self.max_eval_samples < 1:
+            raise ConfigurationError(
+                "max_eval_samples",
+                self.max_eval_samples,
+                "must be at least 1, or none for all rows",
+                "raise it, or use held_out=0 for no evaluation",
             )
         if self.sample_tokens < 0:
             raise ConfigurationError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import glob
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
 from dataloader_dispatch import (
     DocumentSource,
     DocumentStream,
+    RowSpan,
     StreamLoader,
     open_documents,
     split_documents,
@@ -100,11 +102,14 @@ def evaluation_loader(
 ) -> StreamLoader:
     """Return batches of packed rows, always the same ones in the same order; divided as for training.
 
-    Many documents are read side by side, so that few batches sample many of them.
+    Many documents are read side by side, so that few rows sample many of them. Which rows these are does not
+    depend on the number of processes.
     """
     shards = min(len(documents), _EVALUATION_SHARDS)
     reader = _EVERYTHING if args.dispatches_evaluation else _reader(args, env)
-    rows = _rows(documents, tokenizer, args, 0, shards, reader)
+    most = args.max_eval_samples
+    rest = [] if most is None else [RowSpan(epoch=0, start=most, stop=None)]
+    rows = _rows(documents, tokenizer, args, 0, shards, reader, rest)
     return StreamLoader(rows, args.per_device_eval_batch_size, pin_memory=env.device_type != "cpu")
 
 
@@ -123,6 +128,7 @@ def _rows(
     seed: int,
     shards: int | None,
     reader: DistributedEnvInterface,
+    skip: Sequence[RowSpan] = (),
 ) -> DocumentStream:
     pad = tokenizer.pad_token_id
     return DocumentStream(
@@ -136,5 +142,6 @@ def _rows(
         rank=reader.rank,
         world_size=reader.world_size,
         boundaries=args.document_attention,
+        skip=skip,
         text_unit="character" if isinstance(tokenizer, ByteTokenizer) else None,
     )

@@ -70,6 +70,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "eval_strategy",
         "eval_steps",
         "max_eval_steps",
+        "max_eval_samples",
         "save_strategy",
         "save_steps",
         "save_total_limit",

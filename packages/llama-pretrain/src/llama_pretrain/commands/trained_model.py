@@ -118,7 +118,7 @@ def _what_to_score(args: EvalArguments, weights: Path) -> tuple[PretrainArgument
     """Return the settings, the tokenizer and the documents of an evaluation."""
     directory = RunDirectory(run_path(args.output_dir))
     own = directory.arguments() if args.checkpoint is None else PretrainArguments(tokenizer=str(weights))
-    own = replace(own, resume_from_checkpoint=False)
+    own = replace(own, resume_from_checkpoint=False, max_eval_samples=None)
     settings = replace(
         own,
         sequence_length=_row_length(args, weights),
