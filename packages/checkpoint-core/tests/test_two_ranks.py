@@ -16,7 +16,9 @@ from checkpoint_core import (
     StateComponent,
     StaticStatefulProvider,
     agreement,
+    sharded,
 )
+from checkpoint_core.encoding import encode_state
 from checkpoint_core.manifest import verify_checkpoint
 from dist_env import StaticDistributedEnvironment
 
@@ -31,6 +33,37 @@ def test_tensors_are_sent_together_up_to_a_size(monkeypatch: pytest.MonkeyPatch)
     batches = [[tensor.nbytes for tensor in batch] for batch in agreement._batches(tensors)]
     assert batches == [[40, 40, 20], [1], [101], [100], [60, 40]]
     assert list(agreement._batches([torch.empty(0)])) == []
+
+
+class ManyAlike(agreement.RankAgreement):
+    """The first of a thousand ranks, of which all others report what it reports."""
+
+    def __init__(self) -> None:
+        super().__init__(StaticDistributedEnvironment(), SHORT_TIMEOUT)
+        self.world_size = self._node_size = 1000
+        self.node = self.site = range(1000)
+
+    def _exchange(self, phase: str, report: object, failure: object) -> list[str]:
+        return [json.dumps(report) for _ in range(self.world_size)]
+
+
+def test_what_a_thousand_ranks_report_alike_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large model it is a table of thousands of tensors, which would fill memory a thousand times."""
+    looked: list[object] = []
+    from_json = sharded.TensorSpec.from_json
+    monkeypatch.setattr(
+        sharded.TensorSpec, "from_json", lambda described: looked.append(described) or from_json(described)
+    )
+    ranks = ManyAlike()
+    state = encode_state({"values": {f"t{number}": torch.ones(3) for number in range(50)}}, sharded=True)
+    joined = sharded.join_states(ranks, "saving", {"some": state}, "error")["some"]
+    assert len(joined.specs) == len(joined.parts) == len(looked) == 50
+    # Where a caller may change what a rank has reported, each has its own.
+    first, second, *_ = ranks.run("saving", lambda: {"files": {}})
+    assert first == second
+    assert first is not second
+    first, second, *_ = ranks.run("saving", lambda: {"files": {}}, share_equal=True)
+    assert first is second
 
 
 @pytest.fixture(scope="module")

@@ -147,13 +147,15 @@ class RankAgreement:
         if group is not None:
             group.close()
 
-    def run(self, phase: str, action: Callable[[], _T]) -> list[_T]:
+    def run(self, phase: str, action: Callable[[], _T], *, share_equal: bool = False) -> list[_T]:
         """Run one step on every rank. Collective.
 
         Args:
             phase: What the step does, for messages, such as ``saving checkpoint-10``.
             action: The step. Its result travels as JSON: dict with text keys, list, str, int, float, bool
                 and None.
+            share_equal: Let equal results be one object, which the caller must not change. Parsed for each of
+                thousands of ranks, a table of a large model fills the memory.
 
         Returns:
             The results of all ranks, by rank.
@@ -175,7 +177,11 @@ class RankAgreement:
             # Reports that say the same travel as one, whoever they are of.
             host="" if failure is None else socket.gethostname(),
         )
-        reports = self._exchange(phase, report, failure) if self.world_size > 1 else [report]
+        reports = [report]
+        if self.world_size > 1:
+            texts = self._exchange(phase, report, failure)
+            parsed = {text: json.loads(text) for text in set(texts)} if share_equal else {}
+            reports = [parsed.get(text) or json.loads(text) for text in texts]
         if failure is not None and not isinstance(failure, Exception):
             raise failure  # Ctrl-C stays Ctrl-C where it was pressed.
         failed = {rank: report for rank, report in enumerate(reports) if report["error"] is not None}
@@ -336,7 +342,8 @@ class RankAgreement:
         except RuntimeError as error:  # a connection that is broken already
             raise group.broken(phase, error) from error
 
-    def _exchange(self, phase: str, report: _Report, failure: BaseException | None) -> list[_Report]:
+    def _exchange(self, phase: str, report: _Report, failure: BaseException | None) -> list[str]:
+        """The reports of all ranks, as text."""
         group = self._opened(phase, failure)
         try:
             # The barrier knows which ranks are missing; the gather behind it would only hang.
@@ -347,8 +354,7 @@ class RankAgreement:
                 tag=phase,
                 lost_after=_SILENT_SECONDS,
             )
-            texts = group.gather(phase, json.dumps(report), most_bytes=_MOST_REPORT_BYTES)
-            return [json.loads(text) for text in texts]
+            return group.gather(phase, json.dumps(report), most_bytes=_MOST_REPORT_BYTES)
         except (RankFailedError, RankTimeoutError) as error:
             raise self._lost(phase, error) from (failure or error)
         except BaseException as error:  # noqa: BLE001 - raised as what it is, or as a CheckpointError

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -17,6 +17,7 @@ from checkpoint_core.files import digest
 from checkpoint_core.tensor_files import DTYPE_CODES, DTYPES, JsonSpec, TensorSpec, spec_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 _logger = logging.getLogger(__name__)
@@ -69,7 +70,11 @@ def join_states(
     """
     if not captured:
         return {}
-    tables = ranks.run(phase, lambda: {key: _table(key, state, ranks) for key, state in captured.items()})
+    tables = ranks.run(
+        phase,
+        lambda: {key: _table(key, state, ranks) for key, state in captured.items()},
+        share_equal=True,
+    )
     documents = _exchange_documents(ranks, phase, captured, tables)
     result: dict[str, WholeState] = {}
 
@@ -89,9 +94,15 @@ def join_states(
 
 def _table(key: str, captured: EncodedState, ranks: RankAgreement) -> _Table:
     tensors: dict[str, tuple[JsonSpec, str]] = {}
+    speakers = _speakers(captured.tensors.values(), ranks)
+    counted: dict[tuple[DeviceMesh, object], tuple[int, int]] = {}
+    several = len(ranks.sites()) > 1
     for name, tensor in captured.tensors.items():
         if is_sharded(tensor):
-            held, needed = _parts_among(tensor, ranks.site) if len(ranks.sites()) > 1 else (1, 1)
+            placed = tensor.device_mesh, tensor.placements
+            if several and placed not in counted:
+                counted[placed] = _parts_among(tensor, ranks.site)
+            held, needed = counted.get(placed, (1, 1))
             if held != needed:
                 raise CheckpointError(
                     f"component {key!r}: save_on_each_node=True needs every node to hold all of {name}, but "
@@ -99,7 +110,7 @@ def _table(key: str, captured: EncodedState, ranks: RankAgreement) -> _Table:
                     "across them, save to storage that all nodes share, or set remote_dir, with which each "
                     "node keeps a part."
                 )
-            if ranks.rank != _speaker(tensor, ranks):
+            if ranks.rank != speakers[tensor.device_mesh]:
                 continue
         tensors[name] = spec_of(tensor).to_json(), _sample(tensor)
     text = json.dumps(captured.document, allow_nan=False)
@@ -131,7 +142,7 @@ def _join(
     specs: dict[str, TensorSpec] = {}
     first: dict[str, int] = {}
     tied: dict[str, str] = {}
-    for rank, table in enumerate(tables):
+    for rank, table in _different(tables):
         tied.update(table["tied"])
         for name, (described, _) in table["tensors"].items():
             if (code := described[0]) not in DTYPES:
@@ -153,7 +164,7 @@ def _join(
             f"a rank hold it, or leave {lost[0]} out of tied."
         )
     for site in ranks.sites():
-        held = {name for rank in site for name in tables[rank]["tensors"]}
+        held = {name for _, table in _different([tables[rank] for rank in site]) for name in table["tensors"]}
         if absent := sorted(set(specs) - held):
             raise CheckpointError(
                 f"component {key!r}: save_on_each_node=True needs every node to hold all of the state, but "
@@ -168,10 +179,22 @@ def _join(
     )
 
 
+def _different(tables: Sequence[_Table]) -> list[tuple[int, _Table]]:
+    """Each table that is an object of its own, with the first rank that it is of.
+
+    Ranks that report the same share one, and what a table says does not depend on how many say it: among
+    thousands of ranks, each of thousands of names would be looked at for each of them.
+    """
+    first: dict[int, tuple[int, _Table]] = {}
+    for rank, table in enumerate(tables):
+        first.setdefault(id(table), (rank, table))
+    return list(first.values())
+
+
 def _sample_conflict(key: str, tables: Sequence[_Table]) -> str | None:
     """What is wrong when ranks hold different plain tensors under one name; None when they do not."""
     seen: dict[str, tuple[int, str]] = {}
-    for rank, table in enumerate(tables):
+    for rank, table in _different(tables):
         for name, (_, sample) in table["tensors"].items():
             first, known = seen.setdefault(name, (rank, sample)) if sample else (rank, sample)
             if known != sample:
@@ -188,14 +211,15 @@ def _parts(
 ) -> dict[str, LocalPart]:
     """What this rank writes: the lowest rank of each node, or of all, that holds a part."""
     parts = {}
+    speakers = _speakers(tensors.values(), ranks)
     for name, tensor in tensors.items():
         part = local_part(tensor, f"component {key!r}: {name}")
         if part.holders == ():
             continue  # A DTensor of a mesh that this rank is not part of.
         # Two meshes may hold the same tensor, such as a tied weight at both ends of a pipeline.
-        first = min(rank for rank in ranks.site if name in tables[rank]["tensors"])
+        first = next(rank for rank in ranks.site if name in tables[rank]["tensors"])
         holders = (first,) if part.holders is None else part.holders
-        speaker = _speaker(tensor, ranks) if is_sharded(tensor) else first
+        speaker = speakers[tensor.device_mesh] if is_sharded(tensor) else first
         if speaker == first and ranks.rank == min(rank for rank in holders if rank in ranks.site):
             parts[name] = part
     return parts
@@ -217,14 +241,13 @@ def _ends(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return first[:_SAMPLE], last[-_SAMPLE:]
 
 
-def _speaker(tensor: "DTensor", ranks: RankAgreement) -> int:
-    """The rank that speaks for all of a mesh, so that the messages do not grow with the number of ranks."""
-    return min(rank for rank in _mesh_ranks(tensor) if rank in ranks.site)
+def _speakers(tensors: Iterable[torch.Tensor], ranks: RankAgreement) -> dict["DeviceMesh", int]:
+    """The rank that speaks for all of each mesh, so that the messages do not grow with the number of ranks.
 
-
-def _mesh_ranks(tensor: "DTensor") -> tuple[int, ...]:
-    """Global ranks of the mesh over which a tensor is placed, ascending."""
-    return tuple(sorted(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist()))
+    Looked for once for each mesh: a model has thousands of tensors, and a mesh may have thousands of ranks.
+    """
+    meshes = {tensor.device_mesh for tensor in tensors if is_sharded(tensor)}
+    return {mesh: min(set(mesh.mesh.flatten().tolist()) & set(ranks.site), default=-1) for mesh in meshes}
 
 
 def _parts_among(tensor: "DTensor", ranks: range) -> tuple[int, int]:
