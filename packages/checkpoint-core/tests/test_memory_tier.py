@@ -1,5 +1,6 @@
 """Checkpoints in memory: newest first, damaged ones passed over, and gone when the launcher is."""
 
+import json
 import logging
 import os
 import subprocess
@@ -12,8 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint_core import CheckpointConfig, CheckpointError, CheckpointManager, MemoryDirectory
-from checkpoint_core.memory_directory import check_memory
+from checkpoint_core import (
+    LAUNCHER_VARIABLE,
+    CheckpointConfig,
+    CheckpointError,
+    CheckpointManager,
+    MemoryDirectory,
+)
+from checkpoint_core.memory_room import make_room
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses memory of Linux")
 LONG_S = 60
@@ -92,6 +99,26 @@ def test_the_newest_good_checkpoint_of_both_places_is_loaded(
     assert Job(tmp_path, memory).load() == tmp_path / "run" / "checkpoint-5"
 
 
+@pytest.mark.parametrize("older_on_storage", [True, False])
+def test_a_damaged_newest_on_storage_does_not_hide_a_good_one_in_memory(
+    tmp_path: Path, memory: MemoryDirectory, caplog: pytest.LogCaptureFixture, older_on_storage: bool
+) -> None:
+    job = Job(tmp_path, memory)
+    if older_on_storage:
+        job.save(2, to_memory=False)
+    for step in (3, 4, 5):
+        job.save(step, to_memory=True)
+    damage(job.save(6, to_memory=False))
+    damage(memory.path / "checkpoint-5")
+    with caplog.at_level(logging.WARNING):
+        assert Job(tmp_path, memory).load() == memory.path / "checkpoint-4"
+    assert "passing over checkpoint-6: " in caplog.text
+    after = Job(tmp_path, memory)
+    after.load()
+    after.save(6, to_memory=False)
+    assert Job(tmp_path, memory).load() == tmp_path / "run" / "checkpoint-6"
+
+
 def test_what_was_loaded_from_memory_is_the_same_run_on_storage(
     tmp_path: Path, memory: MemoryDirectory
 ) -> None:
@@ -114,6 +141,7 @@ from checkpoint_core import CheckpointConfig, CheckpointManager
 import checkpoint_core.saving as saving
 manager = CheckpointManager(CheckpointConfig({str(tmp_path / "run")!r}, memory_dir={str(memory.path)!r}),
                             {{"model": torch.nn.Linear(4, 4)}})
+manager.load()
 saving.publish = lambda *_: os.kill(os.getpid(), 9)
 manager.save_to_memory(4)
 """
@@ -170,10 +198,125 @@ def test_room_is_asked_for_all_copies_and_the_one_in_the_making(
     some = free * 2 // 5
     message = f"one takes {some} bytes .*, and 2 of them beside one in the making need {3 * some} bytes"
     with pytest.raises(CheckpointError, match=message):
-        check_memory(memory.path, some, 0)
-    check_memory(memory.path, some, 2)
+        make_room(memory.path, some, "none", tmp_path)
+    job = Job(tmp_path, memory)
+    for step in (1, 2):
+        job.save(step, to_memory=True)
+    (run_id,) = {json.loads(file.read_text())["run_id"] for file in memory.path.glob("*/manifest.json")}
+    make_room(memory.path, some, run_id, tmp_path)
+    assert len(list(memory.path.iterdir())) == 2
+
+
+STAT_1, STAT_2 = "cache 9\ntotal_inactive_file 1000\n", "anon 5\ninactive_file 1000\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "free", "where"),
+    [
+        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 3 kB\n"}, 3072, "the memory of this machine"),
+        (
+            {
+                "proc/self/cgroup": "0::/job\n",
+                "sys/fs/cgroup/job/memory.max": "5000\n",
+                "sys/fs/cgroup/job/memory.current": "4000\n",
+                "sys/fs/cgroup/job/memory.stat": STAT_2,
+            },
+            2000,
+            "the memory limit of .*/sys/fs/cgroup/job",
+        ),
+        (
+            {  # a container sees its own group as the root, and one around a process that has no limit itself
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": "4500\n",
+                "sys/fs/cgroup/memory.current": "4000\n",
+                "sys/fs/cgroup/memory.stat": STAT_2,
+            },
+            1500,
+            "the memory limit of .*/sys/fs/cgroup",
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/job/step\n",
+                "sys/fs/cgroup/job/step/memory.max": "max\n",
+                "sys/fs/cgroup/job/step/memory.current": "10\n",
+                "sys/fs/cgroup/job/step/memory.stat": STAT_2,
+                "sys/fs/cgroup/job/memory.max": "3000\n",
+                "sys/fs/cgroup/job/memory.current": "4000\n",
+                "sys/fs/cgroup/job/memory.stat": STAT_2,
+            },
+            0,
+            "the memory limit of .*/sys/fs/cgroup/job",
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/docker/1\n4:memory:/docker/1\n0::/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "4000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "4000\n",
+                "sys/fs/cgroup/memory/memory.stat": STAT_1,
+            },
+            1000,
+            "the memory limit of .*/sys/fs/cgroup/memory",
+        ),
+    ],
+    ids=["machine", "version 2", "container", "around", "version 1"],
+)
+def test_room_is_that_of_the_memory_and_not_of_its_file_system_alone(
+    tmp_path: Path, memory: MemoryDirectory, files: dict[str, str], free: int, where: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    if free:
+        make_room(memory.path, free // 3, "none", tmp_path)
+    with pytest.raises(CheckpointError, match=f"but {where} has {free} bytes free"):
+        make_room(memory.path, free // 3 + 1, "none", tmp_path)
+
+
+def test_this_machine_tells_its_memory(tmp_path: Path, memory: MemoryDirectory) -> None:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (total,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:")]
+    with pytest.raises(CheckpointError, match=r"the memory|/dev/shm has"):
+        make_room(memory.path, total, "none")
+
+
+def test_what_another_start_has_left_unusable_gives_its_room_back(
+    tmp_path: Path, memory: MemoryDirectory
+) -> None:
+    """As where a node is replaced before anything is on storage: the run begins again, with another id."""
+    before = Job(tmp_path, memory)
+    for step in (7, 8):
+        before.save(step, to_memory=True)
+    (memory.path / "checkpoint-9").mkdir()
+    (memory.path / "checkpoint-9" / "manifest.json").write_text("")
+    job = Job(tmp_path, memory)  # which did not load
+    for step in (1, 2, 3):
+        job.save(step, to_memory=True)
+        assert (memory.path / f"checkpoint-{step}").is_dir()
+    assert sorted(path.name for path in memory.path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
 
 
 def test_the_package_imports_without_what_only_unix_has() -> None:
     program = "import checkpoint_core, sys; sys.exit('checkpoint_core.memory_keeper' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+WRAPPED = """
+import os
+from checkpoint_core import MemoryDirectory
+print(MemoryDirectory("run").launcher)
+"""
+
+
+@pytest.mark.parametrize("told_by", ["torchrun", "variable", "nobody"])
+def test_the_launcher_is_found_behind_a_shell(tmp_path: Path, told_by: str) -> None:
+    (tmp_path / "rank.py").write_text(WRAPPED)
+    shell = ["sh", "-c", f"{sys.executable} {tmp_path / 'rank.py'}; true"]
+    told = {
+        "torchrun": {"TORCHELASTIC_RUN_ID": "none"},
+        "variable": {LAUNCHER_VARIABLE: str(os.getpid())},
+        "nobody": {},
+    }[told_by]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    with subprocess.Popen(shell, env=kept | told, stdout=subprocess.PIPE, text=True) as process:
+        found = int(process.communicate()[0])
+    assert found == (process.pid if told_by == "nobody" else os.getpid())

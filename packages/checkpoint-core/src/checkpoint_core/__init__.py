@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from checkpoint_core.lightning_io import LightningCheckpointIO
     from checkpoint_core.loading import LoadedCheckpoint
     from checkpoint_core.manager import CheckpointManager
-    from checkpoint_core.memory_directory import MemoryDirectory
+    from checkpoint_core.memory_directory import LAUNCHER_VARIABLE, MemoryDirectory
     from checkpoint_core.model_directory import load_model_weights
     from checkpoint_core.model_state import ModelState, OptimizerState
     from checkpoint_core.retention import BestCheckpoint
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dist_env import StoreError
 
 __all__ = [
+    "LAUNCHER_VARIABLE",
     "BestCheckpoint",
     "CheckpointConfig",
     "CheckpointError",

@@ -400,7 +400,7 @@ def load(
     peers: Peers | None = None,
     *,
     continues: bool = True,
-    in_memory_from: int | None = None,
+    memory: tuple[RankAgreement, Plan, Path] | None = None,
 ) -> tuple[LoadedCheckpoint, Manifest] | None:
     """Choose a checkpoint, verify it and restore its components. Collective.
 
@@ -412,7 +412,8 @@ def load(
         remote_dir: A second tier.
         peers: The nodes, where they keep checkpoints together.
         continues: Whether the run continues from it, which a warning tells of where later ones are there.
-        in_memory_from: For a directory in memory: the step below which another tier has a newer one.
+        memory: The tier in memory: its ranks, who reads what there, and its directory. The newest good
+            checkpoint of all tiers is taken, of one step that in memory.
 
     Returns:
         What was loaded, or None when there is nothing to load.
@@ -420,10 +421,12 @@ def load(
     Raises:
         CheckpointError: On every rank, when any failed.
     """
-    if in_memory_from is None:
-        chosen = select_checkpoint(ranks, output_dir, path, remote_dir, continues=continues)
-    else:
-        chosen = newest_in_memory(ranks, output_dir, in_memory_from)
+    held = None if memory is None else newest_in_memory(memory[0], memory[2])
+    chosen = select_checkpoint(
+        ranks, output_dir, path, remote_dir, continues=continues, above=held and held.manifest.step
+    )
+    if chosen is None and held is not None and memory is not None:
+        (ranks, plan, _), chosen, peers = memory, held, None
     if chosen is None:
         return None
     with ExitStack() as files:

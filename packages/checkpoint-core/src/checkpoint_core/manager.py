@@ -25,7 +25,7 @@ from checkpoint_core.errors import CheckpointError, describe_error
 from checkpoint_core.lease import DirectoryLease
 from checkpoint_core.loading import LoadedCheckpoint, load
 from checkpoint_core.manifest import Manifest
-from checkpoint_core.memory_tier import MemoryTier, newest_step
+from checkpoint_core.memory_tier import MemoryTier
 from checkpoint_core.model_directory import ModelExport
 from checkpoint_core.peers import Peers
 from checkpoint_core.retention import BestCheckpoint, Retention, best_summary, manifests_of_run
@@ -321,15 +321,22 @@ class CheckpointManager:
         # Nodes that save for themselves may know the same checkpoint under different paths.
         what = f"load of {wanted.name if wanted else 'the newest checkpoint'}"
         plan = make_plan("loading a checkpoint", self._ranks, self._provider, lambda: what)
-        tier = self._tier
-        if wanted is None and self._load_from_memory(what):
-            return self.loaded
+        tier, memory, held = self._tier, self._memory, None
+        if memory is not None and wanted is None:
+            held = (
+                memory.ranks,
+                make_plan("loading a checkpoint", memory.ranks, self._provider, lambda: what),
+                memory.directory,
+            )
         remote = None if tier is None else tier.place
-        result = load(self._ranks, plan, self._output_dir, wanted, remote, self._peers)
+        result = load(self._ranks, plan, self._output_dir, wanted, remote, self._peers, memory=held)
         if result is None:
             return None
         loaded, manifest = result
         self.loaded = loaded
+        if self.is_in_memory(loaded.path):
+            self._continue_run(manifest.run_id)
+            return loaded
         self._retention.resumed_from = loaded.path
         if self.owns(loaded.path):
             # Going on from it makes this the same run.
@@ -344,20 +351,6 @@ class CheckpointManager:
                     known = manifest if manifest.nodes > 1 else None
                     self._request_upload(what, tier, loaded.step, saved=False, manifest=known)
         return loaded
-
-    def _load_from_memory(self, what: str) -> bool:
-        """Load the newest good checkpoint in memory, unless another tier has a newer one. Collective."""
-        memory, tier, here = self._memory, self._tier, self._output_dir
-        if memory is None:
-            return False
-        remote, spread = None if tier is None else tier.place, self._ranks.is_spread
-        stored = self._ranks.run_on_main(what, lambda: newest_step(here, remote, one_node=spread))
-        plan = make_plan("loading a checkpoint", memory.ranks, self._provider, lambda: what)
-        result = memory.load(plan, stored)
-        if result is not None:
-            self.loaded = result[0]
-            self._continue_run(result[1].run_id)
-        return result is not None
 
     def _continue_run(self, run_id: str) -> None:
         """Let rotation and replacement include what this run has saved before, in every tier."""

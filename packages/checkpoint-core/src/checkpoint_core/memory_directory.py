@@ -13,11 +13,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from checkpoint_core.directory import clean_leftovers, has_ended, machine_token, process_start
-from checkpoint_core.errors import CheckpointError, free_bytes
+from checkpoint_core.directory import has_ended, machine_token, process_start
+from checkpoint_core.errors import CheckpointError
 
-MEMORY_COPIES = 2
-"""Number of checkpoints that are kept in memory: the newest may turn out to be damaged."""
+LAUNCHER_VARIABLE = "CHECKPOINT_CORE_LAUNCHER_PID"
+"""The process that starts this one again, as a launcher other than torchrun tells those that it starts."""
 _ROOT = "/dev/shm"
 _PREFIX = "checkpoint-core"
 _NAME = re.compile(rf"{_PREFIX}-([0-9a-f]{{8}})-(\d+)-(\d+)-[0-9a-f]{{12}}")
@@ -31,13 +31,14 @@ class MemoryDirectory:
 
     Args:
         run: What tells the run from others that the same launcher may start, such as its output directory.
-        launcher: The process that starts the ranks again, and with which the directory goes; None for the
-            parent of this process.
+        launcher: The process that starts the ranks again, and with which the directory goes. None for the
+            agent of torchrun, or the process that the variable CHECKPOINT_CORE_LAUNCHER_PID names, also where
+            a shell stands between it and this process; else for the parent.
         root: A directory of a memory file system.
     """
 
     def __init__(self, run: str | Path, *, launcher: int | None = None, root: str | Path = _ROOT) -> None:
-        self.launcher = os.getppid() if launcher is None else launcher
+        self.launcher = _find_launcher() if launcher is None else launcher
         self._root = Path(root)
         began = process_start(self.launcher) or 0
         digest = hashlib.sha256(str(Path(run).absolute()).encode()).hexdigest()[:12]
@@ -97,27 +98,30 @@ class MemoryDirectory:
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def check_memory(directory: Path, needed: int, copies: int) -> None:
-    """Refuse to begin a save in memory that later ones would not fit beside.
+def _find_launcher() -> int:
+    """The process that starts this one again, by id: the nearest above it that is known for that.
 
-    Args:
-        directory: The directory of the checkpoints.
-        needed: Bytes of this checkpoint.
-        copies: Number of checkpoints that are there.
-
-    Raises:
-        CheckpointError: There is not room for all that are kept and one in the making; names the numbers.
+    Not the parent: that may be a shell or numactl, which ends with the rank.
     """
-    clean_leftovers(directory)
-    free = free_bytes(directory)
-    wanted = max(1, MEMORY_COPIES + 1 - copies) * needed
-    if wanted > free:
-        raise CheckpointError(
-            f"not enough memory for checkpoints: one takes {needed} bytes ({needed / 1e9:.2f} GB), and "
-            f"{MEMORY_COPIES} of them beside one in the making need {(MEMORY_COPIES + 1) * needed} bytes, "
-            f"but {directory.parent} has {free} bytes free beside the {copies} that are there. Make it "
-            "larger (a container has --shm-size), save to memory on more nodes, or leave the memory tier out."
-        )
+    told, run = os.environ.get(LAUNCHER_VARIABLE), os.environ.get("TORCHELASTIC_RUN_ID")
+    pid = os.getppid()
+    while pid > 1 and (told or run):
+        # torchrun gives it to the ranks, and does not have it itself. Whose variables may not be read is
+        # no wrapper of this user's.
+        if str(pid) == told or (run is not None and not _has_variable(pid, f"TORCHELASTIC_RUN_ID={run}")):
+            return pid
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        except OSError:
+            break
+    return os.getppid()
+
+
+def _has_variable(pid: int, entry: str) -> bool:
+    try:
+        return entry.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _kind_of(directory: Path) -> str | None:

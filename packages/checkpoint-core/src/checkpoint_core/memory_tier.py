@@ -7,12 +7,9 @@ from checkpoint_core.agreement import RankAgreement
 from checkpoint_core.components import Plan
 from checkpoint_core.config import CheckpointConfig
 from checkpoint_core.errors import CheckpointError
-from checkpoint_core.loading import LoadedCheckpoint, load
-from checkpoint_core.manifest import Manifest, read_manifest
-from checkpoint_core.memory_directory import MEMORY_COPIES, check_memory
-from checkpoint_core.retention import Retention, manifests_of_run
+from checkpoint_core.memory_room import MEMORY_COPIES, make_room
+from checkpoint_core.retention import Retention
 from checkpoint_core.saving import CheckpointSave
-from checkpoint_core.selection import find_latest_checkpoint
 from checkpoint_core.store_path import locate
 from dist_env import DistributedEnvInterface
 
@@ -94,32 +91,10 @@ class MemoryTier:
         self.ranks.run_on_leaders(phase, lambda: self.retention.apply(save.final, None))
         return save.final
 
-    def load(self, plan: Plan, least_step: int) -> tuple[LoadedCheckpoint, Manifest] | None:
-        """Restore the components from the newest good checkpoint here. Collective.
-
-        Args:
-            plan: Who reads what.
-            least_step: The step below which another tier has a newer one.
-
-        Returns:
-            What was loaded; None when there is none of that step or a later one.
-
-        Raises:
-            CheckpointError: On every rank, when its state does not fit.
-        """
-        return load(self.ranks, plan, self.directory, None, in_memory_from=least_step)
-
-
-def newest_step(output_dir: Path, remote_dir: Path | None, *, one_node: bool) -> int:
-    """Step of the newest checkpoint on storage; -1 if there is none. The arguments are those of a search."""
-    newest = find_latest_checkpoint(output_dir, remote_dir=remote_dir, one_node=one_node)
-    return -1 if newest is None else read_manifest(newest).step
-
 
 class _MemorySave(CheckpointSave):
     """A save that needs room for those that come after it."""
 
     def _begin(self, needed: int) -> str:
-        directory = self.final.parent
-        check_memory(directory, needed, len(manifests_of_run(directory, self.run_id)))
+        make_room(self.final.parent, needed, self.run_id)
         return super()._begin(needed)

@@ -79,14 +79,16 @@ def find_latest_checkpoint(
 
 
 def _good_checkpoints(
-    output_dir: Path, *, checksums: bool, one_node: bool = False
+    output_dir: Path, *, checksums: bool, one_node: bool = False, above: int | None = None
 ) -> Iterator[tuple[Path, Manifest]]:
     """Committed checkpoints that pass verification, highest step first; the others are named in warnings.
 
-    With ``one_node`` those too whose other files are kept by other nodes.
+    With ``one_node`` those too whose other files are kept by other nodes; with ``above`` later ones only.
     """
     restore_replaced(output_dir)
     for step, path in checkpoint_directories(output_dir):
+        if above is not None and step <= above:
+            return
         try:
             manifest = verify_checkpoint(path, checksums=checksums, one_node=one_node)
             if manifest.step != step:
@@ -124,6 +126,7 @@ def select_checkpoint(
     remote_dir: Path | None = None,
     *,
     continues: bool = True,
+    above: int | None = None,
 ) -> Chosen | None:
     """Choose a checkpoint and verify it together. Collective.
 
@@ -133,6 +136,8 @@ def select_checkpoint(
         path: The checkpoint; None for the newest that is good on every node.
         remote_dir: A second tier, in a store; a step that both hold is taken from ``output_dir``.
         continues: Whether the run continues from it; then a warning names later ones beside ``path``.
+        above: Step of a good checkpoint in another place; None if there is not any. Only later ones count
+            then, and that none of them can be used is not an error.
 
     Returns:
         The checkpoint, or None when ``path`` is None and there is none.
@@ -145,7 +150,7 @@ def select_checkpoint(
     if len(ranks.nodes()) > 1:
         _finish_publishing(ranks, output_dir)
     if path is None:
-        return _newest(ranks, output_dir, remote_dir)
+        return _newest(ranks, output_dir, remote_dir, above)
     chosen = _named(ranks, path.absolute())
     tiers = [output_dir] if remote_dir is None else [output_dir, remote_dir]
     if continues and ranks.is_leader and chosen.path.parent.resolve() in [tier.resolve() for tier in tiers]:
@@ -157,7 +162,7 @@ def select_checkpoint(
     return chosen
 
 
-def newest_in_memory(ranks: RankAgreement, memory_dir: Path, least_step: int) -> Chosen | None:
+def newest_in_memory(ranks: RankAgreement, memory_dir: Path) -> Chosen | None:
     """Choose and verify the newest checkpoint that every node has in its memory. Collective.
 
     What cannot be used there is named in warnings: another tier has what a run can be continued from.
@@ -165,26 +170,12 @@ def newest_in_memory(ranks: RankAgreement, memory_dir: Path, least_step: int) ->
     Args:
         ranks: The ranks.
         memory_dir: The directory in the memory of this node.
-        least_step: The step below which another tier has a newer one.
-
-    Returns:
-        The checkpoint, or None when there is none of that step or a later one.
 
     Raises:
         CheckpointError: On every rank: one of them was lost.
     """
-    try:
-        choices = _local_choices(ranks, memory_dir)
-    except CheckpointError as error:
-        if ranks.broken:
-            raise
-        if ranks.rank == 0:
-            _logger.warning("passing over the checkpoints in memory: %s", error)
-        return None
-    for step, directory, _ in choices:
+    for step, directory, _ in _usable_choices(ranks, memory_dir):
         path = checkpoint_path(directory, step)
-        if step < least_step:
-            break
         chosen = Chosen(path, _read_everywhere(ranks, path))
         lacking = ranks.run(_PHASE, lambda chosen=chosen: _lacks_ranks(ranks, chosen.manifest))  # type: ignore[misc]
         problem: object = next((each for each in lacking if each), None) or _damage(ranks, chosen)
@@ -328,7 +319,9 @@ def _together(ranks: RankAgreement, path: Path, kept: Mapping[int, _Kept]) -> Ch
     return Chosen(path, parse_manifest(path / MANIFEST_NAME, parse_json(text.encode())), keepers)
 
 
-def whole_saves(ranks: RankAgreement, output_dir: Path, run_id: str | None = None) -> list[Chosen]:
+def whole_saves(
+    ranks: RankAgreement, output_dir: Path, run_id: str | None = None, above: int | None = None
+) -> list[Chosen]:
     """The checkpoints that the nodes of this job have together, highest step first. Collective.
 
     Args:
@@ -336,10 +329,10 @@ def whole_saves(ranks: RankAgreement, output_dir: Path, run_id: str | None = Non
         output_dir: The directory of this node.
         run_id: The id of the run whose checkpoints count; None for all, those that are not whole being named
             in warnings.
+        above: The step above which they count, without ``run_id``.
 
     Returns:
-        The checkpoints. Where nodes have different saves of
-        one step, the one that more nodes have comes first.
+        The checkpoints. Where nodes have different saves of one step, that of more nodes comes first.
     """
 
     def look() -> list[_Kept]:
@@ -348,7 +341,7 @@ def whole_saves(ranks: RankAgreement, output_dir: Path, run_id: str | None = Non
         if run_id is not None:
             known = manifests_of_run(output_dir, run_id)
             return [_kept(checkpoint_path(output_dir, step), known[step]) for step in known]
-        found = _good_checkpoints(output_dir, checksums=False, one_node=True)
+        found = _good_checkpoints(output_dir, checksums=False, one_node=True, above=above)
         return [_kept(path, manifest) for path, manifest in found]
 
     by_save: dict[_Save, dict[int, _Kept]] = {}
@@ -369,19 +362,38 @@ def whole_saves(ranks: RankAgreement, output_dir: Path, run_id: str | None = Non
     return whole
 
 
-def _local_choices(ranks: RankAgreement, output_dir: Path) -> list[tuple[int, Path, Chosen | None]]:
+_Choices = list[tuple[int, Path, Chosen | None]]
+
+
+def _local_choices(ranks: RankAgreement, output_dir: Path, above: int | None = None) -> _Choices:
     """Step, directory and what is known of the checkpoints of all nodes, highest step first. Collective."""
     if ranks.is_spread:
-        return [(each.manifest.step, output_dir, each) for each in whole_saves(ranks, output_dir)]
-    found = ranks.run(_PHASE, lambda: _saves(output_dir) if ranks.is_leader else [])
+        return [
+            (each.manifest.step, output_dir, each) for each in whole_saves(ranks, output_dir, above=above)
+        ]
+    found = ranks.run(_PHASE, lambda: _saves(output_dir, above=above) if ranks.is_leader else [])
     saves = ranks.run_on_main(_PHASE, lambda: _common(ranks, output_dir, found))
     return [(step, output_dir, None) for step, _ in map(_save, saves)]
 
 
-def _newest(ranks: RankAgreement, output_dir: Path, remote_dir: Path | None) -> Chosen | None:
-    choices = _local_choices(ranks, output_dir)
+def _usable_choices(ranks: RankAgreement, directory: Path, above: int | None = None) -> _Choices:
+    """Like :func:`_local_choices`; none, and a warning, where nodes have none in common. Collective."""
+    try:
+        return _local_choices(ranks, directory, above)
+    except CheckpointError as error:
+        if ranks.broken:
+            raise
+        if ranks.rank == 0:
+            _logger.warning("passing over the checkpoints in %s: %s", directory, error)
+        return []
+
+
+def _newest(
+    ranks: RankAgreement, output_dir: Path, remote_dir: Path | None, above: int | None
+) -> Chosen | None:
+    choices = (_local_choices if above is None else _usable_choices)(ranks, output_dir, above)
     if remote_dir is not None:
-        more = ranks.run_on_main(_PHASE, lambda: _remote_saves(remote_dir, output_dir))
+        more = ranks.run_on_main(_PHASE, lambda: _remote_saves(remote_dir, output_dir, above))
         # Stable: of one step the local checkpoint comes first.
         choices = sorted(
             [*choices, *((step, remote_dir, None) for step, _ in map(_save, more))],
@@ -397,15 +409,17 @@ def _newest(ranks: RankAgreement, output_dir: Path, remote_dir: Path | None) -> 
             return chosen
         if ranks.is_leader:
             _warn_passing_over(path, error)
+    if above is not None:
+        return None
     for tier in [output_dir] if remote_dir is None else [output_dir, remote_dir]:
         run = ranks.run_on_leaders if tier is output_dir else ranks.run_on_main
         run(_PHASE, lambda tier=tier: _check_no_ruins(tier))  # type: ignore[misc]
     return None
 
 
-def _remote_saves(remote_dir: Path, output_dir: Path) -> list[_Save]:
+def _remote_saves(remote_dir: Path, output_dir: Path, above: int | None) -> list[_Save]:
     try:
-        return _saves(remote_dir)
+        return _saves(remote_dir, above=above)
     except StoreError as error:
         raise StoreError(
             f"{describe_error(error).removesuffix('.')}. Whether it holds a newer checkpoint than "
@@ -423,8 +437,8 @@ def _check_no_ruins(output_dir: Path) -> None:
         )
 
 
-def _saves(output_dir: Path, *, one_node: bool = False) -> list[_Save]:
-    found = _good_checkpoints(output_dir, checksums=False, one_node=one_node)
+def _saves(output_dir: Path, *, one_node: bool = False, above: int | None = None) -> list[_Save]:
+    found = _good_checkpoints(output_dir, checksums=False, one_node=one_node, above=above)
     return [(each.step, each.save_id) for _, each in found]
 
 
